@@ -1,0 +1,54 @@
+"""A tour: every quantity of per-sample gradients on one small model."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samplewise as sw
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+x, y = torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
+
+# One loss per sample, still attached to the graph: that is all that is asked for.
+losses = F.cross_entropy(model(x), y, reduction="none")
+g = sw.gradients(losses, model)
+print(f"{len(g)} samples, parameters {', '.join(g.names)}\n")
+
+print("norms                ", g.norms())
+for name, norms in g.norms(by="parameter").items():
+    print(f"  of {name:18}", norms)
+
+mean = g.mean()
+print("dot with the mean    ", g.dot(mean))
+print("Gram matrix          ", tuple(g.gram().shape))
+print("norms, from its diag ", g.gram().diagonal().sqrt())
+print("projected to 4 dims  ", tuple(g.project(4, seed=0).shape))
+
+
+def sizes(tensors):
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+print("\nmean                 ", sizes(mean))
+print("sum of squares       ", sizes(g.second_moment()))
+print("variance             ", sizes(g.variance()))
+print("all rows, (B, *shape)", sizes(g.full()))
+print("one parameter        ", tuple(g["0.weight"].shape))
+print("one sample           ", sizes(g[3]))
+
+# Weigh the samples as you like: here the second one counts for nothing.
+weights = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
+g.backward(weights)
+same = torch.allclose(model[0].weight.grad, g.sum(weights)["0.weight"])
+print("\nbackward(weights) adds sum(weights) into .grad:", same)
+
+# The graph is still there: the ordinary backward works as if nothing had happened.
+model.zero_grad()
+losses.mean().backward()
+print("losses.mean().backward() gives the mean:       ", end=" ")
+print(torch.allclose(model[0].weight.grad, mean["0.weight"], atol=1e-6))
+
+x.requires_grad_()
+losses = F.cross_entropy(model(x), y, reduction="none")
+print("input gradients      ", tuple(sw.input_gradients(losses, x).shape))
