@@ -1,0 +1,60 @@
+"""Cutting a batch of any structure into samples start..stop.
+
+Tensors are cut along dim 0, lists of plain values (texts, ids) by position; tuples, named tuples, dicts and other
+mappings, and dataclasses are gone through. What has no dim 0 of the common length stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+def _is_list_of_values(batch: Any) -> bool:
+    return isinstance(batch, list) and bool(batch) and all(isinstance(item, PLAIN) for item in batch)
+
+
+def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The same structure with every leaf changed."""
+    if isinstance(batch, Tensor) or _is_list_of_values(batch):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        changed = {key: map_leaves(value, change) for key, value in batch.items()}
+        return changed if type(batch) is dict else type(batch)(changed)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_leaves(item, change) for item in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(map_leaves(item, change) for item in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch) if field.init]
+        return dataclasses.replace(batch, **{name: map_leaves(getattr(batch, name), change) for name in names})
+    return change(batch)
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    found: list[Any] = []
+    map_leaves(batch, lambda leaf: found.append(leaf) or leaf)  # type: ignore[func-returns-value]
+    return iter(found)
+
+
+def length(batch: Any) -> int | None:
+    """The number of samples, if the batch can be cut: the length that all its tensors share."""
+    lengths = {len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    opaque = any(not isinstance(leaf, (Tensor, *PLAIN)) and not _is_list_of_values(leaf) for leaf in leaves(batch))
+    return lengths.pop() if len(lengths) == 1 and not opaque else None
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """Samples start..stop of a batch whose `length` is known."""
+    total = length(batch)
+
+    def some(leaf: Any) -> Any:
+        sized = _is_list_of_values(leaf) or (isinstance(leaf, Tensor) and leaf.dim() > 0)
+        return leaf[start:stop] if sized and len(leaf) == total else leaf
+
+    return map_leaves(batch, some)

@@ -1,0 +1,1 @@
+"""Per-sample gradients from the autograd graph. Knows autograd, nothing of training."""

@@ -1,0 +1,97 @@
+"""The shapes in which the per-sample gradients of one parameter are kept, and every quantity that can be asked of them.
+
+    Dense      the rows themselves, (b, *shape): small parameters, or where rows are smaller than their factors
+    Mixture    the sum of several forms, for a parameter used in several ways
+    Outer      factors (see `outer`); other modules add forms that make their rows on demand
+
+Legend: b sample, k projected dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from samplewise.engine import rowwise
+
+class Form(ABC):
+    """Per-sample gradients of one parameter."""
+
+    samples: int
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> Tensor:
+        """(stop - start, *shape)"""
+
+    @abstractmethod
+    def squared_norms(self) -> Tensor:
+        """(b,)"""
+
+    @abstractmethod
+    def dot(self, direction: Tensor) -> Tensor:
+        """(b,): inner product with a tensor of the parameter's shape."""
+
+    @abstractmethod
+    def gram(self, other: Form) -> Tensor:
+        """(b, b of other): inner products of all pairs."""
+
+    @abstractmethod
+    def sum(self, weights: Tensor | None) -> Tensor:
+        """The parameter's shape: sum over b of weights[b] times row b."""
+
+    @abstractmethod
+    def sum_of_squares(self, centre: Tensor | None) -> Tensor:
+        """The parameter's shape: sum over b of (row b - centre)**2."""
+
+    @abstractmethod
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        """(b, k): left[:, k] . row b . right[:, k], the parameter seen as a matrix (first dim, rest)."""
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape)
+
+    def describe(self) -> str:
+        return type(self).__name__.lower()
+
+
+class Dense(Form):
+    squared_norms = rowwise.squared_norms
+    dot = rowwise.dot
+    gram = rowwise.gram
+    sum = rowwise.sum
+    sum_of_squares = rowwise.sum_of_squares
+    project = rowwise.project
+
+    def __init__(self, rows: Tensor):
+        self.samples, self.shape = rows.shape[0], tuple(rows.shape[1:])
+        self._rows = rows
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._rows[start:stop]
+
+
+class Mixture(Form):
+    """Several uses of one parameter whose forms have no product of their own."""
+
+    squared_norms = rowwise.squared_norms
+    dot = rowwise.dot
+    gram = rowwise.gram
+    sum = rowwise.sum
+    sum_of_squares = rowwise.sum_of_squares
+    project = rowwise.project
+
+    def __init__(self, forms: Sequence[Form]):
+        self.forms = forms
+        self.samples, self.shape = forms[0].samples, forms[0].shape
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        first, *others = (form.rows(start, stop) for form in self.forms)
+        return sum(others, start=first)
+
+    def describe(self) -> str:
+        return " + ".join(form.describe() for form in self.forms)

@@ -1,0 +1,335 @@
+"""`sw.gradients`: the per-sample gradients behind a vector of losses, and every quantity one may ask of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.engine.forms import Dense, Form
+from samplewise.engine.graph import Graph, check_losses, graph_alive, named_parameters
+from samplewise.engine.plan import Plan
+from samplewise.engine.rowwise import as_matrix
+from samplewise.engine.sources import Full, Fused, Reference, Source, Streamed, make_plan
+from samplewise.engine.table import render
+from samplewise.errors import NonFiniteGradientError, ParameterError
+
+STRATEGIES = ("fused", "twice", "full", "reference")
+Weights = Tensor | Mapping[str, Tensor]
+
+
+def gradients(
+    losses: Tensor,
+    parameters: nn.Module | Mapping[str, Tensor] | Iterable[Tensor],
+    *,
+    create_graph: bool = False,
+    strategy: str | None = None,
+    interacting: str = "refuse",
+) -> Gradients:
+    """The gradient of every element of `losses` with respect to the parameters.
+
+    `losses` is 1-D, one value per sample, attached to the autograd graph; `parameters` a module, a dict of named tensors
+    or an iterable of tensors. Nothing is computed until a quantity is asked for, and the graph is not freed.
+
+    create_graph: quantities can be differentiated themselves.
+    strategy: "fused" (default), "twice" (least memory), "full" (rows at once), "reference" (one backward per sample).
+    interacting: "refuse" (default) or "allow" samples whose losses depend on each other.
+    """
+    if strategy not in (None, *STRATEGIES):
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; found {strategy!r}.")
+    if interacting not in ("refuse", "allow"):
+        raise ValueError(f"interacting must be 'refuse' or 'allow'; found {interacting!r}.")
+    if create_graph and strategy == "twice":
+        raise ValueError("create_graph needs the forms kept; found strategy='twice', which drops them. Use 'fused'.")
+    check_losses(losses)
+    wanted = named_parameters(parameters)
+    graph = Graph(losses, wanted)
+    graph.check_readable()
+    return Gradients(graph, strategy or "fused", _constants(graph, parameters), create_graph, interacting)
+
+
+def _constants(graph: Graph, parameters: object) -> set[int]:
+    """Where the model's own tensors live."""
+    own = [*graph.wanted.values()]
+    own += [v for node in graph.nodes if isinstance(v := getattr(node, "variable", None), nn.Parameter)]
+    if isinstance(parameters, nn.Module):
+        own += [*parameters.parameters(), *parameters.buffers()]
+    return {tensor.untyped_storage().data_ptr() for tensor in own}
+
+
+class Gradients:
+    """Per-sample gradients. `len(g)` samples; `g[3]` one sample, `g["fc.weight"]` one parameter."""
+
+    def __init__(self, graph: Graph, strategy: str, constants: set[int], create_graph: bool, interacting: str):
+        self._graph, self._strategy = graph, strategy
+        self._constants, self._create_graph, self._interacting = constants, create_graph, interacting
+        self._parameters = graph.wanted
+        self._sources: dict[str, Source] = {}
+        self._known_plan: Plan | None = None
+        self._known_norms: dict[str, Tensor] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._parameters)
+
+    def __len__(self) -> int:
+        return self._graph.samples
+
+    # --- numbers per sample ----------------------------------------------------------------------------------------
+
+    def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
+        """(B,), or with by="parameter" a dict of (B,)."""
+        if by not in (None, "parameter"):
+            raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
+        if self._known_norms is None:
+            self._known_norms = self._ask(lambda form, _: form.squared_norms())
+        squared = self._known_norms
+        with self._exactly():
+            if by == "parameter":
+                return {name: _root(squared[name]) if name in squared else self._zeros() for name in self.names}
+            return self._checked(_root(self._total(squared)), "norm")
+
+    def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """(B,): the inner product of each sample's gradient with a direction, a dict like the parameters."""
+        self._check_like_parameters(direction, "direction")
+        return self._checked(self._total(self._ask(lambda form, name: form.dot(direction[name]))), "dot product")
+
+    def gram(self, other: Gradients | None = None) -> Tensor:
+        """(B, B) inner products of all pairs of samples, or (B, B2) with the samples of another `g`."""
+        if other is None:
+            return self._total(self._ask(lambda form, _: form.gram(form)), len(self))
+        if self.names != other.names or any(p.shape != other._parameters[n].shape for n, p in self._parameters.items()):
+            raise ParameterError("gram needs the same parameters on both sides; found different names or shapes.")
+        theirs = other._forms()
+        mine = {name: form for name, form in self._forms().items() if name in theirs}
+        with self._exactly():
+            return self._total({name: form.gram(theirs[name]) for name, form in mine.items()}, len(other))
+
+    def project(self, dim: int, seed: int = 0) -> Tensor:
+        """(B, dim): a random projection that keeps inner products in expectation; the same map for the same seed.
+
+        Every parameter, seen as a matrix G, contributes u^T G v with random signs u, v for each of the dimensions.
+        """
+        if dim < 1:
+            raise ValueError(f"dim must be at least 1; found {dim}.")
+        parts = self._ask(lambda form, name: form.project(*_signs(name, form.shape, dim, seed, self._graph.losses.device)))
+        return self._total(parts, dim) / dim**0.5
+
+    # --- tensors like the parameters -------------------------------------------------------------------------------
+
+    def sum(self, weights: Weights | None = None) -> dict[str, Tensor]:
+        """name -> sum_i w_i g_i; weights (B,), or a dict name -> (B,). Zeros for parameters that no loss reaches."""
+        per_name = self._weights_by_name(weights)
+        return self._like_parameters(self._ask(lambda form, name: form.sum(per_name[name])))
+
+    def mean(self) -> dict[str, Tensor]:
+        return {name: total / len(self) for name, total in self.sum().items()}
+
+    def second_moment(self) -> dict[str, Tensor]:
+        """name -> sum_i g_i**2, the diagonal of the empirical Fisher matrix (not divided by B)."""
+        return self._like_parameters(self._ask(lambda form, _: form.sum_of_squares(None)))
+
+    def variance(self) -> dict[str, Tensor]:
+        """name -> the unbiased variance over samples, sum_i (g_i - mean)**2 / (B - 1)."""
+        if len(self) < 2:
+            raise ParameterError("variance needs at least two samples; found one.")
+        scale = 1 / (len(self) - 1)
+        return self._like_parameters(self._ask(lambda form, _: form.sum_of_squares(form.sum(None) / len(self)) * scale))
+
+    def backward(self, weights: Weights | None = None) -> None:
+        """Adds sum_i w_i g_i into `.grad`, as Tensor.backward does; parameters that no loss reaches are left alone."""
+        per_name = self._weights_by_name(weights)
+        if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
+            return self._ordinary_backward(weights)
+        for name, total in self._ask(lambda form, name: form.sum(per_name[name])).items():
+            p = self._parameters[name]
+            total = total.detach().to(p.dtype)
+            p.grad = total.clone() if p.grad is None else p.grad + total
+        return None
+
+    # --- rows ------------------------------------------------------------------------------------------------------
+
+    def full(self) -> dict[str, Tensor]:
+        """name -> (B, *shape). Large: see `chunks` for a few samples at a time."""
+        return self[0 : len(self)]
+
+    def chunks(self, samples: int) -> Iterator[dict[str, Tensor]]:
+        """`full` in pieces of so many samples."""
+        for start in range(0, len(self), samples):
+            yield self[start : start + samples]
+
+    @overload
+    def __getitem__(self, key: str) -> Tensor: ...
+    @overload
+    def __getitem__(self, key: int | slice) -> dict[str, Tensor]: ...
+    def __getitem__(self, key: str | int | slice) -> Tensor | dict[str, Tensor]:
+        if isinstance(key, str):
+            if key not in self._parameters:
+                raise ParameterError(f"unknown parameter {key!r}; the names are {', '.join(self.names[:8])}, ...")
+            return self._rows(key, 0, len(self))
+        if isinstance(key, slice):
+            start, stop, step = key.indices(len(self))
+            if step != 1:
+                raise ParameterError(f"slices of samples must have step 1; found {step}.")
+            return {name: self._rows(name, start, max(start, stop)) for name in self.names}
+        if not -len(self) <= key < len(self):
+            raise IndexError(f"sample must lie in 0..{len(self) - 1}; found {key}.")
+        key %= len(self)
+        return {name: self._rows(name, key, key + 1)[0] for name in self.names}
+
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        p = self._parameters[name]
+        with self._exactly():
+            form = self._forms().get(name)
+            return p.new_zeros(stop - start, *p.shape) if form is None or start == stop else form.rows(start, stop).to(p.dtype)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self[i] for i in range(len(self)))
+
+    # --- the plan --------------------------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """The plan as a table: which operation uses each parameter, who proved which sample owns what, in which form."""
+        with self._exactly():
+            rows = self._source().explain()
+        missing = [name for name in self.names if name not in {row.parameter for row in rows}]
+        cells = [(r.parameter, "x".join(map(str, r.shape)) or "1", r.operations, r.ownership, r.form) for r in rows]
+        cells += [(name, "x".join(map(str, self._parameters[name].shape)) or "1", "", "", "not reached: zeros") for name in missing]
+        return render(("parameter", "shape", "used by", "ownership", "kept as"), cells, f"{len(self)} samples, strategy {self._strategy}")
+
+    def __repr__(self) -> str:
+        return f"Gradients({len(self)} samples, {len(self.names)} parameters, strategy={self._strategy!r})"
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _exactly(self) -> Iterator[None]:
+        """Without the caller's autocast, and recording a graph only where quantities are to be differentiated."""
+        device = self._graph.losses.device.type
+        with graph_alive(), torch.set_grad_enabled(self._create_graph), torch.autocast(device, enabled=False):
+            yield
+
+    def _ask(self, question: Callable[[Form, str], Tensor]) -> dict[str, Tensor]:
+        """One answer for every parameter that the losses reach."""
+        answers: dict[str, Tensor] = {}
+        with self._exactly():
+            self._source().each(lambda name, form: answers.update({name: question(form, name)}))
+        return answers
+
+    def _source(self, strategy: str | None = None) -> Source:
+        strategy = strategy or self._strategy
+        if strategy not in self._sources:
+            self._sources[strategy] = self._make_source(strategy)
+        return self._sources[strategy]
+
+    def _make_source(self, strategy: str) -> Source:
+        if strategy == "reference" or len(self) == 1:
+            return Reference(self._graph, self._create_graph)
+        if strategy == "twice":
+            return Streamed(self._plan())
+        return (Full if strategy == "full" else Fused)(self._plan(), self._create_graph)
+
+    def _plan(self) -> Plan:
+        if self._known_plan is None:
+            self._known_plan = make_plan(self._graph, self._constants, self._interacting)
+        return self._known_plan
+
+    def _forms(self) -> dict[str, Form]:
+        """Every form at once: what is asked of pairs or of rows needs them kept."""
+        forms: dict[str, Form] = {}
+        with self._exactly():
+            self._source("fused" if self._strategy == "twice" else None).each(forms.__setitem__)
+        return forms
+
+    def _needs_autograd(self) -> bool:
+        """Hooks on a parameter, and sparse gradients, are served by an ordinary backward pass only."""
+        hooked = any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters.values())
+        return hooked or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
+
+    def _ordinary_backward(self, weights: Tensor | None) -> None:
+        with self._exactly():
+            self._plan()  # refuses what must be refused
+        losses = self._graph.losses
+        weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
+        reached = [self._parameters[name] for name in self._graph.leaves.values()]
+        with graph_alive():
+            torch.autograd.backward(losses, weights, inputs=reached, retain_graph=True)
+
+    def _zeros(self, *more: int) -> Tensor:
+        return torch.zeros(len(self), *more, dtype=_sum_dtype(self._graph.losses.dtype), device=self._graph.losses.device)
+
+    def _total(self, parts: Mapping[str, Tensor], *more: int) -> Tensor:
+        with self._exactly():
+            return sum(parts.values(), start=self._zeros(*more))
+
+    def _like_parameters(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {n: found[n].to(_abs_dtype(p, found[n])) if n in found else torch.zeros_like(p) for n, p in self._parameters.items()}
+
+    def _checked(self, numbers: Tensor, what: str) -> Tensor:
+        finite = numbers.detach().isfinite()
+        if not finite.all():
+            bad = (~finite).nonzero().flatten().tolist()
+            raise NonFiniteGradientError(
+                f"gradients must be finite; found the {what} {numbers[bad[0]].item()} at sample {bad[0]} ({len(bad)} of {len(numbers)} samples) "
+                "though every loss is finite. Look for a square root, norm, division or logarithm at zero."
+            )
+        return numbers
+
+    def _weights_by_name(self, weights: Weights | None) -> Mapping[str, Tensor | None]:
+        if weights is None:
+            return dict.fromkeys(self.names)
+        if not isinstance(weights, Mapping):
+            self._check_weights(weights, "weights")
+            return dict.fromkeys(self.names, weights)
+        _same_names(weights, self.names, "weights")
+        for name, w in weights.items():
+            self._check_weights(w, f"weights[{name!r}]")
+        return weights
+
+    def _check_weights(self, weights: object, what: str) -> None:
+        if not isinstance(weights, Tensor) or weights.shape != (len(self),):
+            found = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+            raise ParameterError(f"{what} must be a tensor of shape ({len(self)},), one value per sample; found {found}.")
+
+    def _check_like_parameters(self, direction: Mapping[str, Tensor], what: str) -> None:
+        if not isinstance(direction, Mapping):
+            raise ParameterError(f"{what} must be a dict name -> tensor, like g.sum(); found {type(direction).__name__}.")
+        _same_names(direction, self.names, what)
+        for name, p in self._parameters.items():
+            if direction[name].shape != p.shape:
+                raise ParameterError(f"{what}[{name!r}] must have the parameter's shape {tuple(p.shape)}; found {tuple(direction[name].shape)}.")
+
+
+def _same_names(given: Mapping[str, object], names: list[str], what: str) -> None:
+    unknown, missing = [n for n in given if n not in names], [n for n in names if n not in given]
+    if unknown or missing:
+        found = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
+        raise ParameterError(f"{what} must have exactly the parameters' names (see g.names); found {found}.")
+
+
+def _root(squared: Tensor) -> Tensor:
+    """The square root, with gradient zero at zero where the true one has no direction."""
+    positive = squared > 0
+    return torch.where(positive, torch.where(positive, squared, 1).sqrt(), 0)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _abs_dtype(p: Tensor, found: Tensor) -> torch.dtype:
+    """The parameter's type; for squares of complex numbers its real counterpart."""
+    return p.dtype if found.is_complex() or not p.is_complex() else p.real.dtype
+
+
+def _signs(name: str, shape: tuple[int, ...], dim: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random signs (o, dim) and (i, dim) for a parameter seen as an o x i matrix."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    o, i = as_matrix(shape)
+    signs = torch.randint(0, 2, (o + i, dim), generator=generator, dtype=torch.int8) * 2 - 1
+    left, right = signs.to(device).split([o, i])
+    return left, (right if i > 1 else torch.ones_like(right))

@@ -1,0 +1,233 @@
+"""The autograd graph behind `losses`, as plain data: nodes, who consumes whom, and which node leads to which parameter."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.errors import GraphError, LossesError, ParameterError
+
+Node = Any  # torch.autograd.graph.Node: its attributes are made per operation, so no type checker knows them
+
+
+class Edge(NamedTuple):
+    """The output `slot` of the forward operation behind `node`; a gradient arrives there in the backward pass."""
+
+    node: Node
+    slot: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.node._input_metadata[self.slot].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.node._input_metadata[self.slot].dtype
+
+    def gradient_edge(self) -> torch.autograd.graph.GradientEdge:
+        return torch.autograd.graph.GradientEdge(self.node, self.slot)
+
+
+def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
+    """The wanted parameters by name. A model's frozen parameters are left out."""
+    if isinstance(parameters, nn.Module):
+        named = {name: p for name, p in parameters.named_parameters() if p.requires_grad}
+        if not named:
+            raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
+    elif isinstance(parameters, Tensor):
+        raise ParameterError("parameters must be a module, a dict or an iterable of tensors; found one tensor. Wrap it in a list.")
+    else:
+        named = dict(parameters) if isinstance(parameters, Mapping) else {str(i): p for i, p in enumerate(parameters)}
+        if not named:
+            raise ParameterError("parameters must hold at least one tensor; found none.")
+    first: dict[int, str] = {}
+    for name, p in named.items():
+        _check_parameter(name, p)
+        if first.setdefault(id(p), name) != name:
+            raise ParameterError(f"every parameter must be given once; found the same tensor as {first[id(p)]!r} and {name!r}. Keep one.")
+    return named
+
+
+def _check_parameter(name: str, p: Tensor) -> None:
+    if not isinstance(p, Tensor):
+        raise ParameterError(f"parameter {name!r} must be a tensor; found {type(p).__name__}.")
+    if not (p.is_floating_point() or p.is_complex()):
+        raise ParameterError(f"parameter {name!r} must be floating-point to have a gradient; found {p.dtype}. Leave it out.")
+    if not p.is_leaf:
+        raise ParameterError(
+            f"parameter {name!r} must be a leaf of the graph; found the result of {p.grad_fn.name()}. "
+            "Pass the tensor it was computed from, or use sw.input_gradients for activations."
+        )
+    if not p.requires_grad:
+        raise ParameterError(f"parameter {name!r} must have requires_grad=True; found False. Leave it out or unfreeze it.")
+
+
+def check_losses(losses: Tensor) -> None:
+    if not isinstance(losses, Tensor):
+        raise LossesError(f"losses must be a tensor with one value per sample; found {type(losses).__name__}.")
+    if losses.dim() != 1:
+        raise LossesError(
+            f"losses must be 1-D, one value per sample; found shape {tuple(losses.shape)}. "
+            + ("Use reduction='none' and do not average over the batch." if losses.dim() == 0 else "Reduce each sample to one value, e.g. losses.flatten(1).mean(1).")
+        )
+    if losses.numel() == 0:
+        raise LossesError("losses must hold at least one sample; found an empty tensor.")
+    if not losses.is_floating_point():
+        raise LossesError(f"losses must be real floating-point; found {losses.dtype}.")
+    if not losses.requires_grad:
+        raise LossesError(
+            "losses must be attached to the autograd graph; found requires_grad=False. "
+            "Compute them outside torch.no_grad(), without .detach(), from parameters that require gradients."
+        )
+    finite = losses.detach().isfinite()
+    if not finite.all():
+        bad = (~finite).nonzero().flatten().tolist()
+        raise LossesError(
+            f"losses must be finite; found {losses[bad[0]].item()} at sample {bad[0]} ({len(bad)} of {len(losses)} samples are NaN or infinite). "
+            "Look at those samples, or leave them out of the batch."
+        )
+
+
+_SUFFIX = re.compile(r"Backward\d*$")
+
+
+def operation(node: Node) -> str:
+    """The forward operation's name: 'Addmm' for AddmmBackward0."""
+    return _SUFFIX.sub("", node.name())
+
+
+class Graph:
+    """Every node between the losses and the leaves. `nodes` is ordered so that consumers stand before what they consume."""
+
+    def __init__(self, losses: Tensor, wanted: Mapping[str, Tensor], goal: Node | None = None):
+        # A leaf handed over as losses has no node of its own: a view gives it one.
+        self.losses = losses if losses.grad_fn is not None else losses.view_as(losses)
+        self.samples = len(losses)
+        self.root = Edge(self.losses.grad_fn, self.losses.output_nr)
+        self.wanted = wanted
+        self.nodes = _consumers_first(self.root.node)
+        self.operations = {node: operation(node) for node in self.nodes}
+        self.leaves = self._find_leaves()
+        self.relevant = self._lead_to(set(self.leaves) | {goal} & set(self.nodes))
+        self.consumers = self._find_consumers()
+
+    def _find_leaves(self) -> dict[Node, str]:
+        names = {id(p): name for name, p in self.wanted.items()}
+        leaves = {}
+        for node in self.nodes:
+            if not node.next_functions and hasattr(node, "variable") and id(node.variable) in names:
+                leaves[node] = names[id(node.variable)]
+        return leaves
+
+    def _lead_to(self, goal: set[Node]) -> set[Node]:
+        found = set(goal)
+        for node in reversed(self.nodes):
+            if any(child in found for child, _ in node.next_functions):
+                found.add(node)
+        return found
+
+    def _find_consumers(self) -> dict[Node, list[tuple[Node, int]]]:
+        """For each relevant node: the nodes that use its result, with the position of the operand."""
+        consumers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.relevant}
+        for node in self.nodes:
+            if node in self.relevant:
+                for position, (child, _) in enumerate(node.next_functions):
+                    if child in self.relevant:
+                        consumers[child].append((node, position))
+        return consumers
+
+    def used_slots(self, node: Node) -> list[int]:
+        """The outputs of `node` into which a gradient flows."""
+        if node is self.root.node:
+            return sorted({self.root.slot} | self._consumed(node))
+        return sorted(self._consumed(node))
+
+    def _consumed(self, node: Node) -> set[int]:
+        return {consumer.next_functions[position][1] for consumer, position in self.consumers[node]}
+
+    def below(self, start: Iterable[Node]) -> list[Node]:
+        """`start` and everything it was computed from, consumers first."""
+        found = set(start)
+        for node in self.nodes:
+            if node in found:
+                found.update(child for child, _ in node.next_functions if child is not None)
+        return [node for node in self.nodes if node in found]
+
+    def fingerprint(self) -> int:
+        """Equal for graphs of the same operations wired in the same way, whatever their shapes and numbers."""
+        index = {node: i for i, node in enumerate(self.nodes)}
+        wiring = tuple((self.operations[n], tuple((index.get(c, -1), k) for c, k in n.next_functions)) for n in self.nodes)
+        return hash((self.root.slot, wiring))
+
+    def check_readable(self) -> None:
+        for node, name in self.operations.items():
+            if name.startswith("CompiledFunction"):
+                raise GraphError(
+                    "the graph must consist of visible operations; found a region made by torch.compile, which is opaque. "
+                    "Pass losses computed with the uncompiled module (model._orig_mod)."
+                )
+            if name == "CheckpointFunction":
+                raise GraphError(
+                    "the graph must be visible as a whole; found reentrant activation checkpointing, which hides a block until it is recomputed. "
+                    "Call checkpoint(..., use_reentrant=False)."
+                )
+            del node
+        if not self.leaves:
+            shown = ", ".join(list(self.wanted)[:3])
+            raise GraphError(
+                f"the losses must reach at least one of the parameters; found none of them in the graph (looked for {shown}, ...). "
+                "Check that the losses were computed with this model, and not from detached or copied weights."
+            )
+
+
+@contextmanager
+def graph_alive() -> Iterator[None]:
+    """Says in plain words that the graph was freed, wherever autograd notices it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "second time" not in str(error) and "already been freed" not in str(error):
+            raise
+        raise GraphError(
+            "the graph of the losses must still hold what was saved for backward; found it freed. "
+            "Ask for quantities before losses.backward(), or call backward(retain_graph=True)."
+        ) from error
+
+
+def _consumers_first(root: Node) -> list[Node]:
+    """Depth-first, without recursion: graphs of long RNNs are thousands of nodes deep."""
+    finished: list[Node] = []
+    seen = {root}
+    stack = [(root, iter(root.next_functions))]
+    while stack:
+        node, children = stack[-1]
+        for child, _ in children:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append((child, iter(child.next_functions)))
+                break
+        else:
+            finished.append(node)
+            stack.pop()
+    return finished[::-1]
+
+
+def scalar(node: Node, name: str) -> Any:
+    """A number the operation saved. Autograd hands negative ones back as unsigned 64-bit: undo that."""
+    return _signed(getattr(node, "_saved_" + name))
+
+
+def _signed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_signed(v) for v in value)
+    return value - 2**64 if isinstance(value, int) and not isinstance(value, bool) and value >= 2**63 else value
+
+
+def numel(shape: Iterable[int]) -> int:
+    return math.prod(shape)

@@ -1,0 +1,242 @@
+"""Proof of row ownership without a backward pass: how each known operation moves the samples' dimension.
+
+`proofs(graph)` starts at the losses, whose element i belongs to sample i, and follows the gradient down. A node whose
+output gradient provably keeps every element with one sample gets `inner` (see tags.Regular). Only operations are listed
+whose routing is fixed by shapes and saved numbers; where data decide (index, gather, sort, products that contract over
+the samples) or nothing is known, the proof ends and tags are probed.
+
+Legend: `dim` is the output's dimension that holds the samples, `post` how many consecutive entries of it belong to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from samplewise.engine.graph import Edge, Graph, Node, numel, scalar
+
+Shape = tuple[int, ...]
+
+
+class Place(NamedTuple):
+    dim: int
+    post: int
+
+
+Mover = Callable[[Node, Place, Shape, list[Shape | None]], list[Place | None]]
+MOVERS: dict[str, Mover] = {}
+VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"}
+
+
+def moves(*operations: str) -> Callable[[Mover], Mover]:
+    def register(mover: Mover) -> Mover:
+        MOVERS.update(dict.fromkeys(operations, mover))
+        return mover
+
+    return register
+
+
+def locate(inner: int, shape: Shape, samples: int) -> Place | None:
+    stride = 1
+    if 0 in shape:
+        return None
+    for dim in range(len(shape) - 1, -1, -1):
+        if inner % stride == 0 and inner * samples <= stride * shape[dim] and shape[dim] % (inner // stride * samples) == 0:
+            return Place(dim, inner // stride)
+        stride *= shape[dim]
+    return None
+
+
+def inner_at(place: Place | None, shape: Shape, samples: int) -> int | None:
+    if place is None or not 0 <= place.dim < len(shape) or shape[place.dim] % (place.post * samples):
+        return None
+    return place.post * numel(shape[place.dim + 1 :])
+
+
+def proofs(graph: Graph) -> dict[Edge, int]:
+    """`inner` of every edge whose ownership is proven."""
+    claims: dict[Edge, set[int | None]] = {graph.root: {1}}
+    proven: dict[Edge, int] = {}
+    for node in graph.nodes:
+        if node not in graph.relevant:
+            continue
+        slots = graph.used_slots(node)
+        for edge in (Edge(node, slot) for slot in slots):
+            readings = claims.get(edge, {None})
+            inner = next(iter(readings)) if len(readings) == 1 else None
+            if inner is not None:
+                proven[edge] = inner
+        _pass_on(graph, node, slots, proven, claims)
+    return proven
+
+
+def _pass_on(graph: Graph, node: Node, slots: list[int], proven: dict[Edge, int], claims: dict[Edge, set[int | None]]) -> None:
+    children = [Edge(child, slot) if child in graph.relevant else None for child, slot in node.next_functions]
+    shapes = [child.shape if child else None for child in children]
+    readings = {_moved(graph, node, slot, proven, shapes) for slot in slots}
+    agreed = next(iter(readings)) if len(readings) == 1 else (None,) * len(children)
+    for child, inner in zip(children, agreed, strict=True):
+        if child is not None:
+            claims.setdefault(child, set()).add(inner)
+
+
+def _moved(graph: Graph, node: Node, slot: int, proven: dict[Edge, int], shapes: list[Shape | None]) -> tuple[int | None, ...]:
+    edge, samples = Edge(node, slot), graph.samples
+    inner = proven.get(edge)
+    if inner is None:
+        return (None,) * len(shapes)
+    operation = graph.operations[node]
+    if operation in VIEWS:
+        return (inner,) * len(shapes)
+    place = locate(inner, edge.shape, samples)
+    mover = MOVERS.get(operation)
+    if place is None or mover is None:
+        return (None,) * len(shapes)
+    moved = mover(node, place, edge.shape, shapes)
+    return tuple(inner_at(p, s, samples) if s is not None else None for p, s in zip(moved, shapes, strict=True))
+
+
+# --- element by element, with broadcasting -------------------------------------------------------------------------
+
+
+@moves(
+    *"Abs Acos Add Addcdiv Addcmul Asin Atan Atan2 BinaryCrossEntropy BinaryCrossEntropyWithLogits Celu Clamp ClampMax ClampMin Clone".split(),
+    *"Cos Cosh Div Elu Erf Erfc Exp Exp2 Expand Expm1 Fmod Frac Gelu Hardshrink Hardsigmoid Hardswish Hardtanh HuberLoss KlDiv".split(),
+    *"LeakyRelu Lerp Log Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill Maximum Minimum Mish MseLoss Mul NanToNum NativeDropout Neg".split(),
+    *"Pow PreluKernel Reciprocal Relu Rsqrt Rsub Sigmoid Silu Sin Sinh SmoothL1Loss Softplus Softshrink Sqrt Sub Tan Tanh Threshold".split(),
+    *"ToCopy Where Xlogy".split(),
+)
+def elementwise(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    return [_broadcast(place, shape, child) for child in children]
+
+
+def _broadcast(place: Place, shape: Shape, child: Shape | None) -> Place | None:
+    if child is None:
+        return None
+    dim = place.dim - len(shape) + len(child)
+    return Place(dim, place.post) if dim >= 0 and child[dim] == shape[place.dim] else None
+
+
+# --- moving dimensions ---------------------------------------------------------------------------------------------
+
+
+@moves("T", "Transpose")
+def transpose(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    swap = (0, 1) if not hasattr(node, "_saved_dim0") else (scalar(node, "dim0"), scalar(node, "dim1"))
+    a, b = (d % len(shape) for d in swap)
+    return [Place({a: b, b: a}.get(place.dim, place.dim), place.post)]
+
+
+@moves("Permute")
+def permute(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    return [Place(scalar(node, "dims")[place.dim] % len(shape), place.post)]
+
+
+@moves("Select", "Unbind")
+def restore_dim(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    removed = scalar(node, "dim") % (len(shape) + 1)
+    return [Place(place.dim + (place.dim >= removed), place.post)]
+
+
+@moves("Stack")
+def drop_dim(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    added = scalar(node, "dim") % len(shape)
+    moved = None if place.dim == added else Place(place.dim - (place.dim > added), place.post)
+    return [moved] * len(children)
+
+
+@moves("Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Slice", "Split", "SplitWithSizes", "UnsafeSplit", "Cat", "Glu")
+def along_one_dim(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    return [None if scalar(node, "dim") % len(shape) == place.dim else place] * len(children)
+
+
+@moves("ConstantPadNd", "Repeat")
+def same_size_only(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    return elementwise(node, place, shape, children)
+
+
+@moves("Sum", "Mean", "Amax", "Amin", "Max", "Min", "Logsumexp", "LinalgVectorNorm", "Norm", "Var", "Std", "Prod")
+def reduce(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    if not hasattr(node, "_saved_dim") or children[0] is None:
+        return [None] * len(children)
+    saved = scalar(node, "dim")
+    dims = (saved,) if isinstance(saved, int) else saved
+    ndim = len(children[0])
+    reduced = {d % ndim for d in dims} if dims else set(range(ndim))
+    kept = [d for d in range(ndim) if d not in reduced]
+    if scalar(node, "keepdim"):
+        return [place if place.dim in kept else None]
+    return [Place(kept[place.dim], place.post)]
+
+
+# --- products ------------------------------------------------------------------------------------------------------
+
+
+@moves("Mm", "Addmm", "Bmm", "Baddbmm")
+def product(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    rows, columns = len(shape) - 2, len(shape) - 1
+    left = place if place.dim != columns else None
+    right = place if place.dim != rows else None
+    added = [_broadcast(place, shape, children[0])] if len(children) == 3 else []
+    return [*added, left, right]
+
+
+@moves("Mv")
+def matrix_vector(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    return [place, None]
+
+
+@moves("Convolution")
+def convolution(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    return [place if place.dim == 0 else None, None, None]
+
+
+@moves("ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFlashAttention", "ScaledDotProductEfficientAttention", "ScaledDotProductCudnnAttention")
+def attention(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    # Only the batch dimension: with grouped queries the heads of keys and queries differ in number.
+    heads = [place if place.dim == 0 and child is not None and child[0] == shape[0] else None for child in children[:3]]
+    return heads + [None] * (len(children) - 3)
+
+
+# --- normalisation, pooling, losses, recurrent kernels -------------------------------------------------------------
+
+
+@moves("NativeLayerNorm", "FusedRmsNorm")
+def last_dims_norm(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    inside = place.dim >= len(shape) - len(scalar(node, "normalized_shape"))
+    return [None if inside else place] + [None] * (len(children) - 1)
+
+
+@moves("NativeGroupNorm")
+def group_norm(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    return [place if place.dim == 0 else None, None, None]
+
+
+@moves("NativeBatchNorm", "CudnnBatchNorm")
+def batch_norm(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    # Statistics are taken per channel: samples that sit in the channels (instance norm) keep apart even in training.
+    if place.dim == 1:
+        return [place, Place(0, place.post), Place(0, place.post)]
+    return [None if scalar(node, "training") else place, None, None]
+
+
+@moves(
+    *"AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AvgPool2D AvgPool3D MaxPool2DWithIndices MaxPool3DWithIndices".split(),
+    *"UpsampleNearest1D UpsampleNearest2D UpsampleBilinear2D UpsampleBicubic2D ReflectionPad1D ReflectionPad2D ReplicationPad2D PixelShuffle".split(),
+)
+def images(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    batched = children[0] is not None and len(children[0]) == len(shape) and place.dim == 0 and children[0][0] == shape[0] and len(shape) > 2
+    return [place if batched else None] * len(children)
+
+
+@moves("NllLoss", "NllLoss2D")
+def nll_loss(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    return [place if place.dim == 0 else None] * len(children)
+
+
+@moves("MkldnnRnnLayer")
+def recurrent_layer(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    # Outputs (T, N, h) or the last states (N, h); operands: input (T, N, i), four weights, first states (N, h).
+    if place.dim != len(shape) - 2:
+        return [None] * len(children)
+    return [Place(1, place.post), None, None, None, None, Place(0, place.post), Place(0, place.post)]

@@ -1,0 +1,20 @@
+"""The dumb way: one backward pass for each sample. Slow, obviously right; everything else is measured against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def jacobian_rows(losses: Tensor, parameters: Mapping[str, Tensor], create_graph: bool = False) -> dict[str, Tensor]:
+    """name -> (b, *shape): row i is the gradient of losses[i]."""
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    for one in torch.eye(len(losses), dtype=losses.dtype, device=losses.device):
+        found = torch.autograd.grad(
+            losses, list(parameters.values()), one, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+        for (name, p), g in zip(parameters.items(), found, strict=True):
+            rows[name].append(torch.zeros_like(p) if g is None else g.to_dense() if g.layout is not torch.strided else g)
+    return {name: torch.stack(stack) for name, stack in rows.items()}

@@ -1,0 +1,40 @@
+"""The table of rules: (operation, operand) -> how a use of that operand becomes a form.
+
+What is not in the table, or declined by its rule, goes the generic way: slower, the same numbers.
+"""
+
+from samplewise.engine.rules import convolution, elementwise, embedding, normalization, products, recurrent
+from samplewise.engine.rules.use import Rule as Rule
+from samplewise.engine.rules.use import Use as Use
+
+RULES: dict[tuple[str, int], Rule] = {
+    ("Mm", 0): Rule(products.mm_left, ("mat2",)),
+    ("Mm", 1): Rule(products.mm_right, ("self",)),
+    ("Addmm", 0): Rule(products.addmm_bias),
+    ("Addmm", 1): Rule(products.addmm_left, ("mat2",)),
+    ("Addmm", 2): Rule(products.addmm_right, ("mat1",)),
+    ("Bmm", 1): Rule(products.bmm_right, ("self",)),
+    ("Mv", 1): Rule(products.mv_vector, ("self",)),
+    ("Convolution", 1): Rule(convolution.kernel, ("input", "weight")),
+    ("Convolution", 2): Rule(convolution.bias),
+    ("Embedding", 0): Rule(embedding.table, ("indices",)),
+    ("NativeLayerNorm", 1): Rule(normalization.layer_norm_scale, ("input", "result1", "result2")),
+    ("NativeLayerNorm", 2): Rule(normalization.layer_norm_shift),
+    ("NativeGroupNorm", 1): Rule(normalization.group_norm_scale, ("input", "result1", "result2")),
+    ("NativeGroupNorm", 2): Rule(normalization.group_norm_shift),
+    ("NativeBatchNorm", 1): Rule(normalization.batch_norm_scale, ("input", "running_mean", "running_var")),
+    ("NativeBatchNorm", 2): Rule(normalization.batch_norm_shift),
+    ("Expand", 0): Rule(elementwise.passed_on),
+    ("Add", 0): Rule(elementwise.passed_on),
+    ("Add", 1): Rule(elementwise.added),
+    ("Sub", 0): Rule(elementwise.passed_on),
+    ("Sub", 1): Rule(elementwise.subtracted),
+    ("Mul", 0): Rule(elementwise.times_other, ("other",)),
+    ("Mul", 1): Rule(elementwise.times_self, ("self",)),
+    ("Div", 0): Rule(elementwise.divided, ("other",)),
+    ("MkldnnRnnLayer", 1): Rule(recurrent.input_weights, recurrent.READS),
+    ("MkldnnRnnLayer", 2): Rule(recurrent.hidden_weights, recurrent.READS),
+    ("MkldnnRnnLayer", 3): Rule(recurrent.biases, recurrent.READS),
+    ("MkldnnRnnLayer", 4): Rule(recurrent.biases, recurrent.READS),
+    ("PreluKernel", 1): Rule(elementwise.prelu_slope, ("self",)),
+}

@@ -1,0 +1,134 @@
+"""Convolutions of any dimension, stride, dilation and grouping, transposed ones included.
+
+Two ways to the rows, the faster of which depends on the sizes: one grouped convolution for a chunk of samples, each
+sample a group; or the patches under the kernel, written out, times the gradient. Where rows would be larger than
+patches and gradient together, norms come from pairs of positions and sums from the ordinary backward.
+
+Legend: b sample, n image of the sample, o and i channels out and in, p position of the output, k place in a patch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samplewise.engine import rowwise
+from samplewise.engine.forms import Dense, Form
+from samplewise.engine.graph import Node, scalar
+from samplewise.engine.outer import Outer, Term
+from samplewise.engine.rules.use import Use, summed
+
+# Below this many numbers under the kernel a grouped convolution has too little to do per group.
+SMALL_PATCH = 64
+# Temporaries of a chunk of samples stay below this many elements.
+CHUNK = 2**20
+
+
+class Settings(NamedTuple):
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    @property
+    def has_plain_patches(self) -> bool:
+        return not self.transposed and self.groups == 1
+
+
+def _settings(node: Node) -> Settings:
+    names: Any = Settings._fields
+    return Settings(*(scalar(node, name) for name in names))
+
+
+def kernel(use: Use) -> Form | None:
+    g, x, weight = use.gradient, use.tensor("input"), use.tensor("weight")
+    rows = use.tag.rows(tuple(g.shape), 1)
+    if rows is None or g.is_complex() or g.dim() != weight.dim():
+        return None
+    form = Convolution(rows.gather(x), rows.gather(g), weight.detach(), _settings(use.node))
+    return form if form.prefers_factors else Dense(form.rows(0, form.samples))
+
+
+def bias(use: Use) -> Form | None:
+    return summed(use, use.gradient, (1, *use.shape, *(1,) * (use.gradient.dim() - 2)))
+
+
+class Convolution(Form):
+    dot = rowwise.dot
+    gram = rowwise.gram
+    sum_of_squares = rowwise.sum_of_squares
+    project = rowwise.project
+
+    def __init__(self, x: Tensor, g: Tensor, weight: Tensor, settings: Settings):
+        self.x, self.g, self.weight, self.settings = x, g, weight, settings  # x (b, n, i, ...), g (b, n, o, ...)
+        self.samples, self.shape = x.shape[0], tuple(weight.shape)
+        self.positions = g.shape[1] * math.prod(g.shape[3:])
+        self.patch = math.prod(self.shape[1:])
+
+    @property
+    def prefers_factors(self) -> bool:
+        stored = self.positions * (self.shape[0] + self.patch)
+        return self.settings.has_plain_patches and stored < self.width
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        by_patches = self.settings.has_plain_patches and self.patch < SMALL_PATCH
+        one = self.positions * self.patch if by_patches else self.x[0].numel() + self.width
+        step = max(1, CHUNK // max(one, 1))
+        make = self._rows_by_patches if by_patches else self._rows_by_groups
+        return torch.cat([make(at, min(at + step, stop)) for at in range(start, stop, step)])
+
+    def _rows_by_groups(self, start: int, stop: int) -> Tensor:
+        x, g, count = self.x[start:stop], self.g[start:stop], stop - start
+        x = x.transpose(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+        g = g.transpose(0, 1).reshape(g.shape[1], -1, *g.shape[3:])
+        rows = self._kernel_gradient(x, g, self.weight.repeat(count, *(1,) * (self.weight.dim() - 1)), count)
+        return rows.view(count, *self.shape)
+
+    def _kernel_gradient(self, x: Tensor, g: Tensor, weight: Tensor, multiple: int) -> Tensor:
+        stride, padding, dilation, transposed, output_padding, groups = self.settings
+        return torch.ops.aten.convolution_backward(
+            g, x, weight, None, stride, padding, dilation, transposed, output_padding, groups * multiple, [False, True, False]
+        )[1]
+
+    def _rows_by_patches(self, start: int, stop: int) -> Tensor:
+        (term,) = self._factors(start, stop).terms
+        assert isinstance(term.left, Tensor) and isinstance(term.right, Tensor)
+        return torch.bmm(term.left.transpose(1, 2), term.right).view(stop - start, *self.shape)
+
+    def _factors(self, start: int, stop: int) -> Outer:
+        """left (b, np, o), right (b, np, ik)"""
+        x, g = self.x[start:stop], self.g[start:stop]
+        patches = _patches(x.flatten(0, 1), self.shape[2:], self.settings)
+        patches = patches.view(*x.shape[:2], self.patch, -1).transpose(2, 3).flatten(1, 2)
+        return Outer([Term(g.flatten(3).transpose(2, 3).flatten(1, 2), patches)], self.shape)
+
+    def squared_norms(self) -> Tensor:
+        step = max(1, CHUNK // (self.positions * self.patch))
+        starts = range(0, self.samples, step)
+        return torch.cat([self._factors(at, min(at + step, self.samples)).squared_norms() for at in starts])
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        along = (-1,) + (1,) * (self.g.dim() - 1)
+        g = self.g if weights is None else self.g * weights.to(self.g.dtype).view(along)
+        return self._kernel_gradient(self.x.flatten(0, 1), g.flatten(0, 1), self.weight, 1)
+
+    def describe(self) -> str:
+        return f"factors, {self.positions} positions"
+
+
+def _patches(x: Tensor, kernel_size: tuple[int, ...], settings: Settings) -> Tensor:
+    """(n, i, ...) -> (n, i * k, p): what lies under the kernel at each position."""
+    sides = [side for p in reversed(settings.padding) for side in (p, p)]
+    windows = F.pad(x, sides)
+    for d, size in enumerate(kernel_size):
+        reach = (size - 1) * settings.dilation[d] + 1
+        windows = windows.unfold(2 + d, reach, settings.stride[d])[..., :: settings.dilation[d]]
+    dims = len(kernel_size)
+    order = (0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+    return windows.permute(order).flatten(2 + dims).flatten(1, 1 + dims)

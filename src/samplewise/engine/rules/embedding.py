@@ -1,0 +1,30 @@
+"""Embeddings: row index[b, t] of the table receives the gradient of token t."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.forms import Form
+from samplewise.engine.graph import Node, scalar
+from samplewise.engine.outer import OneHot, Outer, Term
+from samplewise.engine.rules.use import Use
+
+
+def table(use: Use) -> Form | None:
+    index, g = use.saved["indices"], use.gradient
+    rows = use.tag.rows(tuple(g.shape), index.dim()) if g.dim() > 1 else None
+    if rows is None:
+        return None
+    width = g.shape[-1]
+    return looked_up(use.node, rows.gather(index.reshape(-1)), rows.gather(g.reshape(-1, width)), use.shape)
+
+
+def looked_up(node: Node, index: Tensor, gradient: Tensor, shape: tuple[int, ...]) -> Outer | None:
+    """From index (b, t) and gradient (b, t, i)."""
+    if scalar(node, "scale_grad_by_freq"):  # counted over the whole batch: left to the operation itself
+        return None
+    padding = scalar(node, "padding_idx")
+    if padding >= 0:
+        gradient = torch.where((index == padding)[:, :, None], 0, gradient)
+    return Outer([Term(OneHot(index, shape[0]), gradient)], shape)

@@ -1,0 +1,123 @@
+"""The fused LSTM layer of the CPU. Its kernel hides the gates: they are computed again from what it saved.
+
+With the hidden states at hand, all gates of all steps come from one product; only the cell state, and the gradient's
+way back through time, go step by step. The weights then see an ordinary product with the gates' gradient.
+
+Legend: t step, n sequence, h hidden unit; the gates stand in the order input, forget, candidate, output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.forms import Dense, Form
+from samplewise.engine.graph import scalar
+from samplewise.engine.outer import Outer, Term
+from samplewise.engine.rules.use import Use
+from samplewise.engine.tags import RegularRows, Rows, permuted
+
+LSTM = 2
+READS = ("input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_", "result0")
+
+
+def input_weights(use: Use) -> Form | None:
+    return _weights(use, lambda: _in_order(use, use.saved["input"]))
+
+
+def hidden_weights(use: Use) -> Form | None:
+    return _weights(use, lambda: _earlier(_in_order(use, use.saved["result0"]), use.saved["hx_"]))
+
+
+def _weights(use: Use, activation: Callable[[], Tensor]) -> Form | None:
+    rows = _sequences(use)
+    if rows is None:
+        return None
+    left, right = (_tokens(rows, x) for x in (_gate_gradient(use), activation()))
+    return Outer([Term(left, right)], use.shape)
+
+
+def biases(use: Use) -> Form | None:
+    rows = _sequences(use)
+    return None if rows is None else Dense(_tokens(rows, _gate_gradient(use)).sum(1))
+
+
+def _tokens(rows: Rows, x: Tensor) -> Tensor:
+    """(t, n, i) -> (b, sequences of b times t, i)"""
+    return rows.gather(x.transpose(0, 1)).flatten(1, 2)
+
+
+def _sequences(use: Use) -> Rows | None:
+    """How the n sequences split over samples, if this is a layer the rule knows."""
+    plain = scalar(use.node, "mode") == LSTM and not scalar(use.node, "batch_sizes")
+    if not plain or torch.is_grad_enabled():
+        return None
+    readings = [_of_sequences(use, slot) for slot in use.gradients]
+    alike = all(isinstance(r, RegularRows) and r == readings[0] for r in readings)
+    return readings[0] if alike or len(readings) == 1 else None
+
+
+def _of_sequences(use: Use, slot: int) -> Rows | None:
+    shape, tag = tuple(use.gradients[slot].shape), use.tags[slot]
+    if slot == 0:
+        turned = permuted(tag, shape, (1, 0, 2))
+        return None if turned is None else turned.rows((shape[1], shape[0], shape[2]), 1)
+    return tag.rows(shape, len(shape) - 1)
+
+
+def _in_order(use: Use, x: Tensor) -> Tensor:
+    """The layer's first step first: the backward direction of a bidirectional LSTM starts at the end."""
+    return x.flip(0) if scalar(use.node, "reverse") else x
+
+
+def _earlier(states: Tensor, first: Tensor) -> Tensor:
+    """Each step's state before the step."""
+    return torch.cat([first.reshape(1, *states.shape[1:]), states[:-1]])
+
+
+def _gate_gradient(use: Use) -> Tensor:
+    """(t, n, 4h), computed once for all four operands."""
+    if "gate gradient" not in use.saved:
+        use.saved["gate gradient"] = _through_time(use)
+    return use.saved["gate gradient"]
+
+
+def _through_time(use: Use) -> Tensor:
+    x, w_in, w_hidden, b_in, b_hidden, h0, c0, states = (use.saved[name] for name in READS)
+    x, states = _in_order(use, x), _in_order(use, states)
+    steps, sequences, hidden = states.shape
+    gates = x @ w_in.T + _earlier(states, h0) @ w_hidden.T
+    if scalar(use.node, "has_biases"):
+        gates = gates + (b_in + b_hidden)
+    i, f, c, o = gates.view(steps, sequences, 4, hidden).unbind(2)
+    i, f, c, o = i.sigmoid(), f.sigmoid(), c.tanh(), o.sigmoid()
+    cells = _cells(i * c, f, c0.reshape(sequences, hidden))
+    bounded = cells[1:].tanh()
+    # What the gradient is multiplied with on its way: from the cell into three gates, from the output into the fourth
+    # and into the cell. All steps at once.
+    cell_to_gates = torch.stack([c * i * (1 - i), cells[:-1] * f * (1 - f), i * (1 - c * c)], 2)
+    output_to_gate = bounded * o * (1 - o)
+    output_to_cell = o * (1 - bounded * bounded)
+    arriving = _in_order(use, use.gradients[0]) if 0 in use.gradients else torch.zeros_like(states)
+    dh = use.gradients[1].reshape(sequences, hidden) if 1 in use.gradients else torch.zeros_like(states[0])
+    dc = use.gradients[2].reshape(sequences, hidden) if 2 in use.gradients else torch.zeros_like(states[0])
+    result = torch.empty_like(gates)
+    for t in range(steps - 1, -1, -1):
+        dh = arriving[t] + dh
+        dc = torch.addcmul(dc, dh, output_to_cell[t])
+        at = result[t].view(sequences, 4, hidden)
+        torch.mul(dc[:, None], cell_to_gates[t], out=at[:, :3])
+        torch.mul(dh, output_to_gate[t], out=at[:, 3])
+        dc = dc * f[t]
+        dh = result[t] @ w_hidden
+    return result
+
+
+def _cells(gain: Tensor, forget: Tensor, first: Tensor) -> Tensor:
+    """The cell before every step and after the last: (t + 1, n, h)"""
+    cells = [first]
+    for gained, kept in zip(gain, forget, strict=True):
+        cells.append(torch.addcmul(gained, kept, cells[-1]))
+    return torch.stack(cells)

@@ -1,0 +1,94 @@
+"""What a rule is given: one use of one operand by one operation, with the gradient that arrives there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.forms import Dense, Form
+from samplewise.engine.graph import Node
+from samplewise.engine.layouts import locate
+from samplewise.engine.saved import Saved
+from samplewise.engine.tags import Irregular, Regular, Tag
+
+
+@dataclass(frozen=True)
+class Use:
+    node: Node
+    operand: int
+    shape: tuple[int, ...]  # of the operand
+    samples: int
+    gradients: dict[int, Tensor]  # by the operation's output; an output without gradient is missing
+    tags: dict[int, Tag]
+    saved: Saved
+
+    @property
+    def gradient(self) -> Tensor:
+        return accumulable(self.gradients[0])
+
+    @property
+    def tag(self) -> Tag:
+        return self.tags[0]
+
+    def tensor(self, name: str) -> Tensor:
+        return accumulable(self.saved[name])
+
+
+class Rule(NamedTuple):
+    """Turns a use into a form, or answers None where the use is not of the kind it knows."""
+
+    form: Callable[[Use], Form | None]
+    reads: tuple[str, ...] = ()  # the saved tensors it needs
+
+
+def accumulable(x: Tensor) -> Tensor:
+    """Half precision is widened before anything is summed."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Form | None:
+    """The form of an operand that was broadcast: `values`, laid out like the gradient, summed within each sample.
+
+    `shape` is the operand's with the dims it was broadcast along, where aligning to the right would not say so.
+    """
+    if values.is_complex():  # a real operand would have to take the real part only: left to autograd
+        return None
+    target = use.shape if shape is None else shape
+    rows = _by_sample(use.tag, values, target)
+    return None if rows is None else Dense(rows.reshape(use.samples, *use.shape))
+
+
+def _by_sample(tag: Tag, values: Tensor, target: tuple[int, ...]) -> Tensor | None:
+    aligned = (1,) * (values.dim() - len(target)) + target
+    if isinstance(tag, Regular):
+        split = _split_samples(tag, values, aligned)
+    else:
+        split = _gather_samples(tag, values, aligned)
+    if split is None:
+        return None
+    dims = [d + 1 for d, size in enumerate(aligned) if size == 1 and split.shape[d + 1] != 1]
+    return split.sum(dims, keepdim=True) if dims else split
+
+
+def _split_samples(tag: Regular, values: Tensor, aligned: tuple[int, ...]) -> Tensor | None:
+    """(b, *values' shape), where the dim that held the samples keeps what is left of it."""
+    shape = tuple(values.shape)
+    place = locate(tag.inner, shape, tag.samples)
+    if place is None or aligned[place.dim] != 1:
+        return None
+    dim, post = place
+    split = values.reshape(*shape[:dim], -1, tag.samples, post, *shape[dim + 1 :]).movedim(dim + 1, 0)
+    return split.reshape(tag.samples, *shape[:dim], -1, *shape[dim + 1 :])
+
+
+def _gather_samples(tag: Irregular, values: Tensor, aligned: tuple[int, ...]) -> Tensor | None:
+    row_dims = next((d for d, size in enumerate(aligned) if size != 1), len(aligned))
+    rows = tag.rows(tuple(values.shape), row_dims)
+    if rows is None or row_dims == 0:
+        return None
+    gathered = rows.gather(values.flatten(0, row_dims - 1)).sum(1)
+    return gathered.reshape(tag.samples, *(1,) * row_dims, *values.shape[row_dims:])

@@ -1,0 +1,107 @@
+"""Read what the nodes of the graph saved for their backward, activation checkpointing included.
+
+A checkpointed block keeps a placeholder for each tensor and recomputes the whole block at the first read. Outside of a
+backward pass every single read would recompute it, and within the pass that needs the tensor the read would use it up.
+So all tensors of checkpointed blocks are read inside one small backward pass of their own: one recomputation a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import _Holder
+
+from samplewise.engine.graph import Node
+
+Saved = dict[str, Any]
+
+
+@cache
+def saved_tensor_names(kind: type) -> tuple[str, ...]:
+    """The tensors this kind of node saves, operands before results."""
+    return tuple(name.removeprefix("_raw_saved_") for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def block_of(node: Node) -> Any:
+    """What identifies the checkpointed block the node is in; None outside of checkpoints."""
+    for name in saved_tensor_names(type(node)):
+        raw = getattr(node, "_raw_saved_" + name)
+        for one in raw if isinstance(raw, (tuple, list)) else (raw,):
+            if isinstance(_packed(one), _Holder):
+                return one.unpack_hook
+    return None
+
+
+def _packed(raw: Any) -> Any:
+    try:
+        return raw.data
+    except RuntimeError:  # nothing is packed: an ordinary saved tensor, or one already freed
+        return None
+
+
+class Reader:
+    """The wanted saved tensors of nodes; a checkpointed block is recomputed once, when its first node is asked for."""
+
+    def __init__(self, wishes: Iterable[tuple[Node, tuple[str, ...]]]):
+        self.wishes = dict(wishes)
+        self.blocks: dict[Any, list[Node]] = {}
+        self.block = {node: block_of(node) for node in self.wishes}
+        for node, block in self.block.items():
+            if block is not None:
+                self.blocks.setdefault(block, []).append(node)
+        self.kept: dict[Node, Saved] = {}
+
+    def take(self, node: Node) -> Saved:
+        block = self.block.get(node)
+        if block is None:
+            return _read_one(node, self.wishes[node])
+        if node not in self.kept:
+            self._recompute(block)
+        return self.kept.pop(node)
+
+    def _recompute(self, block: Any) -> None:
+        def action() -> None:
+            self.kept.update((node, _read_one(node, self.wishes[node])) for node in self.blocks[block])
+            _forget(block)
+
+        run_in_backward(action)
+
+
+def _forget(block: Any) -> None:
+    """A block keeps what it recomputed until each tensor is read once. We read a few: let go of the others."""
+    frame = next((c.cell_contents for c in block.__closure__ or () if hasattr(c.cell_contents, "recomputed")), None)
+    task = torch._C._current_graph_task_id()
+    for reference in getattr(frame, "weak_holders", ()):
+        holder = reference()
+        if holder is not None:
+            holder.handles.pop(task, None)
+
+
+def _read_one(node: Node, names: tuple[str, ...]) -> Saved:
+    # A Python autograd.Function has all it saved under one name.
+    python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return {name: getattr(node, "saved_tensors" if python else "_saved_" + name) for name in names}
+
+
+class _InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, action: Callable[[], None]) -> Tensor:
+        ctx.action = action
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        with torch.enable_grad():
+            ctx.action()
+        return None, None
+
+
+def run_in_backward(action: Callable[[], None]) -> None:
+    """Run `action` inside a backward pass made for it alone."""
+    with torch.enable_grad():
+        carrier = _InBackward.apply(torch.zeros((), requires_grad=True), action)
+    carrier.backward()

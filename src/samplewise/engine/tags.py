@@ -1,0 +1,137 @@
+"""Which sample owns each element of a gradient, and how to bring rows into sample-major order.
+
+A gradient whose every element belongs to one sample at most is *clean*. Its tag is one of
+
+    Regular(inner)     element number f (counted in row-major order) belongs to sample (f // inner) % samples
+    Irregular(owner)   a tensor of owners; -1 where the element is zero and belongs to nobody
+
+`Regular` survives every view, so that one integer says all about "dim k is B", "dim k is B x r" and "dim k is r x B".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.graph import numel
+from samplewise.engine.layouts import Place, inner_at, locate
+
+
+class Rows(Protocol):
+    """Brings (rows, *features) into sample-major order: (samples, tokens, *features), padded with zeros."""
+
+    def gather(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class RegularRows:
+    samples: int
+    outer: int
+    inner: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        features = x.shape[1:]
+        blocks = x.reshape(self.outer, self.samples, self.inner, *features)
+        return blocks.transpose(0, 1).reshape(self.samples, self.outer * self.inner, *features)
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    slots: Tensor  # (samples, tokens): a row number each, or the number of rows where a sample has no more
+
+    def gather(self, x: Tensor) -> Tensor:
+        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        return padded[self.slots]
+
+
+@dataclass(frozen=True)
+class Regular:
+    samples: int
+    inner: int
+
+    def rows(self, shape: tuple[int, ...], row_dims: int) -> Rows | None:
+        """How the first `row_dims` dims of a gradient of this shape split over samples; None if a row is shared."""
+        count, width = numel(shape[:row_dims]), numel(shape[row_dims:])
+        if self.inner % width:
+            return None
+        inner = self.inner // width
+        return RegularRows(self.samples, count // (self.samples * inner), inner)
+
+    def only(self, gradient: Tensor, sample: int) -> Tensor:
+        """The part of the gradient that belongs to one sample, zeros elsewhere."""
+        part = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
+        block = (-1, self.samples, self.inner)
+        part.view(block)[:, sample] = gradient.reshape(block)[:, sample]
+        return part
+
+    def __str__(self) -> str:
+        return "regular"
+
+
+@dataclass(frozen=True)
+class Irregular:
+    samples: int
+    owner: Tensor
+
+    def rows(self, shape: tuple[int, ...], row_dims: int) -> Rows | None:
+        owner = self.owner.reshape(numel(shape[:row_dims]), numel(shape[row_dims:]))
+        of_row = owner.amax(1)
+        if not ((owner == of_row[:, None]) | (owner < 0)).all():
+            return None
+        return RaggedRows(_slots(of_row, self.samples))
+
+    def only(self, gradient: Tensor, sample: int) -> Tensor:
+        return torch.where(self.owner == sample, gradient, 0)
+
+    def __str__(self) -> str:
+        return "irregular"
+
+
+Tag = Regular | Irregular
+
+
+def _slots(owner: Tensor, samples: int) -> Tensor:
+    rows = len(owner)
+    order = torch.argsort(owner, stable=True)
+    order = order[owner[order] >= 0]
+    owned = owner[order]
+    counts = torch.bincount(owned, minlength=samples)
+    tokens = max(int(counts.max()), 1)
+    place = torch.arange(len(owned), device=owner.device) - (counts.cumsum(0) - counts)[owned]
+    slots = torch.full((samples, tokens), rows, dtype=torch.long, device=owner.device)
+    slots[owned, place] = order
+    return slots
+
+
+def regular_reading(owner: Tensor, samples: int) -> int | None:
+    """The `inner` of a regular layout that agrees with every owned element, if there is one."""
+    flat = owner.reshape(-1)
+    free = flat < 0
+    places = torch.arange(flat.numel(), device=owner.device)
+    stride = 1
+    for size in reversed(owner.shape):
+        if size % samples == 0:
+            for inner in {stride, stride * (size // samples)}:
+                if ((places // inner % samples == flat) | free).all():
+                    return inner
+        stride *= size
+    return None
+
+
+def tag_of(owner: Tensor, samples: int) -> Tag:
+    inner = regular_reading(owner, samples) if owner.numel() else None
+    return Irregular(samples, owner) if inner is None else Regular(samples, inner)
+
+
+def permuted(tag: Tag, shape: tuple[int, ...], dims: tuple[int, ...]) -> Tag | None:
+    """The tag of gradient.permute(dims)."""
+    if isinstance(tag, Irregular):
+        return Irregular(tag.samples, tag.owner.permute(dims))
+    place = locate(tag.inner, shape, tag.samples)
+    if place is None:
+        return None
+    inner = inner_at(Place(dims.index(place.dim), place.post), tuple(shape[d] for d in dims), tag.samples)
+    return None if inner is None else Regular(tag.samples, inner)
