@@ -1,0 +1,136 @@
+"""float32, bf16 autocast, and losses that are confident, huge or tiny."""
+
+import pytest
+import torch
+from zoo import (
+    CASES,
+    CORE,
+    HALF,
+    INDEPENDENT,
+    QUANTITIES,
+    SINGLE,
+    Tolerance,
+    assert_agrees,
+    confident_loss,
+    probe_for,
+    rows_of,
+    wanted,
+)
+
+import samplewise as sw
+
+CONFIDENT = [case for case in INDEPENDENT if case.has_outputs and "complex" not in case.name]
+REPRESENTATIVE = (
+    "linear_on_sequences",
+    "conv2d",
+    "group_norm",
+    "embedding_with_padding",
+    "lstm_batch_first",
+    "multihead_attention",
+    "transformer_encoder_layer",
+    "causal_language_model_with_tied_head",
+    "experts_chosen_per_token",
+    "weight_norm",
+    "module_used_twice",
+    "checkpointed_block",
+)
+
+
+def named(cases):
+    return pytest.mark.parametrize("case", list(cases), ids=lambda case: case.name)
+
+
+def double_rows(case):
+    model, inputs = case.build()
+    return rows_of(case.losses(model, inputs), wanted(model))
+
+
+@named(case for case in INDEPENDENT if case.float32)
+def test_float32_against_float64_rows(case):
+    model, inputs = case.build(dtype=torch.float32)
+    rows = double_rows(case)
+    g = sw.gradients(case.losses(model, inputs), model)
+    names = [name for name in QUANTITIES if name != "gram with another"]
+    assert_agrees(g, rows, probe_for(wanted(model), len(rows)), names, SINGLE)
+
+
+@pytest.mark.slow
+@named(case for case in INDEPENDENT if case.float32)
+@pytest.mark.parametrize("strategy", ["twice", "full"])
+def test_float32_of_other_strategies(case, strategy):
+    model, inputs = case.build(dtype=torch.float32)
+    rows = double_rows(case)
+    g = sw.gradients(case.losses(model, inputs), model, strategy=strategy)
+    assert_agrees(g, rows, probe_for(wanted(model), len(rows)), CORE, SINGLE)
+
+
+def under_autocast(case):
+    """Rows and engine read one and the same bf16 graph."""
+    model, inputs = case.build(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = case.losses(model, inputs)
+    rows = rows_of(losses, wanted(model))
+    assert_agrees(sw.gradients(losses, model), rows, probe_for(wanted(model), len(rows)), CORE, HALF)
+
+
+@named(CASES[name] for name in REPRESENTATIVE)
+def test_bf16_autocast(case):
+    under_autocast(case)
+
+
+@pytest.mark.slow
+@named(case for case in INDEPENDENT if case.autocast and case.name not in REPRESENTATIVE)
+def test_bf16_autocast_of_all(case):
+    under_autocast(case)
+
+
+@named(CASES[name] for name in ("linear_on_sequences", "conv2d", "layer_norm"))
+def test_models_held_in_bf16(case):
+    """Parameters in bf16: norms, dots and sums accumulate in float32 at least."""
+    model, inputs = case.build(dtype=torch.bfloat16)
+    losses = case.losses(model, inputs)
+    g = sw.gradients(losses, model)
+    assert g.norms().dtype == torch.float32
+    assert_agrees(
+        g, rows_of(losses, wanted(model)).to(torch.float32), probe_for(wanted(model), len(losses)), CORE, HALF
+    )
+
+
+@named(CONFIDENT)
+def test_confident_logits(case):
+    """Logits a hundred times as large: most softmaxes are 0 or 1, and gradients 0 or denormal."""
+    model, inputs = case.build()
+    losses = confident_loss(case.output(model, inputs))
+    rows = rows_of(losses, wanted(model))
+    assert_agrees(sw.gradients(losses, model), rows, probe_for(wanted(model), len(rows)))
+
+
+@named(CONFIDENT)
+def test_confident_logits_in_float32(case):
+    """Against rows of the same float32 graph: what the softmax lost in float32 is not the engine's to find."""
+    if not case.float32:
+        pytest.skip("warns in float32")
+    model, inputs = case.build(dtype=torch.float32)
+    losses = confident_loss(case.output(model, inputs))
+    rows = rows_of(losses, wanted(model))
+    assert_agrees(sw.gradients(losses, model), rows, probe_for(wanted(model), len(rows)), CORE, SINGLE)
+
+
+@named(INDEPENDENT)
+def test_losses_a_hundred_times_as_large(case):
+    model, inputs = case.build()
+    rows = rows_of(100 * case.losses(model, inputs), wanted(model))
+    g = sw.gradients(100 * case.losses(model, inputs), model)
+    assert_agrees(g, rows, probe_for(wanted(model), len(rows)), ["norms", "weighted sum"])
+
+
+@named(CASES[name] for name in REPRESENTATIVE)
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e-9, 1e9, 1e18, 1e30])
+def test_scaled_losses_in_float32(case, scale):
+    """Gradients near both ends of float32, where codes, and then squares, under- or overflow."""
+    model, inputs = case.build(dtype=torch.float32)
+    losses = scale * case.losses(model, inputs)
+    rows, probe = rows_of(losses, wanted(model)).to(torch.float64), probe_for(wanted(model), len(losses))
+    g = sw.gradients(losses, model)
+    names = ["norms", "weighted sum", "full"] if 1e-20 < scale < 1e20 else ["weighted sum", "full"]
+    assert_agrees(g, rows, probe, names, Tolerance(1e-3, 1e-5))

@@ -1,0 +1,90 @@
+"""Everything we show runs: code blocks of the documents, example scripts, the public names."""
+
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import samplewise
+import samplewise.errors
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+FENCE = re.compile(r"^(?P<indent> *)(?:`{3,}|~{3,})(?P<info>[^`\n]*)$", re.MULTILINE)
+
+
+def _blocks(text: str):
+    """(first line, code) of each python block. A fence that only looks like one is an error."""
+    fences = list(FENCE.finditer(text))
+    assert len(fences) % 2 == 0, "a code fence is opened and not closed"
+    for opening, closing in zip(fences[::2], fences[1::2], strict=True):
+        info = opening["info"].strip()
+        if info.lower().startswith("py") or opening["indent"]:
+            # No "python no-run", "py", or indented block that slips past unrun.
+            assert opening.group() == "```python", f"write ```python, found {opening.group()!r}"
+        if info == "python":
+            yield text.count("\n", 0, opening.end()) + 1, text[opening.end() + 1 : closing.start()]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_code_blocks_run_in_order_without_a_warning(path):
+    namespace: dict[str, object] = {"__name__": path.stem}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for line, code in _blocks(path.read_text()):
+            # Leading newlines make a traceback point at the line of the document.
+            exec(compile("\n" * line + code, str(path), "exec"), namespace)
+
+
+def test_the_readme_has_code_blocks():
+    assert list(_blocks((ROOT / "README.md").read_text()))
+
+
+@pytest.mark.parametrize("fence", ["```py", "```python skip", "```Python", "  ```python", "~~~python"])
+def test_a_block_that_would_only_be_shown_is_refused(fence):
+    with pytest.raises(AssertionError, match="write ```python"):
+        list(_blocks(f"{fence}\n1 / 0\n```\n"))
+
+
+def test_a_block_is_found_with_its_line():
+    assert list(_blocks("# title\n\n```python\na = 1\n```\n```\nshown\n```\n")) == [(3, "a = 1\n")]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_runs_without_a_warning(path, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-W", "error", str(path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+    assert list(tmp_path.iterdir()) == [], "an example leaves no files behind"
+
+
+def _public_errors():
+    return {
+        name
+        for name, value in vars(samplewise.errors).items()
+        if isinstance(value, type)
+        and issubclass(value, BaseException)
+        and value.__module__ == samplewise.errors.__name__
+        and not name.startswith("_")
+    }
+
+
+def test_public_surface():
+    functions = {"gradients", "input_gradients", "check", "scan", "Gradients"}
+    assert set(samplewise.__all__) == functions | _public_errors()
+
+
+def test_each_public_name_is_exported_once_and_callable():
+    assert len(samplewise.__all__) == len(set(samplewise.__all__))
+    assert all(callable(getattr(samplewise, name)) for name in samplewise.__all__)

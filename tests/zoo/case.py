@@ -1,0 +1,139 @@
+"""What a zoo animal is: a small model, its inputs and one loss per sample, rebuilt the same way every time."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DEFAULT_B = 5  # the other sizes of the zoo are 6 (features), 7 (tokens), 3 (outputs), 8 (hidden), 11 (vocabulary)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One trap. `make(B)` returns (model, *inputs); `loss(output)` turns the model's output into losses (B,)."""
+
+    name: str
+    make: Callable[[int], tuple] = field(repr=False)
+    loss: Callable[[Tensor], Tensor] = field(repr=False)
+    interacts: bool = False  # the loss of one sample depends on the others: refused unless allowed
+    float32: bool = True  # float32 rows are within 1e-4 of the float64 ones
+    autocast: bool = True  # runs under bf16 autocast
+    second_order: bool = True  # PyTorch can differentiate the rows once more
+    rows: bool = True  # dim 0 of every input is the sample, and a sample alone has the same loss
+    sizes: tuple[int, ...] | None = None  # the batch sizes that make sense; None: all
+    needs_module: bool = False  # a buffer with a row per sample can be told from data only if the module is known
+    shared: tuple[int, ...] = ()  # rows of data shared by all samples: at such a B it may be taken for samples
+
+    def build(self, B: int = DEFAULT_B, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        with seeded(zlib.crc32(self.name.encode())), default_dtype(torch.float64):
+            model, *inputs = self.make(B)
+        return model._apply(lambda t: cast(t, dtype)), tuple(cast(x, dtype) for x in inputs)
+
+    def output(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        with seeded(0):
+            return model(*inputs)
+
+    def losses(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        return self.loss(self.output(model, inputs))
+
+    def allows(self, B: int) -> bool:
+        return (self.sizes is None or B in self.sizes) and B not in self.shared
+
+    @property
+    def has_outputs(self) -> bool:
+        """The output is a plain tensor (B, ...), so that any other loss can be put on it."""
+        return self.loss is squared_loss
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(make=None, **flags):
+    """Decorator: the function's name is the case's name."""
+    if make is None:
+        return lambda function: case(function, **flags)
+    assert make.__name__ not in CASES, f"two cases are called {make.__name__}"
+    CASES[make.__name__] = replace(Case(make.__name__, make, squared_loss), **flags)
+    return make
+
+
+def squared_loss(output: Tensor) -> Tensor:
+    output = torch.view_as_real(output) if output.is_complex() else output
+    output = output.flatten(1)
+    scale = torch.linspace(0.6, 1.4, output.shape[1], dtype=output.dtype)
+    return (output * scale + 0.3).square().mean(1)
+
+
+def confident_loss(output: Tensor) -> Tensor:
+    logits = 100 * output.flatten(1)
+    return F.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1], reduction="none")
+
+
+def as_losses(output: Tensor) -> Tensor:
+    return output
+
+
+class Net(nn.Module):
+    """A forward function and the parts it uses: modules, parameters, or tensors, which become buffers."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self._run = forward
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *inputs):
+        return self._run(self, *inputs)
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(0.5 * torch.randn(shape))
+
+
+def tokens(*shape: int, vocabulary: int = 11) -> Tensor:
+    return torch.randint(0, vocabulary, shape)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """To `dtype`, or to the complex type of that precision; integers stay."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+class seeded:
+    """Everything inside is drawn from `seed`; the global generator is put back afterwards."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+
+    def __enter__(self):
+        self.before = torch.get_rng_state()
+        torch.manual_seed(self.seed)
+
+    def __exit__(self, *_):
+        torch.set_rng_state(self.before)
+
+
+class default_dtype:
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def __enter__(self):
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *_):
+        torch.set_default_dtype(self.before)

@@ -1,0 +1,139 @@
+"""Questions that can be put to the engine and to the oracle alike, and how close the answers must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .case import seeded
+from .oracle import Rows, real
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the questions need beside g: weights, a direction, and the other gradients of `gram(other)`."""
+
+    weights: Tensor
+    by_name: dict[str, Tensor]
+    direction: dict[str, Tensor]
+    other: Any = None
+
+    def against(self, other: Any) -> Probe:
+        return replace(self, other=other)
+
+    def to(self, dtype: torch.dtype) -> Probe:
+        return Probe(self.weights.to(dtype), cast_all(self.by_name, dtype), cast_all(self.direction, dtype), self.other)
+
+
+def probe_for(parameters: dict[str, Tensor], B: int) -> Probe:
+    with seeded(1):
+        dtype = next(iter(parameters.values())).dtype.to_real()
+        return Probe(
+            torch.randn(B, dtype=dtype),
+            {name: torch.randn(B, dtype=dtype) for name in parameters},
+            {name: torch.randn_like(p) for name, p in parameters.items()},
+        )
+
+
+QUANTITIES: dict[str, Callable[[Any, Probe], Tensor | dict[str, Tensor]]] = {
+    "norms": lambda g, p: g.norms(),
+    "norms by parameter": lambda g, p: g.norms(by="parameter"),
+    "dot": lambda g, p: g.dot(p.direction),
+    "gram": lambda g, p: g.gram(),
+    "gram with another": lambda g, p: g.gram(p.other),
+    "sum": lambda g, p: g.sum(),
+    "weighted sum": lambda g, p: g.sum(p.weights),
+    "sum with weights by parameter": lambda g, p: g.sum(p.by_name),
+    "mean": lambda g, p: g.mean(),
+    "second moment": lambda g, p: g.second_moment(),
+    "variance": lambda g, p: g.variance(),
+    "full": lambda g, p: g.full(),
+    "by name": lambda g, p: {name: g[name] for name in g.names},
+    "by sample": lambda g, p: g[len(g) - 1],
+}
+CORE = ("norms", "norms by parameter", "dot", "weighted sum", "full")
+
+
+def questions_for(rows: Rows, names=tuple(QUANTITIES)) -> list[str]:
+    """Variance needs two samples; squares of complex numbers are left open."""
+    unclear = {"variance"} if len(rows) < 2 else set()
+    if any(rows[name].is_complex() for name in rows.names):
+        unclear |= {"second moment", "variance"}
+    return [name for name in names if name not in unclear]
+
+
+def other_losses(losses: Tensor) -> Tensor:
+    """Another number of samples, in another order, from the same graph."""
+    return (losses * losses.detach().cos()).flip(0)[: len(losses) // 2 + 1]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """`relative` to a quantity's largest element, per parameter; `floor` is relative to that of all parameters
+    (a bias under a softmax has a gradient of rounding errors only)."""
+
+    relative: float
+    floor: float
+
+
+EXACT = Tolerance(1e-9, 1e-14)
+SECOND_ORDER = Tolerance(1e-7, 1e-12)
+SINGLE = Tolerance(1e-4, 1e-6)
+HALF = Tolerance(4e-2, 4e-3)
+
+
+def assert_same(found, expected, tolerance: Tolerance = EXACT, what: str = "", scale=None, terms: float = 0.0) -> None:
+    """Tensors, or dicts of them. `scale` replaces `expected` as the measure in low precision; `terms` is the size
+    of what was added up, of which rounding leaves a rest even if the result is 0."""
+    found, expected = as_dict(found), as_dict(expected)
+    scale = expected if scale is None else as_dict(scale)
+    assert list(found) == list(expected), f"{what}: names {list(found)}, expected {list(expected)}"
+    overall = max([terms, *(largest(t) for t in scale.values())])
+    for name, right in expected.items():
+        ours = found[name].detach().to(right.dtype)
+        assert ours.shape == right.shape, f"{what} {name}: shape {tuple(ours.shape)}, expected {tuple(right.shape)}"
+        error = largest(ours - right.detach())
+        allowed = tolerance.relative * largest(scale[name]) + tolerance.floor * overall
+        assert error <= allowed, f"{what} {name}: off by {error:.2e}, allowed {allowed:.2e}\n{ours}\n{right}"
+
+
+def assert_agrees(g, rows: Rows, probe: Probe, names=CORE, tolerance: Tolerance = EXACT, other=(None, None)) -> None:
+    """Every quantity of `names`, asked of one g, against the rows; `other` is a second pair (g, rows) for gram."""
+    ours, theirs = probe.against(other[0]), probe.against(other[1]).to(rows.dtype)
+    for name in questions_for(rows, names):
+        found, expected = QUANTITIES[name](g, ours), QUANTITIES[name](rows, theirs)
+        assert_same(found, expected, tolerance, name, scale_of(name, rows, tolerance), terms_of(name, rows, probe))
+
+
+def scale_of(name: str, rows: Rows, tolerance: Tolerance):
+    """In low precision a variance is measured against the squares it is the difference of."""
+    if name == "variance" and tolerance != EXACT:
+        return {k: t / len(rows) for k, t in rows.second_moment().items()}
+    return None
+
+
+def terms_of(name: str, rows: Rows, probe: Probe) -> float:
+    """The largest term of a quantity in which equal samples, or samples of opposite sign, cancel."""
+    element = max(largest(t) for t in rows.full().values())
+    if name in ("variance", "second moment"):
+        return element**2
+    if name in ("sum", "mean", "weighted sum", "sum with weights by parameter"):
+        return element * max(1.0, largest(probe.weights), *(largest(t) for t in probe.by_name.values()))
+    return 0.0
+
+
+def cast_all(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: t.to(dtype.to_complex() if t.is_complex() else dtype) for name, t in tensors.items()}
+
+
+def as_dict(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+    return value if isinstance(value, dict) else {"": value}
+
+
+def largest(tensor: Tensor) -> float:
+    """Of an empty tensor 0; of one with NaN, NaN, which no comparison passes."""
+    return real(tensor.detach()).abs().max().item() if tensor.numel() else 0.0

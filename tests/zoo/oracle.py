@@ -1,0 +1,90 @@
+"""The dumb oracle: the Jacobian row by row with plain autograd, and every quantity computed from those rows.
+
+`Rows` has the methods of `samplewise.Gradients`, so that one question can be put to both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def wanted(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def rows_of(losses: Tensor, parameters: dict[str, Tensor], create_graph: bool = False) -> Rows:
+    """One autograd.grad per sample."""
+    rows = [
+        torch.autograd.grad(
+            loss, list(parameters.values()), retain_graph=True, allow_unused=True, create_graph=create_graph
+        )
+        for loss in losses.unbind()
+    ]
+    return Rows(
+        {name: torch.stack([dense(row[k], p) for row in rows]) for k, (name, p) in enumerate(parameters.items())}
+    )
+
+
+def dense(gradient: Tensor | None, like: Tensor) -> Tensor:
+    if gradient is None:
+        return torch.zeros_like(like)
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+class Rows:
+    def __init__(self, full: dict[str, Tensor]):
+        self._full = full
+        self.names = list(full)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self._full.values())).dtype.to_real()
+
+    def __len__(self) -> int:
+        return len(next(iter(self._full.values())))
+
+    def __getitem__(self, key: str | int):
+        return self._full[key] if isinstance(key, str) else {name: rows[key] for name, rows in self._full.items()}
+
+    def full(self) -> dict[str, Tensor]:
+        return dict(self._full)
+
+    def flat(self) -> Tensor:
+        """(B, number of real numbers in all parameters)"""
+        return torch.cat([real(rows).reshape(len(rows), -1) for rows in self._full.values()], 1)
+
+    def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
+        if by == "parameter":
+            return {name: real(rows).reshape(len(rows), -1).norm(dim=1) for name, rows in self._full.items()}
+        return self.flat().norm(dim=1)
+
+    def dot(self, direction: dict[str, Tensor]) -> Tensor:
+        return self.flat() @ torch.cat([real(direction[name]).flatten() for name in self.names])
+
+    def gram(self, other: Rows | None = None) -> Tensor:
+        return self.flat() @ (other or self).flat().T
+
+    def sum(self, weights: Tensor | dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        if weights is None:
+            weights = torch.ones(len(self), dtype=self.dtype)
+        each = weights if isinstance(weights, dict) else dict.fromkeys(self.names, weights)
+        return {name: torch.tensordot(each[name].to(rows.dtype), rows, 1) for name, rows in self._full.items()}
+
+    def mean(self) -> dict[str, Tensor]:
+        return {name: rows.mean(0) for name, rows in self._full.items()}
+
+    def second_moment(self) -> dict[str, Tensor]:
+        return {name: rows.square().sum(0) for name, rows in self._full.items()}
+
+    def variance(self) -> dict[str, Tensor]:
+        return {name: rows.var(0, unbiased=True) for name, rows in self._full.items()}
+
+    def to(self, dtype: torch.dtype) -> Rows:
+        return Rows(
+            {name: rows.to(dtype.to_complex() if rows.is_complex() else dtype) for name, rows in self._full.items()}
+        )
+
+
+def real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
