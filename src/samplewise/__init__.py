@@ -14,8 +14,8 @@ from samplewise.errors import SamplewiseError as SamplewiseError
 from samplewise.scan import scan as scan
 
 __all__ = [
-    "GraphError",
     "Gradients",
+    "GraphError",
     "LossesError",
     "NonFiniteGradientError",
     "ParameterError",

@@ -50,7 +50,13 @@ class Check:
     def __str__(self) -> str:
         quantities = list(self.lines[0].errors) if self.lines else []
         cells = [
-            (line.parameter, "x".join(map(str, line.shape)) or "1", f"{line.norm:.3g}", *(f"{line.errors[q]:.0e}" for q in quantities), "ok" if line.ok else "WRONG")
+            (
+                line.parameter,
+                "x".join(map(str, line.shape)) or "1",
+                f"{line.norm:.3g}",
+                *(f"{line.errors[q]:.0e}" for q in quantities),
+                "ok" if line.ok else "WRONG",
+            )
             for line in self.lines
         ]
         title = f"engine against the loop, float64, {self.samples} samples: {'ok' if self.ok else 'NOT OK'}"
@@ -81,13 +87,19 @@ def _doubled(leaf: Any) -> Any:
     return leaf.detach().double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def _compare(losses: Tensor, full: dict[str, Tensor], norms: Any, total: dict[str, Tensor], twin: nn.Module) -> list[Line]:
+def _compare(
+    losses: Tensor, full: dict[str, Tensor], norms: Any, total: dict[str, Tensor], twin: nn.Module
+) -> list[Line]:
     rows = jacobian_rows(losses, named_parameters(twin))
     lines = []
     for name, row in rows.items():
         flat = row.reshape(len(row), -1)
         truth = flat.abs().square().sum(1).sqrt()
-        errors = {"rows": _off(full[name], row), "norms": _off(norms[name], truth), "sum": _off(total[name], row.sum(0), row)}
+        errors = {
+            "rows": _off(full[name], row),
+            "norms": _off(norms[name], truth),
+            "sum": _off(total[name], row.sum(0), row),
+        }
         lines.append(Line(name, tuple(row.shape[1:]), truth.max().item(), errors))
     return lines
 
@@ -102,13 +114,17 @@ def _alone(twin: nn.Module, loss_fn: LossFn, batch: Any, losses: Tensor) -> tupl
     with torch.no_grad():
         again = losses_of(loss_fn(twin, batch))
         if not torch.equal(again, losses.detach()):
-            return False, ["the losses are random (dropout?), so samples were not recomputed alone; check in eval mode to settle interaction"]
+            return False, [
+                "the losses are random (dropout?), so samples were not recomputed alone; check in eval mode to settle interaction"
+            ]
         if length(batch) != len(losses):
             return False, ["the batch cannot be cut into its samples, so none was recomputed alone"]
         for i in range(min(ALONE, len(losses))):
             alone = losses_of(loss_fn(twin, cut(batch, i, i + 1)))
             if alone.shape != (1,) or not torch.isclose(alone[0], losses[i].detach(), rtol=1e-6, atol=1e-9):
-                return True, [f"sample {i} has loss {losses[i].item():.6g} in the batch and {alone.flatten()[0].item():.6g} alone: samples interact"]
+                return True, [
+                    f"sample {i} has loss {losses[i].item():.6g} in the batch and {alone.flatten()[0].item():.6g} alone: samples interact"
+                ]
     return False, [f"{min(ALONE, len(losses))} samples recomputed alone have the losses they have in the batch"]
 
 

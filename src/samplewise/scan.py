@@ -76,10 +76,13 @@ class _Pieces:
 
     def _measured(self, piece: Any) -> Tensor | None:
         """None, with everything as it was, where the activations outgrow the memory."""
-        with _restored_on_overflow(self.model):
+        restore = _snapshot(self.model)
+        try:
             with _bounded(self.memory):
                 return self._losses(piece)
-        return None
+        except (_Overflow, torch.OutOfMemoryError):
+            restore()
+            return None
 
 
 class _Overflow(Exception):
@@ -102,20 +105,21 @@ def _bounded(memory: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _restored_on_overflow(model: nn.Module) -> Iterator[None]:
+def _snapshot(model: nn.Module) -> Callable[[], None]:
+    """Remembers buffers and random state; the function it returns brings them back."""
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     random = torch.get_rng_state()
     accelerator = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
-        yield
-    except (_Overflow, torch.OutOfMemoryError):
+
+    def restore() -> None:
         torch.set_rng_state(random)
         if accelerator:
             torch.cuda.set_rng_state_all(accelerator)
         with torch.no_grad():
             for name, b in model.named_buffers():
                 b.copy_(buffers[name])
+
+    return restore
 
 
 def _free_memory(model: nn.Module) -> int:

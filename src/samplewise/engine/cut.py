@@ -30,7 +30,7 @@ class Cut:
     operands: list[tuple[Node, int]]  # clean node, position of the operand
     side: set[Node]  # the parameter side, parameters not included
     tags: dict[Edge, Tag]  # of the clean nodes' outputs
-    gradients: dict[Edge, Tensor | None]  # what a probe has already brought to light, for losses.sum()
+    gradients: dict[Edge, Tensor]  # what a probe has already brought to light, for losses.sum()
     proven: bool
 
 
@@ -41,8 +41,11 @@ def find_cut(graph: Graph, constants: set[int], interacting: str) -> Cut:
     cut = _proven_cut(graph, constants)
     if cut is None:
         cut = _Search(graph).run()
-        if interacting == "refuse":
-            _refuse_sample_data(graph, cut, constants)
+        data = list(_sample_data(graph, cut, constants))
+        if not data:
+            _remember(graph, cut)
+        elif interacting == "refuse":
+            _refuse_sample_data(graph, cut, data)
     return cut
 
 
@@ -91,7 +94,7 @@ def _confirmed(graph: Graph, cut: Cut) -> bool:
         for edge, gradient, owner in zip(edges, *probed, strict=True):
             tag = cut.tags[edge]
             assert isinstance(tag, Regular)
-            if owner is not None and not _agrees(tag, owner):
+            if not _agrees(tag, owner):
                 return False
             cut.gradients[edge] = gradient
         _verified.add(key)
@@ -107,6 +110,14 @@ def _agrees(tag: Regular, owner: Tensor) -> bool:
 # --- by probe ------------------------------------------------------------------------------------------------------
 
 
+# For graphs probed before, by wiring: which nodes were found mixed. Treating them so again is always exact.
+_seen_mixed: dict[int, frozenset[int]] = {}
+
+
+def _remember(graph: Graph, cut: Cut) -> None:
+    _seen_mixed[graph.fingerprint()] = frozenset(i for i, node in enumerate(graph.nodes) if node in cut.side)
+
+
 @dataclass
 class _Search:
     """Climbs from the parameters toward the losses until every path has met a clean node."""
@@ -115,9 +126,13 @@ class _Search:
     clean: set[Node] = field(default_factory=set)
     mixed: set[Node] = field(default_factory=set)
     tags: dict[Edge, Tag] = field(default_factory=dict)
-    gradients: dict[Edge, Tensor | None] = field(default_factory=dict)
+    gradients: dict[Edge, Tensor] = field(default_factory=dict)
+    first_time: bool = True
 
     def run(self) -> Cut:
+        wiring = self.graph.fingerprint()
+        self.first_time = wiring not in _seen_mixed
+        self.mixed.update(self.graph.nodes[i] for i in _seen_mixed.get(wiring, ()))
         reach = 1
         while True:
             open_questions = self._undecided()
@@ -163,13 +178,11 @@ class _Search:
 
     def _ask(self, nodes: list[Node]) -> None:
         edges = [Edge(node, slot) for node in nodes for slot in self.graph.used_slots(node)]
-        probed = probe(self.graph, edges)
+        probed = probe(self.graph, edges, thorough=self.first_time)
         self.clean.update(nodes)
         for edge, gradient, owner in zip(edges, *probed, strict=True):
             self.gradients[edge] = gradient
-            if owner is None:
-                self.tags[edge] = Regular(self.graph.samples, 1)
-            elif (owner == MIXED).any():
+            if (owner == MIXED).any():
                 self.mixed.add(edge.node)
             else:
                 self.tags[edge] = tag_of(owner, self.graph.samples)
@@ -185,7 +198,7 @@ class _Search:
 
 
 def _is_plain(node: Node) -> bool:
-    return len(node.next_functions) == 1 and not saved_tensor_names(type(node))
+    return len(node.next_functions) == 1 and not saved_tensor_names(node)
 
 
 # --- samples that interact -----------------------------------------------------------------------------------------
@@ -201,8 +214,8 @@ def _refuse_batch_norm(graph: Graph) -> None:
             )
 
 
-def _refuse_sample_data(graph: Graph, cut: Cut, constants: set[int]) -> None:
-    for node, what in _sample_data(graph, cut, constants):
+def _refuse_sample_data(graph: Graph, cut: Cut, data: list[tuple[Node, Tensor]]) -> None:
+    for node, what in data:
         mixing = _mixing_node(graph, cut, node)
         found = f"{graph.operations[mixing]}{_whereabouts(graph, mixing)} mixes samples"
         if what.is_floating_point() or what.is_complex():
@@ -221,17 +234,24 @@ def _refuse_sample_data(graph: Graph, cut: Cut, constants: set[int]) -> None:
 
 def _sample_data(graph: Graph, cut: Cut, constants: set[int]) -> Iterable[tuple[Node, Tensor]]:
     """Operands below the cut that no gradient reaches, that are no constants of the model, and have a row per sample."""
-    below = [node for node in graph.below(cut.side) if saved_tensor_names(type(node))] if cut.side else []
-    names = {node: tuple(n for n in saved_tensor_names(type(node)) if not n.startswith("result")) for node in below}
+    below = [node for node in graph.below(cut.side) if saved_tensor_names(node)] if cut.side else []
+    names = {node: tuple(n for n in saved_tensor_names(node) if not n.startswith("result")) for node in below}
     reader = Reader(names.items())
     for node in below:
+        # Where every operand has a gradient, what was saved without one was computed from those operands.
+        open_ended = any(child is None for child, _ in node.next_functions)
         for value in reader.take(node).values():
             for tensor in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(tensor, Tensor) and _may_be_data(tensor, graph.samples, constants):
-                    yield node, tensor
+                if isinstance(tensor, Tensor) and (open_ended or not tensor.is_floating_point()):
+                    if _may_be_data(tensor, graph.samples, constants):
+                        yield node, tensor
     for node in graph.below(cut.side):
         variable = getattr(node, "variable", None)
-        if variable is not None and node not in graph.leaves and _may_be_data(variable.detach(), graph.samples, constants):
+        if (
+            variable is not None
+            and node not in graph.leaves
+            and _may_be_data(variable.detach(), graph.samples, constants)
+        ):
             yield node, variable
 
 
@@ -246,7 +266,19 @@ def _may_be_data(tensor: Tensor, samples: int, constants: set[int]) -> bool:
 
 def _mixing_node(graph: Graph, cut: Cut, data: Node) -> Node:
     """The highest operation that combines samples: a reduction just below the cut, or else the cut's own operation."""
-    reductions = {"Mean", "Sum", "Var", "Std", "Cumsum", "Softmax", "LogSoftmax", "Amax", "Max", "Norm", "LinalgVectorNorm"} | BATCH_NORMS
+    reductions = {
+        "Mean",
+        "Sum",
+        "Var",
+        "Std",
+        "Cumsum",
+        "Softmax",
+        "LogSoftmax",
+        "Amax",
+        "Max",
+        "Norm",
+        "LinalgVectorNorm",
+    } | BATCH_NORMS
     for node, position in cut.operands:
         child = node.next_functions[position][0]
         if child in cut.side and data in graph.below([child]):

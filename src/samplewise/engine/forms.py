@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
 
 from torch import Tensor
 
 from samplewise.engine import rowwise
 
+
 class Form(ABC):
     """Per-sample gradients of one parameter."""
 
-    samples: int
-    shape: tuple[int, ...]
+    def __init__(self, samples: int, shape: tuple[int, ...], row_size: int = 0):
+        self.samples, self.shape = samples, shape
+        self.row_size = max(row_size, self.width)  # the numbers it takes to make one row
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
@@ -59,6 +63,11 @@ class Form(ABC):
         return type(self).__name__.lower()
 
 
+def total(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
+    return reduce(add, tensors)
+
+
 class Dense(Form):
     squared_norms = rowwise.squared_norms
     dot = rowwise.dot
@@ -68,7 +77,7 @@ class Dense(Form):
     project = rowwise.project
 
     def __init__(self, rows: Tensor):
-        self.samples, self.shape = rows.shape[0], tuple(rows.shape[1:])
+        super().__init__(rows.shape[0], tuple(rows.shape[1:]))
         self._rows = rows
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -86,12 +95,11 @@ class Mixture(Form):
     project = rowwise.project
 
     def __init__(self, forms: Sequence[Form]):
+        super().__init__(forms[0].samples, forms[0].shape, max(form.row_size for form in forms))
         self.forms = forms
-        self.samples, self.shape = forms[0].samples, forms[0].shape
 
     def rows(self, start: int, stop: int) -> Tensor:
-        first, *others = (form.rows(start, stop) for form in self.forms)
-        return sum(others, start=first)
+        return total(form.rows(start, stop) for form in self.forms)
 
     def describe(self) -> str:
         return " + ".join(form.describe() for form in self.forms)

@@ -1,7 +1,7 @@
 """Forms that need no rule: the operation's own backward, called once for each sample.
 
-    Masked     the gradient of one operand of one operation, by handing the operation one sample's part at a time
-    Pushed     what a form becomes on its way through further operations down to the parameter
+Masked     the gradient of one operand of one operation, by handing the operation one sample's part at a time
+Pushed     what a form becomes on its way through further operations down to the parameter
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Masked(Form):
     project = rowwise.project
 
     def __init__(self, use: Use, differentiable: bool):
+        super().__init__(use.samples, use.shape)
         self.use, self.differentiable = use, differentiable
-        self.samples, self.shape = use.samples, use.shape
 
     def rows(self, start: int, stop: int) -> Tensor:
         return torch.stack([self._call(self._only(b)) for b in range(start, stop)])
@@ -69,15 +69,11 @@ def call(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
 def _call_now(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
     slots = range(len(node._input_metadata))
     if hasattr(node, "apply"):  # a Python autograd.Function expects zeros where a C++ node takes None
-        return _as_tuple(node.apply(*(gradients[s] if s in gradients else _zeros(Edge(node, s)) for s in slots)))
+        return _as_tuple(node.apply(*(gradients[s] if s in gradients else Edge(node, s).zeros() for s in slots)))
     return _as_tuple(node(*(gradients.get(s) for s in slots)))
 
 
-def _zeros(edge: Edge) -> Tensor:
-    return torch.zeros(edge.shape, dtype=edge.dtype, device=edge.node._input_metadata[edge.slot].device)
-
-
-def _as_tuple(result: Tensor | None | tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def _as_tuple(result: Tensor | tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
@@ -85,7 +81,7 @@ def _settle(result: Tensor | None, use: Use) -> Tensor:
     """As the autograd engine does: no gradient is zeros, sparse becomes dense, broadcast dims are summed."""
     child = Edge(*use.node.next_functions[use.operand])
     if result is None:
-        return accumulable(_zeros(child))
+        return accumulable(child.zeros())
     result = result.to_dense() if result.layout is not torch.strided else result
     if result.is_complex() and not child.dtype.is_complex:
         result = result.real
@@ -101,13 +97,15 @@ class Pushed(Form):
     sum_of_squares = rowwise.sum_of_squares
     project = rowwise.project
 
-    def __init__(self, source: Form, entry: Edge, leaf: Node, differentiable: bool):
-        self.source, self.entry, self.leaf, self.differentiable = source, entry, Edge(leaf, 0), differentiable
-        self.samples, self.shape = source.samples, self.leaf.shape
+    def __init__(self, source: Form, entry: Edge, leaf: Edge, differentiable: bool):
+        super().__init__(source.samples, leaf.shape, source.row_size)
+        self.source, self.entry, self.leaf, self.differentiable = source, entry, leaf, differentiable
 
     def rows(self, start: int, stop: int) -> Tensor:
         rows = self.source.rows(start, stop)
-        if self.source.width < len(rows) and not rows.is_complex():  # few numbers feed the parameter, as for a regulariser: one push for each
+        if (
+            self.source.width < len(rows) and not rows.is_complex()
+        ):  # few numbers feed the parameter, as for a regulariser: one push for each
             unit = torch.eye(self.source.width, dtype=rows.dtype, device=rows.device)
             jacobian = torch.stack([self._push(u.view(self.source.shape)) for u in unit])
             return torch.tensordot(rows.reshape(len(rows), -1), jacobian, 1)
@@ -117,17 +115,23 @@ class Pushed(Form):
         return self._push(self.source.sum(weights))
 
     def _push(self, gradient: Tensor) -> Tensor:
-        (pushed,) = torch.autograd.grad(
-            [self.entry.gradient_edge()],
-            [self.leaf.gradient_edge()],
-            [gradient.to(self.entry.dtype)],
-            retain_graph=True,
-            create_graph=self.differentiable,
-            allow_unused=True,
-        )
-        if pushed is None:
-            return accumulable(_zeros(self.leaf))
-        return accumulable(pushed.to_dense() if pushed.layout is not torch.strided else pushed)
+        return push(gradient, self.entry, self.leaf, self.differentiable)
 
     def describe(self) -> str:
         return f"{self.source.describe()}, through {operation(self.entry.node)}"
+
+
+def push(gradient: Tensor, entry: Edge, leaf: Edge, differentiable: bool) -> Tensor:
+    """One gradient through the operations from `entry` to `leaf`."""
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(
+        [entry.gradient_edge()],
+        [leaf.gradient_edge()],
+        [gradient.to(entry.dtype)],
+        retain_graph=True,
+        create_graph=differentiable,
+        allow_unused=True,
+    )
+    (pushed,) = found
+    if pushed is None:
+        return accumulable(leaf.zeros())
+    return accumulable(pushed.to_dense() if pushed.layout is not torch.strided else pushed)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import overload
 
 import torch
 from torch import Tensor, nn
 
-from samplewise.engine.forms import Dense, Form
+from samplewise.engine.forms import Form
 from samplewise.engine.graph import Graph, check_losses, graph_alive, named_parameters
 from samplewise.engine.plan import Plan
 from samplewise.engine.rowwise import as_matrix
@@ -81,6 +81,10 @@ class Gradients:
 
     # --- numbers per sample ----------------------------------------------------------------------------------------
 
+    @overload
+    def norms(self, by: None = None) -> Tensor: ...
+    @overload
+    def norms(self, by: str) -> dict[str, Tensor]: ...
     def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
         """(B,), or with by="parameter" a dict of (B,)."""
         if by not in (None, "parameter"):
@@ -116,7 +120,9 @@ class Gradients:
         """
         if dim < 1:
             raise ValueError(f"dim must be at least 1; found {dim}.")
-        parts = self._ask(lambda form, name: form.project(*_signs(name, form.shape, dim, seed, self._graph.losses.device)))
+        parts = self._ask(
+            lambda form, name: form.project(*_signs(name, form.shape, dim, seed, self._graph.losses.device))
+        )
         return self._total(parts, dim) / dim**0.5
 
     # --- tensors like the parameters -------------------------------------------------------------------------------
@@ -148,7 +154,7 @@ class Gradients:
         for name, total in self._ask(lambda form, name: form.sum(per_name[name])).items():
             p = self._parameters[name]
             total = total.detach().to(p.dtype)
-            p.grad = total.clone() if p.grad is None else p.grad + total
+            p.grad = total if p.grad is None else p.grad + total
         return None
 
     # --- rows ------------------------------------------------------------------------------------------------------
@@ -185,7 +191,11 @@ class Gradients:
         p = self._parameters[name]
         with self._exactly():
             form = self._forms().get(name)
-            return p.new_zeros(stop - start, *p.shape) if form is None or start == stop else form.rows(start, stop).to(p.dtype)
+            return (
+                p.new_zeros(stop - start, *p.shape)
+                if form is None or start == stop
+                else form.rows(start, stop).to(p.dtype)
+            )
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return (self[i] for i in range(len(self)))
@@ -198,8 +208,15 @@ class Gradients:
             rows = self._source().explain()
         missing = [name for name in self.names if name not in {row.parameter for row in rows}]
         cells = [(r.parameter, "x".join(map(str, r.shape)) or "1", r.operations, r.ownership, r.form) for r in rows]
-        cells += [(name, "x".join(map(str, self._parameters[name].shape)) or "1", "", "", "not reached: zeros") for name in missing]
-        return render(("parameter", "shape", "used by", "ownership", "kept as"), cells, f"{len(self)} samples, strategy {self._strategy}")
+        cells += [
+            (name, "x".join(map(str, self._parameters[name].shape)) or "1", "", "", "not reached: zeros")
+            for name in missing
+        ]
+        return render(
+            ("parameter", "shape", "used by", "ownership", "kept as"),
+            cells,
+            f"{len(self)} samples, strategy {self._strategy}",
+        )
 
     def __repr__(self) -> str:
         return f"Gradients({len(self)} samples, {len(self.names)} parameters, strategy={self._strategy!r})"
@@ -210,7 +227,8 @@ class Gradients:
     def _exactly(self) -> Iterator[None]:
         """Without the caller's autocast, and recording a graph only where quantities are to be differentiated."""
         device = self._graph.losses.device.type
-        with graph_alive(), torch.set_grad_enabled(self._create_graph), torch.autocast(device, enabled=False):
+        autocast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        with graph_alive(), torch.set_grad_enabled(self._create_graph), autocast:
             yield
 
     def _ask(self, question: Callable[[Form, str], Tensor]) -> dict[str, Tensor]:
@@ -247,7 +265,9 @@ class Gradients:
 
     def _needs_autograd(self) -> bool:
         """Hooks on a parameter, and sparse gradients, are served by an ordinary backward pass only."""
-        hooked = any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters.values())
+        hooked = any(
+            p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters.values()
+        )
         return hooked or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
 
     def _ordinary_backward(self, weights: Tensor | None) -> None:
@@ -260,14 +280,19 @@ class Gradients:
             torch.autograd.backward(losses, weights, inputs=reached, retain_graph=True)
 
     def _zeros(self, *more: int) -> Tensor:
-        return torch.zeros(len(self), *more, dtype=_sum_dtype(self._graph.losses.dtype), device=self._graph.losses.device)
+        return torch.zeros(
+            len(self), *more, dtype=_sum_dtype(self._graph.losses.dtype), device=self._graph.losses.device
+        )
 
     def _total(self, parts: Mapping[str, Tensor], *more: int) -> Tensor:
         with self._exactly():
             return sum(parts.values(), start=self._zeros(*more))
 
     def _like_parameters(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {n: found[n].to(_abs_dtype(p, found[n])) if n in found else torch.zeros_like(p) for n, p in self._parameters.items()}
+        return {
+            n: found[n].to(_abs_dtype(p, found[n])) if n in found else torch.zeros_like(p)
+            for n, p in self._parameters.items()
+        }
 
     def _checked(self, numbers: Tensor, what: str) -> Tensor:
         finite = numbers.detach().isfinite()
@@ -293,15 +318,21 @@ class Gradients:
     def _check_weights(self, weights: object, what: str) -> None:
         if not isinstance(weights, Tensor) or weights.shape != (len(self),):
             found = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
-            raise ParameterError(f"{what} must be a tensor of shape ({len(self)},), one value per sample; found {found}.")
+            raise ParameterError(
+                f"{what} must be a tensor of shape ({len(self)},), one value per sample; found {found}."
+            )
 
     def _check_like_parameters(self, direction: Mapping[str, Tensor], what: str) -> None:
         if not isinstance(direction, Mapping):
-            raise ParameterError(f"{what} must be a dict name -> tensor, like g.sum(); found {type(direction).__name__}.")
+            raise ParameterError(
+                f"{what} must be a dict name -> tensor, like g.sum(); found {type(direction).__name__}."
+            )
         _same_names(direction, self.names, what)
         for name, p in self._parameters.items():
             if direction[name].shape != p.shape:
-                raise ParameterError(f"{what}[{name!r}] must have the parameter's shape {tuple(p.shape)}; found {tuple(direction[name].shape)}.")
+                raise ParameterError(
+                    f"{what}[{name!r}] must have the parameter's shape {tuple(p.shape)}; found {tuple(direction[name].shape)}."
+                )
 
 
 def _same_names(given: Mapping[str, object], names: list[str], what: str) -> None:

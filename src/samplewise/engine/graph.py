@@ -30,18 +30,28 @@ class Edge(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.node._input_metadata[self.slot].dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.node._input_metadata[self.slot].device
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
     def gradient_edge(self) -> torch.autograd.graph.GradientEdge:
         return torch.autograd.graph.GradientEdge(self.node, self.slot)
 
 
 def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
     """The wanted parameters by name. A model's frozen parameters are left out."""
+    named: dict[str, Tensor]
     if isinstance(parameters, nn.Module):
         named = {name: p for name, p in parameters.named_parameters() if p.requires_grad}
         if not named:
             raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
     elif isinstance(parameters, Tensor):
-        raise ParameterError("parameters must be a module, a dict or an iterable of tensors; found one tensor. Wrap it in a list.")
+        raise ParameterError(
+            "parameters must be a module, a dict or an iterable of tensors; found one tensor. Wrap it in a list."
+        )
     else:
         named = dict(parameters) if isinstance(parameters, Mapping) else {str(i): p for i, p in enumerate(parameters)}
         if not named:
@@ -50,7 +60,9 @@ def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Ten
     for name, p in named.items():
         _check_parameter(name, p)
         if first.setdefault(id(p), name) != name:
-            raise ParameterError(f"every parameter must be given once; found the same tensor as {first[id(p)]!r} and {name!r}. Keep one.")
+            raise ParameterError(
+                f"every parameter must be given once; found the same tensor as {first[id(p)]!r} and {name!r}. Keep one."
+            )
     return named
 
 
@@ -58,14 +70,18 @@ def _check_parameter(name: str, p: Tensor) -> None:
     if not isinstance(p, Tensor):
         raise ParameterError(f"parameter {name!r} must be a tensor; found {type(p).__name__}.")
     if not (p.is_floating_point() or p.is_complex()):
-        raise ParameterError(f"parameter {name!r} must be floating-point to have a gradient; found {p.dtype}. Leave it out.")
-    if not p.is_leaf:
+        raise ParameterError(
+            f"parameter {name!r} must be floating-point to have a gradient; found {p.dtype}. Leave it out."
+        )
+    if p.grad_fn is not None:
         raise ParameterError(
             f"parameter {name!r} must be a leaf of the graph; found the result of {p.grad_fn.name()}. "
             "Pass the tensor it was computed from, or use sw.input_gradients for activations."
         )
     if not p.requires_grad:
-        raise ParameterError(f"parameter {name!r} must have requires_grad=True; found False. Leave it out or unfreeze it.")
+        raise ParameterError(
+            f"parameter {name!r} must have requires_grad=True; found False. Leave it out or unfreeze it."
+        )
 
 
 def check_losses(losses: Tensor) -> None:
@@ -74,7 +90,11 @@ def check_losses(losses: Tensor) -> None:
     if losses.dim() != 1:
         raise LossesError(
             f"losses must be 1-D, one value per sample; found shape {tuple(losses.shape)}. "
-            + ("Use reduction='none' and do not average over the batch." if losses.dim() == 0 else "Reduce each sample to one value, e.g. losses.flatten(1).mean(1).")
+            + (
+                "Use reduction='none' and do not average over the batch."
+                if losses.dim() == 0
+                else "Reduce each sample to one value, e.g. losses.flatten(1).mean(1)."
+            )
         )
     if losses.numel() == 0:
         raise LossesError("losses must hold at least one sample; found an empty tensor.")
@@ -160,9 +180,9 @@ class Graph:
         return [node for node in self.nodes if node in found]
 
     def fingerprint(self) -> int:
-        """Equal for graphs of the same operations wired in the same way, whatever their shapes and numbers."""
+        """Equal for graphs of the same operations and settings, wired in the same way, whatever their shapes."""
         index = {node: i for i, node in enumerate(self.nodes)}
-        wiring = tuple((self.operations[n], tuple((index.get(c, -1), k) for c, k in n.next_functions)) for n in self.nodes)
+        wiring = tuple((_settings(n), tuple((index.get(c, -1), k) for c, k in n.next_functions)) for n in self.nodes)
         return hash((self.root.slot, wiring))
 
     def check_readable(self) -> None:
@@ -216,6 +236,18 @@ def _consumers_first(root: Node) -> list[Node]:
             finished.append(node)
             stack.pop()
     return finished[::-1]
+
+
+_setting_names: dict[str, tuple[str, ...]] = {}
+
+
+def _settings(node: Node) -> tuple[object, ...]:
+    """The operation and the numbers it saved, sizes left out."""
+    kind = node.name()
+    if kind not in _setting_names:
+        saved = [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
+        _setting_names[kind] = tuple(name for name in saved if not hasattr(type(node), "_raw" + name))
+    return (kind, *(repr(getattr(node, name)) for name in _setting_names[kind]))
 
 
 def scalar(node: Node, name: str) -> Any:

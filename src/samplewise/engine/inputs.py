@@ -18,22 +18,26 @@ def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Te
     """
     check_losses(losses)
     if not isinstance(x, Tensor) or not x.requires_grad:
-        raise ParameterError("x must require a gradient; found requires_grad=False. Call x.requires_grad_() before the forward pass.")
+        raise ParameterError(
+            "x must require a gradient; found requires_grad=False. Call x.requires_grad_() before the forward pass."
+        )
     node, slot, *_ = torch.autograd.graph.get_gradient_edge(x)
     edge = Edge(node, slot)
     graph = Graph(losses, {"x": x}) if x.is_leaf else Graph(losses, {}, goal=edge.node)
     if edge.node not in graph.relevant:
-        raise GraphError("the losses must depend on x; found no path to it in the graph. Pass the very tensor that the model was given.")
+        raise GraphError(
+            "the losses must depend on x; found no path to it in the graph. Pass the very tensor that the model was given."
+        )
     with graph_alive(), torch.set_grad_enabled(create_graph):
         if graph.samples > 1 and edge not in proofs(graph):
             _refuse_mixed(graph, edge)
         (found,) = gradients_at(graph, [edge], create_graph=create_graph)
-    return torch.zeros_like(x) if found is None else found
+    return found
 
 
 def _refuse_mixed(graph: Graph, edge: Edge) -> None:
     (owner,) = probe(graph, [edge]).owners
-    if owner is not None and (owner == MIXED).any():
+    if (owner == MIXED).any():
         raise SamplesInteractError(
             "every element of x must matter to one sample's loss only; found elements shared by several samples. "
             "Put BatchNorm in eval mode, remove what combines samples, or pass the input before it was shared."

@@ -41,7 +41,11 @@ def locate(inner: int, shape: Shape, samples: int) -> Place | None:
     if 0 in shape:
         return None
     for dim in range(len(shape) - 1, -1, -1):
-        if inner % stride == 0 and inner * samples <= stride * shape[dim] and shape[dim] % (inner // stride * samples) == 0:
+        if (
+            inner % stride == 0
+            and inner * samples <= stride * shape[dim]
+            and shape[dim] % (inner // stride * samples) == 0
+        ):
             return Place(dim, inner // stride)
         stride *= shape[dim]
     return None
@@ -70,7 +74,9 @@ def proofs(graph: Graph) -> dict[Edge, int]:
     return proven
 
 
-def _pass_on(graph: Graph, node: Node, slots: list[int], proven: dict[Edge, int], claims: dict[Edge, set[int | None]]) -> None:
+def _pass_on(
+    graph: Graph, node: Node, slots: list[int], proven: dict[Edge, int], claims: dict[Edge, set[int | None]]
+) -> None:
     children = [Edge(child, slot) if child in graph.relevant else None for child, slot in node.next_functions]
     shapes = [child.shape if child else None for child in children]
     readings = {_moved(graph, node, slot, proven, shapes) for slot in slots}
@@ -80,7 +86,9 @@ def _pass_on(graph: Graph, node: Node, slots: list[int], proven: dict[Edge, int]
             claims.setdefault(child, set()).add(inner)
 
 
-def _moved(graph: Graph, node: Node, slot: int, proven: dict[Edge, int], shapes: list[Shape | None]) -> tuple[int | None, ...]:
+def _moved(
+    graph: Graph, node: Node, slot: int, proven: dict[Edge, int], shapes: list[Shape | None]
+) -> tuple[int | None, ...]:
     edge, samples = Edge(node, slot), graph.samples
     inner = proven.get(edge)
     if inner is None:
@@ -145,7 +153,9 @@ def drop_dim(node: Node, place: Place, shape: Shape, children: list[Shape | None
     return [moved] * len(children)
 
 
-@moves("Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Slice", "Split", "SplitWithSizes", "UnsafeSplit", "Cat", "Glu")
+@moves(
+    "Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Slice", "Split", "SplitWithSizes", "UnsafeSplit", "Cat", "Glu"
+)
 def along_one_dim(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
     return [None if scalar(node, "dim") % len(shape) == place.dim else place] * len(children)
 
@@ -191,7 +201,12 @@ def convolution(node: Node, place: Place, shape: Shape, children: list[Shape | N
     return [place if place.dim == 0 else None, None, None]
 
 
-@moves("ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFlashAttention", "ScaledDotProductEfficientAttention", "ScaledDotProductCudnnAttention")
+@moves(
+    "ScaledDotProductFlashAttentionForCpu",
+    "ScaledDotProductFlashAttention",
+    "ScaledDotProductEfficientAttention",
+    "ScaledDotProductCudnnAttention",
+)
 def attention(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
     # Only the batch dimension: with grouped queries the heads of keys and queries differ in number.
     heads = [place if place.dim == 0 and child is not None and child[0] == shape[0] else None for child in children[:3]]
@@ -225,7 +240,13 @@ def batch_norm(node: Node, place: Place, shape: Shape, children: list[Shape | No
     *"UpsampleNearest1D UpsampleNearest2D UpsampleBilinear2D UpsampleBicubic2D ReflectionPad1D ReflectionPad2D ReplicationPad2D PixelShuffle".split(),
 )
 def images(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
-    batched = children[0] is not None and len(children[0]) == len(shape) and place.dim == 0 and children[0][0] == shape[0] and len(shape) > 2
+    batched = (
+        children[0] is not None
+        and len(children[0]) == len(shape)
+        and place.dim == 0
+        and children[0][0] == shape[0]
+        and len(shape) > 2
+    )
     return [place if batched else None] * len(children)
 
 

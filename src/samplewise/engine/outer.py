@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samplewise.engine import rowwise
-from samplewise.engine.forms import Dense, Form, Mixture
+from samplewise.engine.forms import Form, total
 from samplewise.engine.rowwise import as_matrix
 
 # A sum of products that is this small against its terms has lost its digits.
@@ -22,9 +22,9 @@ CANCELLED = 1e-3
 
 
 class OneHot(NamedTuple):
-    """A factor whose row (b, t) is the unit vector number index[b, t]."""
+    """A factor whose row (b, t) is the unit vector number positions[b, t]."""
 
-    index: Tensor
+    positions: Tensor
     size: int
 
 
@@ -49,7 +49,7 @@ class Term(NamedTuple):
 
 
 def _table(factor: Factor) -> Tensor:
-    return factor.index if isinstance(factor, OneHot) else factor
+    return factor.positions if isinstance(factor, OneHot) else factor
 
 
 def _size(factor: Factor) -> int:
@@ -61,22 +61,22 @@ def _stored(factor: Factor) -> int:
 
 
 def _some(factor: Factor, samples: slice | Tensor) -> Factor:
-    return OneHot(factor.index[samples], factor.size) if isinstance(factor, OneHot) else factor[samples]
+    return OneHot(factor.positions[samples], factor.size) if isinstance(factor, OneHot) else factor[samples]
 
 
 def _times(factor: Factor, matrix: Tensor) -> Tensor:
     """(b, t, o) x (o, k) -> (b, t, k)"""
-    return matrix[factor.index] if isinstance(factor, OneHot) else factor @ matrix
+    return matrix[factor.positions] if isinstance(factor, OneHot) else factor @ matrix
 
 
 def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
     """(b, t, s): inner products of the tokens of the same sample."""
     if isinstance(a, OneHot) and isinstance(b, OneHot):
-        return (a.index[:, :, None] == b.index[:, None, :]).to(dtype)
+        return (a.positions[:, :, None] == b.positions[:, None, :]).to(dtype)
     if isinstance(a, OneHot):
         return _inner(b, a, dtype).transpose(1, 2)
     if isinstance(b, OneHot):
-        return a.gather(2, b.index[:, None, :].expand(-1, a.shape[1], -1))
+        return a.gather(2, b.positions[:, None, :].expand(-1, a.shape[1], -1))
     return torch.bmm(a, b.transpose(1, 2))
 
 
@@ -101,7 +101,7 @@ def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
 def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None) -> Tensor:
     assert isinstance(values, Tensor)
     flat = _weighted(values, weights).flatten(0, 1)
-    return flat.new_zeros(hot.size, flat.shape[1]).index_add(0, hot.index.flatten(), flat)
+    return flat.new_zeros(hot.size, flat.shape[1]).index_add(0, hot.positions.flatten(), flat)
 
 
 def _term_rows(term: Term) -> Tensor:
@@ -116,8 +116,8 @@ def _term_rows(term: Term) -> Tensor:
 
 def _scatter_rows(hot: OneHot, values: Factor) -> Tensor:
     assert isinstance(values, Tensor)
-    samples, tokens, width = values.shape
-    place = hot.index + hot.size * torch.arange(samples, device=values.device)[:, None]
+    samples, _, width = values.shape
+    place = hot.positions + hot.size * torch.arange(samples, device=values.device)[:, None]
     flat = values.new_zeros(samples * hot.size, width).index_add(0, place.flatten(), values.flatten(0, 1))
     return flat.view(samples, hot.size, width)
 
@@ -128,24 +128,26 @@ def _one_token(term: Term) -> bool:
 
 class Outer(Form):
     def __init__(self, terms: Sequence[Term], shape: tuple[int, ...]):
+        super().__init__(_table(terms[0].left).shape[0], shape)
         self.terms = _joined(terms)
-        self.shape = shape
-        self.samples = _table(terms[0].left).shape[0]
 
     @property
     def tokens(self) -> int:
         return sum(term.tokens for term in self.terms)
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(o, i)"""
+        return _size(self.terms[0].left), _size(self.terms[0].right)
+
     def transposed(self) -> Outer:
-        assert len(self.shape) == 2
-        return Outer([Term(t.right, t.left) for t in self.terms], (self.shape[1], self.shape[0]))
+        return Outer([Term(t.right, t.left) for t in self.terms], self.matrix[::-1])
 
     def some(self, samples: slice | Tensor) -> Outer:
         return Outer([Term(_some(t.left, samples), _some(t.right, samples)) for t in self.terms], self.shape)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        first, *others = (_term_rows(t) for t in self.some(slice(start, stop)).terms)
-        return sum(others, start=first).reshape(-1, *self.shape)
+        return total(_term_rows(t) for t in self.some(slice(start, stop)).terms).reshape(stop - start, *self.shape)
 
     def squared_norms(self) -> Tensor:
         if len(self.terms) == 1 and _one_token(self.terms[0]):
@@ -155,33 +157,39 @@ class Outer(Form):
         return self._squared_norms_by_pairs()
 
     def _squared_norms_by_pairs(self) -> Tensor:
-        total, size = 0.0, 0.0
+        norms, sizes = [], []
         for n, p in enumerate(self.terms):
             for q in self.terms[n:]:
                 pairs = _inner(p.left, q.left, p.dtype) * _inner(p.right, q.right, p.dtype)
                 share = 1 if p is q else 2
-                total = total + share * pairs.sum((1, 2))
-                size = size + share * pairs.detach().abs().sum((1, 2))
-        assert isinstance(total, Tensor) and isinstance(size, Tensor)
-        lost = (total.detach() < CANCELLED * size).nonzero().flatten()
-        if len(lost):
-            total = total.index_copy(0, lost, rowwise.squared_norms(self.some(lost)))
-        return total
+                norms.append(share * pairs.sum((1, 2)))
+                sizes.append(share * pairs.detach().abs().sum((1, 2)))
+        found = total(norms)
+        lost = (found.detach() < CANCELLED * total(sizes)).nonzero().flatten()
+        return found.index_copy(0, lost, rowwise.squared_norms(self.some(lost))) if len(lost) else found
 
     def dot(self, direction: Tensor) -> Tensor:
-        matrix = direction.reshape(as_matrix(self.shape))
-        return sum((_dot_term(term, matrix) for term in self.terms[1:]), start=_dot_term(self.terms[0], matrix))
+        return total(_dot_term(term, direction.reshape(self.matrix)) for term in self.terms)
 
     def gram(self, other: Form) -> Tensor:
-        if isinstance(other, Outer) and len(self.terms) == len(other.terms) == 1 and _one_token(self.terms[0]) and _one_token(other.terms[0]):
+        if (
+            isinstance(other, Outer)
+            and len(self.terms) == len(other.terms) == 1
+            and _one_token(self.terms[0])
+            and _one_token(other.terms[0])
+        ):
             (left, right), (left2, right2) = self.terms[0], other.terms[0]
-            assert isinstance(left, Tensor) and isinstance(left2, Tensor) and isinstance(right, Tensor) and isinstance(right2, Tensor)
+            assert (
+                isinstance(left, Tensor)
+                and isinstance(left2, Tensor)
+                and isinstance(right, Tensor)
+                and isinstance(right2, Tensor)
+            )
             return (left[:, 0] @ left2[:, 0].T) * (right[:, 0] @ right2[:, 0].T)
         return rowwise.gram(self, other)
 
     def sum(self, weights: Tensor | None) -> Tensor:
-        first, *others = (_summed_term(term, weights) for term in self.terms)
-        return sum(others, start=first).reshape(self.shape)
+        return total(_summed_term(term, weights) for term in self.terms).reshape(self.shape)
 
     def sum_of_squares(self, centre: Tensor | None) -> Tensor:
         if centre is None and len(self.terms) == 1 and _one_token(self.terms[0]):
@@ -191,10 +199,11 @@ class Outer(Form):
         return rowwise.sum_of_squares(self, centre)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
+        if self.matrix != as_matrix(self.shape):
+            return rowwise.project(self, left, right)
         dtype = self.terms[0].dtype
         left, right = left.to(dtype), right.to(dtype)
-        first, *others = ((_times(t.left, left) * _times(t.right, right)).sum(1) for t in self.terms)
-        return sum(others, start=first)
+        return total((_times(t.left, left) * _times(t.right, right)).sum(1) for t in self.terms)
 
     def describe(self) -> str:
         return f"factors, {self.tokens} token{'s' * (self.tokens != 1)}"
@@ -213,7 +222,9 @@ def _joined(terms: Sequence[Term]) -> list[Term]:
     kinds: dict[tuple[bool, bool], list[Term]] = {}
     for term in terms:
         kinds.setdefault((isinstance(term.left, OneHot), isinstance(term.right, OneHot)), []).append(term)
-    return [Term(_end_to_end([t.left for t in group]), _end_to_end([t.right for t in group])) for group in kinds.values()]
+    return [
+        Term(_end_to_end([t.left for t in group]), _end_to_end([t.right for t in group])) for group in kinds.values()
+    ]
 
 
 def _end_to_end(factors: Sequence[Factor]) -> Factor:
@@ -221,20 +232,3 @@ def _end_to_end(factors: Sequence[Factor]) -> Factor:
         return factors[0]
     tables = torch.cat([_table(f) for f in factors], dim=1)
     return OneHot(tables, factors[0].size) if isinstance(factors[0], OneHot) else tables
-
-
-def combined(forms: Sequence[Form]) -> Form:
-    """One form for all uses of a parameter, so that the cross terms between uses come out right."""
-    if all(isinstance(form, Outer) for form in forms):
-        return settled(Outer([term for form in forms for term in form.terms], forms[0].shape))  # type: ignore[attr-defined]
-    if len(forms) == 1:
-        return forms[0]
-    if all(isinstance(form, Dense) for form in forms):
-        return Dense(Mixture(forms).rows(0, forms[0].samples))
-    return Mixture(forms)
-
-
-def settled(outer: Outer) -> Form:
-    """Rows where they take no more room than their factors: then they also cost less than the pairs of tokens would."""
-    stored = sum(term.tokens * term.numbers_per_token for term in outer.terms)
-    return Dense(outer.rows(0, outer.samples)) if outer.width <= stored else outer

@@ -1,7 +1,7 @@
 """Which rule serves each use of a parameter, and the way from there to the parameter. Decided from the graph alone.
 
-    plan = prepare(graph, cut)              touches no gradient
-    forms = plan.forms(gradients, ...)      makes no decision but from sizes
+plan = prepare(graph, cut)              touches no gradient
+forms = plan.forms(gradients, ...)      makes no decision but from sizes
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from torch import Tensor
 
 from samplewise.engine.cut import Cut
 from samplewise.engine.forms import Dense, Form
-from samplewise.engine.generic import Masked, Pushed
+from samplewise.engine.generic import Masked
 from samplewise.engine.graph import Edge, Graph, Node
-from samplewise.engine.outer import Outer, combined
 from samplewise.engine.rules import RULES, Rule, Use
-from samplewise.engine.rules.embedding import looked_up
 from samplewise.engine.saved import Reader, Saved
+from samplewise.engine.sides import carried, chain_below, combined
 from samplewise.errors import GraphError
-
-TURNS = {"T": True, "ToCopy": False, "Alias": False, "Clone": False}
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,9 @@ class Route:
     operand: int
     rule: Rule | None
     leaf: Node
-    chain: tuple[Node, ...] | None  # the nodes on the way, if it is a single path; () where the operand is the parameter
+    chain: (
+        tuple[Node, ...] | None
+    )  # the nodes on the way, if it is a single path; () where the operand is the parameter
 
     @property
     def entry(self) -> Edge:
@@ -87,27 +86,18 @@ def prepare(graph: Graph, cut: Cut) -> Plan:
         entry = node.next_functions[operand][0]
         rule = RULES.get((graph.operations[node], operand))
         for leaf in (n for n in graph.below([entry]) if n in graph.leaves):
-            routes.append(Route(node, operand, rule, leaf, _chain(graph, entry)))
+            routes.append(Route(node, operand, rule, leaf, chain_below(graph, entry)))
     _prove_complete(graph, routes)
     return Plan(graph, cut, routes)
-
-
-def _chain(graph: Graph, node: Node) -> tuple[Node, ...] | None:
-    chain: list[Node] = []
-    while node not in graph.leaves:
-        chain.append(node)
-        children = [child for child, _ in node.next_functions if child in graph.relevant]
-        if len(children) != 1:
-            return None
-        node = children[0]
-    return tuple(chain)
 
 
 def _prove_complete(graph: Graph, routes: list[Route]) -> None:
     missed = set(graph.leaves) - {route.leaf for route in routes}
     if missed:
         names = ", ".join(sorted(graph.leaves[leaf] for leaf in missed))
-        raise GraphError(f"every parameter in the graph must be reached from a cut; found none above {names}. Please report this model.")
+        raise GraphError(
+            f"every parameter in the graph must be reached from a cut; found none above {names}. Please report this model."
+        )
 
 
 class FormMaker:
@@ -142,28 +132,9 @@ class FormMaker:
 
     def _carry(self, form: Form, route: Route) -> Form:
         """The operand's form becomes the parameter's."""
-        if route.chain == ():
-            return form
-        operations = [self.plan.graph.operations[node] for node in route.chain or ()]
-        if operations and set(operations) <= set(TURNS) and len(form.shape) == 2:
-            turned = sum(TURNS[op] for op in operations) % 2
-            if not turned:
-                return form
-            if isinstance(form, Outer):
-                return form.transposed()
-            if isinstance(form, Dense):
-                return Dense(form.rows(0, form.samples).transpose(1, 2))
-        if operations == ["Embedding"] and isinstance(form, Dense):
-            found = self._through_embedding(form, route)
-            if found is not None:
-                return found
-        return Pushed(form, route.entry, route.leaf, self.differentiable)
+        operations = None if route.chain is None else [self.plan.graph.operations[node] for node in route.chain]
 
-    def _through_embedding(self, form: Dense, route: Route) -> Form | None:
-        """Position embeddings: looked up once, added to every sample."""
-        (node,) = route.chain or ()
-        index = self.reader.take(node)["indices"]
-        rows = form.rows(0, form.samples)
-        gradient = rows.reshape(form.samples, index.numel(), rows.shape[-1])
-        shape = Edge(route.leaf, 0).shape
-        return looked_up(node, index.reshape(1, -1).expand(form.samples, -1), gradient, shape)
+        def indices() -> Tensor:
+            return self.reader.take(route.entry.node)["indices"]
+
+        return carried(form, operations, route.entry, Edge(route.leaf, 0), indices, self.differentiable)

@@ -4,12 +4,16 @@ A backward pass is linear in the weights put on the losses, and scaling by a pow
 So run it once with equal weights and again with weights 2**code(sample): an element that belongs to one sample comes
 back multiplied by exactly 2**code of that sample, and the ratio reads the owner off. More samples than codes fit are
 told apart by digits, one pass each. A last pass with random codes exposes mixtures that pose as a single owner.
+
+Where a loud sample meets a faint one, rounding may swallow the faint one in all of these passes. A thorough probe also
+switches samples off: for any two there is a pass with the one off and the other on, in which nothing can hide it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations, islice
 from typing import NamedTuple
 
 import torch
@@ -36,13 +40,13 @@ _FLOAT16_CODES = [Codes(0, 8), Codes(-4, 4)]
 
 
 class Probed(NamedTuple):
-    gradients: list[Tensor | None]  # those of losses.sum()
-    owners: list[Tensor | None]  # same shapes; NOBODY where zero, UNKNOWN where too small to tell, MIXED where shared
+    gradients: list[Tensor]  # those of losses.sum()
+    owners: list[Tensor]  # same shapes; NOBODY where zero, UNKNOWN where too small to tell, MIXED where shared
 
 
-def probe(graph: Graph, edges: Sequence[Edge]) -> Probed:
+def probe(graph: Graph, edges: Sequence[Edge], thorough: bool = False) -> Probed:
     for codes in _codes_for(graph):
-        probed = _probe_with(graph, edges, codes)
+        probed = _probe_with(graph, edges, codes, thorough)
         if probed is not None:
             return probed
     raise NonFiniteGradientError(_non_finite_message(graph, edges))
@@ -50,32 +54,37 @@ def probe(graph: Graph, edges: Sequence[Edge]) -> Probed:
 
 def _codes_for(graph: Graph) -> list[Codes]:
     """What fits the narrowest floating-point type that a gradient passes through."""
-    dtypes = {graph.losses.dtype} | {Edge(node, slot).dtype for node in graph.relevant for slot in graph.used_slots(node)}
+    dtypes = {graph.losses.dtype} | {
+        Edge(node, slot).dtype for node in graph.relevant for slot in graph.used_slots(node)
+    }
     if torch.float16 in dtypes:
         return _FLOAT16_CODES
     return _FLOAT64_CODES if dtypes <= {torch.float64, torch.complex128} else _FLOAT32_CODES
 
 
-def _probe_with(graph: Graph, edges: Sequence[Edge], codes: Codes) -> Probed | None:
+def _probe_with(graph: Graph, edges: Sequence[Edge], codes: Codes, thorough: bool) -> Probed | None:
     samples = graph.samples
     device = graph.losses.device
     numbers = torch.arange(samples, device=device)
     plain = gradients_at(graph, edges, _weights(graph, codes, torch.zeros_like(numbers)))
     digits = max(1, math.ceil(math.log(samples, codes.base) - 1e-12))
-    owners: list[Tensor | None] = [None if g is None else torch.zeros(g.shape, dtype=torch.long, device=g.device) for g in plain]
+    owners = [torch.zeros(g.shape, dtype=torch.long, device=g.device) for g in plain]
     scale = 1
     for _ in range(digits):
         coded = gradients_at(graph, edges, _weights(graph, codes, numbers // scale % codes.base))
         if not _finite(plain) or not _finite(coded):
             return None
-        owners = [None if o is None else _add_digit(o, p, c, scale, codes) for o, p, c in zip(owners, plain, coded, strict=True)]
+        owners = [_add_digit(o, p, c, scale, codes) for o, p, c in zip(owners, plain, coded, strict=True)]
         scale *= codes.base
     drawn = torch.randint(codes.base, (samples,), generator=torch.Generator().manual_seed(samples)).to(device)
     checked = gradients_at(graph, edges, _weights(graph, codes, drawn))
     if not _finite(checked):
         return None
-    owners = [None if o is None else _verified(o, p, c, drawn, codes) for o, p, c in zip(owners, plain, checked, strict=True)]
-    return Probed([None if p is None else _scaled(p, -codes.shift) for p in plain], owners)
+    owners = [_verified(o, p, c, drawn, codes) for o, p, c in zip(owners, plain, checked, strict=True)]
+    for on in _switches(samples, device) if thorough else ():
+        kept = gradients_at(graph, edges, _weights(graph, codes, torch.zeros_like(numbers)) * on)
+        owners = [_switched(o, p, k, on) for o, p, k in zip(owners, plain, kept, strict=True)]
+    return Probed([_scaled(p, -codes.shift) for p in plain], owners)
 
 
 def _weights(graph: Graph, codes: Codes, code: Tensor) -> Tensor:
@@ -87,23 +96,23 @@ def _powers(codes: Codes, device: torch.device) -> Tensor:
     return torch.tensor([2.0**k for k in range(codes.base)], dtype=torch.float64, device=device)
 
 
-def gradients_at(graph: Graph, edges: Sequence[Edge], weights: Tensor | None = None, create_graph: bool = False) -> list[Tensor | None]:
+def gradients_at(
+    graph: Graph, edges: Sequence[Edge], weights: Tensor | None = None, create_graph: bool = False
+) -> list[Tensor]:
     """One backward pass to the given places of the graph; no parameter's own gradient is computed."""
-    weights = torch.ones_like(graph.losses) if weights is None else weights
-    return list(
-        torch.autograd.grad(
-            graph.losses,
-            [edge.gradient_edge() for edge in edges],
-            grad_outputs=weights,
-            retain_graph=True,
-            create_graph=create_graph,
-            allow_unused=True,
-        )
+    found = torch.autograd.grad(
+        graph.losses,
+        [edge.gradient_edge() for edge in edges],
+        grad_outputs=torch.ones_like(graph.losses) if weights is None else weights,
+        retain_graph=True,
+        create_graph=create_graph,
+        allow_unused=True,
     )
+    return [edge.zeros() if g is None else g for edge, g in zip(edges, found, strict=True)]
 
 
-def _finite(gradients: Sequence[Tensor | None]) -> bool:
-    return all(bool(g.isfinite().all()) for g in gradients if g is not None)
+def _finite(gradients: Sequence[Tensor]) -> bool:
+    return all(bool(g.isfinite().all()) for g in gradients)
 
 
 def _real(g: Tensor) -> Tensor:
@@ -114,7 +123,11 @@ def _real(g: Tensor) -> Tensor:
 def _add_digit(owner: Tensor, plain: Tensor, coded: Tensor, scale: int, codes: Codes) -> Tensor:
     if plain.is_complex():
         parts = _digit(_real(plain), _real(coded), codes)
-        digit = torch.where((parts[..., 0] == parts[..., 1]) | (parts[..., 1] == NOBODY), parts[..., 0], torch.where(parts[..., 0] == NOBODY, parts[..., 1], MIXED))
+        digit = torch.where(
+            (parts[..., 0] == parts[..., 1]) | (parts[..., 1] == NOBODY),
+            parts[..., 0],
+            torch.where(parts[..., 0] == NOBODY, parts[..., 1], MIXED),
+        )
     else:
         digit = _digit(plain, coded, codes)
     return torch.where((owner < 0) | (digit < 0), torch.minimum(owner, digit).clamp_max(NOBODY), owner + scale * digit)
@@ -144,11 +157,26 @@ def _verified(owner: Tensor, plain: Tensor, coded: Tensor, drawn: Tensor, codes:
     if plain.dim() > owner.dim():
         code = code[..., None]
     expected = plain.double() * _powers(codes, code.device)[code]
-    near = expected == coded if plain.device.type == "cpu" else torch.isclose(expected, coded.double(), rtol=1e-3, atol=0)
+    near = (
+        expected == coded if plain.device.type == "cpu" else torch.isclose(expected, coded.double(), rtol=1e-3, atol=0)
+    )
     near = near.all(-1) if plain.dim() > owner.dim() else near
     silent = (coded == 0).all(-1) if plain.dim() > owner.dim() else coded == 0
     good = torch.where(known, near, (owner == UNKNOWN) | ((owner == NOBODY) & silent))
     return torch.where(good, owner, MIXED)
+
+
+def _switches(samples: int, device: torch.device) -> Iterator[Tensor]:
+    """Few vectors of 0 and 1 such that for any two samples, in either order, one has the first off and the second on."""
+    passes = next(k for k in range(2, 64) if math.comb(k, k // 2) >= samples)
+    chosen = list(islice(combinations(range(passes), passes // 2), samples))
+    return (torch.tensor([float(k in subset) for subset in chosen], device=device) for k in range(passes))
+
+
+def _switched(owner: Tensor, plain: Tensor, kept: Tensor, on: Tensor) -> Tensor:
+    expected = torch.where(on[owner.clamp_min(0)] > 0, plain, 0)
+    near = kept == expected if plain.device.type == "cpu" else torch.isclose(kept, expected, rtol=1e-3, atol=0)
+    return torch.where(near | (owner == UNKNOWN), owner, MIXED)
 
 
 def _scaled(g: Tensor, exponent: int) -> Tensor:
@@ -157,7 +185,7 @@ def _scaled(g: Tensor, exponent: int) -> Tensor:
 
 def _non_finite_message(graph: Graph, edges: Sequence[Edge]) -> str:
     plain = gradients_at(graph, edges)
-    bad = [graph.operations[e.node] for e, g in zip(edges, plain, strict=True) if g is not None and not g.isfinite().all()]
+    bad = [graph.operations[e.node] for e, g in zip(edges, plain, strict=True) if not g.isfinite().all()]
     where = f"first seen at {bad[0]}" if bad else "too large for its floating-point type once scaled"
     return (
         f"gradients must be finite; found NaN or infinity though every loss is finite ({where}). "

@@ -16,5 +16,7 @@ def jacobian_rows(losses: Tensor, parameters: Mapping[str, Tensor], create_graph
             losses, list(parameters.values()), one, retain_graph=True, create_graph=create_graph, allow_unused=True
         )
         for (name, p), g in zip(parameters.items(), found, strict=True):
-            rows[name].append(torch.zeros_like(p) if g is None else g.to_dense() if g.layout is not torch.strided else g)
+            rows[name].append(
+                torch.zeros_like(p) if g is None else g.to_dense() if g.layout is not torch.strided else g
+            )
     return {name: torch.stack(stack) for name, stack in rows.items()}

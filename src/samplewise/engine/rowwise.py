@@ -22,6 +22,7 @@ GRAM_CHUNK = 2**25
 class HasRows(Protocol):
     samples: int
     shape: tuple[int, ...]
+    row_size: int
 
     def rows(self, start: int, stop: int) -> Tensor: ...
 
@@ -32,7 +33,7 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def chunks(form: HasRows, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    step = size or max(1, CHUNK // max(math.prod(form.shape), 1))
+    step = size or max(1, CHUNK // max(form.row_size, 1))
     for start in range(0, form.samples, step):
         part = slice(start, min(start + step, form.samples))
         yield part, form.rows(part.start, part.stop)
@@ -48,7 +49,7 @@ def dot(form: HasRows, direction: Tensor) -> Tensor:
 
 
 def gram(form: HasRows, other: HasRows) -> Tensor:
-    step = max(1, GRAM_CHUNK // max(math.prod(form.shape), 1))
+    step = max(1, GRAM_CHUNK // max(form.row_size, 1))
     return torch.cat([_against(_flat(rows), other, step) for _, rows in chunks(form, step)])
 
 

@@ -8,7 +8,6 @@ So all tensors of checkpointed blocks are read inside one small backward pass of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,15 +19,20 @@ from samplewise.engine.graph import Node
 Saved = dict[str, Any]
 
 
-@cache
-def saved_tensor_names(kind: type) -> tuple[str, ...]:
-    """The tensors this kind of node saves, operands before results."""
-    return tuple(name.removeprefix("_raw_saved_") for name in dir(kind) if name.startswith("_raw_saved_"))
+_names: dict[str, tuple[str, ...]] = {}
+
+
+def saved_tensor_names(node: Node) -> tuple[str, ...]:
+    """The tensors this kind of node saves."""
+    kind = node.name()
+    if kind not in _names:
+        _names[kind] = tuple(n.removeprefix("_raw_saved_") for n in dir(node) if n.startswith("_raw_saved_"))
+    return _names[kind]
 
 
 def block_of(node: Node) -> Any:
     """What identifies the checkpointed block the node is in; None outside of checkpoints."""
-    for name in saved_tensor_names(type(node)):
+    for name in saved_tensor_names(node):
         raw = getattr(node, "_raw_saved_" + name)
         for one in raw if isinstance(raw, (tuple, list)) else (raw,):
             if isinstance(_packed(one), _Holder):
@@ -94,7 +98,7 @@ class _InBackward(torch.autograd.Function):
         return anchor.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         with torch.enable_grad():
             ctx.action()
         return None, None

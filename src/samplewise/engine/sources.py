@@ -1,9 +1,9 @@
 """The strategies: how the per-sample gradients of each parameter are brought to light, one form after the other.
 
-    fused        one backward pass; every form is kept, so that all quantities share the pass
-    twice        forms are made while the backward passes by and dropped after use: a pass for each question
-    full         fused, with every form turned into rows
-    reference    rows from a backward pass for each sample
+fused        one backward pass; every form is kept, so that all quantities share the pass
+twice        forms are made while the backward passes by and dropped after use: a pass for each question
+full         fused, with every form turned into rows
+reference    rows from a backward pass for each sample
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class Fused:
         gradients = _cut_gradients(plan, create_graph)
         maker = FormMaker(plan, create_graph)
         for node in plan.by_node:
-            here = {e.slot: g for e in plan.edges_of(node) if (g := gradients.pop(e)) is not None}
-            maker.add(node, here, self.forms.__setitem__)
+            maker.add(node, {e.slot: gradients.pop(e) for e in plan.edges_of(node)}, self.forms.__setitem__)
 
     def each(self, visit: Visit) -> None:
         for name, form in self.forms.items():
@@ -53,7 +52,7 @@ class Fused:
         return [self.plan.row(name, form) for name, form in self.forms.items()]
 
 
-def _cut_gradients(plan: Plan, create_graph: bool) -> dict[Edge, Tensor | None]:
+def _cut_gradients(plan: Plan, create_graph: bool) -> dict[Edge, Tensor]:
     """The gradient of losses.sum() at every clean node of the cut, in one backward pass."""
     found = {} if create_graph else dict(plan.cut.gradients)
     plan.cut.gradients.clear()
@@ -83,7 +82,9 @@ class Reference:
             visit(name, Dense(rows))
 
     def explain(self) -> list[Row]:
-        return [Row(name, tuple(rows.shape[1:]), "", "one backward per sample", "dense") for name, rows in self.rows.items()]
+        return [
+            Row(name, tuple(rows.shape[1:]), "", "one backward per sample", "dense") for name, rows in self.rows.items()
+        ]
 
 
 class Streamed:
@@ -109,11 +110,11 @@ class Streamed:
             for hook in hooks:
                 hook.remove()
         for node in self._ends():
-            gradients: dict[int, Tensor | None] = {e.slot: g for e, g in zip(last, found, strict=True) if e.node is node}
-            arrived(node, [gradients.get(slot) for slot in range(max(gradients) + 1)])
+            here = {e.slot: g for e, g in zip(last, found, strict=True) if e.node is node}
+            arrived(node, [here.get(slot) for slot in range(max(here) + 1)])
 
     def _ends(self) -> list[Node]:
-        """Cut nodes below which no other lies: autograd stops there, and hands their gradient over instead of running them."""
+        """Cut nodes with no other below: autograd stops there and hands their gradient over instead of running them."""
         graph = self.plan.graph
         above: set[Node] = set()
         for node in reversed(graph.nodes):

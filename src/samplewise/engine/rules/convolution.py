@@ -66,8 +66,8 @@ class Convolution(Form):
     project = rowwise.project
 
     def __init__(self, x: Tensor, g: Tensor, weight: Tensor, settings: Settings):
+        super().__init__(x.shape[0], tuple(weight.shape))
         self.x, self.g, self.weight, self.settings = x, g, weight, settings  # x (b, n, i, ...), g (b, n, o, ...)
-        self.samples, self.shape = x.shape[0], tuple(weight.shape)
         self.positions = g.shape[1] * math.prod(g.shape[3:])
         self.patch = math.prod(self.shape[1:])
 
@@ -93,7 +93,17 @@ class Convolution(Form):
     def _kernel_gradient(self, x: Tensor, g: Tensor, weight: Tensor, multiple: int) -> Tensor:
         stride, padding, dilation, transposed, output_padding, groups = self.settings
         return torch.ops.aten.convolution_backward(
-            g, x, weight, None, stride, padding, dilation, transposed, output_padding, groups * multiple, [False, True, False]
+            g,
+            x,
+            weight,
+            None,
+            stride,
+            padding,
+            dilation,
+            transposed,
+            output_padding,
+            groups * multiple,
+            [False, True, False],
         )[1]
 
     def _rows_by_patches(self, start: int, stop: int) -> Tensor:

@@ -74,8 +74,8 @@ class Batched(Form):
     project = rowwise.project
 
     def __init__(self, left: Tensor, right: Tensor):  # (b, t, h, o), (b, t, h, i)
+        super().__init__(left.shape[0], (left.shape[2], left.shape[3], right.shape[3]))
         self.left, self.right = left, right
-        self.samples, self.shape = left.shape[0], (left.shape[2], left.shape[3], right.shape[3])
 
     def rows(self, start: int, stop: int) -> Tensor:
         return torch.einsum("btho,bthi->bhoi", self.left[start:stop], self.right[start:stop])

@@ -1,0 +1,175 @@
+"""The six pieces of work that everybody is timed on.
+
+Plain nn modules throughout, one module a parameter, positions as ids of shape (B, T): what the peers
+that know modules can digest. Only the tied head and nn.LSTM, which are the point of their workload, stay.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 8000
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> one loss a sample
+    clip: float  # near the median of the per-sample norms, so that about half the samples are clipped
+
+    def losses(self, model: nn.Module) -> Tensor:
+        return self.loss(model(self.inputs), self.targets)
+
+
+# ------------------------------------------------------------------------------------- losses
+
+
+def classification(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def next_token(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(tokens.shape).mean(1)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean((1, 2))
+
+
+# ------------------------------------------------------------------------------------- models
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, causal: bool):
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, branch: nn.Module):
+        super().__init__()
+        self.norm, self.branch = nn.LayerNorm(width), branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(self.norm(x))
+
+
+def feed_forward(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+class Transformer(nn.Module):
+    def __init__(self, length: int, causal: bool, width: int = 256, layers: int = 4, heads: int = 4):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(length, width)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)  # the default of 1 makes a tied head's logits explode
+        blocks = [[Attention(width, heads, causal), feed_forward(width)] for _ in range(layers)]
+        self.blocks = nn.Sequential(*[Residual(width, branch) for block in blocks for branch in block])
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
+        return self.norm(self.blocks(self.tokens(tokens) + self.positions(positions)))
+
+
+class Classifier(nn.Module):
+    def __init__(self, body: Transformer, width: int = 256):
+        super().__init__()
+        self.body, self.head = body, nn.Linear(width, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(tokens).mean(1))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, body: Transformer, width: int = 256):
+        super().__init__()
+        self.body, self.head = body, nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = body.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(tokens))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 128)
+        self.lstm = nn.LSTM(128, 256, batch_first=True)
+        self.head = nn.Linear(256, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states, _ = self.lstm(self.tokens(tokens))
+        return self.head(states[:, -1])
+
+
+def convolutional() -> nn.Module:
+    layers: list[nn.Module] = []
+    for channels_in, channels_out, stride in [(3, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]:
+        convolution = nn.Conv2d(channels_in, channels_out, 3, stride, padding=1)
+        layers += [convolution, nn.GroupNorm(8, channels_out), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
+
+
+# ---------------------------------------------------------------------------------- workloads
+
+
+def labels(batch: int) -> Tensor:
+    return torch.randint(CLASSES, (batch,))
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, length))
+
+
+def mlp() -> Workload:
+    model = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, CLASSES))
+    return Workload("mlp", model, torch.randn(256, 784), labels(256), classification, clip=8.4)
+
+
+def cnn() -> Workload:
+    images = torch.randn(64, 3, 32, 32)
+    return Workload("cnn", convolutional(), images, labels(64), classification, clip=16.7)
+
+
+def encoder() -> Workload:
+    model = Classifier(Transformer(length=64, causal=False))
+    return Workload("encoder", model, tokens(32, 64), labels(32), classification, clip=55.0)
+
+
+def lm() -> Workload:
+    model = LanguageModel(Transformer(length=128, causal=True))
+    return Workload("lm", model, tokens(8, 128), tokens(8, 128), next_token, clip=3.0)
+
+
+def lstm() -> Workload:
+    return Workload("lstm", Recurrent(), tokens(32, 64), labels(32), classification, clip=2.58)
+
+
+def long() -> Workload:
+    model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+    return Workload("long", model, torch.randn(8, 512, 512), torch.randn(8, 512, 512), squared_error, clip=0.0785)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {f.__name__: f for f in (mlp, cnn, encoder, lm, lstm, long)}
+
+
+def build(name: str) -> Workload:
+    torch.manual_seed(1)  # with 0, one ReLU of the MLP's half million flips between a batch and a loop of one
+    return WORKLOADS[name]()

@@ -1,0 +1,109 @@
+"""Parameters that are only viewed before they are used: transposed, reshaped, sliced, permuted.
+
+Such a parameter side moves numbers and changes none. Autograd itself tells where they go: pushed through it, the numbers
+1, 2, 3, ... come out at the parameter as the place each of its elements takes in the operand, 0 where it is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samplewise.engine import rowwise
+from samplewise.engine.forms import Form, total
+from samplewise.engine.generic import push
+from samplewise.engine.graph import Edge
+from samplewise.engine.outer import Outer
+
+VIEWS = {
+    *"T Transpose Permute View UnsafeView ReshapeAlias Squeeze Unsqueeze Alias Clone ToCopy".split(),
+    *"Slice Select Split SplitWithSizes Unbind".split(),
+}
+
+
+def relabelled(form: Form, entry: Edge, leaf: Edge) -> Form | None:
+    """The form as seen from the parameter; None where the places cannot be counted in the operand's number type."""
+    if entry.dtype.is_complex or form.width >= 1 / torch.finfo(entry.dtype).eps:
+        return None
+    count = torch.arange(1, form.width + 1, device=entry.device)
+    places = push(count.view(form.shape).to(entry.dtype), entry, leaf, differentiable=False).long() - 1
+    if isinstance(form, Outer):
+        straight = count.view(form.matrix) - 1
+        if places.numel() == form.width and torch.equal(places.flatten(), straight.flatten()):
+            return Outer(form.terms, leaf.shape)
+        if places.numel() == form.width and torch.equal(places.flatten(), straight.T.flatten()):
+            return Outer(form.transposed().terms, leaf.shape)
+    return Relabelled(form, places)
+
+
+class Relabelled(Form):
+    """Element e of the parameter is element places[e] of the source, or none where places[e] is -1."""
+
+    def __init__(self, source: Form, places: Tensor):
+        super().__init__(source.samples, tuple(places.shape), source.row_size)
+        self.source, self.places = source, places
+
+    project = rowwise.project
+    gram = rowwise.gram
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._seen(self.source.rows(start, stop))
+
+    def squared_norms(self) -> Tensor:
+        return self.source.squared_norms()
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return self.source.dot(self._back(direction))
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        return self._seen(self.source.sum(weights)[None])[0]
+
+    def sum_of_squares(self, centre: Tensor | None) -> Tensor:
+        squares = self.source.sum_of_squares(None if centre is None else self._back(centre))
+        return self._seen(squares[None])[0]
+
+    def _seen(self, rows: Tensor) -> Tensor:
+        flat = rows.reshape(len(rows), -1)[:, self.places.flatten().clamp_min(0)]
+        return torch.where(self.places < 0, 0, flat.view(len(rows), *self.shape))
+
+    def _back(self, tensor: Tensor) -> Tensor:
+        used = self.places >= 0
+        return tensor.new_zeros(self.source.width).index_put((self.places[used],), tensor[used]).view(self.source.shape)
+
+    def describe(self) -> str:
+        return f"{self.source.describe()}, relabelled"
+
+
+class Blocks(Form):
+    """Uses of different parts of one parameter, such as its q, k and v thirds: they never meet."""
+
+    def __init__(self, parts: Sequence[Relabelled]):
+        super().__init__(parts[0].samples, parts[0].shape, max(part.row_size for part in parts))
+        self.parts = parts
+
+    project = rowwise.project
+    gram = rowwise.gram
+    sum_of_squares = rowwise.sum_of_squares
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return total(part.rows(start, stop) for part in self.parts)
+
+    def squared_norms(self) -> Tensor:
+        return total(part.squared_norms() for part in self.parts)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return total(part.dot(direction) for part in self.parts)
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        return total(part.sum(weights) for part in self.parts)
+
+    def describe(self) -> str:
+        return f"{len(self.parts)} blocks: {self.parts[0].source.describe()}"
+
+
+def never_meet(forms: Sequence[Form]) -> bool:
+    if not all(isinstance(form, Relabelled) for form in forms):
+        return False
+    return bool((sum((form.places >= 0).int() for form in forms) <= 1).all())  # type: ignore[attr-defined]

@@ -1,0 +1,82 @@
+"""The parameter side: what a form becomes on its way from the cut down to the parameter, and all uses taken together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from samplewise.engine.forms import Dense, Form, Mixture
+from samplewise.engine.generic import Pushed
+from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.outer import Outer
+from samplewise.engine.relabelled import VIEWS, Blocks, never_meet, relabelled
+from samplewise.engine.rules.embedding import looked_up
+
+UNCHANGED = {"ToCopy", "Alias", "Clone"}
+
+
+def chain_below(graph: Graph, node: Node) -> tuple[Node, ...] | None:
+    """The nodes from here to the parameter if they form a single path; () where this is the parameter already."""
+    chain: list[Node] = []
+    while node not in graph.leaves:
+        chain.append(node)
+        children = [child for child, _ in node.next_functions if child in graph.relevant]
+        if len(children) != 1:
+            return None
+        node = children[0]
+    return tuple(chain)
+
+
+def carried(
+    form: Form,
+    operations: Sequence[str] | None,
+    entry: Edge,
+    leaf: Edge,
+    indices: Callable[[], Tensor],
+    differentiable: bool,
+) -> Form:
+    """`operations` are those of the chain; `indices` gives what the last of them, an embedding, looked up."""
+    if operations == []:
+        return form
+    if operations is not None:
+        changing = [op for op in operations if op not in UNCHANGED]
+        if not changing:
+            return form
+        found: Form | None = None
+        if changing == ["T"] and isinstance(form, Outer):
+            found = form.transposed()
+        elif set(changing) <= VIEWS:
+            found = relabelled(form, entry, leaf)
+        elif operations == ["Embedding"] and isinstance(form, Dense):
+            found = _looked_up_once(form, entry.node, indices(), leaf.shape)
+        if found is not None:
+            return found
+    return Pushed(form, entry, leaf, differentiable)
+
+
+def _looked_up_once(form: Dense, node: Node, index: Tensor, shape: tuple[int, ...]) -> Outer | None:
+    """Position embeddings: looked up once, added to every sample."""
+    rows = form.rows(0, form.samples)
+    gradient = rows.reshape(form.samples, index.numel(), rows.shape[-1])
+    return looked_up(node, index.reshape(1, -1).expand(form.samples, -1), gradient, shape)
+
+
+def combined(forms: Sequence[Form]) -> Form:
+    """One form for all uses of a parameter, so that the cross terms between uses come out right."""
+    outers = [form for form in forms if isinstance(form, Outer)]
+    if len(outers) == len(forms) and len({outer.matrix for outer in outers}) == 1:
+        return settled(Outer([term for outer in outers for term in outer.terms], forms[0].shape))
+    if len(forms) == 1:
+        return forms[0]
+    if all(isinstance(form, Dense) for form in forms):
+        return Dense(Mixture(forms).rows(0, forms[0].samples))
+    if never_meet(forms):
+        return Blocks(forms)  # type: ignore[arg-type]
+    return Mixture(forms)
+
+
+def settled(outer: Outer) -> Form:
+    """Rows where they take no more room than their factors: then they also cost less than the pairs of tokens would."""
+    stored = sum(term.tokens * term.numbers_per_token for term in outer.terms)
+    return Dense(outer.rows(0, outer.samples)) if outer.width <= stored else outer

@@ -1,0 +1,102 @@
+"""Nothing of size samples x parameters may come into being unless rows are asked for."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from zoo import noise
+
+import samplewise as sw
+
+SAMPLES = 64
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        made = [
+            t.untyped_storage().nbytes() // t.element_size() for t in tree_leaves(result) if isinstance(t, torch.Tensor)
+        ]
+        self.elements = max([self.elements, *made])
+        return result
+
+
+def wide(kind):
+    torch.manual_seed(0)
+    if kind == "linear":
+        return nn.Sequential(nn.Linear(500, 700), nn.ReLU(), nn.Linear(700, 10)), noise(SAMPLES, 500).float()
+    if kind == "sequence":
+        return nn.Sequential(nn.Linear(400, 600), nn.ReLU(), nn.Linear(600, 10)), noise(SAMPLES, 3, 400).float()
+    if kind == "convolution":
+        return nn.Sequential(nn.Conv2d(64, 256, 3), nn.ReLU(), nn.Conv2d(256, 128, 2)), noise(SAMPLES, 64, 4, 4).float()
+    if kind == "embedding":
+        return nn.Sequential(nn.Embedding(9000, 40), nn.Linear(40, 10)), torch.arange(SAMPLES * 3).view(SAMPLES, 3)
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(1500, 2100))), noise(SAMPLES, 1500).float()
+
+
+QUESTIONS = {
+    "norms": lambda g, d: g.norms(),
+    "dot": lambda g, d: g.dot(d),
+    "sum": lambda g, d: g.sum(torch.ones(SAMPLES)),
+    "project": lambda g, d: g.project(5),
+    "second moment": lambda g, d: g.second_moment(),
+    "variance": lambda g, d: g.variance(),
+    "clipped sum": lambda g, d: g.backward(1 / g.norms().clamp_min(1)),
+}
+
+
+@pytest.mark.parametrize("strategy", ["fused", "twice"])
+@pytest.mark.parametrize("kind", ["linear", "sequence", "convolution", "embedding", "weight norm"])
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_no_rows_of_all_samples(kind, question, strategy):
+    model, x = wide(kind)
+    direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    largest = max(p.numel() for p in model.parameters())
+    with LargestTensor() as seen:
+        losses = model(x).flatten(1).square().mean(1)
+        QUESTIONS[question](sw.gradients(losses, model, strategy=strategy), direction)
+    assert seen.elements < SAMPLES * largest / 3, f"{seen.elements} elements, rows would have {SAMPLES * largest}"
+
+
+def test_rows_in_chunks():
+    model, x = wide("linear")
+    g = sw.gradients(model(x).square().mean(1), model)
+    whole = g.full()
+    pieces = list(g.chunks(20))
+    assert [len(piece["0.weight"]) for piece in pieces] == [20, 20, 20, 4]
+    for name in g.names:
+        torch.testing.assert_close(torch.cat([piece[name] for piece in pieces]), whole[name])
+
+
+def test_twice_keeps_nothing():
+    model, x = wide("linear")
+    g = sw.gradients(model(x).square().mean(1), model, strategy="twice")
+    g.norms()
+    assert not hasattr(g._source(), "forms")
+
+
+def test_checkpointed_blocks_are_recomputed_once_for_reading_and_let_go():
+    from torch.utils.checkpoint import checkpoint
+
+    calls = []
+    block = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh())
+    block.register_forward_hook(lambda *_: calls.append(1))
+    head = nn.Linear(6, 3)
+    model = nn.ModuleList([block, head])
+    x = noise(5, 6).float()
+
+    def norms():
+        losses = head(checkpoint(block, x, use_reentrant=False)).square().sum(1)
+        calls.clear()
+        sw.gradients(losses, model, strategy="twice").norms()
+        return len(calls)
+
+    norms()  # the first time the proof is confirmed by a probe
+    assert norms() <= 2  # once for the backward pass, once for what we read (torch may stop a recomputation early)

@@ -1,0 +1,114 @@
+"""Each rule of the table against the loop, on a model that needs it. A new line of the table fails here until it has one."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from zoo import Net, noise, weight
+
+from samplewise.engine.rules import RULES, Rule
+from samplewise.engine.rules.conformance import check_rule
+from samplewise.engine.rules.use import summed
+
+SAMPLES = 4
+
+
+def tokens(*shape):
+    return torch.arange(torch.Size(shape).numel()).view(shape) % 7
+
+
+def on(model, x, dtype=torch.float64):
+    """A model and its losses on x."""
+    model, x = model.to(dtype), x.to(dtype) if x.is_floating_point() else x
+    return model, lambda m: (m(x).reshape(SAMPLES, -1) + 0.1).square().mean(1)
+
+
+linear = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+conv = nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 40, 3), nn.Tanh())
+norm = nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4).eval())
+
+
+def with_weight(forward, *shape):
+    return Net(forward, w=weight(*shape))
+
+
+EXAMPLES = {
+    ("Mm", 0): lambda: on(with_weight(lambda m, x: (m.w @ x.T).T.tanh(), 3, 6), noise(SAMPLES, 6)),
+    ("Mm", 1): lambda: on(nn.Linear(6, 3, bias=False), noise(SAMPLES, 5, 6)),
+    ("Addmm", 0): lambda: on(linear, noise(SAMPLES, 6)),
+    ("Addmm", 1): lambda: on(
+        with_weight(lambda m, x: torch.addmm(x[:, :3].T, m.w, x.T, alpha=2).T.tanh(), 3, 6), noise(SAMPLES, 6)
+    ),
+    ("Addmm", 2): lambda: on(linear, noise(SAMPLES, 5, 6)),
+    ("Bmm", 1): lambda: on(
+        with_weight(lambda m, x: torch.einsum("bhi,hio->bho", x, m.w).tanh(), 2, 6, 5), noise(SAMPLES, 2, 6)
+    ),
+    ("Mv", 1): lambda: on(with_weight(lambda m, x: (x @ m.w).tanh(), 6), noise(SAMPLES, 6)),
+    ("Convolution", 1): lambda: on(conv, noise(SAMPLES, 2, 9, 9)),
+    ("Convolution", 2): lambda: on(conv, noise(SAMPLES, 2, 9, 9)),
+    ("Embedding", 0): lambda: on(nn.Sequential(nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 3)), tokens(SAMPLES, 5)),
+    ("NativeLayerNorm", 1): lambda: on(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm((5, 8))), noise(SAMPLES, 5, 6)),
+    ("NativeLayerNorm", 2): lambda: on(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)), noise(SAMPLES, 5, 6)),
+    ("NativeGroupNorm", 1): lambda: on(nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4)), noise(SAMPLES, 2, 6, 6)),
+    ("NativeGroupNorm", 2): lambda: on(nn.Sequential(nn.Linear(6, 4), nn.GroupNorm(2, 4)), noise(SAMPLES, 6)),
+    ("NativeBatchNorm", 1): lambda: on(norm, noise(SAMPLES, 3, 6)),
+    ("NativeBatchNorm", 2): lambda: on(norm, noise(SAMPLES, 3, 6)),
+    ("Expand", 0): lambda: on(
+        with_weight(lambda m, x: torch.cat([m.w.expand(len(x), -1, -1), x], 1).cos(), 1, 2, 6), noise(SAMPLES, 5, 6)
+    ),
+    ("Add", 0): lambda: on(with_weight(lambda m, x: (m.w + x).tanh(), 5, 1), noise(SAMPLES, 5, 6)),
+    ("Add", 1): lambda: on(with_weight(lambda m, x: x.add(m.w, alpha=3).tanh(), 6), noise(SAMPLES, 5, 6)),
+    ("Sub", 0): lambda: on(with_weight(lambda m, x: (m.w - x).tanh(), 5, 1), noise(SAMPLES, 5, 6)),
+    ("Sub", 1): lambda: on(with_weight(lambda m, x: x.sub(m.w, alpha=3).tanh(), 6), noise(SAMPLES, 5, 6)),
+    ("Mul", 0): lambda: on(with_weight(lambda m, x: (m.w * x).tanh(), 5, 1), noise(SAMPLES, 5, 6)),
+    ("Mul", 1): lambda: on(with_weight(lambda m, x: (x * m.w).tanh(), 6), noise(SAMPLES, 5, 6)),
+    ("Div", 0): lambda: on(with_weight(lambda m, x: (m.w / (2 + x.cos())).tanh(), 6), noise(SAMPLES, 5, 6)),
+    ("MkldnnRnnLayer", 1): lambda: lstm(),
+    ("MkldnnRnnLayer", 2): lambda: lstm(bidirectional=True),
+    ("MkldnnRnnLayer", 3): lambda: lstm(batch_first=True),
+    ("MkldnnRnnLayer", 4): lambda: lstm(num_layers=2),
+    ("PreluKernel", 1): lambda: on(nn.Sequential(nn.Linear(6, 4), nn.PReLU(4), nn.Linear(4, 3)), noise(SAMPLES, 6)),
+}
+
+
+def lstm(batch_first=False, **options):
+    def forward(m, x):
+        out, (h, c) = m.f(x if batch_first else x.transpose(0, 1))
+        return torch.cat([(out if batch_first else out.transpose(0, 1)).flatten(1), h[-1], c[-1]], 1)
+
+    return on(Net(forward, f=nn.LSTM(6, 4, batch_first=batch_first, **options)), noise(SAMPLES, 5, 6), torch.float32)
+
+
+def test_every_rule_has_an_example():
+    assert set(EXAMPLES) == set(RULES)
+
+
+@pytest.mark.parametrize("key", RULES, ids=lambda key: f"{key[0]}-{key[1]}")
+def test_rule(key):
+    torch.manual_seed(0)
+    model, losses = EXAMPLES[key]()
+    fused_kernel = key[0] == "MkldnnRnnLayer"  # float32 only, and PyTorch has no second derivative of it
+    check_rule(key, model, losses, 2e-4 if fused_kernel else 1e-9, second_order=not fused_kernel)
+
+
+def test_a_rule_that_is_off_is_caught():
+    model, losses = EXAMPLES["Add", 0]()
+    twice = Rule(lambda use: summed(use, 2 * use.gradient))
+    with mock.patch.dict(RULES, {("Add", 0): twice}), pytest.raises(AssertionError, match="norms: off by"):
+        check_rule(("Add", 0), model, losses)
+
+
+def test_a_rule_that_is_never_asked_is_caught():
+    model, losses = EXAMPLES["Mv", 1]()
+    with pytest.raises(AssertionError, match="was not asked"):
+        check_rule(("Convolution", 1), model, losses)
+
+
+def test_conv_in_every_form():
+    """Small and large kernels take different ways; none may change the numbers."""
+    for channels, size, kernel in ((2, 9, 3), (20, 5, 3), (3, 12, 5), (40, 4, 2)):
+        model = nn.Sequential(nn.Conv2d(channels, 2 * channels, kernel, dilation=1), nn.Tanh()).double()
+        x = noise(SAMPLES, channels, size, size).double()
+        check_rule(("Convolution", 1), model, lambda m, x=x: F.softplus(m(x)).flatten(1).mean(1))

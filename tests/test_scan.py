@@ -1,0 +1,74 @@
+"""`sw.scan`: a data set in pieces gives what the whole gives."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from zoo import noise
+
+import samplewise as sw
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@pytest.fixture
+def task():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.0), nn.Tanh(), nn.Linear(16, 3)).double()
+    return model, noise(23, 6).double(), torch.arange(23) % 3
+
+
+@pytest.mark.parametrize("microbatch", [None, 1, 4, 100, "auto"])
+def test_every_sample_once_in_order(task, microbatch):
+    model, x, y = task
+    loader = DataLoader(TensorDataset(x, y), batch_size=10)
+    found = [(batch[1], g.norms()) for batch, g in sw.scan(model, loss_fn, loader, microbatch=microbatch)]
+    assert torch.equal(torch.cat([labels for labels, _ in found]), y)
+    torch.testing.assert_close(torch.cat([n for _, n in found]), sw.gradients(loss_fn(model, (x, y)), model).norms())
+    sizes = [len(n) for _, n in found]
+    expected = {None: [10, 10, 3], 1: [1] * 23, 4: [4, 4, 2, 4, 4, 2, 3], 100: [10, 10, 3], "auto": [10, 10, 3]}
+    assert sizes == expected[microbatch]
+
+
+def test_auto_stays_within_its_memory(task):
+    model, x, y = task
+    sizes = [len(g) for _, g in sw.scan(model, loss_fn, [(x, y)], memory=5000)]
+    assert sum(sizes) == 23
+    assert max(sizes) < 23
+
+
+def test_a_forward_that_did_not_fit_leaves_no_trace(task):
+    _, x, y = task
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.BatchNorm1d(6, affine=False), nn.Linear(6, 16), nn.Dropout(), nn.Linear(16, 3)).double()
+    tries = []
+
+    def counted(model, batch):
+        tries.append(len(batch[0]))
+        return loss_fn(model, batch)
+
+    state = torch.get_rng_state()
+    piece, _ = next(sw.scan(model, counted, [(x, y)], memory=5000))
+    assert len(tries) > 1
+    assert model[0].num_batches_tracked == 1
+    seen = torch.get_rng_state()
+    torch.set_rng_state(state)
+    loss_fn(model, piece)
+    assert torch.equal(seen, torch.get_rng_state())
+
+
+def test_losses_with_counts(task):
+    model, x, y = task
+    ((_, g),) = sw.scan(model, lambda m, b: (loss_fn(m, b), torch.ones(len(b[0]))), [(x, y)])
+    assert len(g) == 23
+
+
+def test_bad_arguments(task):
+    model, x, y = task
+    with pytest.raises(ValueError, match="microbatch must be a positive number"):
+        next(sw.scan(model, loss_fn, [(x, y)], microbatch=0))
+    with pytest.raises(TypeError, match="loss_fn must be a function"):
+        next(sw.scan(model, nn.CrossEntropyLoss(), [(x, y)]))
