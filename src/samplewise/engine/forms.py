@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
 
+import torch
 from torch import Tensor
 
 from samplewise.engine import rowwise
@@ -23,9 +24,10 @@ from samplewise.engine import rowwise
 class Form(ABC):
     """Per-sample gradients of one parameter."""
 
-    def __init__(self, samples: int, shape: tuple[int, ...], row_size: int = 0):
+    def __init__(self, samples: int, shape: tuple[int, ...], row_size: int = 0, step: int = 0):
         self.samples, self.shape = samples, shape
         self.row_size = max(row_size, self.width)  # the numbers it takes to make one row
+        self.step = step or max(1, rowwise.CHUNK // max(self.row_size, 1))  # rows are best asked for so many at a time
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
@@ -76,12 +78,16 @@ class Dense(Form):
     sum_of_squares = rowwise.sum_of_squares
     project = rowwise.project
 
-    def __init__(self, rows: Tensor):
-        super().__init__(rows.shape[0], tuple(rows.shape[1:]))
-        self._rows = rows
+    def __init__(self, *parts: Tensor):
+        """The rows, or parts of them that hold equally many samples each (but for the last)."""
+        super().__init__(sum(len(part) for part in parts), tuple(parts[0].shape[1:]), step=len(parts[0]))
+        self.parts = parts
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return self._rows[start:stop]
+        first, last = start // self.step, max(start, stop - 1) // self.step
+        if first == last:
+            return self.parts[first][start - first * self.step : stop - first * self.step]
+        return torch.cat(self.parts)[start:stop]
 
 
 class Mixture(Form):

@@ -14,7 +14,7 @@ from samplewise.engine.forms import Form
 from samplewise.engine.graph import Graph, check_losses, graph_alive, named_parameters
 from samplewise.engine.plan import Plan
 from samplewise.engine.rowwise import as_matrix
-from samplewise.engine.sources import Full, Fused, Reference, Source, Streamed, make_plan
+from samplewise.engine.sources import AsRows, OnePass, Reference, Source, make_plan
 from samplewise.engine.table import render
 from samplewise.errors import NonFiniteGradientError, ParameterError
 
@@ -147,11 +147,14 @@ class Gradients:
         return self._like_parameters(self._ask(lambda form, _: form.sum_of_squares(form.sum(None) / len(self)) * scale))
 
     def backward(self, weights: Weights | None = None) -> None:
-        """Adds sum_i w_i g_i into `.grad`, as Tensor.backward does; parameters that no loss reaches are left alone."""
+        """Adds sum_i w_i g_i into `.grad`, as Tensor.backward does; parameters that no loss reaches are left alone.
+
+        What was kept is let go, for this is mostly the last question: another one costs another backward pass.
+        """
         per_name = self._weights_by_name(weights)
         if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
             return self._ordinary_backward(weights)
-        for name, total in self._ask(lambda form, name: form.sum(per_name[name])).items():
+        for name, total in self._ask(lambda form, name: form.sum(per_name[name]), release=True).items():
             p = self._parameters[name]
             total = total.detach().to(p.dtype)
             p.grad = total if p.grad is None else p.grad + total
@@ -231,11 +234,11 @@ class Gradients:
         with graph_alive(), torch.set_grad_enabled(self._create_graph), autocast:
             yield
 
-    def _ask(self, question: Callable[[Form, str], Tensor]) -> dict[str, Tensor]:
+    def _ask(self, question: Callable[[Form, str], Tensor], release: bool = False) -> dict[str, Tensor]:
         """One answer for every parameter that the losses reach."""
         answers: dict[str, Tensor] = {}
         with self._exactly():
-            self._source().each(lambda name, form: answers.update({name: question(form, name)}))
+            self._source().each(lambda name, form: answers.update({name: question(form, name)}), release)
         return answers
 
     def _source(self, strategy: str | None = None) -> Source:
@@ -247,9 +250,8 @@ class Gradients:
     def _make_source(self, strategy: str) -> Source:
         if strategy == "reference" or len(self) == 1:
             return Reference(self._graph, self._create_graph)
-        if strategy == "twice":
-            return Streamed(self._plan())
-        return (Full if strategy == "full" else Fused)(self._plan(), self._create_graph)
+        source = OnePass(self._plan(), self._create_graph, keep=strategy == "fused")
+        return AsRows(source) if strategy == "full" else source
 
     def _plan(self) -> Plan:
         if self._known_plan is None:

@@ -114,12 +114,15 @@ def check_losses(losses: Tensor) -> None:
         )
 
 
-_SUFFIX = re.compile(r"Backward\d*$")
+_operations: dict[str, str] = {}
 
 
 def operation(node: Node) -> str:
     """The forward operation's name: 'Addmm' for AddmmBackward0."""
-    return _SUFFIX.sub("", node.name())
+    name = node.name()
+    if name not in _operations:
+        _operations[name] = re.sub(r"Backward\d*$", "", name)
+    return _operations[name]
 
 
 class Graph:
@@ -136,6 +139,7 @@ class Graph:
         self.leaves = self._find_leaves()
         self.relevant = self._lead_to(set(self.leaves) | {goal} & set(self.nodes))
         self.consumers = self._find_consumers()
+        self._slots = self._find_slots()
 
     def _find_leaves(self) -> dict[Node, str]:
         names = {id(p): name for name, p in self.wanted.items()}
@@ -164,12 +168,16 @@ class Graph:
 
     def used_slots(self, node: Node) -> list[int]:
         """The outputs of `node` into which a gradient flows."""
-        if node is self.root.node:
-            return sorted({self.root.slot} | self._consumed(node))
-        return sorted(self._consumed(node))
+        return self._slots[node]
 
-    def _consumed(self, node: Node) -> set[int]:
-        return {consumer.next_functions[position][1] for consumer, position in self.consumers[node]}
+    def _find_slots(self) -> dict[Node, list[int]]:
+        slots: dict[Node, set[int]] = {node: set() for node in self.relevant}
+        slots.setdefault(self.root.node, set()).add(self.root.slot)
+        for node in self.relevant:
+            for child, slot in node.next_functions:
+                if child in slots:
+                    slots[child].add(slot)
+        return {node: sorted(used) for node, used in slots.items()}
 
     def below(self, start: Iterable[Node]) -> list[Node]:
         """`start` and everything it was computed from, consumers first."""

@@ -7,7 +7,7 @@ Legend: b sample, t and s token, o and i the parameter's two sides, k projected 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samplewise.engine import rowwise
 from samplewise.engine.forms import Form, total
-from samplewise.engine.rowwise import as_matrix
+from samplewise.engine.rowwise import as_matrix, flat_squared_norms
 
 # A sum of products that is this small against its terms has lost its digits.
 CANCELLED = 1e-3
@@ -153,20 +153,17 @@ class Outer(Form):
         if len(self.terms) == 1 and _one_token(self.terms[0]):
             left, right = self.terms[0]
             assert isinstance(left, Tensor) and isinstance(right, Tensor)
-            return left.square().sum((1, 2)) * right.square().sum((1, 2))
+            return flat_squared_norms(left.flatten(1)) * flat_squared_norms(right.flatten(1))
         return self._squared_norms_by_pairs()
 
     def _squared_norms_by_pairs(self) -> Tensor:
-        norms, sizes = [], []
-        for n, p in enumerate(self.terms):
-            for q in self.terms[n:]:
-                pairs = _inner(p.left, q.left, p.dtype) * _inner(p.right, q.right, p.dtype)
-                share = 1 if p is q else 2
-                norms.append(share * pairs.sum((1, 2)))
-                sizes.append(share * pairs.detach().abs().sum((1, 2)))
-        found = total(norms)
-        lost = (found.detach() < CANCELLED * total(sizes)).nonzero().flatten()
-        return found.index_copy(0, lost, rowwise.squared_norms(self.some(lost))) if len(lost) else found
+        pairs = [
+            (1 if p is q else 2) * _inner(p.left, q.left, p.dtype) * _inner(p.right, q.right, p.dtype)
+            for n, p in enumerate(self.terms)
+            for q in self.terms[n:]
+        ]
+        flat = pairs[0] if len(pairs) == 1 else torch.cat([p.flatten(1) for p in pairs], 1)
+        return checked_pairs(flat, lambda lost: rowwise.squared_norms(self.some(lost)))
 
     def dot(self, direction: Tensor) -> Tensor:
         return total(_dot_term(term, direction.reshape(self.matrix)) for term in self.terms)
@@ -207,6 +204,14 @@ class Outer(Form):
 
     def describe(self) -> str:
         return f"factors, {self.tokens} token{'s' * (self.tokens != 1)}"
+
+
+def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor]) -> Tensor:
+    """(b, ...) -> (b,): the sum over pairs of tokens; samples in which it cancels are computed `exactly` instead."""
+    dims = tuple(range(1, pairs.dim()))
+    found, size = pairs.sum(dims), pairs.detach().abs().sum(dims)
+    lost = (found.detach() < CANCELLED * size).nonzero().flatten()
+    return found.index_copy(0, lost, exactly(lost)) if len(lost) else found
 
 
 def _dot_term(term: Term, matrix: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ class HasRows(Protocol):
     samples: int
     shape: tuple[int, ...]
     row_size: int
+    step: int
 
     def rows(self, start: int, stop: int) -> Tensor: ...
 
@@ -33,14 +34,14 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def chunks(form: HasRows, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    step = size or max(1, CHUNK // max(form.row_size, 1))
+    step = size or form.step
     for start in range(0, form.samples, step):
         part = slice(start, min(start + step, form.samples))
         yield part, form.rows(part.start, part.stop)
 
 
 def squared_norms(form: HasRows) -> Tensor:
-    return torch.cat([_squared_norms(_flat(rows)) for _, rows in chunks(form)])
+    return torch.cat([flat_squared_norms(_flat(rows)) for _, rows in chunks(form)])
 
 
 def dot(form: HasRows, direction: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ def _flat(rows: Tensor) -> Tensor:
     return rows.reshape(len(rows), -1)  # flatten(1) would not do for the rows of a scalar
 
 
-def _squared_norms(flat: Tensor) -> Tensor:
+def flat_squared_norms(flat: Tensor) -> Tensor:
     """(b, p) -> (b,). vector_norm makes no temporary of the rows' size, but its gradient at zero would be NaN."""
     if flat.requires_grad:
         return (torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat).square().sum(1)

@@ -1,9 +1,12 @@
 """The strategies: how the per-sample gradients of each parameter are brought to light, one form after the other.
 
-fused        one backward pass; every form is kept, so that all quantities share the pass
-twice        forms are made while the backward passes by and dropped after use: a pass for each question
-full         fused, with every form turned into rows
-reference    rows from a backward pass for each sample
+    fused        one backward pass; every form is kept, so that all quantities share the pass
+    twice        forms are made while the backward passes by and dropped after use: a pass for each question
+    full         fused, with every form turned into rows
+    reference    rows from a backward pass for each sample
+
+Forms are made, and the question at hand is put to them, while the backward pass is at their node: what they are made
+of is still in the cache then.
 """
 
 from __future__ import annotations
@@ -16,17 +19,18 @@ from torch import Tensor
 
 from samplewise.engine.cut import find_cut
 from samplewise.engine.forms import Dense, Form
-from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.graph import Graph, Node
 from samplewise.engine.plan import FormMaker, Plan, Row, prepare
 from samplewise.engine.probe import gradients_at
 from samplewise.engine.reference import jacobian_rows
+
 
 Visit = Callable[[str, Form], None]
 
 
 class Source(Protocol):
-    def each(self, visit: Visit) -> None:
-        """Calls visit(name, form) for every parameter that the losses reach."""
+    def each(self, visit: Visit, release: bool = False) -> None:
+        """Calls visit(name, form) for every parameter that the losses reach; with `release`, forms are let go after it."""
 
     def explain(self) -> list[Row]: ...
 
@@ -35,81 +39,58 @@ def make_plan(graph: Graph, constants: set[int], interacting: str) -> Plan:
     return prepare(graph, find_cut(graph, constants, interacting))
 
 
-class Fused:
-    def __init__(self, plan: Plan, create_graph: bool):
-        self.plan = plan
-        self.forms: dict[str, Form] = {}
-        gradients = _cut_gradients(plan, create_graph)
-        maker = FormMaker(plan, create_graph)
-        for node in plan.by_node:
-            maker.add(node, {e.slot: gradients.pop(e) for e in plan.edges_of(node)}, self.forms.__setitem__)
+class OnePass:
+    """Forms from a backward pass to the cut, kept for further questions or not."""
 
-    def each(self, visit: Visit) -> None:
-        for name, form in self.forms.items():
+    def __init__(self, plan: Plan, create_graph: bool, keep: bool):
+        self.plan, self.create_graph, self.keep = plan, create_graph, keep
+        self.forms: dict[str, Form] = {}
+
+    def each(self, visit: Visit, release: bool = False) -> None:
+        if not self.forms:
+            self._pass(self._keeping(visit) if self.keep and not release else visit)
+        elif release:
+            while self.forms:
+                visit(*self.forms.popitem())
+        else:
+            for name, form in self.forms.items():
+                visit(name, form)
+
+    def _keeping(self, visit: Visit) -> Visit:
+        def both(name: str, form: Form) -> None:
+            self.forms[name] = form
             visit(name, form)
 
-    def explain(self) -> list[Row]:
-        return [self.plan.row(name, form) for name, form in self.forms.items()]
+        return both
 
+    def _pass(self, visit: Visit) -> None:
+        maker = FormMaker(self.plan, self.create_graph)
+        probed = {} if self.create_graph else dict(self.plan.cut.gradients)
+        self.plan.cut.gradients.clear()
+        if len(probed) == len(self.plan.cut.tags):
+            for node in self.plan.by_node:
+                maker.add(node, {e.slot: probed.pop(e) for e in self.plan.edges_of(node)}, visit)
+        else:
+            self._backward(maker, visit)
 
-def _cut_gradients(plan: Plan, create_graph: bool) -> dict[Edge, Tensor]:
-    """The gradient of losses.sum() at every clean node of the cut, in one backward pass."""
-    found = {} if create_graph else dict(plan.cut.gradients)
-    plan.cut.gradients.clear()
-    missing = [edge for edge in plan.cut.tags if edge not in found]
-    if missing:
-        found.update(zip(missing, gradients_at(plan.graph, missing, create_graph=create_graph), strict=True))
-    return found
-
-
-class Full:
-    def __init__(self, plan: Plan, create_graph: bool):
-        self.plan = plan
-        self.forms: dict[str, Form] = {}
-        Fused(plan, create_graph).each(lambda name, form: self.forms.update({name: Dense(form.rows(0, form.samples))}))
-
-    each = Fused.each
-    explain = Fused.explain
-
-
-class Reference:
-    def __init__(self, graph: Graph, create_graph: bool):
-        reached = {name: graph.wanted[name] for name in graph.leaves.values()}
-        self.rows = jacobian_rows(graph.losses, reached, create_graph)
-
-    def each(self, visit: Visit) -> None:
-        for name, rows in self.rows.items():
-            visit(name, Dense(rows))
-
-    def explain(self) -> list[Row]:
-        return [
-            Row(name, tuple(rows.shape[1:]), "", "one backward per sample", "dense") for name, rows in self.rows.items()
-        ]
-
-
-class Streamed:
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        plan.cut.gradients.clear()  # the point is to keep nothing
-
-    def each(self, visit: Visit) -> None:
-        maker = FormMaker(self.plan, differentiable=False)
+    def _backward(self, maker: FormMaker, visit: Visit) -> None:
         waiting = set(self.plan.by_node)
 
         def arrived(node: Node, gradients: Sequence[Tensor | None]) -> None:
-            if node in waiting:  # once: a node is run once a pass
+            if node in waiting:  # a node may be called again while forms are made
                 waiting.discard(node)
-                used = {e.slot for e in self.plan.edges_of(node)}
-                maker.add(node, {s: g for s, g in enumerate(gradients) if s in used and g is not None}, visit)
+                used = self.plan.graph.used_slots(node)
+                maker.add(node, {s: g for s in used if s < len(gradients) and (g := gradients[s]) is not None}, visit)
 
-        hooks = [node.register_prehook(_hook(node, arrived)) for node in self.plan.by_node]
+        hooks = [node.register_prehook(_hook(node, arrived, self.create_graph)) for node in self.plan.by_node]
+        ends = self._ends()
+        last = [edge for node in ends for edge in self.plan.edges_of(node)]
         try:
-            last = [edge for node in self._ends() for edge in self.plan.edges_of(node)]
-            found = gradients_at(self.plan.graph, last)
+            found = gradients_at(self.plan.graph, last, create_graph=self.create_graph)
         finally:
             for hook in hooks:
                 hook.remove()
-        for node in self._ends():
+        for node in ends:
             here = {e.slot: g for e, g in zip(last, found, strict=True) if e.node is node}
             arrived(node, [here.get(slot) for slot in range(max(here) + 1)])
 
@@ -128,9 +109,43 @@ class Streamed:
         return rows
 
 
-def _hook(node: Node, arrived: Callable[[Node, Sequence[Tensor | None]], None]) -> Callable[[Any], None]:
+def _hook(
+    node: Node, arrived: Callable[[Node, Sequence[Tensor | None]], None], create_graph: bool
+) -> Callable[[Any], None]:
     def prehook(gradients: Sequence[Tensor | None]) -> None:
-        with torch.no_grad():
+        with torch.set_grad_enabled(create_graph):
             arrived(node, gradients)
 
     return prehook
+
+
+class AsRows:
+    """Another source with every form turned into rows."""
+
+    def __init__(self, source: OnePass):
+        self.source = source
+        self.forms: dict[str, Form] = {}
+
+    def each(self, visit: Visit, release: bool = False) -> None:
+        if not self.forms:
+            self.source.each(lambda n, form: self.forms.update({n: Dense(form.rows(0, form.samples))}), release=True)
+        for name, form in self.forms.items():
+            visit(name, form)
+
+    def explain(self) -> list[Row]:
+        return self.source.explain()
+
+
+class Reference:
+    def __init__(self, graph: Graph, create_graph: bool):
+        reached = {name: graph.wanted[name] for name in graph.leaves.values()}
+        self.rows = jacobian_rows(graph.losses, reached, create_graph)
+
+    def each(self, visit: Visit, release: bool = False) -> None:
+        for name, rows in self.rows.items():
+            visit(name, Dense(rows))
+
+    def explain(self) -> list[Row]:
+        return [
+            Row(name, tuple(rows.shape[1:]), "", "one backward per sample", "dense") for name, rows in self.rows.items()
+        ]

@@ -21,7 +21,7 @@ RULES: dict[tuple[str, int], Rule] = {
     ("NativeLayerNorm", 1): Rule(normalization.layer_norm_scale, ("input", "result1", "result2")),
     ("NativeLayerNorm", 2): Rule(normalization.layer_norm_shift),
     ("NativeGroupNorm", 1): Rule(normalization.group_norm_scale, ("input", "result1", "result2")),
-    ("NativeGroupNorm", 2): Rule(normalization.group_norm_shift),
+    ("NativeGroupNorm", 2): Rule(normalization.group_norm_shift, ("input", "result1", "result2")),
     ("NativeBatchNorm", 1): Rule(normalization.batch_norm_scale, ("input", "running_mean", "running_var")),
     ("NativeBatchNorm", 2): Rule(normalization.batch_norm_shift),
     ("Expand", 0): Rule(elementwise.passed_on),

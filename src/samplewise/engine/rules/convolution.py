@@ -10,6 +10,8 @@ Legend: b sample, n image of the sample, o and i channels out and in, p position
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.engine import rowwise
-from samplewise.engine.forms import Dense, Form
+from samplewise.engine.forms import Dense, Form, total
 from samplewise.engine.graph import Node, scalar
-from samplewise.engine.outer import Outer, Term
+from samplewise.engine.outer import Outer, Term, checked_pairs
 from samplewise.engine.rules.use import Use, summed
 
 # Below this many numbers under the kernel a grouped convolution has too little to do per group.
@@ -52,7 +54,7 @@ def kernel(use: Use) -> Form | None:
     if rows is None or g.is_complex() or g.dim() != weight.dim():
         return None
     form = Convolution(rows.gather(x), rows.gather(g), weight.detach(), _settings(use.node))
-    return form if form.prefers_factors else Dense(form.rows(0, form.samples))
+    return form if form.prefers_factors else Dense(*form.parts(0, form.samples))
 
 
 def bias(use: Use) -> Form | None:
@@ -77,11 +79,14 @@ class Convolution(Form):
         return self.settings.has_plain_patches and stored < self.width
 
     def rows(self, start: int, stop: int) -> Tensor:
+        return torch.cat(self.parts(start, stop))
+
+    def parts(self, start: int, stop: int) -> list[Tensor]:
         by_patches = self.settings.has_plain_patches and self.patch < SMALL_PATCH
         one = self.positions * self.patch if by_patches else self.x[0].numel() + self.width
         step = max(1, CHUNK // max(one, 1))
         make = self._rows_by_patches if by_patches else self._rows_by_groups
-        return torch.cat([make(at, min(at + step, stop)) for at in range(start, stop, step)])
+        return [make(at, min(at + step, stop)) for at in range(start, stop, step)]
 
     def _rows_by_groups(self, start: int, stop: int) -> Tensor:
         x, g, count = self.x[start:stop], self.g[start:stop], stop - start
@@ -120,8 +125,35 @@ class Convolution(Form):
 
     def squared_norms(self) -> Tensor:
         step = max(1, CHUNK // (self.positions * self.patch))
-        starts = range(0, self.samples, step)
-        return torch.cat([self._factors(at, min(at + step, self.samples)).squared_norms() for at in starts])
+        make = self._norms_by_shifts if self._shifts_pay() else self._norms_by_patches
+        return torch.cat([make(at, min(at + step, self.samples)) for at in range(0, self.samples, step)])
+
+    def _norms_by_patches(self, start: int, stop: int) -> Tensor:
+        return self._factors(start, stop).squared_norms()
+
+    def _shifts_pay(self) -> bool:
+        """One image per sample, and fewer pairs of input positions than pairs of output positions times patch."""
+        padded = math.prod(s + 2 * p for s, p in zip(self.x.shape[3:], self.settings.padding, strict=True))
+        kernel = math.prod(self.shape[2:])
+        return self.x.shape[1] == 1 and kernel > 1 and 2 * padded**2 < self.positions**2 * kernel
+
+    def _norms_by_shifts(self, start: int, stop: int) -> Tensor:
+        """The inner product of two patches is a sum over the kernel's places of products of two input positions."""
+        x, g = _padded(self.x[start:stop, 0], self.settings), self.g[start:stop, 0].flatten(2)
+        between = torch.bmm(x.flatten(2).transpose(1, 2), x.flatten(2)).view(len(x), *x.shape[2:], *x.shape[2:])
+        patches = total(between[(slice(None), *window, *window)] for window in self._windows())
+        patches = patches.reshape(len(x), self.positions, self.positions)
+        return checked_pairs(patches * torch.bmm(g.transpose(1, 2), g), lambda lost: self._some_norms(lost + start))
+
+    def _windows(self) -> Iterator[tuple[slice, ...]]:
+        """For each place of the kernel: the input positions that it meets."""
+        stride, dilation, out = self.settings.stride, self.settings.dilation, self.g.shape[3:]
+        for place in product(*(range(size) for size in self.shape[2:])):
+            firsts = [at * d for at, d in zip(place, dilation, strict=True)]
+            yield tuple(slice(f, f + (n - 1) * s + 1, s) for f, n, s in zip(firsts, out, stride, strict=True))
+
+    def _some_norms(self, samples: Tensor) -> Tensor:
+        return rowwise.squared_norms(Convolution(self.x[samples], self.g[samples], self.weight, self.settings))
 
     def sum(self, weights: Tensor | None) -> Tensor:
         along = (-1,) + (1,) * (self.g.dim() - 1)
@@ -134,11 +166,14 @@ class Convolution(Form):
 
 def _patches(x: Tensor, kernel_size: tuple[int, ...], settings: Settings) -> Tensor:
     """(n, i, ...) -> (n, i * k, p): what lies under the kernel at each position."""
-    sides = [side for p in reversed(settings.padding) for side in (p, p)]
-    windows = F.pad(x, sides)
+    windows = _padded(x, settings)
     for d, size in enumerate(kernel_size):
         reach = (size - 1) * settings.dilation[d] + 1
         windows = windows.unfold(2 + d, reach, settings.stride[d])[..., :: settings.dilation[d]]
     dims = len(kernel_size)
     order = (0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
     return windows.permute(order).flatten(2 + dims).flatten(1, 1 + dims)
+
+
+def _padded(x: Tensor, settings: Settings) -> Tensor:
+    return F.pad(x, [side for p in reversed(settings.padding) for side in (p, p)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.engine.forms import Form
+from samplewise.engine.forms import Dense, Form
 from samplewise.engine.graph import scalar
 from samplewise.engine.rules.use import Use, summed
 
@@ -25,6 +25,8 @@ def layer_norm_shift(use: Use) -> Form | None:
 
 
 def group_norm_scale(use: Use) -> Form | None:
+    if not torch.is_grad_enabled():
+        return _of_images(use, _each_image(use, 1))
     x, g = use.tensor("input"), use.gradient
     groups = scalar(use.node, "group")
     mean, rstd = (use.tensor(name).reshape(x.shape[0], groups, 1) for name in ("result1", "result2"))
@@ -33,7 +35,35 @@ def group_norm_scale(use: Use) -> Form | None:
 
 
 def group_norm_shift(use: Use) -> Form | None:
+    if not torch.is_grad_enabled():
+        return _of_images(use, _each_image(use, 2))
     return summed(use, use.gradient, _channels(use))
+
+
+def _of_images(use: Use, values: Tensor) -> Form | None:
+    """From one row of values per image."""
+    rows = use.tag.rows(tuple(use.gradient.shape), 1)
+    return None if rows is None else Dense(rows.gather(values).sum(1))
+
+
+def _each_image(use: Use, operand: int) -> Tensor:
+    """(n, c): the kernel sums over images; with all channels of all images in one image there is nothing to sum."""
+    if "each image" not in use.saved:
+        x, g, mean, rstd = use.tensor("input"), use.gradient, use.tensor("result1"), use.tensor("result2")
+        images, channels = x.shape[:2]
+        as_one = (images * channels, x.numel() // (images * channels), mean.numel())
+        scale = x.new_ones(images * channels)
+        use.saved["each image"] = torch.ops.aten.native_group_norm_backward(
+            g.contiguous(),
+            x.contiguous(),
+            mean.reshape(1, -1),
+            rstd.reshape(1, -1),
+            scale,
+            1,
+            *as_one,
+            [False, True, True],
+        )
+    return use.saved["each image"][operand].view(use.saved["input"].shape[:2])
 
 
 def batch_norm_scale(use: Use) -> Form | None:

@@ -88,22 +88,22 @@ def _through_time(use: Use) -> Tensor:
     x, w_in, w_hidden, b_in, b_hidden, h0, c0, states = (use.saved[name] for name in READS)
     x, states = _in_order(use, x), _in_order(use, states)
     steps, sequences, hidden = states.shape
-    gates = x @ w_in.T + _earlier(states, h0) @ w_hidden.T
-    if scalar(use.node, "has_biases"):
-        gates = gates + (b_in + b_hidden)
-    i, f, c, o = gates.view(steps, sequences, 4, hidden).unbind(2)
-    i, f, c, o = i.sigmoid(), f.sigmoid(), c.tanh(), o.sigmoid()
+    bias = b_in + b_hidden if scalar(use.node, "has_biases") else w_in.new_zeros(4 * hidden)
+    entering = torch.cat([x, _earlier(states, h0)], 2).flatten(0, 1)
+    gates = torch.addmm(bias, entering, torch.cat([w_in, w_hidden], 1).T).view(steps, sequences, 4, hidden)
+    c = gates[:, :, 2].tanh()
+    i, f, _, o = gates.sigmoid_().unbind(2)
     cells = _cells(i * c, f, c0.reshape(sequences, hidden))
     bounded = cells[1:].tanh()
     # What the gradient is multiplied with on its way: from the cell into three gates, from the output into the fourth
-    # and into the cell. All steps at once.
-    cell_to_gates = torch.stack([c * i * (1 - i), cells[:-1] * f * (1 - f), i * (1 - c * c)], 2)
-    output_to_gate = bounded * o * (1 - o)
-    output_to_cell = o * (1 - bounded * bounded)
+    # and into the cell. All steps at once. (These kernels are grad * s * (1 - s) and grad * (1 - t * t) in one go.)
+    sigmoid_slope, tanh_slope = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
+    cell_to_gates = torch.stack([sigmoid_slope(c, i), sigmoid_slope(cells[:-1], f), tanh_slope(i, c)], 2)
+    output_to_gate, output_to_cell = sigmoid_slope(bounded, o), tanh_slope(o, bounded)
     arriving = _in_order(use, use.gradients[0]) if 0 in use.gradients else torch.zeros_like(states)
     dh = use.gradients[1].reshape(sequences, hidden) if 1 in use.gradients else torch.zeros_like(states[0])
     dc = use.gradients[2].reshape(sequences, hidden) if 2 in use.gradients else torch.zeros_like(states[0])
-    result = torch.empty_like(gates)
+    result = torch.empty(steps, sequences, 4 * hidden, dtype=x.dtype, device=x.device)
     for t in range(steps - 1, -1, -1):
         dh = arriving[t] + dh
         dc = torch.addcmul(dc, dh, output_to_cell[t])
