@@ -36,6 +36,7 @@ $(DEV): pyproject.toml constraints.txt | $(VENV)/bin/pip
 $(BENCH): benchmarks/requirements.txt constraints.txt $(DEV)
 	@echo 'installing the peers into $(VENV)'
 	@$(PIP) -r benchmarks/requirements.txt
+	@$(PIP) --no-deps backpack-for-pytorch==1.7.1
 	@touch $@
 
 # ----------------------------------------------------------------------------------- targets

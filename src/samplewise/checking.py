@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.batches import cut, length, map_leaves
+from samplewise.engine.arguments import named_parameters
 from samplewise.engine.gradients import gradients
-from samplewise.engine.graph import named_parameters
 from samplewise.engine.reference import jacobian_rows
 from samplewise.engine.table import render
 from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError
-from samplewise.scan import LossFn, losses_of
+from samplewise.losses import LossFn, check_loss_fn, losses_of
 
 TOLERANCE = 1e-9
 ALONE = 3  # samples that are recomputed alone
@@ -69,6 +69,7 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
     """Compares rows, norms and sums of every parameter with one backward pass per sample, and a few samples with
     themselves computed alone: that settles whether samples interact. The model itself is not touched.
     """
+    check_loss_fn(loss_fn)
     twin, batch = copy.deepcopy(model).double(), map_leaves(batch, _doubled)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         losses = losses_of(loss_fn(twin, batch))
@@ -115,7 +116,7 @@ def _alone(twin: nn.Module, loss_fn: LossFn, batch: Any, losses: Tensor) -> tupl
         again = losses_of(loss_fn(twin, batch))
         if not torch.equal(again, losses.detach()):
             return False, [
-                "the losses are random (dropout?), so samples were not recomputed alone; check in eval mode to settle interaction"
+                "the losses are random (dropout?), so no sample was recomputed alone; check in eval mode to settle it"
             ]
         if length(batch) != len(losses):
             return False, ["the batch cannot be cut into its samples, so none was recomputed alone"]
@@ -123,7 +124,8 @@ def _alone(twin: nn.Module, loss_fn: LossFn, batch: Any, losses: Tensor) -> tupl
             alone = losses_of(loss_fn(twin, cut(batch, i, i + 1)))
             if alone.shape != (1,) or not torch.isclose(alone[0], losses[i].detach(), rtol=1e-6, atol=1e-9):
                 return True, [
-                    f"sample {i} has loss {losses[i].item():.6g} in the batch and {alone.flatten()[0].item():.6g} alone: samples interact"
+                    f"sample {i} has loss {losses[i].item():.6g} in the batch and "
+                    f"{alone.flatten()[0].item():.6g} alone: samples interact"
                 ]
     return False, [f"{min(ALONE, len(losses))} samples recomputed alone have the losses they have in the batch"]
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from samplewise.batches import cut, length
 from samplewise.engine.gradients import Gradients, gradients
-
-LossFn = Callable[[nn.Module, Any], Any]
+from samplewise.losses import LossFn, check_loss_fn, losses_of
 
 
 def scan(
@@ -33,17 +32,11 @@ def scan(
     """
     if not (microbatch in ("auto", None) or (isinstance(microbatch, int) and microbatch > 0)):
         raise ValueError(f"microbatch must be a positive number, None or 'auto'; found {microbatch!r}.")
-    if not callable(loss_fn) or isinstance(loss_fn, nn.Module):
-        raise TypeError(f"loss_fn must be a function (model, batch) -> losses; found {type(loss_fn).__name__}.")
+    check_loss_fn(loss_fn)
     pieces = _Pieces(model, loss_fn, microbatch, memory or _free_memory(model) // 4)
     for batch in loader:
         for piece, losses in pieces.of(batch):
             yield piece, gradients(losses, model, strategy=strategy)
-
-
-def losses_of(result: Any) -> Tensor:
-    """What a loss function returned, without the counts."""
-    return result[0] if isinstance(result, tuple) else result
 
 
 class _Pieces:

@@ -1,13 +1,5 @@
 """Tiny random models of real architectures, unmodified, against rows of the Jacobian. Nothing is downloaded."""
 
-# ruff: noqa: E402 — torchvision is hidden before transformers is imported
-
-import sys
-
-# No model here needs torchvision. `make bench` installs one whose kernels a CPU-only torch cannot load, and
-# transformers would fail on importing it: None makes it look absent.
-sys.modules.setdefault("torchvision", None)
-
 import pytest
 import torch
 import torch.nn.functional as F

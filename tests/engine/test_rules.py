@@ -1,4 +1,4 @@
-"""Each rule of the table against the loop, on a model that needs it. A new line of the table fails here until it has one."""
+"""Each rule of the table against the loop, on a model that needs it. A new rule fails here until it has one."""
 
 from unittest import mock
 

@@ -3,26 +3,21 @@
 A node is *clean* when every element of its output's gradient belongs to one sample at most. The *cut* is the set of
 operands through which clean nodes hand their gradient on to a parameter or to a node that is not clean; the nodes
 between cut and parameters are the parameter side: transposes, casts, weight norms, position embeddings.
-Jacobian rows are exact in every case. But if sample data enter the parameter side, samples interact: refused by default.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from samplewise.engine.graph import Edge, Graph, Node, scalar
+from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.interaction import refuse_batch_norm, refuse_sample_data, sample_data
 from samplewise.engine.layouts import proofs
 from samplewise.engine.probe import MIXED, probe
-from samplewise.engine.saved import Reader, saved_tensor_names
+from samplewise.engine.saved import saved_tensor_names
 from samplewise.engine.tags import Regular, Tag, tag_of
-from samplewise.errors import SamplesInteractError, SamplesMayInteractWarning
-
-BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
 
 
 @dataclass
@@ -37,15 +32,15 @@ class Cut:
 def find_cut(graph: Graph, constants: set[int], interacting: str) -> Cut:
     """`constants` are the storages of parameters and buffers: operands that live there are no sample data."""
     if interacting == "refuse":
-        _refuse_batch_norm(graph)
+        refuse_batch_norm(graph)
     cut = _proven_cut(graph, constants)
     if cut is None:
         cut = _Search(graph).run()
-        data = list(_sample_data(graph, cut, constants))
+        data = list(sample_data(graph, cut.side, constants))
         if not data:
             _remember(graph, cut)
         elif interacting == "refuse":
-            _refuse_sample_data(graph, cut, data)
+            refuse_sample_data(graph, cut.operands, cut.side, data)
     return cut
 
 
@@ -76,8 +71,8 @@ def _proven_cut(graph: Graph, constants: set[int]) -> Cut | None:
     side = graph.relevant - set(clean) - set(graph.leaves)
     tags: dict[Edge, Tag] = {e: Regular(graph.samples, proven[e]) for e in _edges(graph, operands)}
     cut = Cut(operands, side, tags, {}, proven=True)
-    doubt = any(True for _ in _sample_data(graph, cut, constants))
-    return None if doubt or not _confirmed(graph, cut) else cut
+    doubtful = any(True for _ in sample_data(graph, side, constants))
+    return None if doubtful or not _confirmed(graph, cut) else cut
 
 
 def _edges(graph: Graph, operands: Iterable[tuple[Node, int]]) -> list[Edge]:
@@ -199,97 +194,3 @@ class _Search:
 
 def _is_plain(node: Node) -> bool:
     return len(node.next_functions) == 1 and not saved_tensor_names(node)
-
-
-# --- samples that interact -----------------------------------------------------------------------------------------
-
-
-def _refuse_batch_norm(graph: Graph) -> None:
-    for node in graph.nodes:
-        if graph.operations[node] in BATCH_NORMS and scalar(node, "training") and Edge(node, 0).shape[0] > 1:
-            raise SamplesInteractError(
-                f"the loss of a sample must not depend on other samples; found {graph.operations[node]} in training mode"
-                f"{_whereabouts(graph, node)}, which normalises with the statistics of the whole batch. "
-                "Put BatchNorm layers in eval mode, use GroupNorm, or pass interacting='allow' for the Jacobian rows as they are."
-            )
-
-
-def _refuse_sample_data(graph: Graph, cut: Cut, data: list[tuple[Node, Tensor]]) -> None:
-    for node, what in data:
-        mixing = _mixing_node(graph, cut, node)
-        found = f"{graph.operations[mixing]}{_whereabouts(graph, mixing)} mixes samples"
-        if what.is_floating_point() or what.is_complex():
-            raise SamplesInteractError(
-                f"the loss of a sample must not depend on other samples; found that {found}, "
-                f"and that sample data of shape {tuple(what.shape)} enter below it ({graph.operations[node]}{_whereabouts(graph, node)}). "
-                "Remove what combines samples (a batch mean, in-batch negatives), or pass interacting='allow' for the Jacobian rows as they are."
-            )
-        warnings.warn(
-            f"{found}, and integers of shape {tuple(what.shape)} enter below it: samples interact if these are sample data. "
-            "They do not if these are positions or the like. sw.check settles it.",
-            SamplesMayInteractWarning,
-            stacklevel=6,
-        )
-
-
-def _sample_data(graph: Graph, cut: Cut, constants: set[int]) -> Iterable[tuple[Node, Tensor]]:
-    """Operands below the cut that no gradient reaches, that are no constants of the model, and have a row per sample."""
-    below = [node for node in graph.below(cut.side) if saved_tensor_names(node)] if cut.side else []
-    names = {node: tuple(n for n in saved_tensor_names(node) if not n.startswith("result")) for node in below}
-    reader = Reader(names.items())
-    for node in below:
-        # Where every operand has a gradient, what was saved without one was computed from those operands.
-        open_ended = any(child is None for child, _ in node.next_functions)
-        for value in reader.take(node).values():
-            for tensor in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(tensor, Tensor) and (open_ended or not tensor.is_floating_point()):
-                    if _may_be_data(tensor, graph.samples, constants):
-                        yield node, tensor
-    for node in graph.below(cut.side):
-        variable = getattr(node, "variable", None)
-        if (
-            variable is not None
-            and node not in graph.leaves
-            and _may_be_data(variable.detach(), graph.samples, constants)
-        ):
-            yield node, variable
-
-
-def _may_be_data(tensor: Tensor, samples: int, constants: set[int]) -> bool:
-    if tensor.requires_grad or tensor.dtype is torch.bool or tensor.dim() == 0:
-        return False
-    if tensor.untyped_storage().data_ptr() in constants:
-        return False
-    # A slice of sample data betrays itself by what it was cut from.
-    return any(samples in (t.shape[:-1] if t.dim() > 1 else t.shape) for t in (tensor, tensor._base) if t is not None)
-
-
-def _mixing_node(graph: Graph, cut: Cut, data: Node) -> Node:
-    """The highest operation that combines samples: a reduction just below the cut, or else the cut's own operation."""
-    reductions = {
-        "Mean",
-        "Sum",
-        "Var",
-        "Std",
-        "Cumsum",
-        "Softmax",
-        "LogSoftmax",
-        "Amax",
-        "Max",
-        "Norm",
-        "LinalgVectorNorm",
-    } | BATCH_NORMS
-    for node, position in cut.operands:
-        child = node.next_functions[position][0]
-        if child in cut.side and data in graph.below([child]):
-            return child if graph.operations[child] in reductions else node
-    return data
-
-
-def _whereabouts(graph: Graph, node: Node) -> str:
-    """Autograd does not know modules: the nearest parameters tell where in the model an operation stands."""
-    own = [graph.leaves[child] for child, _ in node.next_functions if child in graph.leaves]
-    if own:
-        return f" (module {own[0].rpartition('.')[0]!r})"
-    named = [name for leaf, name in graph.leaves.items() if leaf in set(graph.below([node]))]
-    return f" (downstream of parameter {named[0]!r})" if named else ""

@@ -50,8 +50,8 @@ class Masked(Form):
 def call(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
     """The node's backward on the given output gradients.
 
-    Inside of a backward pass a node computes what that pass asks of it only, and what a checkpoint recomputes is used up
-    by the pass that reads it: in both cases the call gets a pass of its own.
+    Inside of a backward pass a node computes what that pass asks of it only, and what a checkpoint recomputes is used
+    up by the pass that reads it: in both cases the call gets a pass of its own.
     """
     if block_of(node) is None and torch._C._current_graph_task_id() == -1:
         return _call_now(node, gradients)

@@ -10,8 +10,9 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
+from samplewise.engine.arguments import Weights, check_direction, check_losses, named_parameters, weights_by_name
 from samplewise.engine.forms import Form
-from samplewise.engine.graph import Graph, check_losses, graph_alive, named_parameters
+from samplewise.engine.graph import Graph, graph_alive
 from samplewise.engine.plan import Plan
 from samplewise.engine.rowwise import as_matrix
 from samplewise.engine.sources import AsRows, OnePass, Reference, Source, make_plan
@@ -19,7 +20,6 @@ from samplewise.engine.table import render
 from samplewise.errors import NonFiniteGradientError, ParameterError
 
 STRATEGIES = ("fused", "twice", "full", "reference")
-Weights = Tensor | Mapping[str, Tensor]
 
 
 def gradients(
@@ -32,8 +32,8 @@ def gradients(
 ) -> Gradients:
     """The gradient of every element of `losses` with respect to the parameters.
 
-    `losses` is 1-D, one value per sample, attached to the autograd graph; `parameters` a module, a dict of named tensors
-    or an iterable of tensors. Nothing is computed until a quantity is asked for, and the graph is not freed.
+    `losses` is 1-D, one value per sample, attached to the autograd graph; `parameters` a module, a dict of named
+    tensors or an iterable of tensors. Nothing is computed until a quantity is asked for; the graph is not freed.
 
     create_graph: quantities can be differentiated themselves.
     strategy: "fused" (default), "twice" (least memory), "full" (rows at once), "reference" (one backward per sample).
@@ -99,7 +99,7 @@ class Gradients:
 
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
         """(B,): the inner product of each sample's gradient with a direction, a dict like the parameters."""
-        self._check_like_parameters(direction, "direction")
+        check_direction(direction, self._parameters)
         return self._checked(self._total(self._ask(lambda form, name: form.dot(direction[name]))), "dot product")
 
     def gram(self, other: Gradients | None = None) -> Tensor:
@@ -129,7 +129,7 @@ class Gradients:
 
     def sum(self, weights: Weights | None = None) -> dict[str, Tensor]:
         """name -> sum_i w_i g_i; weights (B,), or a dict name -> (B,). Zeros for parameters that no loss reaches."""
-        per_name = self._weights_by_name(weights)
+        per_name = weights_by_name(weights, self.names, len(self))
         return self._like_parameters(self._ask(lambda form, name: form.sum(per_name[name])))
 
     def mean(self) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ class Gradients:
 
         What was kept is let go, for this is mostly the last question: another one costs another backward pass.
         """
-        per_name = self._weights_by_name(weights)
+        per_name = weights_by_name(weights, self.names, len(self))
         if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
             return self._ordinary_backward(weights)
         for name, total in self._ask(lambda form, name: form.sum(per_name[name]), release=True).items():
@@ -206,7 +206,7 @@ class Gradients:
     # --- the plan --------------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """The plan as a table: which operation uses each parameter, who proved which sample owns what, in which form."""
+        """The plan as a table: what uses each parameter, how ownership was settled, how gradients are kept."""
         with self._exactly():
             rows = self._source().explain()
         missing = [name for name in self.names if name not in {row.parameter for row in rows}]
@@ -301,47 +301,11 @@ class Gradients:
         if not finite.all():
             bad = (~finite).nonzero().flatten().tolist()
             raise NonFiniteGradientError(
-                f"gradients must be finite; found the {what} {numbers[bad[0]].item()} at sample {bad[0]} ({len(bad)} of {len(numbers)} samples) "
-                "though every loss is finite. Look for a square root, norm, division or logarithm at zero."
+                f"gradients must be finite; found the {what} {numbers[bad[0]].item()} at sample {bad[0]} "
+                f"({len(bad)} of {len(numbers)} samples) though every loss is finite. "
+                " Look for a square root, norm, division or logarithm at zero."
             )
         return numbers
-
-    def _weights_by_name(self, weights: Weights | None) -> Mapping[str, Tensor | None]:
-        if weights is None:
-            return dict.fromkeys(self.names)
-        if not isinstance(weights, Mapping):
-            self._check_weights(weights, "weights")
-            return dict.fromkeys(self.names, weights)
-        _same_names(weights, self.names, "weights")
-        for name, w in weights.items():
-            self._check_weights(w, f"weights[{name!r}]")
-        return weights
-
-    def _check_weights(self, weights: object, what: str) -> None:
-        if not isinstance(weights, Tensor) or weights.shape != (len(self),):
-            found = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
-            raise ParameterError(
-                f"{what} must be a tensor of shape ({len(self)},), one value per sample; found {found}."
-            )
-
-    def _check_like_parameters(self, direction: Mapping[str, Tensor], what: str) -> None:
-        if not isinstance(direction, Mapping):
-            raise ParameterError(
-                f"{what} must be a dict name -> tensor, like g.sum(); found {type(direction).__name__}."
-            )
-        _same_names(direction, self.names, what)
-        for name, p in self._parameters.items():
-            if direction[name].shape != p.shape:
-                raise ParameterError(
-                    f"{what}[{name!r}] must have the parameter's shape {tuple(p.shape)}; found {tuple(direction[name].shape)}."
-                )
-
-
-def _same_names(given: Mapping[str, object], names: list[str], what: str) -> None:
-    unknown, missing = [n for n in given if n not in names], [n for n in names if n not in given]
-    if unknown or missing:
-        found = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
-        raise ParameterError(f"{what} must have exactly the parameters' names (see g.names); found {found}.")
 
 
 def _root(squared: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The autograd graph behind `losses`, as plain data: nodes, who consumes whom, and which node leads to which parameter."""
+"""The autograd graph behind `losses`, as plain data: nodes, who consumes whom, which lead to which parameter."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from samplewise.errors import GraphError, LossesError, ParameterError
+from samplewise.errors import GraphError
 
 Node = Any  # torch.autograd.graph.Node: its attributes are made per operation, so no type checker knows them
 
@@ -41,79 +41,6 @@ class Edge(NamedTuple):
         return torch.autograd.graph.GradientEdge(self.node, self.slot)
 
 
-def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
-    """The wanted parameters by name. A model's frozen parameters are left out."""
-    named: dict[str, Tensor]
-    if isinstance(parameters, nn.Module):
-        named = {name: p for name, p in parameters.named_parameters() if p.requires_grad}
-        if not named:
-            raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
-    elif isinstance(parameters, Tensor):
-        raise ParameterError(
-            "parameters must be a module, a dict or an iterable of tensors; found one tensor. Wrap it in a list."
-        )
-    else:
-        named = dict(parameters) if isinstance(parameters, Mapping) else {str(i): p for i, p in enumerate(parameters)}
-        if not named:
-            raise ParameterError("parameters must hold at least one tensor; found none.")
-    first: dict[int, str] = {}
-    for name, p in named.items():
-        _check_parameter(name, p)
-        if first.setdefault(id(p), name) != name:
-            raise ParameterError(
-                f"every parameter must be given once; found the same tensor as {first[id(p)]!r} and {name!r}. Keep one."
-            )
-    return named
-
-
-def _check_parameter(name: str, p: Tensor) -> None:
-    if not isinstance(p, Tensor):
-        raise ParameterError(f"parameter {name!r} must be a tensor; found {type(p).__name__}.")
-    if not (p.is_floating_point() or p.is_complex()):
-        raise ParameterError(
-            f"parameter {name!r} must be floating-point to have a gradient; found {p.dtype}. Leave it out."
-        )
-    if p.grad_fn is not None:
-        raise ParameterError(
-            f"parameter {name!r} must be a leaf of the graph; found the result of {p.grad_fn.name()}. "
-            "Pass the tensor it was computed from, or use sw.input_gradients for activations."
-        )
-    if not p.requires_grad:
-        raise ParameterError(
-            f"parameter {name!r} must have requires_grad=True; found False. Leave it out or unfreeze it."
-        )
-
-
-def check_losses(losses: Tensor) -> None:
-    if not isinstance(losses, Tensor):
-        raise LossesError(f"losses must be a tensor with one value per sample; found {type(losses).__name__}.")
-    if losses.dim() != 1:
-        raise LossesError(
-            f"losses must be 1-D, one value per sample; found shape {tuple(losses.shape)}. "
-            + (
-                "Use reduction='none' and do not average over the batch."
-                if losses.dim() == 0
-                else "Reduce each sample to one value, e.g. losses.flatten(1).mean(1)."
-            )
-        )
-    if losses.numel() == 0:
-        raise LossesError("losses must hold at least one sample; found an empty tensor.")
-    if not losses.is_floating_point():
-        raise LossesError(f"losses must be real floating-point; found {losses.dtype}.")
-    if not losses.requires_grad:
-        raise LossesError(
-            "losses must be attached to the autograd graph; found requires_grad=False. "
-            "Compute them outside torch.no_grad(), without .detach(), from parameters that require gradients."
-        )
-    finite = losses.detach().isfinite()
-    if not finite.all():
-        bad = (~finite).nonzero().flatten().tolist()
-        raise LossesError(
-            f"losses must be finite; found {losses[bad[0]].item()} at sample {bad[0]} ({len(bad)} of {len(losses)} samples are NaN or infinite). "
-            "Look at those samples, or leave them out of the batch."
-        )
-
-
 _operations: dict[str, str] = {}
 
 
@@ -126,7 +53,7 @@ def operation(node: Node) -> str:
 
 
 class Graph:
-    """Every node between the losses and the leaves. `nodes` is ordered so that consumers stand before what they consume."""
+    """Every node between the losses and the leaves; in `nodes` consumers stand before what they consume."""
 
     def __init__(self, losses: Tensor, wanted: Mapping[str, Tensor], goal: Node | None = None):
         # A leaf handed over as losses has no node of its own: a view gives it one.
@@ -194,22 +121,20 @@ class Graph:
         return hash((self.root.slot, wiring))
 
     def check_readable(self) -> None:
-        for node, name in self.operations.items():
-            if name.startswith("CompiledFunction"):
-                raise GraphError(
-                    "the graph must consist of visible operations; found a region made by torch.compile, which is opaque. "
-                    "Pass losses computed with the uncompiled module (model._orig_mod)."
-                )
-            if name == "CheckpointFunction":
-                raise GraphError(
-                    "the graph must be visible as a whole; found reentrant activation checkpointing, which hides a block until it is recomputed. "
-                    "Call checkpoint(..., use_reentrant=False)."
-                )
-            del node
-        if not self.leaves:
-            shown = ", ".join(list(self.wanted)[:3])
+        if any(name.startswith("CompiledFunction") for name in self.operations.values()):
             raise GraphError(
-                f"the losses must reach at least one of the parameters; found none of them in the graph (looked for {shown}, ...). "
+                "the graph must consist of visible operations; found a region made by torch.compile, which is opaque. "
+                "Compute the losses with the uncompiled module (model._orig_mod)."
+            )
+        if "CheckpointFunction" in self.operations.values():
+            raise GraphError(
+                "the graph must be visible as a whole; found reentrant activation checkpointing, "
+                "which hides a block until it is recomputed. Call checkpoint(..., use_reentrant=False)."
+            )
+        if not self.leaves:
+            raise GraphError(
+                "the losses must reach at least one of the parameters; found none of them in the graph "
+                f"(looked for {', '.join(list(self.wanted)[:3])}, ...). "
                 "Check that the losses were computed with this model, and not from detached or copied weights."
             )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.engine.graph import Edge, Graph, check_losses, graph_alive
+from samplewise.engine.arguments import check_losses
+from samplewise.engine.graph import Edge, Graph, graph_alive
 from samplewise.engine.layouts import proofs
 from samplewise.engine.probe import MIXED, gradients_at, probe
 from samplewise.errors import GraphError, ParameterError, SamplesInteractError
@@ -26,7 +27,8 @@ def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Te
     graph = Graph(losses, {"x": x}) if x.is_leaf else Graph(losses, {}, goal=edge.node)
     if edge.node not in graph.relevant:
         raise GraphError(
-            "the losses must depend on x; found no path to it in the graph. Pass the very tensor that the model was given."
+            "the losses must depend on x; found no path to it in the graph. "
+            "Pass the very tensor that the model was given."
         )
     with graph_alive(), torch.set_grad_enabled(create_graph):
         if graph.samples > 1 and edge not in proofs(graph):

@@ -106,14 +106,16 @@ def _moved(
 
 # --- element by element, with broadcasting -------------------------------------------------------------------------
 
+ELEMENTWISE = """
+    Abs Acos Add Addcdiv Addcmul Asin Atan Atan2 BinaryCrossEntropy BinaryCrossEntropyWithLogits Celu Clamp ClampMax
+    ClampMin Clone Cos Cosh Div Elu Erf Erfc Exp Exp2 Expand Expm1 Fmod Frac Gelu Hardshrink Hardsigmoid Hardswish
+    Hardtanh HuberLoss KlDiv LeakyRelu Lerp Log Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill Maximum Minimum
+    Mish MseLoss Mul NanToNum NativeDropout Neg Pow PreluKernel Reciprocal Relu Rsqrt Rsub Sigmoid Silu Sin Sinh
+    SmoothL1Loss Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Where Xlogy
+"""
 
-@moves(
-    *"Abs Acos Add Addcdiv Addcmul Asin Atan Atan2 BinaryCrossEntropy BinaryCrossEntropyWithLogits Celu Clamp ClampMax ClampMin Clone".split(),
-    *"Cos Cosh Div Elu Erf Erfc Exp Exp2 Expand Expm1 Fmod Frac Gelu Hardshrink Hardsigmoid Hardswish Hardtanh HuberLoss KlDiv".split(),
-    *"LeakyRelu Lerp Log Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill Maximum Minimum Mish MseLoss Mul NanToNum NativeDropout Neg".split(),
-    *"Pow PreluKernel Reciprocal Relu Rsqrt Rsub Sigmoid Silu Sin Sinh SmoothL1Loss Softplus Softshrink Sqrt Sub Tan Tanh Threshold".split(),
-    *"ToCopy Where Xlogy".split(),
-)
+
+@moves(*ELEMENTWISE.split())
 def elementwise(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
     return [_broadcast(place, shape, child) for child in children]
 
@@ -235,10 +237,14 @@ def batch_norm(node: Node, place: Place, shape: Shape, children: list[Shape | No
     return [None if scalar(node, "training") else place, None, None]
 
 
-@moves(
-    *"AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AvgPool2D AvgPool3D MaxPool2DWithIndices MaxPool3DWithIndices".split(),
-    *"UpsampleNearest1D UpsampleNearest2D UpsampleBilinear2D UpsampleBicubic2D ReflectionPad1D ReflectionPad2D ReplicationPad2D PixelShuffle".split(),
-)
+IMAGES = """
+    AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AvgPool2D AvgPool3D MaxPool2DWithIndices
+    MaxPool3DWithIndices PixelShuffle ReflectionPad1D ReflectionPad2D ReplicationPad2D UpsampleBicubic2D
+    UpsampleBilinear2D UpsampleNearest1D UpsampleNearest2D
+"""
+
+
+@moves(*IMAGES.split())
 def images(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
     batched = (
         children[0] is not None

@@ -96,7 +96,8 @@ def _prove_complete(graph: Graph, routes: list[Route]) -> None:
     if missed:
         names = ", ".join(sorted(graph.leaves[leaf] for leaf in missed))
         raise GraphError(
-            f"every parameter in the graph must be reached from a cut; found none above {names}. Please report this model."
+            f"every parameter in the graph must be reached from a cut; found none above {names}. "
+            "Please report this model."
         )
 
 

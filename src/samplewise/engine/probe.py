@@ -167,7 +167,7 @@ def _verified(owner: Tensor, plain: Tensor, coded: Tensor, drawn: Tensor, codes:
 
 
 def _switches(samples: int, device: torch.device) -> Iterator[Tensor]:
-    """Few vectors of 0 and 1 such that for any two samples, in either order, one has the first off and the second on."""
+    """Vectors of 0 and 1 such that for any two samples, in either order, one has the first off and the other on."""
     passes = next(k for k in range(2, 64) if math.comb(k, k // 2) >= samples)
     chosen = list(islice(combinations(range(passes), passes // 2), samples))
     return (torch.tensor([float(k in subset) for subset in chosen], device=device) for k in range(passes))

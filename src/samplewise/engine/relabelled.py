@@ -1,7 +1,7 @@
 """Parameters that are only viewed before they are used: transposed, reshaped, sliced, permuted.
 
-Such a parameter side moves numbers and changes none. Autograd itself tells where they go: pushed through it, the numbers
-1, 2, 3, ... come out at the parameter as the place each of its elements takes in the operand, 0 where it is not used.
+Such a parameter side moves numbers and changes none. Autograd itself tells where they go: pushed through it, the
+numbers 1, 2, 3, ... come out at the parameter as the place each of its elements takes in the operand, or 0 for none.
 """
 
 from __future__ import annotations

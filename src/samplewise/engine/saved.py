@@ -35,8 +35,9 @@ def block_of(node: Node) -> Any:
     for name in saved_tensor_names(node):
         raw = getattr(node, "_raw_saved_" + name)
         for one in raw if isinstance(raw, (tuple, list)) else (raw,):
-            if isinstance(_packed(one), _Holder):
-                return one.unpack_hook
+            packed = _packed(one)
+            if packed is not None:  # within a block all are placeholders, outside none
+                return one.unpack_hook if isinstance(packed, _Holder) else None
     return None
 
 

@@ -1,4 +1,4 @@
-"""The parameter side: what a form becomes on its way from the cut down to the parameter, and all uses taken together."""
+"""The parameter side: what a form becomes on its way from the cut to the parameter, and all uses taken together."""
 
 from __future__ import annotations
 

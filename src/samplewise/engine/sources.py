@@ -24,13 +24,12 @@ from samplewise.engine.plan import FormMaker, Plan, Row, prepare
 from samplewise.engine.probe import gradients_at
 from samplewise.engine.reference import jacobian_rows
 
-
 Visit = Callable[[str, Form], None]
 
 
 class Source(Protocol):
     def each(self, visit: Visit, release: bool = False) -> None:
-        """Calls visit(name, form) for every parameter that the losses reach; with `release`, forms are let go after it."""
+        """Calls visit(name, form) for every parameter that the losses reach; `release` lets forms go after it."""
 
     def explain(self) -> list[Row]: ...
 

@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from samplewise.engine.arguments import named_parameters
 from samplewise.engine.forms import total
 from samplewise.engine.gradients import gradients
-from samplewise.engine.graph import named_parameters
 from samplewise.engine.reference import jacobian_rows
 from samplewise.engine.rules import RULES, Rule, Use
 

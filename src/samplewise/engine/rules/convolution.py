@@ -26,6 +26,8 @@ from samplewise.engine.rules.use import Use, summed
 
 # Below this many numbers under the kernel a grouped convolution has too little to do per group.
 SMALL_PATCH = 64
+# Up to this many positions the patches fit the cache, and the product with them beats a grouped convolution.
+FEW_POSITIONS = 100
 # Temporaries of a chunk of samples stay below this many elements.
 CHUNK = 2**20
 
@@ -78,15 +80,28 @@ class Convolution(Form):
         stored = self.positions * (self.shape[0] + self.patch)
         return self.settings.has_plain_patches and stored < self.width
 
+    @property
+    def by_patches(self) -> bool:
+        few = self.patch < SMALL_PATCH or self.positions <= FEW_POSITIONS
+        return self.settings.has_plain_patches and few
+
     def rows(self, start: int, stop: int) -> Tensor:
-        return torch.cat(self.parts(start, stop))
+        if not self.by_patches or torch.is_grad_enabled():
+            return torch.cat(self.parts(start, stop))
+        rows = self.g.new_empty(stop - start, *self.shape)
+        for at, end in self._spans(start, stop):
+            self._rows_by_patches(at, end, rows[at - start : end - start].view(end - at, self.shape[0], self.patch))
+        return rows
 
     def parts(self, start: int, stop: int) -> list[Tensor]:
-        by_patches = self.settings.has_plain_patches and self.patch < SMALL_PATCH
-        one = self.positions * self.patch if by_patches else self.x[0].numel() + self.width
+        """The rows in pieces, each of a size that its temporaries bear."""
+        make = self._rows_by_patches if self.by_patches else self._rows_by_groups
+        return [make(at, end) for at, end in self._spans(start, stop)]
+
+    def _spans(self, start: int, stop: int) -> list[tuple[int, int]]:
+        one = self.positions * self.patch if self.by_patches else self.x[0].numel() + self.width
         step = max(1, CHUNK // max(one, 1))
-        make = self._rows_by_patches if by_patches else self._rows_by_groups
-        return [make(at, min(at + step, stop)) for at in range(start, stop, step)]
+        return [(at, min(at + step, stop)) for at in range(start, stop, step)]
 
     def _rows_by_groups(self, start: int, stop: int) -> Tensor:
         x, g, count = self.x[start:stop], self.g[start:stop], stop - start
@@ -111,10 +126,10 @@ class Convolution(Form):
             [False, True, False],
         )[1]
 
-    def _rows_by_patches(self, start: int, stop: int) -> Tensor:
+    def _rows_by_patches(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
         (term,) = self._factors(start, stop).terms
         assert isinstance(term.left, Tensor) and isinstance(term.right, Tensor)
-        return torch.bmm(term.left.transpose(1, 2), term.right).view(stop - start, *self.shape)
+        return torch.bmm(term.left.transpose(1, 2), term.right, out=out).view(stop - start, *self.shape)
 
     def _factors(self, start: int, stop: int) -> Outer:
         """left (b, np, o), right (b, np, ik)"""

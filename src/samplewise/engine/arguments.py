@@ -1,0 +1,123 @@
+"""What users hand over, checked: losses, parameters, weights, directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from samplewise.errors import LossesError, ParameterError
+
+Weights = Tensor | Mapping[str, Tensor]
+
+
+def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
+    """The wanted parameters by name. A model's frozen parameters are left out."""
+    named: dict[str, Tensor]
+    if isinstance(parameters, nn.Module):
+        named = {name: p for name, p in parameters.named_parameters() if p.requires_grad}
+        if not named:
+            raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
+    elif isinstance(parameters, Tensor):
+        raise ParameterError(
+            "parameters must be a module, a dict or an iterable of tensors; found one tensor. Wrap it in a list."
+        )
+    else:
+        named = dict(parameters) if isinstance(parameters, Mapping) else {str(i): p for i, p in enumerate(parameters)}
+        if not named:
+            raise ParameterError("parameters must hold at least one tensor; found none.")
+    first: dict[int, str] = {}
+    for name, p in named.items():
+        _check_parameter(name, p)
+        if first.setdefault(id(p), name) != name:
+            raise ParameterError(
+                f"every parameter must be given once; found the same tensor as {first[id(p)]!r} and {name!r}. Keep one."
+            )
+    return named
+
+
+def _check_parameter(name: str, p: Tensor) -> None:
+    if not isinstance(p, Tensor):
+        raise ParameterError(f"parameter {name!r} must be a tensor; found {type(p).__name__}.")
+    if not (p.is_floating_point() or p.is_complex()):
+        raise ParameterError(
+            f"parameter {name!r} must be floating-point to have a gradient; found {p.dtype}. Leave it out."
+        )
+    if p.grad_fn is not None:
+        raise ParameterError(
+            f"parameter {name!r} must be a leaf of the graph; found the result of {p.grad_fn.name()}. "
+            "Pass the tensor it was computed from, or use sw.input_gradients for activations."
+        )
+    if not p.requires_grad:
+        raise ParameterError(
+            f"parameter {name!r} must have requires_grad=True; found False. Leave it out or unfreeze it."
+        )
+
+
+def check_losses(losses: Tensor) -> None:
+    if not isinstance(losses, Tensor):
+        raise LossesError(f"losses must be a tensor with one value per sample; found {type(losses).__name__}.")
+    if losses.dim() != 1:
+        raise LossesError(
+            f"losses must be 1-D, one value per sample; found shape {tuple(losses.shape)}. "
+            + (
+                "Use reduction='none' and do not average over the batch."
+                if losses.dim() == 0
+                else "Reduce each sample to one value, e.g. losses.flatten(1).mean(1)."
+            )
+        )
+    if losses.numel() == 0:
+        raise LossesError("losses must hold at least one sample; found an empty tensor.")
+    if not losses.is_floating_point():
+        raise LossesError(f"losses must be real floating-point; found {losses.dtype}.")
+    if not losses.requires_grad:
+        raise LossesError(
+            "losses must be attached to the autograd graph; found requires_grad=False. "
+            "Compute them outside torch.no_grad(), without .detach(), from parameters that require gradients."
+        )
+    finite = losses.detach().isfinite()
+    if not finite.all():
+        bad = (~finite).nonzero().flatten().tolist()
+        raise LossesError(
+            f"losses must be finite; found {losses[bad[0]].item()} at sample {bad[0]} "
+            f"({len(bad)} of {len(losses)} samples are NaN or infinite). "
+            "Look at those samples, or leave them out of the batch."
+        )
+
+
+def weights_by_name(weights: Weights | None, names: list[str], samples: int) -> Mapping[str, Tensor | None]:
+    """One vector of weights, or none, for every parameter."""
+    if weights is None:
+        return dict.fromkeys(names)
+    if not isinstance(weights, Mapping):
+        _check_weights(weights, samples, "weights")
+        return dict.fromkeys(names, weights)
+    _check_names(weights, names, "weights")
+    for name, w in weights.items():
+        _check_weights(w, samples, f"weights[{name!r}]")
+    return weights
+
+
+def _check_weights(weights: object, samples: int, what: str) -> None:
+    if not isinstance(weights, Tensor) or weights.shape != (samples,):
+        found = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+        raise ParameterError(f"{what} must be a tensor of shape ({samples},), one value per sample; found {found}.")
+
+
+def check_direction(direction: Any, parameters: Mapping[str, Tensor]) -> None:
+    if not isinstance(direction, Mapping):
+        found = type(direction).__name__
+        raise ParameterError(f"direction must be a dict name -> tensor, like g.sum(); found {found}.")
+    _check_names(direction, list(parameters), "direction")
+    for name, p in parameters.items():
+        shape, found = tuple(p.shape), tuple(direction[name].shape)
+        if found != shape:
+            raise ParameterError(f"direction[{name!r}] must have the parameter's shape {shape}; found {found}.")
+
+
+def _check_names(given: Mapping[str, object], names: list[str], what: str) -> None:
+    unknown, missing = [n for n in given if n not in names], [n for n in names if n not in given]
+    if unknown or missing:
+        found = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
+        raise ParameterError(f"{what} must have exactly the parameters' names (see g.names); found {found}.")
