@@ -107,8 +107,8 @@ def _check_weights(weights: object, samples: int, what: str) -> None:
 
 def check_direction(direction: Any, parameters: Mapping[str, Tensor]) -> None:
     if not isinstance(direction, Mapping):
-        found = type(direction).__name__
-        raise ParameterError(f"direction must be a dict name -> tensor, like g.sum(); found {found}.")
+        kind = type(direction).__name__
+        raise ParameterError(f"direction must be a dict name -> tensor, like g.sum(); found {kind}.")
     _check_names(direction, list(parameters), "direction")
     for name, p in parameters.items():
         shape, found = tuple(p.shape), tuple(direction[name].shape)

@@ -154,7 +154,7 @@ class Gradients:
         per_name = weights_by_name(weights, self.names, len(self))
         if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
             return self._ordinary_backward(weights)
-        for name, total in self._ask(lambda form, name: form.sum(per_name[name]), release=True).items():
+        for name, total in _all_finite(self._ask(lambda form, name: form.sum(per_name[name]), release=True)).items():
             p = self._parameters[name]
             total = total.detach().to(p.dtype)
             p.grad = total if p.grad is None else p.grad + total
@@ -291,6 +291,7 @@ class Gradients:
             return sum(parts.values(), start=self._zeros(*more))
 
     def _like_parameters(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = _all_finite(found)
         return {
             n: found[n].to(_abs_dtype(p, found[n])) if n in found else torch.zeros_like(p)
             for n, p in self._parameters.items()
@@ -300,18 +301,30 @@ class Gradients:
         finite = numbers.detach().isfinite()
         if not finite.all():
             bad = (~finite).nonzero().flatten().tolist()
-            raise NonFiniteGradientError(
-                f"gradients must be finite; found the {what} {numbers[bad[0]].item()} at sample {bad[0]} "
-                f"({len(bad)} of {len(numbers)} samples) though every loss is finite. "
-                " Look for a square root, norm, division or logarithm at zero."
-            )
+            found = f"the {what} {numbers[bad[0]].item()} at sample {bad[0]} ({len(bad)} of {len(numbers)} samples)"
+            raise _non_finite(found)
         return numbers
+
+
+def _all_finite(found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    for name, tensor in found.items():
+        # The sum is cheaper to look at; it may overflow by itself, so look again.
+        if not tensor.detach().sum().isfinite() and not tensor.detach().isfinite().all():
+            raise _non_finite(f"NaN or infinity in that of {name!r}")
+    return found
+
+
+def _non_finite(found: str) -> NonFiniteGradientError:
+    return NonFiniteGradientError(
+        f"gradients must be finite; found {found} though every loss is finite. "
+        "Look for a square root, norm, division or logarithm at zero."
+    )
 
 
 def _root(squared: Tensor) -> Tensor:
     """The square root, with gradient zero at zero where the true one has no direction."""
-    positive = squared > 0
-    return torch.where(positive, torch.where(positive, squared, 1).sqrt(), 0)
+    zero = squared == 0
+    return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,8 @@ from torch import Tensor
 from samplewise.engine.arguments import check_losses
 from samplewise.engine.graph import Edge, Graph, graph_alive
 from samplewise.engine.layouts import proofs
-from samplewise.engine.probe import MIXED, gradients_at, probe
+from samplewise.engine.passes import gradients_at
+from samplewise.engine.probe import MIXED, probe
 from samplewise.errors import GraphError, ParameterError, SamplesInteractError
 
 

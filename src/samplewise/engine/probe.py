@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.graph import Edge, Graph
+from samplewise.engine.passes import gradients_at
 from samplewise.errors import NonFiniteGradientError
 
 NOBODY, UNKNOWN, MIXED = -1, -2, -3
@@ -94,21 +95,6 @@ def _weights(graph: Graph, codes: Codes, code: Tensor) -> Tensor:
 def _powers(codes: Codes, device: torch.device) -> Tensor:
     """2**0 .. 2**(base - 1), exactly: torch.ldexp and torch.pow may round."""
     return torch.tensor([2.0**k for k in range(codes.base)], dtype=torch.float64, device=device)
-
-
-def gradients_at(
-    graph: Graph, edges: Sequence[Edge], weights: Tensor | None = None, create_graph: bool = False
-) -> list[Tensor]:
-    """One backward pass to the given places of the graph; no parameter's own gradient is computed."""
-    found = torch.autograd.grad(
-        graph.losses,
-        [edge.gradient_edge() for edge in edges],
-        grad_outputs=torch.ones_like(graph.losses) if weights is None else weights,
-        retain_graph=True,
-        create_graph=create_graph,
-        allow_unused=True,
-    )
-    return [edge.zeros() if g is None else g for edge, g in zip(edges, found, strict=True)]
 
 
 def _finite(gradients: Sequence[Tensor]) -> bool:

@@ -11,17 +11,14 @@ of is still in the cache then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import Protocol
 
 from samplewise.engine.cut import find_cut
 from samplewise.engine.forms import Dense, Form
-from samplewise.engine.graph import Graph, Node
+from samplewise.engine.graph import Graph
+from samplewise.engine.passes import backward_past
 from samplewise.engine.plan import FormMaker, Plan, Row, prepare
-from samplewise.engine.probe import gradients_at
 from samplewise.engine.reference import jacobian_rows
 
 Visit = Callable[[str, Form], None]
@@ -70,52 +67,17 @@ class OnePass:
             for node in self.plan.by_node:
                 maker.add(node, {e.slot: probed.pop(e) for e in self.plan.edges_of(node)}, visit)
         else:
-            self._backward(maker, visit)
-
-    def _backward(self, maker: FormMaker, visit: Visit) -> None:
-        waiting = set(self.plan.by_node)
-
-        def arrived(node: Node, gradients: Sequence[Tensor | None]) -> None:
-            if node in waiting:  # a node may be called again while forms are made
-                waiting.discard(node)
-                used = self.plan.graph.used_slots(node)
-                maker.add(node, {s: g for s in used if s < len(gradients) and (g := gradients[s]) is not None}, visit)
-
-        hooks = [node.register_prehook(_hook(node, arrived, self.create_graph)) for node in self.plan.by_node]
-        ends = self._ends()
-        last = [edge for node in ends for edge in self.plan.edges_of(node)]
-        try:
-            found = gradients_at(self.plan.graph, last, create_graph=self.create_graph)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        for node in ends:
-            here = {e.slot: g for e, g in zip(last, found, strict=True) if e.node is node}
-            arrived(node, [here.get(slot) for slot in range(max(here) + 1)])
-
-    def _ends(self) -> list[Node]:
-        """Cut nodes with no other below: autograd stops there and hands their gradient over instead of running them."""
-        graph = self.plan.graph
-        above: set[Node] = set()
-        for node in reversed(graph.nodes):
-            if node in self.plan.by_node or node in above:
-                above.update(consumer for consumer, _ in graph.consumers.get(node, ()))
-        return [node for node in self.plan.by_node if node not in above]
+            backward_past(
+                self.plan.graph,
+                self.plan.by_node,
+                lambda node, gradients: maker.add(node, gradients, visit),
+                create_graph=self.create_graph,
+            )
 
     def explain(self) -> list[Row]:
         rows: list[Row] = []
         self.each(lambda name, form: rows.append(self.plan.row(name, form)))
         return rows
-
-
-def _hook(
-    node: Node, arrived: Callable[[Node, Sequence[Tensor | None]], None], create_graph: bool
-) -> Callable[[Any], None]:
-    def prehook(gradients: Sequence[Tensor | None]) -> None:
-        with torch.set_grad_enabled(create_graph):
-            arrived(node, gradients)
-
-    return prehook
 
 
 class AsRows:
