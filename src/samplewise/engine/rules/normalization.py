@@ -15,9 +15,18 @@ from samplewise.engine.rules.use import Use, summed
 
 
 def layer_norm_scale(use: Use) -> Form | None:
-    x, mean, rstd = use.tensor("input"), use.tensor("result1"), use.tensor("result2")
-    dims = tuple(range(-len(use.shape), 0))
-    return summed(use, use.gradient * _normalised(x, mean, rstd, dims))
+    x, mean, rstd, g = use.tensor("input"), use.tensor("result1"), use.tensor("result2"), use.gradient
+    if torch.is_grad_enabled():
+        return summed(use, g * _normalised(x, mean, rstd, tuple(range(-len(use.shape), 0))))
+    row_dims = g.dim() - len(use.shape)
+    rows = use.tag.rows(tuple(g.shape), row_dims)
+    if rows is None:
+        return None
+    g, x = (rows.gather(t.reshape(mean.numel(), -1)) for t in (g, x))
+    mean, rstd = (rows.gather(t.reshape(-1))[:, None] for t in (mean, rstd))
+    # The sum over tokens of g * (x - mean) * rstd, as the kernel has it: two products with a row of tokens.
+    scale = torch.bmm(rstd, g * x) - torch.bmm(mean * rstd, g)
+    return Dense(scale.reshape(use.samples, *use.shape))
 
 
 def layer_norm_shift(use: Use) -> Form | None:
