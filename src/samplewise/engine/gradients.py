@@ -209,6 +209,7 @@ class Gradients:
         """The plan as a table: what uses each parameter, how ownership was settled, how gradients are kept."""
         with self._exactly():
             rows = self._source().explain()
+        rows.sort(key=lambda row: self.names.index(row.parameter))
         missing = [name for name in self.names if name not in {row.parameter for row in rows}]
         cells = [(r.parameter, "x".join(map(str, r.shape)) or "1", r.operations, r.ownership, r.form) for r in rows]
         cells += [
