@@ -65,18 +65,23 @@ class Form(ABC):
         return type(self).__name__.lower()
 
 
+class ByRows(Form):
+    """A form that can say no more than its rows; how it sums them is its own affair."""
+
+    squared_norms = rowwise.squared_norms
+    dot = rowwise.dot
+    gram = rowwise.gram
+    sum_of_squares = rowwise.sum_of_squares
+    project = rowwise.project
+
+
 def total(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of at least one tensor."""
     return reduce(add, tensors)
 
 
-class Dense(Form):
-    squared_norms = rowwise.squared_norms
-    dot = rowwise.dot
-    gram = rowwise.gram
+class Dense(ByRows):
     sum = rowwise.sum
-    sum_of_squares = rowwise.sum_of_squares
-    project = rowwise.project
 
     def __init__(self, *parts: Tensor):
         """The rows, or parts of them that hold equally many samples each (but for the last)."""
@@ -90,15 +95,8 @@ class Dense(Form):
         return torch.cat(self.parts)[start:stop]
 
 
-class Mixture(Form):
+class Mixture(ByRows):
     """Several uses of one parameter whose forms have no product of their own."""
-
-    squared_norms = rowwise.squared_norms
-    dot = rowwise.dot
-    gram = rowwise.gram
-    sum = rowwise.sum
-    sum_of_squares = rowwise.sum_of_squares
-    project = rowwise.project
 
     def __init__(self, forms: Sequence[Form]):
         super().__init__(forms[0].samples, forms[0].shape, max(form.row_size for form in forms))
@@ -106,6 +104,9 @@ class Mixture(Form):
 
     def rows(self, start: int, stop: int) -> Tensor:
         return total(form.rows(start, stop) for form in self.forms)
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        return total(form.sum(weights) for form in self.forms)
 
     def describe(self) -> str:
         return " + ".join(form.describe() for form in self.forms)

@@ -10,19 +10,13 @@ import torch
 from torch import Tensor
 
 from samplewise.engine import rowwise
-from samplewise.engine.forms import Form
+from samplewise.engine.forms import ByRows, Form
 from samplewise.engine.graph import Edge, Node, operation
 from samplewise.engine.rules.use import Use, accumulable
 from samplewise.engine.saved import block_of, run_in_backward
 
 
-class Masked(Form):
-    squared_norms = rowwise.squared_norms
-    dot = rowwise.dot
-    gram = rowwise.gram
-    sum_of_squares = rowwise.sum_of_squares
-    project = rowwise.project
-
+class Masked(ByRows):
     def __init__(self, use: Use, differentiable: bool):
         super().__init__(use.samples, use.shape)
         self.use, self.differentiable = use, differentiable
@@ -88,14 +82,8 @@ def _settle(result: Tensor | None, use: Use) -> Tensor:
     return accumulable(result.sum_to_size(use.shape))
 
 
-class Pushed(Form):
+class Pushed(ByRows):
     """Row by row through the operations between `entry` and the parameter. Sums go through in one piece."""
-
-    squared_norms = rowwise.squared_norms
-    dot = rowwise.dot
-    gram = rowwise.gram
-    sum_of_squares = rowwise.sum_of_squares
-    project = rowwise.project
 
     def __init__(self, source: Form, entry: Edge, leaf: Edge, differentiable: bool):
         super().__init__(source.samples, leaf.shape, source.row_size)

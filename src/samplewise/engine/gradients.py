@@ -155,9 +155,7 @@ class Gradients:
         if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
             return self._ordinary_backward(weights)
         for name, total in _all_finite(self._ask(lambda form, name: form.sum(per_name[name]), release=True)).items():
-            p = self._parameters[name]
-            total = total.detach().to(p.dtype)
-            p.grad = total if p.grad is None else p.grad + total
+            _accumulate(self._parameters[name], total.detach())
         return None
 
     # --- rows ------------------------------------------------------------------------------------------------------
@@ -320,6 +318,17 @@ def _non_finite(found: str) -> NonFiniteGradientError:
         f"gradients must be finite; found {found} though every loss is finite. "
         "Look for a square root, norm, division or logarithm at zero."
     )
+
+
+def _accumulate(p: Tensor, gradient: Tensor) -> None:
+    """Into `.grad`, in place where there is one, as autograd does."""
+    if p.grad is None:
+        p.grad = gradient.to(p.dtype)
+    elif p.grad.layout is torch.strided and not p.grad.requires_grad:
+        with torch.no_grad():
+            p.grad.add_(gradient)
+    else:
+        p.grad = p.grad + gradient.to(p.dtype)
 
 
 def _root(squared: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Which rule serves each use of a parameter, and the way from there to the parameter. Decided from the graph alone.
 
-plan = prepare(graph, cut)              touches no gradient
-forms = plan.forms(gradients, ...)      makes no decision but from sizes
+`prepare(graph, cut)` touches no gradient; `FormMaker(plan)` then makes no decision but from sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from samplewise.engine.generic import Masked
 from samplewise.engine.graph import Edge, Graph, Node
 from samplewise.engine.rules import RULES, Rule, Use
 from samplewise.engine.saved import Reader, Saved
-from samplewise.engine.sides import carried, chain_below, combined
+from samplewise.engine.sides import carried, combined, ways_down
 from samplewise.errors import GraphError
 
 
@@ -30,9 +29,7 @@ class Route:
     operand: int
     rule: Rule | None
     leaf: Node
-    chain: (
-        tuple[Node, ...] | None
-    )  # the nodes on the way, if it is a single path; () where the operand is the parameter
+    chain: tuple[Node, ...] | None  # the nodes on the way where it is a single path, () where there are none
 
     @property
     def entry(self) -> Edge:
@@ -85,8 +82,7 @@ def prepare(graph: Graph, cut: Cut) -> Plan:
     for node, operand in cut.operands:
         entry = node.next_functions[operand][0]
         rule = RULES.get((graph.operations[node], operand))
-        for leaf in (n for n in graph.below([entry]) if n in graph.leaves):
-            routes.append(Route(node, operand, rule, leaf, chain_below(graph, entry)))
+        routes += [Route(node, operand, rule, leaf, chain) for leaf, chain in ways_down(graph, entry)]
     _prove_complete(graph, routes)
     return Plan(graph, cut, routes)
 

@@ -16,16 +16,17 @@ from samplewise.engine.rules.embedding import looked_up
 UNCHANGED = {"ToCopy", "Alias", "Clone"}
 
 
-def chain_below(graph: Graph, node: Node) -> tuple[Node, ...] | None:
-    """The nodes from here to the parameter if they form a single path; () where this is the parameter already."""
+def ways_down(graph: Graph, entry: Node) -> list[tuple[Node, tuple[Node, ...] | None]]:
+    """The parameters below, each with the nodes on the way where that is a single path (none if `entry` is it)."""
     chain: list[Node] = []
+    node = entry
     while node not in graph.leaves:
         chain.append(node)
         children = [child for child, _ in node.next_functions if child in graph.relevant]
         if len(children) != 1:
-            return None
+            return [(leaf, None) for leaf in graph.below([entry]) if leaf in graph.leaves]
         node = children[0]
-    return tuple(chain)
+    return [(node, tuple(chain))]
 
 
 def carried(

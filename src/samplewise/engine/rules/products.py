@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.engine import rowwise
-from samplewise.engine.forms import Dense, Form
+from samplewise.engine.forms import ByRows, Dense, Form
 from samplewise.engine.graph import scalar
 from samplewise.engine.outer import Outer, Term
 from samplewise.engine.rules.use import Use, summed
@@ -64,14 +63,8 @@ def mv_vector(use: Use) -> Form | None:
     return Dense(torch.einsum("bt,bti->bi", rows.gather(use.gradient), rows.gather(use.tensor("self"))))
 
 
-class Batched(Form):
+class Batched(ByRows):
     """bmm(a, W) with samples in the rows: one product for each of h matrices."""
-
-    squared_norms = rowwise.squared_norms
-    dot = rowwise.dot
-    gram = rowwise.gram
-    sum_of_squares = rowwise.sum_of_squares
-    project = rowwise.project
 
     def __init__(self, left: Tensor, right: Tensor):  # (b, t, h, o), (b, t, h, i)
         super().__init__(left.shape[0], (left.shape[2], left.shape[3], right.shape[3]))

@@ -1,0 +1,93 @@
+"""`g.backward`: what lands in `.grad`, and who is told of it."""
+
+import pytest
+import torch
+from torch import nn
+from zoo import noise
+
+import samplewise as sw
+
+WEIGHTS = torch.tensor([0.5, -1.0, 0.0, 2.0, 1.0])
+
+
+@pytest.fixture
+def task():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    x = noise(5, 6).float()
+    return model, lambda: model(x).square().sum(1)
+
+
+def weighted(model, losses):
+    model.zero_grad()
+    (losses() * WEIGHTS).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["fused", "twice", "full", "reference"])
+def test_adds_in_place_to_what_is_there(task, strategy):
+    model, losses = task
+    expected = weighted(model, losses)
+    before = {name: p.grad for name, p in model.named_parameters()}
+    sw.gradients(losses(), model, strategy=strategy).backward(WEIGHTS)
+    for name, p in model.named_parameters():
+        assert p.grad is before[name]
+        torch.testing.assert_close(p.grad, 2 * expected[name])
+
+
+def test_further_questions_after_it(task):
+    model, losses = task
+    g = sw.gradients(losses(), model)
+    norms = g.norms().clone()
+    g.backward(WEIGHTS)
+    torch.testing.assert_close(g.dot(g.mean()), g.gram().mean(1))
+    torch.testing.assert_close(g.norms(), norms)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_run_once(task, register):
+    model, losses = task
+    expected = weighted(model, losses)
+    model.zero_grad()
+    calls = []
+    getattr(model[0].weight, register)(lambda _: calls.append(1))
+    g = sw.gradients(losses(), model)
+    g.norms()
+    calls.clear()
+    g.backward(WEIGHTS)
+    assert calls == [1]
+    torch.testing.assert_close(model[0].weight.grad, expected["0.weight"])
+
+
+def test_sparse_embeddings_get_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 2))
+    ids = torch.arange(10).view(5, 2)
+    sw.gradients(model(ids).flatten(1).square().sum(1), model).backward(WEIGHTS)
+    assert model[0].weight.grad.is_sparse
+    torch.optim.SparseAdam([model[0].weight]).step()
+
+
+def test_unreached_parameters_are_left_alone(task):
+    model, losses = task
+    both = nn.ModuleList([model, nn.Linear(2, 2)])
+    sw.gradients(losses(), both).backward()
+    assert both[1].weight.grad is None
+    assert sw.gradients(losses(), both).sum()["1.weight"].abs().sum() == 0
+
+
+def test_bad_weights_leave_every_grad_as_it_was(task):
+    model, losses = task
+    expected = weighted(model, losses)
+    with pytest.raises(sw.ParameterError, match=r"shape \(5,\)"):
+        sw.gradients(losses(), model).backward(torch.ones(4))
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, expected[name])
+
+
+def test_explain_names_every_parameter_in_order(task):
+    model, losses = task
+    g = sw.gradients(losses(), nn.ModuleList([model, nn.Linear(2, 2)]))
+    lines = g.explain().splitlines()
+    assert [line.split()[0] for line in lines[3:]] == g.names
+    assert "proven" in lines[3]
+    assert "not reached" in lines[-1]
