@@ -19,8 +19,8 @@ def scan(
     model: nn.Module,
     loss_fn: LossFn,
     loader: Iterable[Any],
-    *,
     microbatch: int | str | None = "auto",
+    *,
     memory: int | None = None,
     strategy: str | None = None,
 ) -> Iterator[tuple[Any, Gradients]]:
