@@ -110,8 +110,8 @@ def _block_sums(graph: Graph, cut: Cut, weights: Tensor) -> dict[Edge, Tensor]:
             assert isinstance(tag, Regular)
             parts = torch.view_as_real(gradient).flatten(-2) if gradient.is_complex() else gradient
             inner = tag.inner * (2 if gradient.is_complex() else 1)
-            blocks = parts.detach().reshape(-1, graph.samples, inner).double()
-            sums[Edge(node, slot)] = blocks.sum((0, 2))
+            blocks = parts.detach().reshape(-1, graph.samples, inner)
+            sums[Edge(node, slot)] = blocks.sum((0, 2), dtype=torch.float64)
 
     backward_past(graph, {node: None for node, _ in cut.operands}, arrived, weights)
     return sums
