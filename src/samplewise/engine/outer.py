@@ -101,25 +101,25 @@ def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
 def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None) -> Tensor:
     assert isinstance(values, Tensor)
     flat = _weighted(values, weights).flatten(0, 1)
-    return flat.new_zeros(hot.size, flat.shape[1]).index_add(0, hot.positions.flatten(), flat)
+    return flat.new_zeros(hot.size, flat.shape[1]).index_add_(0, hot.positions.flatten(), flat)
 
 
 def _term_rows(term: Term) -> Tensor:
     """(b, o, i)"""
     left, right = term
     if isinstance(left, OneHot):
-        return _scatter_rows(left, right)
+        assert isinstance(right, Tensor)
+        return _scatter_rows(right.new_zeros(len(right), left.size, right.shape[2]), left, right)
     if isinstance(right, OneHot):
-        return _scatter_rows(right, left).transpose(1, 2)
+        return _term_rows(Term(right, left)).transpose(1, 2)
     return torch.bmm(left.transpose(1, 2), right)
 
 
-def _scatter_rows(hot: OneHot, values: Factor) -> Tensor:
-    assert isinstance(values, Tensor)
-    samples, _, width = values.shape
-    place = hot.positions + hot.size * torch.arange(samples, device=values.device)[:, None]
-    flat = values.new_zeros(samples * hot.size, width).index_add(0, place.flatten(), values.flatten(0, 1))
-    return flat.view(samples, hot.size, width)
+def _scatter_rows(rows: Tensor, hot: OneHot, values: Tensor) -> Tensor:
+    """Adds values (b, t, i) to the rows (b, o, i) at the places that `hot` names, in place."""
+    first = hot.size * torch.arange(len(rows), device=rows.device)[:, None]
+    rows.view(-1, rows.shape[2]).index_add_(0, (hot.positions + first).flatten(), values.flatten(0, 1))
+    return rows
 
 
 def _one_token(term: Term) -> bool:
@@ -147,7 +147,12 @@ class Outer(Form):
         return Outer([Term(_some(t.left, samples), _some(t.right, samples)) for t in self.terms], self.shape)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return total(_term_rows(t) for t in self.some(slice(start, stop)).terms).reshape(stop - start, *self.shape)
+        first, *others = sorted(self.some(slice(start, stop)).terms, key=lambda t: isinstance(t.left, OneHot))
+        rows = _term_rows(first)
+        for term in others:  # rows are large: an embedding's share goes into those of the head it is tied to
+            into = isinstance(term.left, OneHot) and rows.is_contiguous()
+            rows = _scatter_rows(rows, *term) if into else rows + _term_rows(term)  # type: ignore[arg-type]
+        return rows.reshape(stop - start, *self.shape)
 
     def squared_norms(self) -> Tensor:
         if len(self.terms) == 1 and _one_token(self.terms[0]):
