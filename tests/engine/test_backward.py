@@ -91,3 +91,15 @@ def test_explain_names_every_parameter_in_order(task):
     assert [line.split()[0] for line in lines[3:]] == g.names
     assert "proven" in lines[3]
     assert "not reached" in lines[-1]
+
+
+def test_the_graph_is_kept_unless_told_otherwise(task):
+    model, losses = task
+    kept = losses()
+    sw.gradients(kept, model, strategy="twice").backward(WEIGHTS)
+    kept.mean().backward()
+    freed = losses()
+    g = sw.gradients(freed, model, strategy="twice")
+    g.backward(WEIGHTS, retain_graph=False)
+    with pytest.raises(sw.GraphError, match="freed"):
+        g.norms()

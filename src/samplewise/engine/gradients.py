@@ -146,14 +146,15 @@ class Gradients:
         scale = 1 / (len(self) - 1)
         return self._like_parameters(self._ask(lambda form, _: form.sum_of_squares(form.sum(None) / len(self)) * scale))
 
-    def backward(self, weights: Weights | None = None) -> None:
+    def backward(self, weights: Weights | None = None, retain_graph: bool = True) -> None:
         """Adds sum_i w_i g_i into `.grad`, as Tensor.backward does; parameters that no loss reaches are left alone.
 
         What was kept is let go, for this is mostly the last question: another one costs another backward pass.
+        retain_graph=False makes it the last: strategy "twice" then frees the graph as it goes, for the least memory.
         """
         per_name = weights_by_name(weights, self.names, len(self))
         if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
-            return self._ordinary_backward(weights)
+            return self._ordinary_backward(weights, retain_graph)
         for name, total in _all_finite(self._ask(lambda form, name: form.sum(per_name[name]), release=True)).items():
             _accumulate(self._parameters[name], total.detach())
         return None
@@ -271,14 +272,14 @@ class Gradients:
         )
         return hooked or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
 
-    def _ordinary_backward(self, weights: Tensor | None) -> None:
+    def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool) -> None:
         with self._exactly():
             self._plan()  # refuses what must be refused
         losses = self._graph.losses
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
         reached = [self._parameters[name] for name in self._graph.leaves.values()]
         with graph_alive():
-            torch.autograd.backward(losses, weights, inputs=reached, retain_graph=True)
+            torch.autograd.backward(losses, weights, inputs=reached, retain_graph=retain_graph)
 
     def _zeros(self, *more: int) -> Tensor:
         return torch.zeros(
