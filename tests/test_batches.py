@@ -5,6 +5,7 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
+import transformers
 
 from samplewise.batches import cut, length
 
@@ -48,7 +49,6 @@ def test_dataclass():
 
 
 def test_hugging_face_encodings():
-    transformers = pytest.importorskip("transformers")
     found = cut(transformers.BatchEncoding({"input_ids": X, "labels": Y}), 1, 3)
     assert isinstance(found, transformers.BatchEncoding)
     assert torch.equal(found["input_ids"], X[1:3])

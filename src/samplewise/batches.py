@@ -38,7 +38,12 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 def leaves(batch: Any) -> Iterator[Any]:
     found: list[Any] = []
-    map_leaves(batch, lambda leaf: found.append(leaf) or leaf)  # type: ignore[func-returns-value]
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_leaves(batch, note)
     return iter(found)
 
 

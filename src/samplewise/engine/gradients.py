@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.engine.arguments import Weights, check_direction, check_losses, named_parameters, weights_by_name
+from samplewise.engine.finite import finite_numbers, finite_tensors
 from samplewise.engine.forms import Form
 from samplewise.engine.graph import Graph, graph_alive
 from samplewise.engine.plan import Plan
 from samplewise.engine.rowwise import as_matrix
 from samplewise.engine.sources import AsRows, OnePass, Reference, Source, make_plan
 from samplewise.engine.table import render
-from samplewise.errors import NonFiniteGradientError, ParameterError
+from samplewise.errors import ParameterError
 
 STRATEGIES = ("fused", "twice", "full", "reference")
 
@@ -95,12 +96,12 @@ class Gradients:
         with self._exactly():
             if by == "parameter":
                 return {name: _root(squared[name]) if name in squared else self._zeros() for name in self.names}
-            return self._checked(_root(self._total(squared)), "norm")
+            return finite_numbers(_root(self._total(squared)), "norm")
 
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
         """(B,): the inner product of each sample's gradient with a direction, a dict like the parameters."""
         check_direction(direction, self._parameters)
-        return self._checked(self._total(self._ask(lambda form, name: form.dot(direction[name]))), "dot product")
+        return finite_numbers(self._total(self._ask(lambda form, name: form.dot(direction[name]))), "dot product")
 
     def gram(self, other: Gradients | None = None) -> Tensor:
         """(B, B) inner products of all pairs of samples, or (B, B2) with the samples of another `g`."""
@@ -155,7 +156,7 @@ class Gradients:
         per_name = weights_by_name(weights, self.names, len(self))
         if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
             return self._ordinary_backward(weights, retain_graph)
-        for name, total in _all_finite(self._ask(lambda form, name: form.sum(per_name[name]), release=True)).items():
+        for name, total in finite_tensors(self._ask(lambda form, name: form.sum(per_name[name]), release=True)).items():
             _accumulate(self._parameters[name], total.detach())
         return None
 
@@ -291,34 +292,11 @@ class Gradients:
             return sum(parts.values(), start=self._zeros(*more))
 
     def _like_parameters(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = _all_finite(found)
+        found = finite_tensors(found)
         return {
             n: found[n].to(_abs_dtype(p, found[n])) if n in found else torch.zeros_like(p)
             for n, p in self._parameters.items()
         }
-
-    def _checked(self, numbers: Tensor, what: str) -> Tensor:
-        finite = numbers.detach().isfinite()
-        if not finite.all():
-            bad = (~finite).nonzero().flatten().tolist()
-            found = f"the {what} {numbers[bad[0]].item()} at sample {bad[0]} ({len(bad)} of {len(numbers)} samples)"
-            raise _non_finite(found)
-        return numbers
-
-
-def _all_finite(found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    for name, tensor in found.items():
-        # The sum is cheaper to look at; it may overflow by itself, so look again.
-        if not tensor.detach().sum().isfinite() and not tensor.detach().isfinite().all():
-            raise _non_finite(f"NaN or infinity in that of {name!r}")
-    return found
-
-
-def _non_finite(found: str) -> NonFiniteGradientError:
-    return NonFiniteGradientError(
-        f"gradients must be finite; found {found} though every loss is finite. "
-        "Look for a square root, norm, division or logarithm at zero."
-    )
 
 
 def _accumulate(p: Tensor, gradient: Tensor) -> None:

@@ -150,8 +150,10 @@ class Outer(Form):
         first, *others = sorted(self.some(slice(start, stop)).terms, key=lambda t: isinstance(t.left, OneHot))
         rows = _term_rows(first)
         for term in others:  # rows are large: an embedding's share goes into those of the head it is tied to
-            into = isinstance(term.left, OneHot) and rows.is_contiguous()
-            rows = _scatter_rows(rows, *term) if into else rows + _term_rows(term)  # type: ignore[arg-type]
+            if isinstance(term.left, OneHot) and isinstance(term.right, Tensor) and rows.is_contiguous():
+                rows = _scatter_rows(rows, term.left, term.right)
+            else:
+                rows = rows + _term_rows(term)
         return rows.reshape(stop - start, *self.shape)
 
     def squared_norms(self) -> Tensor:

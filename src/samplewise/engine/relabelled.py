@@ -103,7 +103,8 @@ class Blocks(Form):
         return f"{len(self.parts)} blocks: {self.parts[0].source.describe()}"
 
 
-def never_meet(forms: Sequence[Form]) -> bool:
-    if not all(isinstance(form, Relabelled) for form in forms):
-        return False
-    return bool((sum((form.places >= 0).int() for form in forms) <= 1).all())  # type: ignore[attr-defined]
+def as_blocks(forms: Sequence[Form]) -> Blocks | None:
+    """None unless all are parts of the parameter, and no element is in two of them."""
+    parts = [form for form in forms if isinstance(form, Relabelled)]
+    meet = len(parts) < len(forms) or (total((part.places >= 0).int() for part in parts) > 1).any()
+    return None if meet else Blocks(parts)

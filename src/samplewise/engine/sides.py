@@ -10,7 +10,7 @@ from samplewise.engine.forms import Dense, Form, Mixture
 from samplewise.engine.generic import Pushed
 from samplewise.engine.graph import Edge, Graph, Node
 from samplewise.engine.outer import Outer
-from samplewise.engine.relabelled import VIEWS, Blocks, never_meet, relabelled
+from samplewise.engine.relabelled import VIEWS, as_blocks, relabelled
 from samplewise.engine.rules.embedding import looked_up
 
 UNCHANGED = {"ToCopy", "Alias", "Clone"}
@@ -72,9 +72,7 @@ def combined(forms: Sequence[Form]) -> Form:
         return forms[0]
     if all(isinstance(form, Dense) for form in forms):
         return Dense(Mixture(forms).rows(0, forms[0].samples))
-    if never_meet(forms):
-        return Blocks(forms)  # type: ignore[arg-type]
-    return Mixture(forms)
+    return as_blocks(forms) or Mixture(forms)
 
 
 def settled(outer: Outer) -> Form:
