@@ -84,6 +84,15 @@ def test_bad_weights_leave_every_grad_as_it_was(task):
         assert torch.equal(p.grad, expected[name])
 
 
+@pytest.mark.parametrize("strategy", ["fused", "twice"])
+def test_weights_that_are_not_finite_are_blamed_on_the_weights(task, strategy):
+    model, losses = task
+    g = sw.gradients(losses(), model, strategy=strategy)
+    with pytest.raises(sw.ParameterError, match="weights must be finite; found nan at sample 3"):
+        g.backward(torch.tensor([1.0, 1.0, 1.0, float("nan"), 1.0]))
+    assert model[0].weight.grad is None
+
+
 def test_explain_names_every_parameter_in_order(task):
     model, losses = task
     g = sw.gradients(losses(), nn.ModuleList([model, nn.Linear(2, 2)]))

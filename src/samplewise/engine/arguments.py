@@ -103,6 +103,10 @@ def _check_weights(weights: object, samples: int, what: str) -> None:
     if not isinstance(weights, Tensor) or weights.shape != (samples,):
         found = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
         raise ParameterError(f"{what} must be a tensor of shape ({samples},), one value per sample; found {found}.")
+    finite = weights.detach().isfinite()
+    if not finite.all():
+        bad = int((~finite).nonzero()[0])
+        raise ParameterError(f"{what} must be finite; found {weights[bad].item()} at sample {bad}. Mind norms of zero.")
 
 
 def check_direction(direction: Any, parameters: Mapping[str, Tensor]) -> None:
