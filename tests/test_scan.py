@@ -71,4 +71,10 @@ def test_bad_arguments(task):
     with pytest.raises(ValueError, match="microbatch must be a positive number"):
         next(sw.scan(model, loss_fn, [(x, y)], microbatch=0))
     with pytest.raises(TypeError, match="loss_fn must be a function"):
-        next(sw.scan(model, nn.CrossEntropyLoss(), [(x, y)]))
+        next(sw.scan(model, nn.TripletMarginLoss(), [(x, y)]))
+
+
+def test_a_criterion(task):
+    model, x, y = task
+    ((_, g),) = sw.scan(model, nn.CrossEntropyLoss(), [(x, y)])
+    torch.testing.assert_close(g.norms(), sw.gradients(loss_fn(model, (x, y)), model).norms())

@@ -1,4 +1,4 @@
-"""Cutting a batch of any structure into samples start..stop.
+"""Cutting a batch of any structure into its samples.
 
 Tensors are cut along dim 0, lists of plain values (texts, ids) by position; tuples, named tuples, dicts and other
 mappings, and dataclasses are gone through. What has no dim 0 of the common length stays as it is.
@@ -7,10 +7,12 @@ mappings, and dataclasses are gone through. What has no dim 0 of the common leng
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+
+from samplewise.errors import BatchError
 
 PLAIN = (str, bytes, int, float, bool, type(None))
 
@@ -48,18 +50,48 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 
 def length(batch: Any) -> int | None:
-    """The number of samples, if the batch can be cut: the length that all its tensors share."""
-    lengths = {len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
-    opaque = any(not isinstance(leaf, (Tensor, *PLAIN)) and not _is_list_of_values(leaf) for leaf in leaves(batch))
-    return lengths.pop() if len(lengths) == 1 and not opaque else None
+    """The number of samples, if the batch can be cut: the length that all its tensors share, or, where it has none,
+    all its lists of values.
+    """
+    tensors: set[int] = set()
+    lists: set[int] = set()
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            if leaf.dim() > 0:
+                tensors.add(len(leaf))
+        elif _is_list_of_values(leaf):
+            lists.add(len(leaf))
+        elif not isinstance(leaf, PLAIN):
+            return None
+    lengths = tensors or lists
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
     """Samples start..stop of a batch whose `length` is known."""
+    return _of_each(batch, lambda leaf: leaf[start:stop])
+
+
+def take(batch: Any, places: list[int]) -> Any:
+    """The samples at these places of a batch whose `length` is known."""
+    return _of_each(batch, lambda leaf: leaf[places] if isinstance(leaf, Tensor) else [leaf[i] for i in places])
+
+
+def _of_each(batch: Any, some: Callable[[Any], Any]) -> Any:
+    """Changes what has one entry per sample."""
     total = length(batch)
 
-    def some(leaf: Any) -> Any:
+    def changed(leaf: Any) -> Any:
         sized = _is_list_of_values(leaf) or (isinstance(leaf, Tensor) and leaf.dim() > 0)
-        return leaf[start:stop] if sized and len(leaf) == total else leaf
+        return some(leaf) if sized and len(leaf) == total else leaf
 
-    return map_leaves(batch, some)
+    return map_leaves(batch, changed)
+
+
+def pick(batch: Any, key: Hashable) -> Any:
+    """batch[key] of mappings and sequences, batch.key of dataclasses, named tuples and other objects."""
+    try:
+        return getattr(batch, key) if isinstance(key, str) and not isinstance(batch, Mapping) else batch[key]
+    except (AttributeError, KeyError, IndexError, TypeError):
+        found = f"keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise BatchError(f"the batch must hold {key!r}; found {found}. Return it from the data set.") from None

@@ -15,7 +15,7 @@ from samplewise.engine.gradients import gradients
 from samplewise.engine.reference import jacobian_rows
 from samplewise.engine.table import render
 from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError
-from samplewise.losses import LossFn, check_loss_fn, losses_of
+from samplewise.losses import LossFn, as_loss_fn, per_sample
 
 TOLERANCE = 1e-9
 ALONE = 3  # samples that are recomputed alone
@@ -69,10 +69,10 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
     """Compares rows, norms and sums of every parameter with one backward pass per sample, and a few samples with
     themselves computed alone: that settles whether samples interact. The model itself is not touched.
     """
-    check_loss_fn(loss_fn)
+    loss_fn = as_loss_fn(loss_fn)
     twin, batch = copy.deepcopy(model).double(), map_leaves(batch, _doubled)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        losses = losses_of(loss_fn(twin, batch))
+        losses = per_sample(loss_fn(twin, batch))[0]
         try:
             found = gradients(losses, twin)
             lines = _compare(losses, found.full(), found.norms(by="parameter"), found.sum(), twin)
@@ -113,7 +113,7 @@ def _off(found: Tensor, truth: Tensor, scale: Tensor | None = None) -> float:
 def _alone(twin: nn.Module, loss_fn: LossFn, batch: Any, losses: Tensor) -> tuple[bool, list[str]]:
     """Each of a few samples computed alone must have the loss that it has among the others."""
     with torch.no_grad():
-        again = losses_of(loss_fn(twin, batch))
+        again = per_sample(loss_fn(twin, batch))[0]
         if not torch.equal(again, losses.detach()):
             return False, [
                 "the losses are random (dropout?), so no sample was recomputed alone; check in eval mode to settle it"
@@ -121,7 +121,7 @@ def _alone(twin: nn.Module, loss_fn: LossFn, batch: Any, losses: Tensor) -> tupl
         if length(batch) != len(losses):
             return False, ["the batch cannot be cut into its samples, so none was recomputed alone"]
         for i in range(min(ALONE, len(losses))):
-            alone = losses_of(loss_fn(twin, cut(batch, i, i + 1)))
+            alone = per_sample(loss_fn(twin, cut(batch, i, i + 1)))[0]
             if alone.shape != (1,) or not torch.isclose(alone[0], losses[i].detach(), rtol=1e-6, atol=1e-9):
                 return True, [
                     f"sample {i} has loss {losses[i].item():.6g} in the batch and "

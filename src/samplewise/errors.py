@@ -2,12 +2,16 @@
 
     SamplewiseError
     ├── LossesError             what was handed over as `losses` is not one attached value per sample
+    │   └── NonFiniteLossError  some of them are NaN or infinite
     ├── ParameterError          a parameter, direction or weight does not fit
     ├── GraphError              the autograd graph cannot be read: freed, opaque, or without the parameters
     ├── SamplesInteractError    one sample's loss depends on another sample's data
-    └── NonFiniteGradientError  losses are finite, their gradients are not
+    ├── NonFiniteGradientError  losses are finite, their gradients are not
+    ├── BatchError              a batch does not have the structure or the size that is asked for
+    └── TransformError          a transform is put together wrongly, or its answer is no coefficient per sample
 
     SamplesMayInteractWarning   shapes alone cannot tell whether samples interact
+    TrainingWarning             the first update shows something that is seldom meant
 
 Every message says what must hold, what was found, and what to do.
 """
@@ -19,6 +23,10 @@ class SamplewiseError(Exception):
 
 class LossesError(SamplewiseError, ValueError):
     """`losses` must be a 1-D floating-point tensor, one value per sample, attached to the autograd graph."""
+
+
+class NonFiniteLossError(LossesError):
+    """Losses must be finite."""
 
 
 class ParameterError(SamplewiseError, ValueError):
@@ -37,5 +45,17 @@ class NonFiniteGradientError(SamplewiseError, RuntimeError):
     """The gradient of some sample is NaN or infinite though its loss is not."""
 
 
+class BatchError(SamplewiseError, ValueError):
+    """A batch cannot be cut as asked, or does not hold what is looked for in it."""
+
+
+class TransformError(SamplewiseError, ValueError):
+    """A transform is put together wrongly, or answers with something else than coefficients."""
+
+
 class SamplesMayInteractWarning(UserWarning):
     """Something with one row per sample enters a part of the graph where samples are already mixed."""
+
+
+class TrainingWarning(UserWarning):
+    """Training goes on, but something about the model, the optimizer or the batches is seldom meant."""

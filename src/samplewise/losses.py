@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from samplewise.criteria import Criterion, is_criterion
+from samplewise.errors import LossesError
+
 LossFn = Callable[[nn.Module, Any], Any]
 
 
-def check_loss_fn(loss_fn: object) -> None:
-    if not callable(loss_fn) or isinstance(loss_fn, nn.Module):
+def as_loss_fn(loss_fn: Any) -> LossFn:
+    """The function as it is; a criterion of torch as a function that says each sample's part and denominator."""
+    if is_criterion(loss_fn):
+        return Criterion(loss_fn)
+    if not callable(loss_fn) or (isinstance(loss_fn, nn.Module) and not _takes_the_model(loss_fn)):
         raise TypeError(
-            f"loss_fn must be a function (model, batch) -> losses, one per sample; found {type(loss_fn).__name__}. "
-            "Write lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction='none'), or the like."
+            f"loss_fn must be a function (model, batch) -> losses, one per sample, or a criterion that is known; "
+            f"found {type(loss_fn).__name__}. Write lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], "
+            "reduction='none'), or the like; a module with weights of its own takes (model, batch) in forward."
         )
+    return loss_fn
 
 
-def losses_of(result: Any) -> Tensor:
-    """What a loss function returned, without the counts."""
-    return result[0] if isinstance(result, tuple) else result
+def _takes_the_model(module: nn.Module) -> bool:
+    """A loss module says so by the name of its first argument: forward(self, model, batch)."""
+    arguments = list(inspect.signature(module.forward).parameters)
+    return len(arguments) >= 2 and arguments[0] == "model"
+
+
+def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:
+    """What a loss function returned, as losses and counts. No counts: one each."""
+    if not isinstance(result, tuple):
+        return result, None
+    if len(result) != 2:
+        raise LossesError(f"loss_fn must return losses or (losses, counts); found a tuple of {len(result)}.")
+    losses, counts = result
+    if isinstance(losses, Tensor) and losses.dim() != 1:
+        return losses, None  # refused for that, by whoever asks for the losses
+    if not isinstance(counts, Tensor) or not isinstance(losses, Tensor) or counts.shape != losses.shape:
+        found = f"shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
+        wanted = tuple(losses.shape) if isinstance(losses, Tensor) else "(B,)"
+        raise LossesError(f"counts must be a tensor like the losses, {wanted}, one per sample; found {found}.")
+    return losses, counts.detach()

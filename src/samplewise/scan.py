@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +10,9 @@ from torch import Tensor, nn
 
 from samplewise.batches import cut, length
 from samplewise.engine.gradients import Gradients, gradients
-from samplewise.losses import LossFn, check_loss_fn, losses_of
+from samplewise.losses import LossFn, as_loss_fn, per_sample
+from samplewise.memory import bounded, free_memory, is_out_of_memory
+from samplewise.replay import snapshot
 
 
 def scan(
@@ -26,14 +26,14 @@ def scan(
 ) -> Iterator[tuple[Any, Gradients]]:
     """Yields (batch, g) for every piece of every batch.
 
-    `loss_fn(model, batch)` returns losses (B,), or (losses, counts). `microbatch` is the size of the pieces: a number,
-    None for batches as they come, or "auto" for the largest whose activations take no more than `memory` bytes
-    (default: a quarter of what is free). A batch that cannot be cut is taken whole.
+    `loss_fn(model, batch)` returns losses (B,), or (losses, counts), or is a criterion such as nn.CrossEntropyLoss().
+    `microbatch` is the size of the pieces: a number, None for batches as they come, or "auto" for the largest whose
+    activations take no more than `memory` bytes (default: a quarter of what is free). A batch that cannot be cut is
+    taken whole.
     """
     if not (microbatch in ("auto", None) or (isinstance(microbatch, int) and microbatch > 0)):
         raise ValueError(f"microbatch must be a positive number, None or 'auto'; found {microbatch!r}.")
-    check_loss_fn(loss_fn)
-    pieces = _Pieces(model, loss_fn, microbatch, memory or _free_memory(model) // 4)
+    pieces = _Pieces(model, as_loss_fn(loss_fn), microbatch, memory or free_memory(model) // 4)
     for batch in loader:
         for piece, losses in pieces.of(batch):
             yield piece, gradients(losses, model, strategy=strategy)
@@ -65,58 +65,16 @@ class _Pieces:
 
     def _losses(self, piece: Any) -> Tensor:
         with torch.enable_grad():
-            return losses_of(self.loss_fn(self.model, piece))
+            return per_sample(self.loss_fn(self.model, piece))[0]
 
     def _measured(self, piece: Any) -> Tensor | None:
         """None, with everything as it was, where the activations outgrow the memory."""
-        restore = _snapshot(self.model)
+        restore = snapshot(self.model)
         try:
-            with _bounded(self.memory):
+            with bounded(self.memory):
                 return self._losses(piece)
-        except (_Overflow, torch.OutOfMemoryError):
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             restore()
             return None
-
-
-class _Overflow(Exception):
-    pass
-
-
-@contextmanager
-def _bounded(memory: int) -> Iterator[None]:
-    """Stops the forward pass once what it saved for backward takes more than so many bytes."""
-    seen: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-        if sum(seen.values()) > memory:
-            raise _Overflow
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        yield
-
-
-def _snapshot(model: nn.Module) -> Callable[[], None]:
-    """Remembers buffers and random state; the function it returns brings them back."""
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-    random = torch.get_rng_state()
-    accelerator = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def restore() -> None:
-        torch.set_rng_state(random)
-        if accelerator:
-            torch.cuda.set_rng_state_all(accelerator)
-        with torch.no_grad():
-            for name, b in model.named_buffers():
-                b.copy_(buffers[name])
-
-    return restore
-
-
-def _free_memory(model: nn.Module) -> int:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samplewise.errors import LossesError, ParameterError
+from samplewise.errors import LossesError, NonFiniteLossError, ParameterError
 
 Weights = Tensor | Mapping[str, Tensor]
 
@@ -56,6 +56,19 @@ def _check_parameter(name: str, p: Tensor) -> None:
 
 
 def check_losses(losses: Tensor) -> None:
+    check_attached(losses)
+    finite = losses.detach().isfinite()
+    if not finite.all():
+        bad = (~finite).nonzero().flatten().tolist()
+        raise NonFiniteLossError(
+            f"losses must be finite; found {losses[bad[0]].item()} at sample {bad[0]} "
+            f"({len(bad)} of {len(losses)} samples are NaN or infinite). "
+            "Look at those samples, or leave them out of the batch."
+        )
+
+
+def check_attached(losses: Tensor) -> None:
+    """All but the values, so that no device is waited for."""
     if not isinstance(losses, Tensor):
         raise LossesError(f"losses must be a tensor with one value per sample; found {type(losses).__name__}.")
     if losses.dim() != 1:
@@ -75,14 +88,6 @@ def check_losses(losses: Tensor) -> None:
         raise LossesError(
             "losses must be attached to the autograd graph; found requires_grad=False. "
             "Compute them outside torch.no_grad(), without .detach(), from parameters that require gradients."
-        )
-    finite = losses.detach().isfinite()
-    if not finite.all():
-        bad = (~finite).nonzero().flatten().tolist()
-        raise LossesError(
-            f"losses must be finite; found {losses[bad[0]].item()} at sample {bad[0]} "
-            f"({len(bad)} of {len(losses)} samples are NaN or infinite). "
-            "Look at those samples, or leave them out of the batch."
         )
 
 

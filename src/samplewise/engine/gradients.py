@@ -46,19 +46,31 @@ def gradients(
         raise ValueError(f"interacting must be 'refuse' or 'allow'; found {interacting!r}.")
     if create_graph and strategy == "twice":
         raise ValueError("create_graph needs the forms kept; found strategy='twice', which drops them. Use 'fused'.")
+    modules = [parameters] if isinstance(parameters, nn.Module) else []
+    return gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting)
+
+
+def gradients_of(
+    losses: Tensor,
+    wanted: Mapping[str, Tensor],
+    modules: Iterable[nn.Module],
+    create_graph: bool = False,
+    strategy: str | None = None,
+    interacting: str = "refuse",
+) -> Gradients:
+    """As `gradients`, for some parameters of modules: the buffers of those are known to be no samples' data."""
     check_losses(losses)
-    wanted = named_parameters(parameters)
-    graph = Graph(losses, wanted)
+    graph = Graph(losses, dict(wanted))
     graph.check_readable()
-    return Gradients(graph, strategy or "fused", _constants(graph, parameters), create_graph, interacting)
+    return Gradients(graph, strategy or "fused", _constants(graph, modules), create_graph, interacting)
 
 
-def _constants(graph: Graph, parameters: object) -> set[int]:
+def _constants(graph: Graph, modules: Iterable[nn.Module]) -> set[int]:
     """Where the model's own tensors live."""
     own = [*graph.wanted.values()]
     own += [v for node in graph.nodes if isinstance(v := getattr(node, "variable", None), nn.Parameter)]
-    if isinstance(parameters, nn.Module):
-        own += [*parameters.parameters(), *parameters.buffers()]
+    for module in modules:
+        own += [*module.parameters(), *module.buffers()]
     return {tensor.untyped_storage().data_ptr() for tensor in own}
 
 
@@ -88,8 +100,7 @@ class Gradients:
     def norms(self, by: str) -> dict[str, Tensor]: ...
     def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
         """(B,), or with by="parameter" a dict of (B,)."""
-        if by not in (None, "parameter"):
-            raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
+        _check_by(by)
         if self._known_norms is None:
             self._known_norms = self._ask(lambda form, _: form.squared_norms())
         squared = self._known_norms
@@ -98,10 +109,19 @@ class Gradients:
                 return {name: _root(squared[name]) if name in squared else self._zeros() for name in self.names}
             return finite_numbers(_root(self._total(squared)), "norm")
 
-    def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
-        """(B,): the inner product of each sample's gradient with a direction, a dict like the parameters."""
+    @overload
+    def dot(self, direction: Mapping[str, Tensor], by: None = None) -> Tensor: ...
+    @overload
+    def dot(self, direction: Mapping[str, Tensor], by: str) -> dict[str, Tensor]: ...
+    def dot(self, direction: Mapping[str, Tensor], by: str | None = None) -> Tensor | dict[str, Tensor]:
+        """(B,): the inner product of each sample's gradient with a direction, a dict like the parameters; or with
+        by="parameter" a dict of (B,), each parameter's part of it.
+        """
+        _check_by(by)
         check_direction(direction, self._parameters)
-        return finite_numbers(self._total(self._ask(lambda form, name: form.dot(direction[name]))), "dot product")
+        parts = self._ask(lambda form, name: form.dot(direction[name]))
+        total = finite_numbers(self._total(parts), "dot product")
+        return total if by is None else {name: parts[name] if name in parts else self._zeros() for name in self.names}
 
     def gram(self, other: Gradients | None = None) -> Tensor:
         """(B, B) inner products of all pairs of samples, or (B, B2) with the samples of another `g`."""
@@ -297,6 +317,11 @@ class Gradients:
             n: found[n].to(_abs_dtype(p, found[n])) if n in found else torch.zeros_like(p)
             for n, p in self._parameters.items()
         }
+
+
+def _check_by(by: str | None) -> None:
+    if by not in (None, "parameter"):
+        raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
 
 
 def _accumulate(p: Tensor, gradient: Tensor) -> None:

@@ -1,0 +1,1 @@
+"""One update: slicing, accumulation, precision, counters."""

@@ -1,0 +1,92 @@
+"""What is seldom meant, said once, at the first update."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from samplewise.errors import TrainingWarning, TransformError
+from samplewise.transforms.chain import Chain
+from samplewise.transforms.numbers import PerSample
+
+SHOWN = 5
+
+
+def warn(message: str) -> None:
+    warnings.warn(message, TrainingWarning, stacklevel=2)
+
+
+def listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def look_at_modes(model: nn.Module) -> None:
+    """Modules in eval mode: the outermost ones."""
+    asleep = [name for name, module in model.named_modules() if not module.training]
+    outermost = [name for name in asleep if not any(name.startswith(f"{o}.") or o == "" for o in asleep if o != name)]
+    if outermost:
+        names = "the model" if outermost == [""] else listed(outermost)
+        warn(
+            f"modules are in eval mode while training: {names}. Dropout and running statistics stand still there. "
+            "Call model.train(), unless you mean it."
+        )
+
+
+def training_batch_norms(modules: Iterable[nn.Module]) -> list[str]:
+    return [
+        name
+        for root in modules
+        for name, module in root.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    ]
+
+
+def look_at_batch_norm(modules: Iterable[nn.Module], sizes: Sequence[int]) -> None:
+    """A window in pieces: each normalises by itself."""
+    if len(sizes) == 1 and sizes[0] > 1:
+        return
+    names = training_batch_norms(modules)
+    if names and 1 in sizes:
+        warn(
+            f"BatchNorm in training mode sees microbatches of one sample: {listed(names)}. Its statistics are then "
+            "those of single samples. Use larger microbatches, model.eval() for these modules, or GroupNorm."
+        )
+    elif names:
+        warn(
+            f"BatchNorm in training mode sees a window in {len(sizes)} pieces: {listed(names)}. Its statistics are "
+            "those of the pieces, so that results depend on how the window is cut. Use microbatch=None with batches of "
+            "the window's size, model.eval() for these modules, or GroupNorm."
+        )
+
+
+def look_at_reach(trained: dict[str, Tensor]) -> None:
+    """Parameters that got no gradient."""
+    missed = [name for name, p in trained.items() if p.requires_grad and p.grad is None]
+    if missed:
+        warn(
+            f"the optimizer has parameters that the loss does not reach: {listed(missed)}. They are not trained. "
+            "Look for a detach, an unused layer, or the wrong model."
+        )
+
+
+def look_at_strangers(strangers: dict[str, Tensor], reached: set[int]) -> None:
+    """Parameters that would have a gradient and no optimizer."""
+    missed = [name for name, p in strangers.items() if id(p) in reached]
+    if missed:
+        warn(
+            f"the loss reaches parameters that the optimizer does not have: {listed(missed)}. They are not trained. "
+            "Give them to the optimizer, or freeze them with requires_grad_(False)."
+        )
+
+
+def look_at_weights(chain: Chain, weights: Sequence[PerSample | None]) -> None:
+    """Weights that are all zero: an error, for nothing would be learned."""
+    columns = [w for found in weights for w in (found.values() if isinstance(found, dict) else [found])]
+    if columns and not any(w is None or bool(w.any()) for w in columns):
+        raise TransformError(
+            f"some sample of the first update must have a weight that is not zero; found none by {chain!r}. "
+            "Look at what it is computed from."
+        )

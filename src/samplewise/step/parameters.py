@@ -1,0 +1,66 @@
+"""The parameters that are trained: the optimizer's, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.errors import ParameterError
+
+
+class Trained:
+    """The optimizer's parameters with the names they have in the modules."""
+
+    def __init__(self, optimizer: Any, modules: Sequence[nn.Module]):
+        self._optimizer, self._modules = optimizer, modules
+        self._count = 0
+        self.cleared = 0  # how often: tells whether gradients are still those that one has seen
+        self.named: dict[str, Tensor] = {}
+        self.follow()
+
+    def follow(self) -> None:
+        """Looks again, should the optimizer have got more."""
+        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        if count != self._count:
+            self.named, self._count = self._name(), count
+
+    def wanted(self) -> dict[str, Tensor]:
+        """Those that are not frozen right now."""
+        return {name: p for name, p in self.named.items() if p.requires_grad}
+
+    def gradients(self) -> list[Tensor]:
+        """What is in `.grad`; of sparse gradients the values."""
+        found = [p.grad for p in self.named.values()]
+        return [g if g.layout is torch.strided else g._values() for g in found if g is not None]
+
+    def fill(self) -> None:
+        """Zeros where a parameter that could have a gradient has none."""
+        for p in self.named.values():
+            if p.grad is None and p.requires_grad:
+                p.grad = torch.zeros_like(p)
+
+    def clear(self) -> None:
+        self.cleared += 1
+        for p in self.named.values():
+            p.grad = None
+
+    def strangers(self) -> dict[str, Tensor]:
+        """Parameters of the modules that could be trained and that the optimizer does not have."""
+        ours = {id(p) for p in self.named.values()}
+        return {name: p for name, p in _names(self._modules) if p.requires_grad and id(p) not in ours}
+
+    def _name(self) -> dict[str, Tensor]:
+        known = {id(p): name for name, p in reversed(list(_names(self._modules)))}
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if not params:
+            raise ParameterError("the optimizer must have a parameter to train; found none.")
+        return {known.get(id(p), f"optimizer.{k}"): p for k, p in enumerate(params)}
+
+
+def _names(modules: Iterable[nn.Module]) -> Iterable[tuple[str, Tensor]]:
+    """As in the model; those of a loss module come after "loss."."""
+    for k, module in enumerate(modules):
+        yield from ((name if k == 0 else f"loss.{name}", p) for name, p in module.named_parameters())

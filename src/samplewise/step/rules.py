@@ -1,0 +1,61 @@
+"""Updates without an optimizer: a function (params, gradients) -> None is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Rule = Callable[[list[Tensor], list[Tensor]], None]
+
+
+def sgd(lr: float) -> Rule:
+    """The bare rule p -= lr × g."""
+    if not lr >= 0:
+        raise ValueError(f"lr must be zero or positive; found {lr!r}.")
+
+    def rule(params: list[Tensor], gradients: list[Tensor]) -> None:
+        torch._foreach_add_(params, gradients, alpha=-lr)
+
+    rule.lr = lr  # type: ignore[attr-defined]
+    return rule
+
+
+class ByRule:
+    """A rule with as much of an optimizer's surface as a step needs."""
+
+    def __init__(self, params: Iterable[Tensor], rule: Rule):
+        self.rule = rule
+        self.param_groups: list[dict[str, Any]] = [{"params": list(params), "lr": getattr(rule, "lr", float("nan"))}]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The rule sees the parameters that have a gradient, and those gradients, in the same order."""
+        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        self.rule(params, [p.grad for p in params])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def as_optimizer(optimizer: Any, params: Iterable[Tensor]) -> Any:
+    """What a `Step` was given as its optimizer."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "optimizer must update from the gradients it is given; found LBFGS, which calls the loss itself. "
+            "Write that loop with sw.gradients."
+        )
+    if hasattr(optimizer, "param_groups") and hasattr(optimizer, "step"):
+        return optimizer
+    if callable(optimizer) and not isinstance(optimizer, type):
+        return ByRule(params, optimizer)
+    found = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+    raise TypeError(
+        f"optimizer must be a torch.optim optimizer, or a function (params, gradients) -> None; found {found}. "
+        "Write torch.optim.SGD(model.parameters(), lr=0.1), or sw.sgd(0.1)."
+    )

@@ -1,0 +1,369 @@
+"""`sw.Step`: what one update is, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.batches import length
+from samplewise.errors import BatchError, LossesError, NonFiniteGradientError, NonFiniteLossError, ParameterError
+from samplewise.losses import as_loss_fn
+from samplewise.replay import Buffers
+from samplewise.step.audit import Audit
+from samplewise.step.evaluation import Evaluation
+from samplewise.step.finish import POLICIES, Finish
+from samplewise.step.grouping import Grouped
+from samplewise.step.microbatch import Auto, Microbatch
+from samplewise.step.mistakes import look_at_batch_norm, look_at_modes, look_at_reach, look_at_weights
+from samplewise.step.parameters import Trained
+from samplewise.step.parts import Part
+from samplewise.step.precision import Precision
+from samplewise.step.recall import Recall
+from samplewise.step.rules import Rule, as_optimizer
+from samplewise.step.slices import Slices
+from samplewise.step.summing import Plain, Summing, Weighted
+from samplewise.step.update import Totals, Update
+from samplewise.step.window import Counters, Window, nothing_known, opened
+from samplewise.transforms.chain import as_chain
+
+TAILS = ("update", "drop", "carry")
+
+
+class Step:
+    """Turns batches into updates of the parameters.
+
+        for update in step.over(loader):   # exactly one update per iteration
+            ...
+        step.run(loader)                   # the same to the end, returning the totals
+        step(batch)                        # by hand: the updates that this batch completed
+        step.flush()                       # ... and the one that is still open
+        step.accumulate(batch)             # all by hand
+        step.apply()
+
+    model, optimizer, loss_fn: `loss_fn(model, batch)` returns losses (B,), or (losses, counts) where each sample has
+    its own denominator; or a criterion such as nn.CrossEntropyLoss() for batches (x, y). The optimizer may be a
+    function (params, gradients) -> None, such as sw.sgd(0.1).
+
+    Three numbers that do not depend on each other: the loader's batch; `samples` per update (None: as they arrive);
+    `microbatch`, how many are computed at a time (None: as they arrive; "auto" or sw.auto(memory): as many as fit).
+    The gradient of an update is Σ c·g / Σ counts over its samples, however they came and were cut.
+
+    transforms: what happens to each sample's gradient before the sum: see `chain`.
+    tail: what becomes of samples that are too few for an update at the end of a loader: "update" with what is there,
+    "drop" them, or "carry" them into the next.
+    precision: None (leave it to the caller), "32", "bf16-mixed", or "16-mixed" with a loss scale.
+    max_grad_norm: bound on the norm of the update's gradient.
+    scheduler: steps once per update.
+    on_nonfinite: "raise" before the update, "skip" it, or "ignore".
+    audit: every so many updates one sample is computed alone and compared. None: at the first update. False: never.
+    record: {"norms"} to know `update.norms` where no transform needs them.
+
+    If anything raises, the open window is given up, and parameters, optimizer and buffers are as before it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Rule,
+        loss_fn: Any,
+        samples: int | None = None,
+        microbatch: int | str | Auto | None = None,
+        transforms: Any = (),
+        tail: str = "update",
+        precision: str | None = None,
+        max_grad_norm: float | None = None,
+        scheduler: Any = None,
+        *,
+        on_nonfinite: str = "raise",
+        audit: int | bool | None = None,
+        record: Collection[str] = (),
+    ):
+        _check(samples, tail, on_nonfinite, max_grad_norm, scheduler, record)
+        self.model, self.loss_fn = model, as_loss_fn(loss_fn)
+        self.samples, self.tail = samples, tail
+        self.transforms, self.record = as_chain(transforms), set(record)
+        self.counters = Counters()
+
+        modules = [model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
+        own = (p for module in modules for p in module.parameters() if p.requires_grad)
+        self.optimizer: Any = as_optimizer(optimizer, dict.fromkeys(own))
+        self.scheduler = scheduler
+        self._trained = Trained(self.optimizer, modules)
+        self.precision = Precision(precision, next(iter(self._trained.named.values())).device.type)
+        self._microbatch = Microbatch(microbatch, modules, self._trained)
+        self._evaluation = Evaluation(modules, self._trained, self.loss_fn, self.precision, self._microbatch.budget)
+        self._finish = Finish(
+            self._trained,
+            self.optimizer,
+            scheduler,
+            self.precision,
+            self.transforms.on_sum,
+            max_grad_norm,
+            on_nonfinite,
+        )
+        self._audit = Audit(self._evaluation, audit, self.transforms.needs_gradients)
+        self._buffers = Buffers(modules)
+        self._summing = self._make_summing()
+        self._window = Window()
+        self._rest: Slices | None = None  # of the last batch, while it is not used up
+        self._first, self._recall = True, None  # type: bool, Recall | None
+
+    # --- driving it ------------------------------------------------------------------------------------------------
+
+    def over(self, loader: Iterable[Any]) -> Iterator[Update]:
+        """One update per iteration. Whoever breaks out finds the unused samples of the last batch in the next call."""
+        yield from self._use_up()
+        for batch in loader:
+            self._rest = Slices(batch)
+            yield from self._use_up()
+        self.counters.epochs += 1
+        if self._window.open and self.tail == "update":
+            yield self.apply()
+        elif self.tail == "drop":
+            self._give_up()
+
+    def run(self, loader: Iterable[Any]) -> Totals:
+        """All updates of `over(loader)`, added up."""
+        totals = Totals()
+        for update in self.over(loader):
+            totals.add(update)
+        return totals
+
+    def __call__(self, batch: Any) -> list[Update]:
+        """The updates that this batch completes; the rest of its samples wait for the next batch, or for `flush`."""
+        updates = list(self._use_up())
+        self._rest = Slices(batch)
+        return updates + list(self._use_up())
+
+    def flush(self) -> Update | None:
+        """Ends the window with the samples that are there."""
+        return self.apply() if self._window.open else None
+
+    def accumulate(self, batch: Any) -> None:
+        """Adds a batch to the window, whatever its size."""
+        try:
+            rest = Slices(batch)
+            while not rest.empty:
+                self._add(*rest.take(self._microbatch.size))
+        except BaseException:
+            self._give_up()
+            raise
+
+    def apply(self) -> Update:
+        """One update from what has been accumulated."""
+        if not self._window.open:
+            raise BatchError("an update must have samples; found none accumulated. Call accumulate(batch) first.")
+        try:
+            return self._apply()
+        except BaseException:
+            self._give_up()
+            raise
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, loss scale, the microbatch that was found, and an open window as gradient sums. Samples that have
+        not been computed yet are not in it: the first of them is number `counters.samples`. Model, optimizer and
+        scheduler have state dicts of their own.
+        """
+        parts = self._window.state() if not self._window.waiting else {}
+        sums = {name: p.grad.clone() for name, p in self._trained.named.items() if p.grad is not None} if parts else {}
+        return {
+            "counters": asdict(self.counters),
+            "precision": self.precision.state_dict(),
+            "microbatch": self._microbatch.size,
+            "window": {"parts": parts, "sums": sums},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._give_up()
+        self.counters = Counters(**state["counters"])
+        self.precision.load_state_dict(state["precision"])
+        if self._microbatch.automatic:
+            self._microbatch.size = state["microbatch"]
+        self._window = opened(state["window"]["parts"])
+        self._buffers.remember()
+        for name, total_so_far in state["window"]["sums"].items():
+            self._trained.named[name].grad = total_so_far.clone()
+
+    # --- filling a window ------------------------------------------------------------------------------------------
+
+    def _use_up(self) -> Iterator[Update]:
+        """The updates that what is left of the last batch completes."""
+        while self._rest is not None:
+            update = self._fill()
+            if update is not None:
+                yield update
+
+    def _fill(self) -> Update | None:
+        """Takes pieces until an update is complete or the batch is used up."""
+        try:
+            while self._rest is not None:
+                size = self._add_next(self._rest)
+                if self._rest is None if self.samples is None else size == self.samples:
+                    return self._apply()
+        except BaseException:
+            self._give_up()
+            raise
+        return None
+
+    def _add_next(self, rest: Slices) -> int:
+        """Adds the next piece; returns how many samples the window has now."""
+        window, room = self._window, None if self.samples is None else self.samples - self._window.samples
+        limit = self._microbatch.size if room is None else min(room, self._microbatch.size or room)
+        piece, size = rest.take(limit)
+        if rest.empty:
+            self._rest = None
+        alone = not window.open and (rest.empty if room is None else size == room)
+        if room is not None and size is None and self._summing.window:
+            raise BatchError(_UNCUT.format(samples=self.samples, found="batches that cannot be cut"))
+        self._add(piece, size, alone)
+        if room is not None and window.samples > self.samples:  # type: ignore[operator]
+            found = f"a batch that cannot be cut and makes {window.samples}"
+            raise BatchError(_UNCUT.format(samples=self.samples, found=found))
+        return window.samples
+
+    def _add(self, piece: Any, size: int | None, alone: bool = False) -> None:
+        """Adds a piece of `size` samples, if that is known, to the window; `alone` if it will be all of it."""
+        started, window = perf_counter(), self._window
+        if not window.open:
+            self._begin(piece)
+        if self._recall is not None:
+            self._recall.pieces.append(piece)
+        if self._summing.window:
+            window.waiting.append(piece)
+            window.samples += size or length(piece) or 0
+        else:
+            parts = self._sum([piece], size, alone)
+            window.parts += parts
+            window.samples += self._counted(parts, size)
+        window.seconds += perf_counter() - started
+
+    def _begin(self, piece: Any) -> None:
+        self._trained.follow()
+        self._trained.clear()
+        self._buffers.remember()
+        if "norms" in self.record and not self._summing.knows_norms:
+            self._summing = self._make_summing()
+        self._summing.begin()
+        self._recall = None
+        if self._first:
+            look_at_modes(self.model)
+            if not self._summing.knows_norms:
+                self._recall = Recall(self._evaluation)
+        self._audit.look(piece, self._first, self.counters.updates)
+
+    def _sum(self, pieces: Sequence[Any], size: int | None, alone: bool) -> list[Part]:
+        """Gradients into `.grad`. What is not finite and may be skipped spoils the window, and is no error."""
+        window, summing = self._window, self._summing
+        if window.failure is not None:
+            return [nothing_known(size or 0)]
+        try:
+            if self._microbatch.automatic:
+                return self._microbatch.attempt(lambda pieces: summing.add(pieces, window.samples), pieces)
+            if alone and isinstance(summing, Plain) and not self.transforms.on_sum:
+                part, window.divided = summing.add_mean(pieces[0])
+                return [part]
+            return summing.add(pieces, window.samples)
+        except (NonFiniteLossError, NonFiniteGradientError) as error:
+            if not self._finish.may_skip(error):
+                raise
+            window.failure = error
+            return [nothing_known(size or 0)]
+
+    def _counted(self, parts: Sequence[Part], size: int | None) -> int:
+        found = sum(len(part) for part in parts)
+        if size is not None and found != size:
+            raise LossesError(
+                f"loss_fn must return one loss for each sample where batches are cut; found {found} losses for {size} "
+                "samples. Use samples=None and microbatch=None, or return one loss per sample."
+            )
+        self.counters.samples += found
+        self.counters.microbatches += len(parts)
+        return found
+
+    def _give_up(self) -> None:
+        """The open window never was."""
+        if self._window.open:
+            self._trained.clear()
+            self._buffers.restore()
+        self._window, self._rest = Window(), None
+
+    # --- the update ------------------------------------------------------------------------------------------------
+
+    def _apply(self) -> Update:
+        started, window = perf_counter(), self._window
+        if window.waiting:
+            window.parts = self._sum(window.waiting, window.samples, alone=False)
+            window.samples = self._counted(window.parts, window.samples or None)
+        if self._first:
+            self._look_back(window)
+        outcome = self._finish(window)
+        if outcome.skipped:
+            self._trained.clear()
+            self._buffers.restore()
+        update = Update(self.counters.updates, window.samples, outcome, window.parts, self._asked_late)
+        self.counters.updates += not outcome.skipped
+        self.counters.skipped += outcome.skipped
+        self._window, self._first = Window(), False
+        update.seconds = window.seconds + perf_counter() - started
+        return update
+
+    def _look_back(self, window: Window) -> None:
+        """What the first window tells of mistakes."""
+        if self._recall is not None:
+            self._recall.keep_parameters()
+        if window.failure is not None:
+            return
+        look_at_batch_norm(self._evaluation.modules, [len(part) for part in window.parts])
+        look_at_reach(self._trained.named)
+        look_at_weights(self.transforms, [part.weights for part in window.parts])
+
+    def _asked_late(self, update: Update) -> Tensor:
+        """Norms that nobody had asked for when they were at hand. The first update can be recalled; from now on they
+        are recorded.
+        """
+        self.record.add("norms")
+        if self._recall is None or update.index != 0 or self.counters.updates > 1:
+            raise ParameterError(
+                f"update.norms must be asked for before the update is made; found that nothing had asked for those of "
+                f"update {update.index}. They are known from the next update on; Step(..., record=['norms']) knows all."
+            )
+        return self._recall.norms()
+
+    def _make_summing(self) -> Summing:
+        if not self.transforms.needs_gradients and "norms" not in self.record:
+            return Plain(self._evaluation)
+        kind = Weighted if self.transforms.grouping is None else Grouped
+        return kind(self._evaluation, self.transforms, "norms" in self.record)
+
+
+_UNCUT = (
+    "samples={samples} must be met exactly; found {found}. Use samples=None, or batches whose tensors have one row per "
+    "sample."
+)
+
+
+def _check(
+    samples: object, tail: str, on_nonfinite: str, max_grad_norm: float | None, scheduler: Any, record: Any
+) -> None:
+    if not (samples is None or (type(samples) is int and samples > 0)):
+        raise ValueError(f"samples must be a positive number, or None for batches as they arrive; found {samples!r}.")
+    if tail not in TAILS:
+        raise ValueError(f"tail must be one of {', '.join(TAILS)}; found {tail!r}.")
+    if on_nonfinite not in POLICIES:
+        raise ValueError(f"on_nonfinite must be one of {', '.join(POLICIES)}; found {on_nonfinite!r}.")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be positive; found {max_grad_norm!r}.")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TypeError(
+            "scheduler must step once per update without being told a metric; found ReduceLROnPlateau. "
+            "Call its step(metric) yourself, after validation."
+        )
+    if isinstance(record, str) or set(record) - {"norms"}:
+        raise ValueError(f"record must be a set of names, of which there is 'norms'; found {record!r}.")

@@ -1,0 +1,151 @@
+"""From pieces of a window to the sum of their gradients in `.grad`, with each sample's coefficient where one is asked
+for. All sums carry the loss scale; they are divided later, once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.gradients import Gradients
+from samplewise.replay import snapshot
+from samplewise.step.evaluation import Evaluation
+from samplewise.step.parts import Part
+from samplewise.transforms.chain import Chain, Stage
+from samplewise.transforms.numbers import Numbers, PerSample
+from samplewise.transforms.reference import Reference
+
+
+class Summing(ABC):
+    """`window`: the pieces of a window must be handed over together. `knows_norms`: of every sample's gradient."""
+
+    window: bool
+    knows_norms: bool
+
+    def begin(self) -> None:  # noqa: B027 (most have nothing to do)
+        """A window begins."""
+
+    @abstractmethod
+    def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
+        """Adds the gradients of these pieces, the first of which begins at sample `start` of the window."""
+
+
+class Plain(Summing):
+    """Nothing is asked of single samples: one ordinary backward pass a piece."""
+
+    window = knows_norms = False
+
+    def __init__(self, evaluation: Evaluation):
+        self.evaluation = evaluation
+
+    def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
+        return [self._add(piece) for piece in pieces]
+
+    def _add(self, piece: Any) -> Part:
+        losses, counts = self.evaluation.losses(piece)
+        self.evaluation.add_sum(losses)
+        return Part(losses.detach(), counts)
+
+    def add_mean(self, piece: Any) -> tuple[Part, bool]:
+        """For a piece that is the whole window: divided on the way, so that the gradients are not gone over again.
+        Returns whether that was done: in half precision 1/B would not be exact.
+        """
+        losses, counts = self.evaluation.losses(piece)
+        exact = losses.dtype in (torch.float32, torch.float64)
+        if exact:
+            self.evaluation.add_mean(losses, counts)
+        else:
+            self.evaluation.add_sum(losses)
+        return Part(losses.detach(), counts), exact
+
+
+class OfNumbers(Summing):
+    """Knows how to measure what transforms need."""
+
+    def __init__(self, evaluation: Evaluation, chain: Chain, record_norms: bool):
+        self.evaluation, self.chain, self.record_norms = evaluation, chain, record_norms
+        self.window, self.knows_norms = chain.window, record_norms or "norms" in chain.samples.needs
+        self._directions: dict[Reference, dict[str, Tensor]] | None = None
+
+    def begin(self) -> None:
+        self._directions = None
+
+    @property
+    def directions(self) -> dict[Reference, dict[str, Tensor]]:
+        """Made once per window, when first needed."""
+        if self._directions is None:
+            self._directions = self.chain.directions(self.evaluation.trained.wanted())
+        return self._directions
+
+    def measured(self, g: Gradients, numbers: Numbers, stage: Stage, record: bool) -> Numbers:
+        """With the norms and dots that this stage needs, without the loss scale."""
+        by, scale = ("parameter" if stage.by_parameter else None), self.evaluation.precision.scale
+        norms = _unscaled(g.norms(by), scale) if "norms" in stage.needs or record else None
+        dots = {r: _unscaled(g.dot(self.directions[r], by), scale) for r in stage.references}
+        return replace(numbers, raw_norms=norms, raw_dots=dots)
+
+    def one_pass(self, piece: Any, start: int) -> tuple[Tensor, Gradients, Numbers]:
+        losses, counts = self.evaluation.losses(piece)
+        g = self.evaluation.gradients(losses)
+        numbers = Numbers(losses.detach(), _counts(losses, counts), piece, start)
+        return losses, g, self.measured(g, numbers, self.chain.samples, self.record_norms)
+
+    def all_numbers(self, pieces: Sequence[Any], start: int) -> list[Numbers]:
+        found: list[Numbers] = []
+        for piece in pieces:
+            found.append(self.one_pass(piece, start)[2])
+            start += len(found[-1])
+        return found
+
+
+class Weighted(OfNumbers):
+    """Each sample's gradient times its coefficient."""
+
+    def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
+        if self.window and len(pieces) > 1:
+            return self._in_two_passes(pieces, start)
+        parts: list[Part] = []
+        for piece in pieces:
+            parts.append(self._in_one_pass(piece, start))
+            start += len(parts[-1])
+        return parts
+
+    def _in_one_pass(self, piece: Any, start: int) -> Part:
+        _, g, numbers = self.one_pass(piece, start)
+        (numbers,) = self.chain.samples.weigh([numbers])
+        g.backward(numbers.coefficients, retain_graph=False)
+        return as_part(numbers)
+
+    def _in_two_passes(self, pieces: Sequence[Any], start: int) -> list[Part]:
+        """First the numbers of all pieces, then their sum. The second pass sees the same dropout as the first, and
+        buffers advance once.
+        """
+        restore = snapshot(*self.evaluation.modules)
+        weighed = self.chain.samples.weigh(self.all_numbers(pieces, start))
+        restore()
+        for piece, numbers in zip(pieces, weighed, strict=True):
+            losses, _ = self.evaluation.losses(piece)
+            if isinstance(numbers.coefficients, dict):
+                self.evaluation.gradients(losses).backward(numbers.coefficients)
+            else:
+                self.evaluation.add_sum(losses, numbers.coefficients)
+        return [as_part(numbers) for numbers in weighed]
+
+
+def as_part(numbers: Numbers) -> Part:
+    return Part(numbers.losses, numbers.counts, numbers.unscaled_norms, numbers.coefficients, numbers.shares)
+
+
+def _counts(losses: Tensor, counts: Tensor | None) -> Tensor:
+    return torch.ones_like(losses) if counts is None else counts
+
+
+def _unscaled(values: PerSample, scale: float) -> PerSample:
+    if scale == 1:
+        return values
+    return values / scale if isinstance(values, Tensor) else {name: v / scale for name, v in values.items()}

@@ -1,0 +1,127 @@
+"""What one update did. Nothing here waits for a device until it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.step.parts import Part, cat, total
+from samplewise.transforms.numbers import PerSample, together
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How an update ended."""
+
+    skipped: bool
+    lr: list[Any]  # of each of the optimizer's groups
+    norm: Callable[[], Tensor]
+    check: Callable[[], None] | None = None  # raises if what was left on the device to be checked is not finite
+
+
+class Update:
+    """One update of the parameters.
+
+    index     0, 1, 2, ...; of a skipped update the index that is still to be given
+    samples   how many it is made of
+    skipped   whether it was left out because of NaN or infinity
+    lr        the learning rate it was made with; a tuple if the optimizer's groups differ
+    seconds   of computation; waiting for data is not counted
+    loss      Σ losses / Σ counts, the true mean of the window
+    losses    (samples,) as returned by the loss function, in the order they came
+    norms     (samples,) of the samples' own gradients, before any transform
+    weights   (samples,) the coefficients they were summed with, or a dict name -> (samples,)
+    grad_norm of the update's gradient, before `max_grad_norm`
+    """
+
+    __slots__ = ("_asked_late", "_outcome", "_parts", "index", "samples", "seconds")
+
+    def __init__(
+        self, index: int, samples: int, outcome: Outcome, parts: list[Part], asked_late: Callable[[Update], Tensor]
+    ):
+        self.index, self.samples, self.seconds = index, samples, 0.0
+        self._outcome, self._parts, self._asked_late = outcome, parts, asked_late
+
+    @property
+    def skipped(self) -> bool:
+        return self._outcome.skipped
+
+    @property
+    def lr(self) -> float | tuple[float, ...]:
+        rates = tuple(map(float, self._outcome.lr))
+        return rates[0] if len(set(rates)) == 1 else rates
+
+    @property
+    def loss(self) -> float:
+        parts = self._known_parts()
+        return float(sum(p.losses.sum() for p in parts) / total(parts, shares=False))
+
+    @property
+    def losses(self) -> Tensor:
+        return cat([p.losses for p in self._known_parts()])
+
+    @property
+    def norms(self) -> Tensor:
+        parts = self._known_parts()
+        known = all(p.norms is not None for p in parts)
+        return cat([p.norms for p in parts]) if known else self._asked_late(self)
+
+    @property
+    def weights(self) -> PerSample:
+        return together([torch.ones_like(p.losses) if p.weights is None else p.weights for p in self._known_parts()])
+
+    @property
+    def grad_norm(self) -> float:
+        self._known_parts()
+        return float(self._outcome.norm())
+
+    def _known_parts(self) -> list[Part]:
+        """Where the check for NaN and infinity was left on the device, this is the time to read it."""
+        if self._outcome.check is not None:
+            self._outcome.check()
+        return self._parts
+
+    def __repr__(self) -> str:
+        skipped = ", skipped" if self.skipped else ""
+        return f"Update({self.index}: {self.samples} samples, loss {self.loss:.4g}{skipped})"
+
+
+class Totals:
+    """What `step.run` did: updates, skipped, samples, seconds, and the mean loss, which leaves out skipped updates."""
+
+    KEPT = 1000  # parts, before they are added up
+
+    def __init__(self) -> None:
+        self.updates = self.skipped = self.samples = 0
+        self.seconds = 0.0
+        self._parts: list[Part] = []
+        self._sum: Tensor | float = 0.0
+        self._count: Tensor | int = 0
+
+    def add(self, update: Update) -> None:
+        self.updates += not update.skipped
+        self.skipped += update.skipped
+        self.samples += update.samples
+        self.seconds += update.seconds
+        self._parts += [] if update.skipped else update._parts
+        if len(self._parts) > self.KEPT:
+            self._add_up()
+
+    @property
+    def loss(self) -> float:
+        self._add_up()
+        return float(self._sum / self._count) if self.updates else float("nan")
+
+    def _add_up(self) -> None:
+        if self._parts:
+            self._sum = self._sum + cat([p.losses for p in self._parts]).sum()
+            self._count = self._count + total(self._parts, shares=False)
+            self._parts = []
+
+    def __repr__(self) -> str:
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        return f"{self.updates} updates{skipped}, {self.samples} samples, loss {self.loss:.4g}, {self.seconds:.2f} s"

@@ -1,0 +1,57 @@
+"""The update that is being put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.step.parts import Part
+from samplewise.transforms.numbers import together
+
+
+@dataclass
+class Counters:
+    """What a step has done in all. `samples` have gone into an update or into the open window."""
+
+    samples: int = 0
+    microbatches: int = 0
+    updates: int = 0
+    skipped: int = 0
+    epochs: int = 0
+
+
+@dataclass(slots=True)
+class Window:
+    """Gradient sums are in `.grad`; here is what they are made of."""
+
+    parts: list[Part] = field(default_factory=list)
+    waiting: list[Any] = field(default_factory=list)  # pieces, where a transform must see the window as a whole
+    samples: int = 0
+    seconds: float = 0.0
+    divided: bool = False  # whether the sums are means already
+    failure: Exception | None = None  # why it will be skipped
+
+    @property
+    def open(self) -> bool:
+        return bool(self.parts or self.waiting)
+
+    def state(self) -> dict[str, Tensor]:
+        """The numbers of its samples, joined."""
+        columns = {name: [getattr(p, name) for p in self.parts] for name in Part.__slots__}
+        return {name: together(values) for name, values in columns.items() if values and values[0] is not None}  # type: ignore[misc]
+
+
+def opened(state: dict[str, Any]) -> Window:
+    """A window from its state."""
+    if not state:
+        return Window()
+    part = Part(**state)
+    return Window(parts=[part], samples=len(part))
+
+
+def nothing_known(samples: int) -> Part:
+    """For a window that is skipped before its losses are known."""
+    return Part(torch.full((samples,), torch.nan))

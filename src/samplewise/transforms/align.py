@@ -1,0 +1,37 @@
+"""Samples weighed by how far their gradients agree with a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from samplewise.transforms.numbers import Numbers, PerSample
+from samplewise.transforms.reference import Direction, Reference
+from samplewise.transforms.transform import SampleTransform, quotient
+
+
+def align(
+    reference: Direction | Callable[[], Direction], by: str = "cosine", renormalise: bool = False
+) -> SampleTransform:
+    """Weighs samples by the dot product of their gradient with a reference; those that point away get nothing.
+
+    reference: a dict name -> tensor, or a function that returns one and is called once per window, such as
+    lambda: sw.gradients(loss_fn(model, clean), model).mean().
+    by: "cosine", the dot product of the directions; or "dot", the dot product as it is.
+    """
+    if by not in ("cosine", "dot"):
+        raise ValueError(f"by must be 'cosine' or 'dot'; found {by!r}.")
+    towards = Reference(reference, unit=by == "cosine")
+
+    def answer(numbers: Numbers) -> PerSample:
+        dots = numbers.dots(towards).clamp(min=0)
+        return dots if by == "dot" else quotient(dots, numbers.norms)
+
+    options = (f", by={by!r}" if by != "cosine" else "") + (", renormalise=True" if renormalise else "")
+    return SampleTransform(
+        name=f"align(reference{options})",
+        formula="max(0, ⟨{g}, r⟩)" if by == "dot" else "max(0, ⟨{g}, r⟩/‖{g}‖‖r‖)",
+        answer=answer,
+        needs=frozenset() if by == "dot" else frozenset({"norms"}),
+        reference=towards,
+        renormalises=renormalise,
+    )

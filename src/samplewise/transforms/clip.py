@@ -1,0 +1,46 @@
+"""Gradients no longer than a bound."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samplewise.transforms.numbers import Numbers, PerSample
+from samplewise.transforms.transform import SampleTransform, positive
+
+
+def clip(max_norm: float, by: str | None = None, mode: str = "flat", gamma: float = 0.01) -> SampleTransform:
+    """Scales down each sample's gradient that is longer than `max_norm`: c = min(1, max_norm / norm).
+
+    by="parameter": each parameter's part of it by itself, so that the whole is no longer than
+    max_norm × √(number of parameters).
+    mode="automatic": c = max_norm / (norm + gamma), so that every gradient comes out just below `max_norm`, small ones
+    excepted.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be zero or positive; found {max_norm!r}.")
+    if by not in (None, "parameter"):
+        raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
+    if mode not in ("flat", "automatic"):
+        raise ValueError(f"mode must be 'flat' or 'automatic'; found {mode!r}.")
+    positive("gamma", gamma)
+
+    def coefficient(norms: Tensor) -> Tensor:
+        if mode == "automatic":
+            return max_norm / (norms + gamma)
+        return torch.where(norms > max_norm, max_norm / norms, 1.0)
+
+    def answer(numbers: Numbers) -> PerSample:
+        if by is None:
+            return coefficient(numbers.norms)
+        return {name: coefficient(norms) for name, norms in numbers.norms_by_parameter.items()}
+
+    length = "‖{g} of p‖" if by else "‖{g}‖"
+    options = (f", by={by!r}" if by else "") + (f", mode={mode!r}, gamma={gamma}" if mode != "flat" else "")
+    return SampleTransform(
+        name=f"clip({max_norm}{options})",
+        formula=f"min(1, {max_norm}/{length})" if mode == "flat" else f"{max_norm}/({length} + {gamma})",
+        answer=answer,
+        needs=frozenset({"norms"}),
+        by_parameter=by is not None,
+    )

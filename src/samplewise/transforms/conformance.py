@@ -1,0 +1,123 @@
+"""`check_transform`: what holds for every transform, for authors of new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.batches import cut, length, take
+from samplewise.errors import TransformError
+from samplewise.transforms.chain import as_transform
+from samplewise.transforms.numbers import Numbers, PerSample
+from samplewise.transforms.reference import Reference
+from samplewise.transforms.transform import Grouping, SampleTransform, SumTransform
+
+NAMES = ("weight", "bias")
+
+
+def check_transform(transform: Any, batch: Any = None) -> None:
+    """Raises TransformError, with what was found, unless the transform
+
+    - answers with one finite coefficient per sample, for one sample and for gradients of zero too,
+    - answers for a part of the samples as it does for all of them, unless it says that it needs the window,
+    - does not care about the order of samples,
+    - answers the same when asked again, and leaves what it was given as it was.
+
+    Or, if it acts on the sum: changes it in place, keeping it finite. `batch` is for those that look into it.
+    """
+    transform = as_transform(transform)
+    if isinstance(transform, SumTransform):
+        return _check_sum(transform)
+    if isinstance(transform, Grouping):
+        return _check_keys(transform, batch)
+    if "batch" in transform.needs and length(batch) is None:
+        raise TransformError(f"{transform} looks into the batch: check_transform(transform, batch) needs one.")
+    return _check_sample(transform, batch, length(batch) or 7)
+
+
+def _check_sample(transform: SampleTransform, batch: Any, samples: int) -> None:
+    whole = _numbers(transform, batch, samples)
+    answer = transform(whole)
+    _same(transform, transform(whole), answer, "the same when it is asked again")
+    if not _equal(whole.losses, _numbers(transform, batch, samples).losses):
+        raise TransformError(f"{transform} must leave the numbers it is given as they are; found them changed.")
+    transform(replace(whole, raw_norms=_each(whole.raw_norms, torch.zeros_like)))
+    transform(_at(whole, [0]))
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(1)).tolist()
+    if not transform.by_position:
+        _same(
+            transform, transform(_at(whole, order)), _each(answer, lambda a: a[order]), "whatever the order of samples"
+        )
+    if not transform.window:
+        half = list(range(samples // 2, samples))
+        part = replace(_at(whole, half), start=samples // 2)
+        _same(transform, transform(part), _each(answer, lambda a: a[half]), "for a part of the samples as for all")
+
+
+def _check_sum(transform: SumTransform) -> None:
+    sums = [torch.ones(3, 2), torch.ones(4, dtype=torch.float64)]
+    given = list(sums)
+    transform.act(sums)
+    if len(sums) != 2 or any(a is not b or not a.isfinite().all() for a, b in zip(sums, given, strict=False)):
+        raise TransformError(f"{transform} must change the sums in place and keep them finite; found that it does not.")
+
+
+def _check_keys(transform: Grouping, batch: Any) -> None:
+    keys, total = transform.keys(batch), length(batch)
+    if len(keys) != total:
+        raise TransformError(f"{transform} must give one key per sample; found {len(keys)} for {total} samples.")
+    if transform.keys(cut(batch, 1, total)) != keys[1:]:
+        raise TransformError(f"{transform} must give a sample the same key in any part of a batch; found another.")
+
+
+def _numbers(transform: SampleTransform, batch: Any, samples: int) -> Numbers:
+    """Everyday numbers, and of these what the transform has asked for."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some() -> Tensor:
+        return torch.rand(samples, generator=generator, dtype=torch.float64) * 3
+
+    def per_sample() -> PerSample:
+        return {name: some() for name in NAMES} if transform.by_parameter else some()
+
+    norms: PerSample | None = per_sample() if "norms" in transform.needs else None
+    references: list[Reference] = [] if transform.reference is None else [transform.reference]
+    return Numbers(
+        losses=some(),
+        counts=torch.ones(samples, dtype=torch.float64),
+        batch=batch if "batch" in transform.needs else None,
+        raw_norms=norms,
+        raw_dots={r: per_sample() for r in references},
+    )
+
+
+def _at(numbers: Numbers, places: list[int]) -> Numbers:
+    return replace(
+        numbers,
+        losses=numbers.losses[places],
+        counts=numbers.counts[places],
+        batch=None if numbers.batch is None else take(numbers.batch, places),
+        raw_norms=_each(numbers.raw_norms, lambda values: values[places]),
+        raw_dots={r: _each(dots, lambda values: values[places]) for r, dots in numbers.raw_dots.items()},
+    )
+
+
+def _each(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if values is None or isinstance(values, Tensor):
+        return None if values is None else change(values)
+    return {name: change(v) for name, v in values.items()}
+
+
+def _same(transform: SampleTransform, found: PerSample, wanted: PerSample, when: str) -> None:
+    if not _equal(found, wanted):
+        raise TransformError(f"{transform} must answer {when}; found {found} for {wanted}.")
+
+
+def _equal(found: PerSample, wanted: PerSample) -> bool:
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(_equal(found[name], wanted[name]) for name in found)
+    return isinstance(found, Tensor) and isinstance(wanted, Tensor) and torch.allclose(found, wanted, rtol=1e-9)

@@ -1,0 +1,58 @@
+"""Samples left out of the sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samplewise.transforms.numbers import Numbers, PerSample
+from samplewise.transforms.transform import SampleTransform
+
+
+def drop(largest: int = 0, smallest: int = 0, quantile: float | None = None, by: str = "norms") -> SampleTransform:
+    """Leaves out samples of the window and averages over the rest.
+
+    largest, smallest: how many, counted from either end; quantile: those above this quantile of the window.
+    by: "norms" of the gradients, or "losses".
+    """
+    for name, number in (("largest", largest), ("smallest", smallest)):
+        if not isinstance(number, int) or number < 0:
+            raise ValueError(f"{name} must be a whole number of samples, zero or more; found {number!r}.")
+    if quantile is not None and not 0 < quantile < 1:
+        raise ValueError(f"quantile must lie between 0 and 1; found {quantile!r}.")
+    if not (largest or smallest or quantile):
+        raise ValueError("drop needs one of largest=, smallest= or quantile=; found none.")
+    if by not in ("norms", "losses"):
+        raise ValueError(f"by must be 'norms' or 'losses'; found {by!r}.")
+
+    def answer(numbers: Numbers) -> PerSample:
+        values = numbers.norms if by == "norms" else numbers.losses
+        keep = torch.ones_like(values)
+        if quantile is not None:
+            keep[values > _quantile(values, quantile)] = 0
+        order = values.argsort(stable=True)
+        keep[order[:smallest]] = 0
+        keep[order[len(order) - min(largest, len(order)) :]] = 0
+        return keep
+
+    said = {"largest": largest or None, "smallest": smallest or None, "quantile": quantile}
+    options = [f"{name}={value}" for name, value in said.items() if value is not None]
+    options += [f"by={by!r}"] if by != "norms" else []
+    seen = "‖{g}‖" if by == "norms" else "loss"
+    return SampleTransform(
+        name=f"drop({', '.join(options)})",
+        formula=f"[{seen} kept by {', '.join(options)}]",
+        answer=answer,
+        needs=frozenset({by}),
+        window=True,
+        renormalises=True,
+    )
+
+
+def _quantile(values: Tensor, q: float) -> Tensor:
+    """As torch.quantile, which stops at 16 million values."""
+    ordered = values.sort().values
+    place = q * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return torch.lerp(ordered[below], ordered[above], place - below)

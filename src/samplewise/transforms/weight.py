@@ -1,0 +1,107 @@
+"""Coefficients that the user gives: a function, a tensor, or something in the batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.batches import pick
+from samplewise.errors import TransformError
+from samplewise.transforms.numbers import Numbers, PerSample
+from samplewise.transforms.transform import NEEDS, SampleTransform
+
+
+def weight(
+    by: Callable[..., Any] | Tensor | Hashable,
+    *,
+    index: Hashable = None,
+    renormalise: bool = False,
+    window: bool = False,
+) -> SampleTransform:
+    """Multiplies each sample's gradient with a weight.
+
+    by: a function that asks by the names of its arguments for what it needs, of losses, counts, norms and batch, and
+    returns (B,); or a tensor, one value for each sample of the window in order; or the key of the batch where the
+    weights are (a name, or the place in a tuple).
+    index: with a tensor: the key of the batch where the samples' numbers are; sample i is weighed by[number of i].
+    renormalise: divide the update by the sum of weight × count instead of the sum of counts.
+    window: the function must see the numbers of the whole window at once (ranks, quantiles).
+    """
+    if callable(by):
+        name, needs, answer = _asking(by, window)
+    elif isinstance(by, Tensor):
+        name, needs, answer = _listed(by, index)
+    else:
+        name, needs, answer = repr(by), frozenset({"batch"}), lambda numbers: _as_weights(pick(numbers.batch, by), by)
+    if index is not None and not isinstance(by, Tensor):
+        raise TransformError("index= says where to look a tensor's values up; found no tensor. Leave it out.")
+    if window and not callable(by):
+        raise TransformError("window=True is for functions; found none. Leave it out.")
+    options = (", renormalise=True" if renormalise else "") + (", window=True" if window else "")
+    return SampleTransform(
+        name=f"weight({name}{options})",
+        formula=_formula(name, needs),
+        answer=answer,
+        needs=needs,
+        window=window,
+        renormalises=renormalise,
+        by_position=isinstance(by, Tensor) and index is None,
+    )
+
+
+def _formula(name: str, needs: frozenset[str]) -> str:
+    symbols = {"losses": "loss", "counts": "count", "norms": "‖{g}‖", "batch": "batch"}
+    seen = ", ".join(symbol for need, symbol in symbols.items() if need in needs)
+    return f"{name}({seen})" if seen and needs != {"batch"} else f"w[{name}]"
+
+
+def _asking(function: Callable[..., Any], window: bool) -> tuple[str, frozenset[str], Callable[[Numbers], PerSample]]:
+    """A function's arguments are its needs."""
+    asked = list(inspect.signature(function).parameters)
+    unknown = [name for name in asked if name not in NEEDS]
+    if unknown or not asked:
+        found = f"{unknown[0]!r}" if unknown else "no argument"
+        raise TransformError(
+            f"a weight function asks by argument name for {', '.join(NEEDS)}; found {found}. "
+            "Write, say, def soft(losses): return torch.exp(-losses)."
+        )
+    if window and "batch" in asked:
+        raise TransformError("a function of the whole window sees numbers, not batches; found the argument 'batch'.")
+    name = getattr(function, "__name__", type(function).__name__)
+
+    def answer(numbers: Numbers) -> PerSample:
+        return function(**{need: getattr(numbers, need) for need in asked})
+
+    return ("function" if name == "<lambda>" else name), frozenset(asked), answer
+
+
+def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Callable[[Numbers], PerSample]]:
+    name = f"tensor of {len(values)}" + (f", index={index!r}" if index is not None else "")
+
+    def looked_up(numbers: Numbers) -> PerSample:
+        places = torch.as_tensor(pick(numbers.batch, index), device=values.device)
+        return values[places].to(numbers.losses.device)
+
+    def in_order(numbers: Numbers) -> PerSample:
+        stop = numbers.start + len(numbers)
+        if stop > len(values):
+            raise TransformError(
+                f"weight({name}) must have one value for each sample of the window; found a window of at least {stop}. "
+                "Set Step(samples=) to that number, or look values up with index=."
+            )
+        return values[numbers.start : stop].to(numbers.losses.device)
+
+    return (name, frozenset(), in_order) if index is None else (name, frozenset({"batch"}), looked_up)
+
+
+def _as_weights(found: Any, key: Hashable) -> Tensor:
+    try:
+        return torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise TransformError(
+            f"batch[{key!r}] must hold one number per sample to weigh by; found {type(found).__name__}."
+        ) from None
