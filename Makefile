@@ -63,6 +63,7 @@ format: $(DEV)
 
 bench: $(BENCH)
 	@$(PY) benchmarks/run.py
+	@$(PY) benchmarks/step.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

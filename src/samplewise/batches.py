@@ -67,22 +67,25 @@ def length(batch: Any) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def cut(batch: Any, start: int, stop: int) -> Any:
-    """Samples start..stop of a batch whose `length` is known."""
-    return _of_each(batch, lambda leaf: leaf[start:stop])
+def cut(batch: Any, start: int, stop: int, total: int | None = None) -> Any:
+    """Samples start..stop of a batch that can be cut; `total` is its length, if that is at hand."""
+    return _of_each(batch, lambda leaf: leaf[start:stop], total or length(batch))
 
 
 def take(batch: Any, places: list[int]) -> Any:
-    """The samples at these places of a batch whose `length` is known."""
-    return _of_each(batch, lambda leaf: leaf[places] if isinstance(leaf, Tensor) else [leaf[i] for i in places])
+    """The samples at these places of a batch that can be cut."""
+
+    def some(leaf: Any) -> Any:
+        return leaf[places] if isinstance(leaf, Tensor) else [leaf[i] for i in places]
+
+    return _of_each(batch, some, length(batch))
 
 
-def _of_each(batch: Any, some: Callable[[Any], Any]) -> Any:
+def _of_each(batch: Any, some: Callable[[Any], Any], total: int | None) -> Any:
     """Changes what has one entry per sample."""
-    total = length(batch)
 
     def changed(leaf: Any) -> Any:
-        sized = _is_list_of_values(leaf) or (isinstance(leaf, Tensor) and leaf.dim() > 0)
+        sized = leaf.dim() > 0 if isinstance(leaf, Tensor) else _is_list_of_values(leaf)
         return some(leaf) if sized and len(leaf) == total else leaf
 
     return map_leaves(batch, changed)

@@ -19,6 +19,8 @@ from samplewise.engine.rowwise import as_matrix, flat_squared_norms
 
 # A sum of products that is this small against its terms has lost its digits.
 CANCELLED = 1e-3
+# Samples of weight zero are left out of a sum if no more than this share remains.
+ENOUGH_LEFT = 0.75
 
 
 class OneHot(NamedTuple):
@@ -193,6 +195,12 @@ class Outer(Form):
         return rowwise.gram(self, other)
 
     def sum(self, weights: Tensor | None) -> Tensor:
+        kept = _worth_summing(weights)
+        if kept is not None and weights is not None:
+            return self.some(kept)._sum(weights[kept])
+        return self._sum(weights)
+
+    def _sum(self, weights: Tensor | None) -> Tensor:
         return total(_summed_term(term, weights) for term in self.terms).reshape(self.shape)
 
     def sum_of_squares(self, centre: Tensor | None) -> Tensor:
@@ -211,6 +219,14 @@ class Outer(Form):
 
     def describe(self) -> str:
         return f"factors, {self.tokens} token{'s' * (self.tokens != 1)}"
+
+
+def _worth_summing(weights: Tensor | None) -> Tensor | None:
+    """The samples whose weight is not zero, if enough of the others can be left out to pay for taking them apart."""
+    if weights is None or weights.requires_grad or weights.device.type != "cpu":
+        return None  # a device would have to be waited for
+    kept = weights.nonzero().flatten()
+    return kept if len(kept) <= ENOUGH_LEFT * len(weights) else None
 
 
 def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor]) -> Tensor:

@@ -40,8 +40,9 @@ class Finish:
         self.masks = on_nonfinite == "raise" and not precision.scales and _can_mask(optimizer, device)
 
     def __call__(self, window: Window) -> Outcome:
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._divide(window)
+        rates = [lr.clone() if isinstance(lr := group["lr"], Tensor) else lr for group in self.optimizer.param_groups]
+        if window.failure is None:
+            self._divide(window)
         sizes = self._sizes(window.parts) if self.checks and window.failure is None else None
         problem = window.failure if sizes is None or self.masks else self._problem(sizes, window.parts)
         if problem is not None:
@@ -70,8 +71,8 @@ class Finish:
             scale = 1.0
             for transform in self.on_sum:
                 transform.act(gradients)
-        if not (window.divided and scale == 1):
-            torch._foreach_div_(self.trained.gradients(), by * scale)
+        if not (window.divided and scale == 1) and (gradients := self.trained.gradients()):
+            torch._foreach_div_(gradients, by * scale)
 
     def _sizes(self, parts: Sequence[Part]) -> Sizes:
         return Sizes(self.trained.gradients(), [part.losses for part in parts])

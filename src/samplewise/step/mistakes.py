@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from samplewise.errors import TrainingWarning, TransformError
+from samplewise.errors import ParameterError, TrainingWarning, TransformError
 from samplewise.transforms.chain import Chain
 from samplewise.transforms.numbers import PerSample
 
@@ -65,6 +65,11 @@ def look_at_batch_norm(modules: Iterable[nn.Module], sizes: Sequence[int]) -> No
 def look_at_reach(trained: dict[str, Tensor]) -> None:
     """Parameters that got no gradient."""
     missed = [name for name, p in trained.items() if p.requires_grad and p.grad is None]
+    if missed and all(p.grad is None for p in trained.values()):
+        raise ParameterError(
+            f"the loss must reach a parameter that the optimizer has; found that it reaches none of {listed(missed)}. "
+            "Was the optimizer made from another model, or the model copied since?"
+        )
     if missed:
         warn(
             f"the optimizer has parameters that the loss does not reach: {listed(missed)}. They are not trained. "

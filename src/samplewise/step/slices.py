@@ -29,4 +29,4 @@ class Slices:
         total: int = self._total  # type: ignore[assignment]
         start, stop = self._start, total if limit is None else min(self._start + limit, total)
         self._start, self.empty = stop, stop == total
-        return (cut(self._batch, start, stop) if (start, stop) != (0, total) else self._batch), stop - start
+        return (cut(self._batch, start, stop, total) if (start, stop) != (0, total) else self._batch), stop - start

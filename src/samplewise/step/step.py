@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -91,20 +92,13 @@ class Step:
 
         modules = [model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
         own = (p for module in modules for p in module.parameters() if p.requires_grad)
-        self.optimizer: Any = as_optimizer(optimizer, dict.fromkeys(own))
-        self.scheduler = scheduler
-        self._trained = Trained(self.optimizer, modules)
+        optimizer = as_optimizer(optimizer, dict.fromkeys(own))
+        self._trained = Trained(optimizer, modules)
         self.precision = Precision(precision, next(iter(self._trained.named.values())).device.type)
         self._microbatch = Microbatch(microbatch, modules, self._trained)
         self._evaluation = Evaluation(modules, self._trained, self.loss_fn, self.precision, self._microbatch.budget)
         self._finish = Finish(
-            self._trained,
-            self.optimizer,
-            scheduler,
-            self.precision,
-            self.transforms.on_sum,
-            max_grad_norm,
-            on_nonfinite,
+            self._trained, optimizer, scheduler, self.precision, self.transforms.on_sum, max_grad_norm, on_nonfinite
         )
         self._audit = Audit(self._evaluation, audit, self.transforms.needs_gradients)
         self._buffers = Buffers(modules)
@@ -112,6 +106,14 @@ class Step:
         self._window = Window()
         self._rest: Slices | None = None  # of the last batch, while it is not used up
         self._first, self._recall = True, None  # type: bool, Recall | None
+
+    @property
+    def optimizer(self) -> Any:
+        return self._finish.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        return self._finish.scheduler
 
     # --- driving it ------------------------------------------------------------------------------------------------
 
@@ -125,7 +127,9 @@ class Step:
         if self._window.open and self.tail == "update":
             yield self.apply()
         elif self.tail == "drop":
-            self._give_up()
+            self._trained.clear()
+            self._buffers.restore()
+            self._window = Window()
 
     def run(self, loader: Iterable[Any]) -> Totals:
         """All updates of `over(loader)`, added up."""
@@ -203,30 +207,31 @@ class Step:
     def _fill(self) -> Update | None:
         """Takes pieces until an update is complete or the batch is used up."""
         try:
-            while self._rest is not None:
-                size = self._add_next(self._rest)
-                if self._rest is None if self.samples is None else size == self.samples:
+            while (rest := self._rest) is not None:
+                if self._room() > 0:
+                    self._add_next(rest)
+                if self._room() <= 0 or (rest.empty and self.samples is None):
                     return self._apply()
         except BaseException:
             self._give_up()
             raise
         return None
 
-    def _add_next(self, rest: Slices) -> int:
-        """Adds the next piece; returns how many samples the window has now."""
-        window, room = self._window, None if self.samples is None else self.samples - self._window.samples
-        limit = self._microbatch.size if room is None else min(room, self._microbatch.size or room)
-        piece, size = rest.take(limit)
+    def _room(self) -> float:
+        """How many samples the window has still to get."""
+        return inf if self.samples is None else self.samples - self._window.samples
+
+    def _add_next(self, rest: Slices) -> None:
+        window, limit = self._window, min(self._room(), self._microbatch.size or inf)
+        piece, size = rest.take(None if limit == inf else int(limit))
         if rest.empty:
             self._rest = None
-        alone = not window.open and (rest.empty if room is None else size == room)
-        if room is not None and size is None and self._summing.window:
+        if self.samples is not None and size is None and self._summing.window:
             raise BatchError(_UNCUT.format(samples=self.samples, found="batches that cannot be cut"))
-        self._add(piece, size, alone)
-        if room is not None and window.samples > self.samples:  # type: ignore[operator]
-            found = f"a batch that cannot be cut and makes {window.samples}"
+        self._add(piece, size, alone=not window.open and (rest.empty if self.samples is None else size == self.samples))
+        if self._room() < 0:
+            found = f"a batch that cannot be cut, with which there are {window.samples}"
             raise BatchError(_UNCUT.format(samples=self.samples, found=found))
-        return window.samples
 
     def _add(self, piece: Any, size: int | None, alone: bool = False) -> None:
         """Adds a piece of `size` samples, if that is known, to the window; `alone` if it will be all of it."""
@@ -245,6 +250,7 @@ class Step:
         window.seconds += perf_counter() - started
 
     def _begin(self, piece: Any) -> None:
+        self._window.begun = True
         self._trained.follow()
         self._trained.clear()
         self._buffers.remember()
@@ -288,10 +294,12 @@ class Step:
         return found
 
     def _give_up(self) -> None:
-        """The open window never was."""
-        if self._window.open:
+        """The open window never was, and what is left of the batch is left alone."""
+        if self._window.begun:
             self._trained.clear()
             self._buffers.restore()
+            self.counters.samples -= sum(len(part) for part in self._window.parts)
+            self.counters.microbatches -= len(self._window.parts)
         self._window, self._rest = Window(), None
 
     # --- the update ------------------------------------------------------------------------------------------------
@@ -328,13 +336,15 @@ class Step:
         """Norms that nobody had asked for when they were at hand. The first update can be recalled; from now on they
         are recorded.
         """
-        self.record.add("norms")
-        if self._recall is None or update.index != 0 or self.counters.updates > 1:
+        if self._recall is None:
+            self.record.add("norms")
             raise ParameterError(
                 f"update.norms must be asked for before the update is made; found that nothing had asked for those of "
                 f"update {update.index}. They are known from the next update on; Step(..., record=['norms']) knows all."
             )
-        return self._recall.norms()
+        norms = self._recall.norms()
+        self.record.add("norms")
+        return norms
 
     def _make_summing(self) -> Summing:
         if not self.transforms.needs_gradients and "norms" not in self.record:

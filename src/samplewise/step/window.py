@@ -32,6 +32,7 @@ class Window:
     samples: int = 0
     seconds: float = 0.0
     divided: bool = False  # whether the sums are means already
+    begun: bool = False  # whether anything may have been changed for it
     failure: Exception | None = None  # why it will be skipped
 
     @property
@@ -49,7 +50,7 @@ def opened(state: dict[str, Any]) -> Window:
     if not state:
         return Window()
     part = Part(**state)
-    return Window(parts=[part], samples=len(part))
+    return Window(parts=[part], samples=len(part), begun=True)
 
 
 def nothing_known(samples: int) -> Part:

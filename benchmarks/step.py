@@ -1,0 +1,136 @@
+"""What a `Step` costs over the textbook loop that does the same, in one process, taking turns.
+
+python benchmarks/step.py [--rounds 15] [--threads 1]
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from workloads import Workload, build, classification
+
+import samplewise as sw
+
+Loop = Callable[[], None]
+CLIP = 1.0
+
+
+def tiny() -> Workload:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    return Workload("tiny MLP", model, torch.randn(32, 8), torch.randint(2, (32,)), classification, clip=CLIP)
+
+
+class Contest:
+    """Loops that train copies of one model on the same batches."""
+
+    def __init__(self, work: Workload, updates: int):
+        self.work, self.updates = work, updates
+        self.batches = [(work.inputs, work.targets)] * updates
+
+    def loss_fn(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.work.loss(model(batch[0]), batch[1])
+
+    def fresh(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = copy.deepcopy(self.work.model)
+        return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def textbook(self, pieces: int = 1) -> Loop:
+        model, optimizer = self.fresh()
+
+        def loop() -> None:
+            for inputs, targets in self.batches:
+                optimizer.zero_grad()
+                for x, y in zip(inputs.chunk(pieces), targets.chunk(pieces), strict=True):
+                    (self.loss_fn(model, (x, y)).sum() / len(inputs)).backward()
+                optimizer.step()
+
+        return loop
+
+    def textbook_mean(self) -> Loop:
+        model, optimizer = self.fresh()
+
+        def loop() -> None:
+            for batch in self.batches:
+                optimizer.zero_grad()
+                self.loss_fn(model, batch).mean().backward()
+                optimizer.step()
+
+        return loop
+
+    def clipped_by_hand(self) -> Loop:
+        model, optimizer = self.fresh()
+
+        def loop() -> None:
+            for batch in self.batches:
+                g = sw.gradients(self.loss_fn(model, batch), model)
+                optimizer.zero_grad()
+                g.backward((self.work.clip / g.norms()).clamp(max=1) / len(g))
+                optimizer.step()
+
+        return loop
+
+    def step(self, **options: object) -> Loop:
+        model, optimizer = self.fresh()
+        step = sw.Step(model, optimizer, self.loss_fn, **options)  # type: ignore[arg-type]
+
+        def loop() -> None:
+            for _ in step.over(self.batches):
+                pass
+
+        return loop
+
+    def pairs(self) -> dict[str, tuple[Loop, Loop]]:
+        """name -> (ours, theirs)"""
+        batch = len(self.work.inputs)
+        mean = self.textbook_mean()
+        clip = [sw.clip(self.work.clip)]
+        return {
+            "no transform, on_nonfinite='ignore'": (self.step(on_nonfinite="ignore"), mean),
+            "the same, samples=B": (self.step(on_nonfinite="ignore", samples=batch), mean),
+            "no transform, checked": (self.step(), mean),
+            "microbatch=B/4": (self.step(microbatch=batch // 4), self.textbook(4)),
+            "clip": (self.step(transforms=clip), self.clipped_by_hand()),
+            "clip, against no clip": (self.step(transforms=clip), mean),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(1)
+    print(f"\n### A Step against the textbook loop, {options.threads} thread{'s' * (options.threads != 1)}\n")
+    print("| | | textbook, µs | step, µs | difference, µs | ratio |\n|---|---|---|---|---|---|")
+    for contest in (Contest(tiny(), 200), Contest(build("mlp"), 4), Contest(build("encoder"), 1)):
+        for name, pair in contest.pairs().items():
+            print(line(contest, name, *pair, options.rounds), flush=True)
+
+
+def line(contest: Contest, name: str, ours: Loop, theirs: Loop, rounds: int) -> str:
+    print(f"{contest.work.name}: {name}", file=sys.stderr)
+    times: dict[Loop, list[float]] = {ours: [], theirs: []}
+    for loop in times:
+        loop()
+    for _ in range(rounds):
+        for loop, found in times.items():
+            start = time.perf_counter()
+            loop()
+            found.append((time.perf_counter() - start) / contest.updates * 1e6)
+    here, there = times[ours], times[theirs]
+    difference = statistics.median(a - b for a, b in zip(here, there, strict=True))
+    ratio = statistics.median(a / b for a, b in zip(here, there, strict=True))
+    medians = f"{statistics.median(there):.0f} | {statistics.median(here):.0f}"
+    return f"| {contest.work.name} | {name} | {medians} | {difference:+.0f} | {ratio:.3f} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What one update is: three independent numbers, and the same parameters whichever way the data arrive."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import samplewise as sw
+
+torch.manual_seed(0)
+x = torch.randn(100, 8, dtype=torch.float64)
+y = torch.randint(0, 3, (100,))
+start = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def train(batch_size, **options):
+    """One epoch; returns all parameters as one vector."""
+    model = copy.deepcopy(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), **options)
+    totals = step.run(DataLoader(TensorDataset(x, y), batch_size=batch_size))
+    print(f"loader {batch_size:3}  {options!s:44} {totals.updates:3} updates, loss {totals.loss:.4f}")
+    return nn.utils.parameters_to_vector(model.parameters())
+
+
+print("an update is a batch of the loader:")
+train(20)
+print("\nan update is 30 samples; the last one has 10, and is scaled by 10:")
+whole = train(30, samples=30)  # as they arrive
+ways = [
+    train(10, samples=30),  # accumulation: three batches
+    train(100, samples=30),  # slices of one large batch
+    train(7, samples=30),  # windows that begin and end inside a batch
+    train(30, samples=30, microbatch=8),  # thirty at a time would not fit
+    train(64, samples=30, microbatch="auto"),
+]
+print(f"largest difference between any two: {max((whole - way).abs().max() for way in ways):.0e}")
+print("\nthe ragged end left out, or kept for the next epoch:")
+train(10, samples=30, tail="drop")
+train(10, samples=30, tail="carry")

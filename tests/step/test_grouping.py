@@ -1,0 +1,545 @@
+"""Groups of samples, against a loop: one backward pass a sample, summed group by group."""
+
+from collections import namedtuple
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import samplewise as sw
+
+LR = 0.1
+close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
+
+
+# ------------------------------------------------------------- data
+
+
+def drawn(*shape):
+    return torch.randn(*shape, generator=DRAW, dtype=torch.float64)
+
+
+DRAW = torch.Generator().manual_seed(3)
+USERS = torch.tensor([7, 4, 7, 7, 9, 4, 7, 9, 7, 4, 11, 7, 9])  # one of seven samples, one of one
+DATA = {
+    "x": drawn(13, 4),
+    "y": drawn(13, 3),
+    "w": drawn(13).square(),
+    "n": torch.randint(1, 6, (13,), generator=DRAW),
+    "user": USERS,
+    "name": [f"user {k}" for k in USERS.tolist()],
+}
+
+# loader batch, samples, microbatch
+GRID = {
+    "one piece": (5, None, None),
+    "pieces of one batch": (13, None, 4),
+    "several batches": (3, 7, None),
+    "several batches in pieces": (4, 7, 2),
+    "ends inside a batch": (13, 7, None),
+    "one by one": (1, 13, 1),
+}
+
+
+def cut(data, size):
+    return [{key: values[k : k + size] for key, values in data.items()} for k in range(0, len(data["x"]), size)]
+
+
+def mlp():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def squared(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().sum(1)
+
+
+def counted(model, batch):
+    return squared(model, batch) * batch["n"], batch["n"]
+
+
+# ------------------------------------------------------------- the loop
+
+
+Rows = namedtuple("Rows", "losses counts grads batch")  # grads: name -> (B, *shape), of samples or of groups
+
+
+def one_by_one(model, loss_fn, batch):
+    names = [name for name, _ in model.named_parameters()]
+    losses, counts, rows = [], [], []
+    for sample in cut(batch, 1):
+        found = loss_fn(model, sample)
+        loss, count = found if isinstance(found, tuple) else (found, torch.ones(1).double())
+        rows.append(torch.autograd.grad(loss.sum(), list(model.parameters())))
+        losses.append(loss.detach())
+        counts.append(count.double())
+    grads = dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True))
+    return Rows(torch.cat(losses), torch.cat(counts), grads, batch)
+
+
+def parts(rows):
+    return {name: g.flatten(1).square().sum(1).sqrt() for name, g in rows.grads.items()}
+
+
+def norms(rows):
+    return torch.stack(list(parts(rows).values())).square().sum(0).sqrt()
+
+
+def dots(rows, reference):
+    return sum((g * reference[name]).flatten(1).sum(1) for name, g in rows.grads.items())
+
+
+def clipped(lengths, bound):
+    return torch.tensor([1.0 if n <= bound else bound / n for n in lengths.tolist()], dtype=torch.float64)
+
+
+def in_groups(rows, own, shares):
+    """Rows of groups instead of samples, and the place of each sample's group in them."""
+    users = rows.batch["user"].tolist()
+    owner = torch.tensor([list(dict.fromkeys(users)).index(user) for user in users])
+    member = (owner == torch.arange(int(owner.max()) + 1)[:, None]).double()  # (groups, B)
+    grads = {name: torch.tensordot(member * own, g, dims=1) for name, g in rows.grads.items()}
+    return Rows(member @ (own * rows.losses), member @ shares, grads, None), owner
+
+
+def loop(model, loss_fn, batches, of_samples, of_groups):
+    """of_samples(rows) -> coefficients, shares of the denominator; of_groups(rows) likewise."""
+    for batch in batches:
+        rows = one_by_one(model, loss_fn, batch)
+        own, shares = of_samples(rows)
+        groups, owner = in_groups(rows, own, shares)
+        c, below = of_groups(groups)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p -= LR * torch.tensordot(c[name] if isinstance(c, dict) else c, groups.grads[name], dims=1) / below
+        whole = {name: own * part[owner] for name, part in c.items()} if isinstance(c, dict) else own * c[owner]
+        yield rows, whole
+
+
+def agrees(transforms, of_samples, of_groups, shape, loss_fn=squared, data=DATA, **options):
+    ours, theirs = mlp(), mlp()
+    batch, samples, microbatch = shape
+    step = sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch, transforms, **options)
+    updates = list(step.over(cut(data, batch)))
+    wanted = list(loop(theirs, loss_fn, cut(DATA, samples or batch), of_samples, of_groups))
+    for update, (rows, c) in zip(updates, wanted, strict=True):
+        close(update.losses, rows.losses)
+        close(update.weights, c)
+        assert update.samples == len(rows.losses)
+        assert update.loss == pytest.approx(float(rows.losses.sum() / rows.counts.sum()), rel=1e-10)
+    close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+    return updates, wanted
+
+
+# ------------------------------------------------------------- the rules, written out
+
+
+def as_they_are(rows):
+    return torch.ones_like(rows.losses), rows.counts
+
+
+def clip_samples(rows):
+    return clipped(norms(rows), 4.0), rows.counts
+
+
+def weigh(rows):
+    return rows.batch["w"], rows.batch["w"] * rows.counts
+
+
+def drop_two_samples(rows):
+    keep = torch.ones_like(rows.losses)
+    keep[rows.losses.argsort()[-2:]] = 0
+    return keep, keep * rows.counts
+
+
+def clip_groups(rows):
+    return clipped(norms(rows), 5.0), rows.counts.sum()
+
+
+def clip_parts_of_groups(rows):
+    return {name: clipped(lengths, 3.0) for name, lengths in parts(rows).items()}, rows.counts.sum()
+
+
+def drop_a_group(rows):
+    keep = torch.ones_like(rows.losses)
+    keep[norms(rows).argmax()] = 0
+    return keep, (keep * rows.counts).sum()
+
+
+def clip_then_drop(rows):
+    """chain(clip(5.0), drop(smallest=1))"""
+    c = clipped(norms(rows), 5.0)
+    keep = torch.ones_like(c)
+    keep[(c * norms(rows)).argmin()] = 0
+    return c * keep, (keep * rows.counts).sum()
+
+
+def weigh_groups(rows):
+    """weight(per_group, renormalise=True)"""
+    c = rows.losses / rows.counts / (1 + norms(rows))
+    return c, (c * rows.counts).sum()
+
+
+def per_group(losses, counts, norms):
+    return losses / counts / (1 + norms)
+
+
+def average(rows):
+    return norms(rows).mean() / norms(rows), rows.counts.sum()
+
+
+REFERENCE = {name: g[[2, 6, 11]].mean(0) for name, g in one_by_one(mlp(), squared, DATA).grads.items()}
+
+
+def align_groups(rows):
+    length = torch.cat([r.flatten() for r in REFERENCE.values()]).norm()
+    return (dots(rows, REFERENCE) / norms(rows) / length).clamp(min=0), rows.counts.sum()
+
+
+def none(rows):
+    return torch.ones_like(rows.losses), rows.counts.sum()
+
+
+BY = sw.group("user")
+CASES = {
+    "group": (BY, as_they_are, none),
+    "group, clip": (sw.chain(BY, sw.clip(5.0)), as_they_are, clip_groups),
+    "group, clip by parameter": (sw.chain(BY, sw.clip(3.0, by="parameter")), as_they_are, clip_parts_of_groups),
+    "group, drop": (sw.chain(BY, sw.drop(largest=1)), as_they_are, drop_a_group),
+    "group, clip, drop": (sw.chain(BY, sw.clip(5.0), sw.drop(smallest=1)), as_they_are, clip_then_drop),
+    "group, weight": (sw.chain(BY, sw.weight(per_group, renormalise=True)), as_they_are, weigh_groups),
+    "group, normalize": (sw.chain(BY, sw.normalize("mean")), as_they_are, average),
+    "group, align": (sw.chain(BY, sw.align(REFERENCE)), as_they_are, align_groups),
+    "clip, group, clip": (sw.chain(sw.clip(4.0), BY, sw.clip(5.0)), clip_samples, clip_groups),
+    "weight, group, clip": (sw.chain(sw.weight("w", renormalise=True), BY, sw.clip(5.0)), weigh, clip_groups),
+    "weight, group, drop": (sw.chain(sw.weight("w", renormalise=True), BY, sw.drop(largest=1)), weigh, drop_a_group),
+    "drop, group, clip by parameter": (
+        sw.chain(sw.drop(largest=2, by="losses"), BY, sw.clip(3.0, by="parameter")),
+        drop_two_samples,
+        clip_parts_of_groups,
+    ),
+}
+
+
+@pytest.mark.parametrize("loss_fn", [squared, counted])
+@pytest.mark.parametrize("shape", GRID.values(), ids=GRID)
+@pytest.mark.parametrize(("transforms", "of_samples", "of_groups"), CASES.values(), ids=CASES)
+def test_the_same_parameters_as_the_loop(transforms, of_samples, of_groups, shape, loss_fn):
+    agrees(transforms, of_samples, of_groups, shape, loss_fn)
+
+
+def test_the_bounds_bite_some_groups_and_not_others():
+    """Else the comparisons above would compare nothing."""
+    rows = one_by_one(mlp(), squared, DATA)
+    groups, _ = in_groups(rows, *as_they_are(rows))
+    assert 0 < int((norms(groups) > 5.0).sum()) < 4
+    assert 0 < int((norms(rows) > 4.0).sum()) < 13
+    over = torch.stack([lengths > 3.0 for lengths in parts(groups).values()])
+    assert over.any() and not over.all()
+    assert 0 < int((dots(groups, REFERENCE) > 0).sum()) < 4
+
+
+# ------------------------------------------------------------- keys
+
+
+def initial(batch):
+    return [f"{user:02d}"[0] + f"{user:02d}"[1] for user in batch["user"].tolist()]
+
+
+KEYS = {
+    "tensor": "user",
+    "strings": "name",
+    "function": initial,
+    "function that returns a tensor": lambda batch: batch["user"] * 2,
+    "function that returns a tuple": lambda batch: tuple(batch["name"]),
+}
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("shape", [(13, None, None), (4, 7, 2)], ids=str)
+def test_keys_of_any_kind(key, shape):
+    agrees(sw.chain(sw.group(key), sw.clip(5.0)), as_they_are, clip_groups, shape)
+
+
+@pytest.mark.parametrize("key", [2, -1], ids=str)
+def test_a_place_in_the_tuple(key):
+    ours, theirs = mlp(), mlp()
+    step = sw.Step(
+        ours, sw.sgd(LR), lambda m, b: squared(m, {"x": b[0], "y": b[1]}), 7, 2, [sw.group(key), sw.clip(5.0)]
+    )
+    step.run([(b["x"], b["y"], b["user"]) for b in cut(DATA, 4)])
+    list(loop(theirs, squared, cut(DATA, 7), as_they_are, clip_groups))
+    close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+
+
+@pytest.mark.parametrize("shape", GRID.values(), ids=GRID)
+def test_each_sample_its_own_group(shape):
+    """Then groups are samples."""
+    data = {**DATA, "user": torch.arange(13)}
+    ours, theirs = mlp(), mlp()
+    batch, samples, microbatch = shape
+    sw.Step(ours, sw.sgd(LR), counted, samples, microbatch, [BY, sw.clip(4.0)]).run(cut(data, batch))
+    sw.Step(theirs, sw.sgd(LR), counted, samples, microbatch, sw.clip(4.0)).run(cut(data, batch))
+    close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+
+
+@pytest.mark.parametrize("shape", [(13, None, None), (4, 7, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("key", "error", "message"),
+    [
+        ("nobody", sw.BatchError, "the batch must hold 'nobody'; found keys 'x', 'y', 'w', 'n', 'user', 'name'"),
+        ("x", sw.TransformError, r"group\('x'\) needs one name or number per sample; found a table"),
+        (lambda batch: ["a"], sw.TransformError, r"group must give one key per sample; found . keys? for \d+ samples"),
+    ],
+)
+def test_keys_that_are_none(key, error, message, shape):
+    batch, samples, microbatch = shape
+    model = mlp()
+    with pytest.raises(error, match=message):
+        sw.Step(model, sw.sgd(LR), squared, samples, microbatch, sw.group(key)).run(cut(DATA, batch))
+    close(dict(model.named_parameters()), dict(mlp().named_parameters()), rtol=0, atol=0)
+
+
+# ------------------------------------------------------------- what an update says
+
+
+@pytest.mark.parametrize("shape", GRID.values(), ids=GRID)
+@pytest.mark.parametrize("name", ["group, clip", "clip, group, clip", "group, drop"])
+def test_norms_are_those_of_samples(name, shape):
+    updates, wanted = agrees(*CASES[name], shape, record={"norms"})
+    for update, (rows, _) in zip(updates, wanted, strict=True):
+        close(update.norms, norms(rows))
+
+
+@pytest.mark.parametrize("shape", [(13, None, None), (4, 13, 2)], ids=str)
+def test_norms_of_the_first_update_when_asked_late(shape):
+    updates, wanted = agrees(*CASES["group, clip"], shape)
+    close(updates[0].norms, norms(wanted[0][0]))
+
+
+# ------------------------------------------------------------- however the window is cut
+
+
+def cut_makes_no_difference(transforms, loss_fn=squared):
+    found = []
+    for microbatch in (None, 4, 1):
+        model = mlp()
+        sw.Step(model, sw.sgd(LR), loss_fn, 13, microbatch, transforms).run([DATA])
+        found.append(dict(model.named_parameters()))
+    for other in found[1:]:
+        close(other, found[0])
+
+
+def test_a_table_of_weights_for_groups():
+    """Its values are those of the groups, in the order they come; or it is refused."""
+    try:
+        transforms = sw.chain(BY, sw.weight(torch.tensor([1.0, 2.0, 3.0, 4.0]).double()))
+    except sw.TransformError:
+        return
+    cut_makes_no_difference(transforms)
+
+
+def test_a_function_of_the_window_sees_all_groups():
+    cut_makes_no_difference(sw.chain(BY, sw.weight(lambda norms: norms / norms.max(), window=True)))
+
+
+def test_noise_after_groups():
+    ours, theirs = mlp(), mlp()
+    torch.manual_seed(7)
+    sw.Step(ours, sw.sgd(LR), squared, 13, 4, [BY, sw.clip(5.0), sw.noise(0.5)]).run([DATA])
+    list(loop(theirs, squared, [DATA], as_they_are, clip_groups))
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p -= LR * 0.5 * torch.randn_like(p) / 13
+    close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+
+
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_a_reference_is_made_once_per_window(microbatch):
+    calls = []
+
+    def reference():
+        calls.append(1)
+        return REFERENCE
+
+    ours, theirs = mlp(), mlp()
+    step = sw.Step(ours, sw.sgd(LR), squared, 7, microbatch, [BY, sw.align(reference), sw.drop(smallest=1)])
+    assert step.run([DATA]).updates == len(calls) == 2
+
+    def rule(rows):
+        c, _ = align_groups(rows)
+        keep = torch.ones_like(c)
+        keep[(c * norms(rows)).sort(stable=True).indices[0]] = 0
+        return c * keep, (keep * rows.counts).sum()
+
+    list(loop(theirs, squared, cut(DATA, 7), as_they_are, rule))
+    close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+
+
+class UnusedLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(2, 2)
+        self.double()
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("last", [sw.clip(1.0), sw.clip(1.0, by="parameter"), sw.drop(largest=1)], ids=repr)
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_parameters_that_the_loss_does_not_reach(microbatch, last):
+    model = UnusedLayer()
+    before = model.unused.weight.detach().clone()
+    step = sw.Step(model, sw.sgd(LR), squared, 13, microbatch, [BY, last])
+    with pytest.warns(sw.TrainingWarning, match="does not reach: unused.weight, unused.bias"):
+        step(DATA)
+    assert torch.equal(model.unused.weight, before)
+    assert model.unused.weight.grad is None
+
+
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_first_weights_all_zero(microbatch):
+    model = mlp()
+    step = sw.Step(model, sw.sgd(LR), squared, 13, microbatch, [BY, lambda losses: losses * 0])
+    with pytest.raises(
+        sw.TransformError, match=r"not zero; found none by chain\(group\('user'\), weight\(function\)\)"
+    ):
+        step(DATA)
+    close(dict(model.named_parameters()), dict(mlp().named_parameters()), rtol=0, atol=0)
+
+
+# ------------------------------------------------------------- dropout and buffers
+
+
+def with_dropout():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_no_group_exceeds_the_bound_under_dropout(microbatch):
+    """What is clipped is what is summed, whichever masks were drawn."""
+    groups = [{key: [v for v, u in zip(values, USERS, strict=True) if u == 7] for key, values in DATA.items()}]
+    batch = {key: torch.stack(v) if isinstance(v[0], torch.Tensor) else v for key, v in groups[0].items()}
+    for seed in range(5):
+        model = with_dropout()
+        before = [p.detach().clone() for p in model.parameters()]
+        torch.manual_seed(seed)
+        sw.Step(model, sw.sgd(1.0), squared, len(batch["user"]), microbatch, [BY, sw.clip(0.5)])(batch)
+        moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]).norm()
+        assert float(moved) * len(batch["user"]) == pytest.approx(0.5, rel=1e-10)
+
+
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_numbers_of_all_groups_and_their_sum_see_the_same_dropout(microbatch):
+    """Two groups at most stay, each of length 0.5 by clip: drop must leave what it has measured."""
+    model, masks = with_dropout(), []
+
+    def watched(model, batch):
+        hidden = model[1](model[0](batch["x"]))
+        masks.append((hidden == 0).clone())
+        return (model[3](model[2](hidden)) - batch["y"]).square().sum(1)
+
+    sw.Step(model, sw.sgd(LR), watched, 13, microbatch, [BY, sw.drop(largest=1)], audit=False)(DATA)
+    if microbatch is None:
+        assert len(masks) == 1
+    else:
+        half = len(masks) // 2
+        assert all(torch.equal(a, b) for a, b in zip(masks[:half], masks[half:], strict=True))
+
+
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_samples_clipped_before_the_groups_under_dropout(microbatch):
+    """One sample, one group: no contribution may be longer than its bound, though numbers come from another pass."""
+    data = {**DATA, "user": torch.zeros(13, dtype=torch.long)}
+    model, masks = with_dropout(), {}
+
+    def watched(model, batch):
+        hidden = model[1](model[0](batch["x"]))
+        for row, x in zip(hidden == 0, batch["x"], strict=True):
+            masks.setdefault(float(x[0]), set()).add(tuple(row.tolist()))
+        return (model[3](model[2](hidden)) - batch["y"]).square().sum(1)
+
+    data["user"] = torch.arange(13) % 2
+    sw.Step(model, sw.sgd(LR), watched, 13, microbatch, [sw.clip(0.5), BY, sw.clip(5.0)], audit=False)(data)
+    assert all(len(seen) == 1 for seen in masks.values()), "a sample's norm was measured under another mask"
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("seen", torch.zeros(()).double())
+
+    def forward(self, x):
+        self.seen += len(x)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    "transforms", [[BY], [BY, sw.clip(5.0)], [BY, sw.drop(largest=1)], [sw.clip(4.0), BY]], ids=repr
+)
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_each_sample_advances_the_buffers_once(transforms, microbatch):
+    model = Counting()
+    sw.Step(model, sw.sgd(LR), squared, 13, microbatch, transforms)(DATA)
+    assert model.seen == 13
+
+
+# ------------------------------------------------------------- what cannot be grouped
+
+
+def test_batch_norm_in_a_window_of_several_pieces():
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    step = sw.Step(model, sw.sgd(LR), squared, 13, 4, [BY, sw.clip(1.0)], audit=False)
+    message = r"group\('user'\) needs samples that do not depend on each other; found BatchNorm in training mode: 1\."
+    with pytest.raises(sw.SamplesInteractError, match=message):
+        step(DATA)
+
+
+def test_batch_norm_in_one_piece():
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    with pytest.raises(sw.SamplesInteractError):
+        sw.Step(model, sw.sgd(LR), squared, None, None, [BY, sw.clip(1.0)], audit=False)(DATA)
+
+
+class Uncut:
+    """A batch whose samples cannot be told apart from outside."""
+
+    def __init__(self, batch):
+        self.batch, self.user = batch, batch["user"]
+
+
+def of_uncut(model, batch):
+    return squared(model, batch.batch)
+
+
+def test_batches_that_cannot_be_cut():
+    step = sw.Step(mlp(), sw.sgd(LR), of_uncut, transforms=[BY, sw.clip(1.0)])
+    for batch in cut(DATA, 7):
+        step.accumulate(Uncut(batch))
+    message = r"group\('user'\) takes samples out of batches where a window has several; found one that cannot be cut"
+    with pytest.raises(sw.BatchError, match=message):
+        step.apply()
+
+
+def test_one_batch_that_cannot_be_cut():
+    ours, theirs = mlp(), mlp()
+    sw.Step(ours, sw.sgd(LR), of_uncut, transforms=[BY, sw.clip(5.0)]).run([Uncut(b) for b in cut(DATA, 7)])
+    list(loop(theirs, squared, cut(DATA, 7), as_they_are, clip_groups))
+    close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+
+
+@pytest.mark.parametrize("microbatch", [None, 3])
+def test_by_hand(microbatch):
+    """A group over batches that were accumulated one after the other."""
+    ours, theirs = mlp(), mlp()
+    step = sw.Step(ours, sw.sgd(LR), counted, None, microbatch, [BY, sw.clip(5.0)])
+    for batch in cut(DATA, 4):
+        step.accumulate(batch)
+    assert step.apply().samples == 13
+    list(loop(theirs, counted, [DATA], as_they_are, clip_groups))
+    close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
