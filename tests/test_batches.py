@@ -1,13 +1,16 @@
 """Cutting batches of any structure."""
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+import types
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import MutableMapping
 
 import pytest
 import torch
 import transformers
 
-from samplewise.batches import cut, length
+from samplewise.batches import cut, length, pick, take
+from samplewise.errors import BatchError
 
 Pair = namedtuple("Pair", "x y")
 
@@ -58,3 +61,136 @@ def test_what_cannot_be_cut_has_no_length():
     assert length((X, torch.zeros(4))) is None
     assert length((X, object())) is None
     assert length("text") is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "piece"),
+    [
+        (list("abcdef"), ["c", "d"]),
+        ({"text": list("abcdef"), "label": [0, 1, 2, 3, 4, 5]}, {"text": ["c", "d"], "label": [2, 3]}),
+        ((list("abcdef"), "train", None), (["c", "d"], "train", None)),
+    ],
+)
+def test_lists_only(batch, piece):
+    assert length(batch) == 6
+    assert cut(batch, 2, 4) == piece
+
+
+def test_lists_of_different_lengths_cannot_be_cut():
+    assert length((list("abc"), list("ab"))) is None
+
+
+def test_beside_tensors_a_list_of_another_length_stays():
+    batch = {"x": X, "classes": ["cat", "dog"]}
+    assert length(batch) == 6
+    assert cut(batch, 0, 1)["classes"] == ["cat", "dog"]
+
+
+def test_a_tuple_of_texts_is_cut_like_a_list():
+    """What a DataLoader makes of data sets that return (x, text)."""
+    assert tuple(cut((X, tuple("abcdef")), 2, 4)[1]) == ("c", "d")
+
+
+def test_default_dicts():
+    assert torch.equal(cut(defaultdict(list, x=X), 1, 3)["x"], X[1:3])
+
+
+class Columns(MutableMapping):
+    """A mapping that keeps its entries in a dict of its own."""
+
+    def __init__(self, entries):
+        self.entries = dict(entries)
+
+    def __getitem__(self, key):
+        return self.entries[key]
+
+    def __setitem__(self, key, value):
+        self.entries[key] = value
+
+    def __delitem__(self, key):
+        del self.entries[key]
+
+    def __iter__(self):
+        return iter(self.entries)
+
+    def __len__(self):
+        return len(self.entries)
+
+
+def test_mappings_of_ones_own():
+    batch = Columns({"x": X, "y": Y})
+    assert length(batch) == 6
+    found = cut(batch, 1, 3)
+    assert isinstance(found, Columns)
+    assert torch.equal(found["y"], Y[1:3])
+    assert batch["x"] is X  # the batch itself is as it was
+    assert torch.equal(cut(batch, 4, 6)["y"], Y[4:6])
+
+
+def test_a_dataclass_prepares_itself_once():
+    @dataclasses.dataclass
+    class Doubled:
+        x: torch.Tensor
+
+        def __post_init__(self):
+            self.x = self.x * 2
+
+    batch = Doubled(X)
+    assert length(batch) == 6
+    assert torch.equal(cut(batch, 1, 3).x, 2 * X[1:3])
+
+
+def test_cutting_leaves_the_batch_as_it_is():
+    batch = {"x": X, "names": list("abcdef")}
+    cut(batch, 1, 3)
+    take(batch, [0])
+    assert batch["x"] is X
+    assert batch["names"] == list("abcdef")
+
+
+@pytest.mark.parametrize("places", [[4], [5, 0, 3], [2, 2]])
+def test_take(places):
+    batch = {"x": X, "more": Pair(Y, [str(k) for k in range(6)]), "scale": torch.tensor(0.5), "classes": ["a", "b"]}
+    found = take(batch, places)
+    assert torch.equal(found["x"], X[places])
+    assert torch.equal(found["more"].x, Y[places])
+    assert found["more"].y == [str(k) for k in places]
+    assert found["scale"] == 0.5
+    assert found["classes"] == ["a", "b"]
+
+
+def test_take_of_lists_only():
+    assert take((list("abcdef"), [0, 1, 2, 3, 4, 5]), [5, 1]) == (["f", "b"], [5, 1])
+
+
+@pytest.mark.parametrize(
+    ("batch", "key"),
+    [
+        ((X, Y), 1),
+        ([X, Y], -1),
+        ({"y": Y}, "y"),
+        ({7: Y}, 7),
+        (Pair(X, Y), "y"),
+        (Pair(X, Y), 1),
+        (Record(X, Y), "name"),
+        (types.SimpleNamespace(y=Y), "y"),
+        (transformers.BatchEncoding({"y": Y}), "y"),
+    ],
+)
+def test_pick(batch, key):
+    assert pick(batch, key) is Y
+
+
+@pytest.mark.parametrize(
+    ("batch", "key", "found"),
+    [
+        ({"x": X, "y": Y}, "user", "found keys 'x', 'y'"),
+        ((X, Y), 2, "found tuple"),
+        ((X, Y), "user", "found tuple"),
+        (Record(X, Y), "user", "found Record"),
+        (Pair(X, Y), "user", "found Pair"),
+    ],
+)
+def test_what_is_not_there_cannot_be_picked(batch, key, found):
+    with pytest.raises(BatchError, match=f"the batch must hold {key!r}; {found}"):
+        pick(batch, key)

@@ -1,13 +1,14 @@
 """Cutting a batch of any structure into its samples.
 
-Tensors are cut along dim 0, lists of plain values (texts, ids) by position; tuples, named tuples, dicts and other
-mappings, and dataclasses are gone through. What has no dim 0 of the common length stays as it is.
+Tensors are cut along dim 0, lists and tuples of plain values (texts, ids) by position; other tuples, named tuples,
+dicts and other mappings, and dataclasses are gone through. What has no dim 0 of the common length stays as it is.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,9 @@ PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def _is_list_of_values(batch: Any) -> bool:
-    return isinstance(batch, list) and bool(batch) and all(isinstance(item, PLAIN) for item in batch)
+    """A data loader hands texts over in lists or tuples."""
+    sequence = isinstance(batch, list) or (isinstance(batch, tuple) and not hasattr(batch, "_fields"))
+    return sequence and bool(batch) and all(isinstance(item, PLAIN) for item in batch)
 
 
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -26,16 +29,28 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(batch, Tensor) or _is_list_of_values(batch):
         return change(batch)
     if isinstance(batch, Mapping):
-        changed = {key: map_leaves(value, change) for key, value in batch.items()}
-        return changed if type(batch) is dict else type(batch)(changed)  # type: ignore[call-arg]
+        return _mapping_like(batch, {key: map_leaves(value, change) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_leaves(item, change) for item in batch))
     if isinstance(batch, (tuple, list)):
         return type(batch)(map_leaves(item, change) for item in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch) if field.init]
-        return dataclasses.replace(batch, **{name: map_leaves(getattr(batch, name), change) for name in names})
+        new = copy.copy(batch)  # not made anew: what __init__ does to the data has been done
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):
+                object.__setattr__(new, field.name, map_leaves(getattr(batch, field.name), change))
+        return new
     return change(batch)
+
+
+def _mapping_like(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    if type(batch) is dict:
+        return entries
+    if not isinstance(batch, MutableMapping):
+        return type(batch)(entries)  # type: ignore[call-arg]
+    new = copy.copy(batch)  # keeps what else it has: a default, encodings
+    new.update(entries)
+    return new
 
 
 def leaves(batch: Any) -> Iterator[Any]:
@@ -76,7 +91,7 @@ def take(batch: Any, places: list[int]) -> Any:
     """The samples at these places of a batch that can be cut."""
 
     def some(leaf: Any) -> Any:
-        return leaf[places] if isinstance(leaf, Tensor) else [leaf[i] for i in places]
+        return leaf[places] if isinstance(leaf, Tensor) else type(leaf)(leaf[i] for i in places)
 
     return _of_each(batch, some, length(batch))
 

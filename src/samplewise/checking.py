@@ -69,7 +69,7 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
     """Compares rows, norms and sums of every parameter with one backward pass per sample, and a few samples with
     themselves computed alone: that settles whether samples interact. The model itself is not touched.
     """
-    loss_fn = as_loss_fn(loss_fn)
+    loss_fn = as_loss_fn(copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn)
     twin, batch = copy.deepcopy(model).double(), map_leaves(batch, _doubled)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         losses = per_sample(loss_fn(twin, batch))[0]

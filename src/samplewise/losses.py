@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from samplewise.criteria import Criterion, is_criterion
@@ -46,4 +47,5 @@ def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:
         found = f"shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         wanted = tuple(losses.shape) if isinstance(losses, Tensor) else "(B,)"
         raise LossesError(f"counts must be a tensor like the losses, {wanted}, one per sample; found {found}.")
-    return losses, counts.detach()
+    wide = losses.dtype if losses.dtype == torch.float64 else torch.float32  # whole numbers would be divided in float32
+    return losses, counts.detach().to(wide)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,12 +12,17 @@ from torch import Tensor, nn
 
 
 def random_state() -> Callable[[], None]:
-    """Remembers torch's random state; the function it returns brings it back."""
-    cpu = torch.get_rng_state()
+    """Remembers the random state of torch, Python and NumPy; the function it returns brings it back."""
+    cpu, python = torch.get_rng_state(), random.getstate()
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)  # of no concern while nobody has imported it
+    drawn = None if numpy is None else numpy.get_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
 
     def restore() -> None:
         torch.set_rng_state(cpu)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(drawn)
         if devices:
             torch.cuda.set_rng_state_all(devices)
 
@@ -23,13 +30,24 @@ def random_state() -> Callable[[], None]:
 
 
 def snapshot(*modules: nn.Module) -> Callable[[], None]:
-    """Remembers the buffers of modules and torch's random state; the function it returns brings them back."""
+    """Remembers the buffers of modules and all random state; the function it returns brings them back."""
     buffers, restore_random_state = Buffers(modules), random_state()
     buffers.remember()
 
     def restore() -> None:
         buffers.restore()
         restore_random_state()
+
+    return restore
+
+
+def modes(*modules: nn.Module) -> Callable[[], None]:
+    """Remembers which modules are in training mode; the function it returns brings that back."""
+    before = [(module, module.training) for root in modules for module in root.modules()]
+
+    def restore() -> None:
+        for module, training in before:
+            module.training = training  # not by train(): some modules do more there than note their mode
 
     return restore
 

@@ -58,7 +58,7 @@ def refuses(error, message, model, loss_fn=squares, **options):
 def test_a_model_in_eval_mode(transforms):
     (said,) = train(mlp().eval(), transforms=transforms)
     assert said.startswith("modules are in eval mode while training: the model.")
-    assert "Call model.train(), unless you mean it." in said
+    assert "Call train() on them, unless you mean it." in said
 
 
 def test_a_submodule_in_eval_mode_is_named():
@@ -132,8 +132,7 @@ def test_a_layer_without_an_optimizer_is_seen_one_sample_at_a_time(numbers):
 def test_a_layer_without_an_optimizer_is_an_error_where_warnings_are():
     model = mlp()
     step = sw.Step(model, torch.optim.SGD(model[0].parameters(), lr=0.01), squares)
-    with warnings.catch_warnings(), pytest.raises(sw.TrainingWarning, match="optimizer does not have"):
-        warnings.simplefilter("error")
+    with pytest.raises(sw.TrainingWarning, match="optimizer does not have"):  # as pyproject.toml says
         step.run(batches())
 
 
@@ -144,7 +143,9 @@ def test_frozen_parameters_are_not_complained_of(transforms):
     model.idle = nn.Linear(2, 2).requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.01)
-    assert train(model, lambda model, batch: squares(model[:3], batch), optimizer=optimizer, transforms=transforms) == []
+    assert (
+        train(model, lambda model, batch: squares(model[:3], batch), optimizer=optimizer, transforms=transforms) == []
+    )
 
 
 def test_parameters_frozen_after_the_optimizer_was_made_are_not_complained_of():
@@ -181,7 +182,10 @@ def under_no_grad(model, batch):
         (under_no_grad, r"attached.*outside torch\.no_grad\(\)"),
         (lambda model, batch: squares(model, batch).detach(), r"attached.*without \.detach\(\)"),
         (lambda model, batch: squares(model, batch)[:0], "at least one sample"),
-        (lambda model, batch: (squares(model, batch), 3), r"counts must be a tensor like the losses, \(8,\).*found int"),
+        (
+            lambda model, batch: (squares(model, batch), 3),
+            r"counts must be a tensor like the losses, \(8,\).*found int",
+        ),
         (lambda model, batch: (squares(model, batch).mean(), torch.ones(8)), r"found shape \(\)"),
     ],
     ids="mean sum item table column no_grad detached empty counts mean-with-counts".split(),
@@ -261,7 +265,9 @@ def test_batch_norm_in_a_loss_module_is_seen_too():
     assert "pieces: norm." in said
 
 
-@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.Identity()], ids=lambda n: type(n).__name__)
+@pytest.mark.parametrize(
+    "norm", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.Identity()], ids=lambda n: type(n).__name__
+)
 @transforms
 def test_other_norms_may_be_cut(norm, transforms):
     assert train(cnn(norm), data=batches(8, 3, 5, 5), samples=8, microbatch=3, transforms=transforms) == []
@@ -276,11 +282,10 @@ def test_batch_norm_over_a_whole_window_is_fine():
     "chain",
     [
         CLIP,
-        [sw.weight(lambda losses: torch.exp(-losses))],
-        [sw.weight(torch.ones(8))],
+        [sw.weight(lambda norms: 1 / (1 + norms))],
         [sw.drop(largest=1)],
-        [sw.drop(largest=1, by="losses")],
         [sw.normalize("mean")],
+        [sw.weight(torch.ones(8)), sw.clip(1.0)],
         [sw.group(lambda batch: [int(v > 0) for v in batch[1]]), sw.clip(1.0)],
     ],
     ids=str,
@@ -289,6 +294,22 @@ def test_batch_norm_over_a_whole_window_is_fine():
 def test_batch_norm_with_transforms_is_refused(chain, microbatch):
     model = mlp(nn.BatchNorm1d(8))
     refuses(sw.SamplesInteractError, "BatchNorm.* in training mode", model, transforms=chain, microbatch=microbatch)
+
+
+BY_LOSS = {
+    "weight": [sw.weight(lambda losses: torch.exp(-losses))],
+    "weights": [sw.weight(torch.linspace(0.5, 1.5, 8))],
+    "drop": [sw.drop(largest=1, by="losses")],
+}
+by_loss = pytest.mark.parametrize("chain", BY_LOSS.values(), ids=BY_LOSS)
+
+
+@by_loss
+def test_batch_norm_goes_with_weights_that_know_nothing_of_gradients(chain):
+    """They weigh losses, as one may without per-sample gradients."""
+    assert train(mlp(nn.BatchNorm1d(8)), transforms=chain) == []
+    (said,) = train(mlp(nn.BatchNorm1d(8)), transforms=chain, microbatch=4)
+    assert "BatchNorm in training mode sees a window in 2 pieces: 1." in said
 
 
 def test_batch_norm_in_eval_mode_goes_with_transforms():
@@ -317,26 +338,25 @@ def test_negatives_within_the_batch_are_allowed_with_a_word():
     assert "depends on how its window is cut" in said
 
 
-@pytest.mark.parametrize(
-    "chain", [CLIP, [sw.drop(largest=1, by="losses")], [sw.weight(torch.ones(8))]], ids=["clip", "drop", "weight"]
-)
+@by_loss
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_negatives_within_the_batch_go_with_weights_that_know_nothing_of_gradients(chain, microbatch):
+    (said,) = train(encoder(), contrast, transforms=chain, microbatch=microbatch)
+    assert said.startswith("samples depend on each other: sample ")
+
+
+@pytest.mark.parametrize("chain", [CLIP, [sw.drop(largest=1)], [sw.normalize("mean")]], ids=str)
 @pytest.mark.parametrize("microbatch", [None, 4])
 @pytest.mark.parametrize("audit", [None, False])
 def test_negatives_within_the_batch_are_refused_with_transforms(chain, microbatch, audit):
-    refuses(
-        sw.SamplesInteractError,
-        "must not depend on",
-        encoder(),
-        contrast,
-        transforms=chain,
-        microbatch=microbatch,
-        audit=audit,
-    )
+    options = dict(transforms=chain, microbatch=microbatch, audit=audit)
+    refuses(sw.SamplesInteractError, "must not depend on", encoder(), contrast, **options)
 
 
-def test_what_is_refused_is_not_recommended():
-    """A Step has no `interacting`."""
-    assert "interacting=" not in refuses(sw.SamplesInteractError, "", mlp(nn.BatchNorm1d(8)), transforms=CLIP)
+def test_what_is_refused_has_a_remedy_that_a_step_has():
+    """`interacting="allow"` is for sw.gradients."""
+    message = refuses(sw.SamplesInteractError, "GroupNorm", mlp(nn.BatchNorm1d(8)), transforms=CLIP)
+    assert "interacting=" not in message
 
 
 # ------------------------------------------------------------- weights that are all zero
@@ -513,7 +533,9 @@ HEALTHY = {
     ),
     "mixtral": lambda: hugging_face(
         transformers.MixtralForCausalLM,
-        transformers.MixtralConfig(**TEXT | {"intermediate_size": 16}, num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2),
+        transformers.MixtralConfig(
+            **TEXT | {"intermediate_size": 16}, num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2
+        ),
         next_words,
         words(),
     ),

@@ -188,6 +188,12 @@ def clip_weigh_drop(window):
     return c1 * c2 * c3 * c4, (c2 * c4 * window.counts).sum()
 
 
+def drop_then_weigh(window):
+    """chain(drop(largest=1), weight("w"), weight(TABLE))"""
+    keep = kept(window.norms, largest=1)
+    return keep * window.batch["w"] * TABLE[: len(keep)], (keep * window.counts).sum()
+
+
 def parts_then_whole(window):
     """chain(clip(2.0, by="parameter"), clip(2.5), drop(smallest=1))"""
     c = {name: clipped(n, 2.0) for name, n in window.parts.items()}
@@ -262,6 +268,10 @@ CASES = {
     "clip, weights, drop": (
         [sw.clip(4.0), sw.weight("w", renormalise=True), lambda norms: 1 / (1 + norms), sw.drop(largest=1)],
         clip_weigh_drop,
+    ),
+    "drop, weight key, weight tensor": (
+        sw.chain(sw.drop(largest=1), sw.weight("w"), sw.weight(TABLE)),
+        drop_then_weigh,
     ),
     "clip by parameter, clip, drop": (
         sw.chain(sw.clip(2.0, by="parameter"), sw.clip(2.5), sw.drop(smallest=1)),
@@ -399,7 +409,9 @@ def test_whole_numbers_and_truth_values_are_weights():
 def test_a_weight_of_zero_leaves_the_sample_out(shape, renormalise):
     mask = (torch.arange(13) % 3 != 1).double()
     over = over_shares if renormalise else over_counts
-    agrees(sw.weight(mask, index="i", renormalise=renormalise), over(lambda w: mask[w.batch["i"]]), shape, counted)
+    weight = sw.weight(mask, index="i", renormalise=renormalise)
+    agrees(weight, over(lambda w: mask[w.batch["i"]]), shape, counted)
+    agrees(weight, over(lambda w: mask[w.batch["i"]]), shape, counted, record={"norms"})
 
 
 def weights_of(first, rest):
@@ -421,6 +433,11 @@ def test_first_weights_all_zero_by_parameter():
     step = sw.Step(mlp(), sw.sgd(LR), squared, transforms=[lambda losses: losses * 0, sw.clip(1.0, by="parameter")])
     with pytest.raises(sw.TransformError, match="some sample of the first update must have a weight"):
         step(DATA)
+
+
+def test_first_gradients_clipped_to_nothing():
+    with pytest.raises(sw.TransformError, match=r"found none by chain\(clip\(0.0\)\)"):
+        sw.Step(mlp(), sw.sgd(LR), squared, transforms=sw.clip(0.0))(DATA)
 
 
 def test_later_weights_all_zero_change_nothing():
@@ -486,6 +503,26 @@ def test_a_reference_is_made_once_per_window(shape):
     updates = sw.Step(ours, sw.sgd(LR), squared, samples, microbatch, sw.align(reference)).run(cut(DATA, batch))
     list(loop(theirs, squared, windows(*shape), cosine))
     assert len(calls) == updates.updates
+    close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+
+
+@pytest.mark.parametrize("shape", GRID.values(), ids=GRID)
+def test_a_reference_may_be_made_by_backward(shape):
+    """Gradients that it leaves behind are none of the update's."""
+    ours, theirs = mlp(), mlp()
+
+    def reference():
+        ours.zero_grad()
+        squared(ours, DATA).mean().backward()
+        return {name: p.grad.clone() for name, p in ours.named_parameters()}
+
+    def dot(window):
+        mean = {name: g.mean(0) for name, g in one_by_one(theirs, squared, DATA).grads.items()}
+        return window.dots(mean).clamp(min=0), len(window.losses)
+
+    batch, samples, microbatch = shape
+    sw.Step(ours, sw.sgd(0.01 * LR), squared, samples, microbatch, sw.align(reference, by="dot")).run(cut(DATA, batch))
+    list(loop(theirs, squared, windows(*shape), lambda w: (0.01 * dot(w)[0], dot(w)[1])))
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 
@@ -742,6 +779,19 @@ def test_answers_that_are_no_coefficients(transform, message):
     close(dict(model.named_parameters()), dict(mlp().named_parameters()), rtol=0, atol=0)
 
 
+def last_layer_when_hard(numbers):
+    """Samples of a large loss train the last layer alone. It needs no norms."""
+    easy = (numbers.losses < 3).double()
+    return {name: torch.ones_like(easy) if name.startswith("2.") else easy for name, _ in mlp().named_parameters()}
+
+
+@pytest.mark.parametrize("shape", GRID.values(), ids=GRID)
+@pytest.mark.parametrize("window", [False, True])
+def test_a_dict_by_parameter_of_ones_own(window, shape):
+    transform = own(last_layer_when_hard, needs=frozenset({"losses"}), by_parameter=True, window=window)
+    agrees(transform, over_counts(last_layer_when_hard), shape)
+
+
 def test_coefficients_for_some_parameters_only():
     step = sw.Step(mlp(), sw.sgd(LR), squared, transforms=own(lambda n: {"0.bias": n.losses}, by_parameter=True))
     with pytest.raises(sw.SamplewiseError, match=r"0\.weight"):
@@ -779,15 +829,33 @@ def test_one_transform_a_list_or_a_chain():
 def test_an_optimizer_sees_the_same_gradients():
     ours, theirs = mlp(), mlp()
     adam = torch.optim.AdamW(ours.parameters(), lr=0.01)
-    sw.Step(ours, adam, counted, 5, 2, [sw.clip(4.0), sw.drop(largest=1)]).run(cut(DATA, 4))
+    sw.Step(ours, adam, counted, 5, 2, [sw.drop(largest=1), sw.clip(4.0)]).run(cut(DATA, 4))
     adam = torch.optim.AdamW(theirs.parameters(), lr=0.01)
     for batch in cut(DATA, 5):
         window = one_by_one(theirs, counted, batch)
-        c = clipped(window.norms, 4.0)
-        keep = kept(c * window.norms, largest=1)
+        keep = kept(window.norms, largest=1)
+        c = clipped(keep * window.norms, 4.0)
         for name, p in theirs.named_parameters():
             p.grad = torch.tensordot(c * keep, window.grads[name], dims=1) / (keep * window.counts).sum()
         adam.step()
+    close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+
+
+def test_by_hand():
+    ours, theirs = mlp(), mlp()
+    step = sw.Step(ours, sw.sgd(LR), counted, 7, 2, [sw.drop(largest=1), sw.clip(4.0)])
+    assert [len(step(batch)) for batch in cut(DATA, 4)] == [0, 1, 0, 0]
+    assert step.flush().samples == 6
+    assert step.flush() is None
+    for batch in cut(DATA, 4):
+        step.accumulate(batch)
+    assert step.apply().samples == 13
+
+    def rule(window):
+        keep = kept(window.norms, largest=1)
+        return keep * clipped(keep * window.norms, 4.0), (keep * window.counts).sum()
+
+    list(loop(theirs, counted, [*cut(DATA, 7), DATA], rule))
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 

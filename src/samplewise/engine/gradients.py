@@ -92,6 +92,13 @@ class Gradients:
     def __len__(self) -> int:
         return self._graph.samples
 
+    def prepare(self) -> Gradients:
+        """Makes the plan, and so refuses at once what the first question would refuse."""
+        if len(self) > 1:
+            with self._exactly():
+                self._plan()
+        return self
+
     # --- numbers per sample ----------------------------------------------------------------------------------------
 
     @overload
@@ -308,8 +315,9 @@ class Gradients:
         )
 
     def _total(self, parts: Mapping[str, Tensor], *more: int) -> Tensor:
+        """In the parameters' order, not that of the pass, so that equal runs are equal to the last bit."""
         with self._exactly():
-            return sum(parts.values(), start=self._zeros(*more))
+            return sum((parts[name] for name in self.names if name in parts), start=self._zeros(*more))
 
     def _like_parameters(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = finite_tensors(found)

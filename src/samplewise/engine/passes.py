@@ -68,4 +68,4 @@ def _ends(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
     for node in reversed(graph.nodes):
         if node in nodes or node in above:
             above.update(consumer for consumer, _ in graph.consumers.get(node, ()))
-    return [node for node in nodes if node not in above]
+    return [node for node in graph.nodes if node in nodes and node not in above]

@@ -18,7 +18,7 @@ from samplewise.batches import cut, length
 from samplewise.engine.graph import Graph
 from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import LossesError, SamplesInteractError
-from samplewise.replay import snapshot
+from samplewise.replay import modes, snapshot
 from samplewise.step.evaluation import Evaluation
 from samplewise.step.mistakes import look_at_strangers, warn
 
@@ -32,6 +32,7 @@ class Audit:
         if not (every is None or every is False or (type(every) is int and every > 0)):
             raise ValueError(f"audit must be a positive number of updates, None or False; found {every!r}.")
         self.evaluation, self.every, self.own_gradients = evaluation, every, own_gradients
+        self._excused = False
 
     def look(self, piece: Any, first: bool, update: int) -> None:
         """Called with the first piece of every window."""
@@ -60,25 +61,30 @@ class Audit:
 
     def _compare(self, piece: Any, first: bool, update: int) -> str | None:
         """The difference between a sample alone and the same among others, in words."""
-        total = length(piece)
-        if total is None or total < 2:
-            return None
+        reached: set[int] = set()
+        difference = problem = None
         with undisturbed(self.evaluation.modules):
             try:
-                once = self.evaluation.losses(piece)[0].detach()
                 losses, _ = self.evaluation.losses(piece)
-                if first:
-                    look_at_strangers(self.evaluation.trained.strangers(), _leaves(losses))
-                if len(losses) != total or not torch.equal(losses, once):
-                    return None  # there are several samples in a row, or the losses are random even so
-                place = int(torch.randint(total, (), generator=torch.Generator().manual_seed(update)))
-                return self._difference(losses, self.evaluation.losses(cut(piece, place, place + 1))[0], place)
+                reached = _leaves(losses) if first else reached
+                difference = self._alone(piece, losses, update)
             except Exception as error:  # in eval mode, of one sample: training itself may go well
-                if self.every:
-                    warn(f"the audit could not compute a sample alone in eval mode: {error}")
-                return None
+                problem = str(error).partition("\n")[0]
+        look_at_strangers(self.evaluation.trained.strangers(), reached)
+        if problem is not None and self.every and not self._excused:
+            self._excused = True
+            warn(f"the audit could not compute a sample alone in eval mode: {problem}")
+        return difference
 
-    def _difference(self, losses: Tensor, alone: Tensor, place: int) -> str | None:
+    def _alone(self, piece: Any, losses: Tensor, update: int) -> str | None:
+        again, total = self.evaluation.losses(piece)[0].detach(), length(piece)
+        if total is None or total < 2 or len(losses) != total or not torch.equal(losses, again):
+            return None  # cannot be cut, has several samples in a row, or is random even in eval mode
+        place = int(torch.randint(total, (), generator=torch.Generator().manual_seed(update)))
+        alone, _ = self.evaluation.losses(cut(piece, place, place + 1))
+        return self._difference(piece, losses, alone, place)
+
+    def _difference(self, piece: Any, losses: Tensor, alone: Tensor, place: int) -> str | None:
         name, tolerance = f"sample {place} of {len(losses)}", self._tolerance(losses)
         if len(alone) != 1:
             return f"{name} alone has {len(alone)} losses"
@@ -87,7 +93,9 @@ class Audit:
             return f"{name} has loss {here.item():.6g} among the others and {there.item():.6g} alone"
         wanted, scale = self.evaluation.trained.wanted(), self.evaluation.precision.scale
         if self.own_gradients:
-            among = {name: row / scale for name, row in self.evaluation.gradients(losses)[place : place + 1].items()}
+            among = {
+                name: row / scale for name, row in self.evaluation.gradients(losses, piece)[place : place + 1].items()
+            }
         else:
             among = jacobian_rows(losses[place : place + 1], wanted)
         off, size = _distance(among, jacobian_rows(alone, wanted))
@@ -122,7 +130,7 @@ class Broadcasts(TorchFunctionMode):
         self.found: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shapes = {tuple(x.shape) for x in args if isinstance(x, Tensor)}
+        shapes = {tuple(x.shape) for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
         if {(self.samples, 1), (self.samples,)} <= shapes and self.found is None:
             self.found = getattr(func, "__name__", str(func))
         return func(*args, **(kwargs or {}))
@@ -131,15 +139,13 @@ class Broadcasts(TorchFunctionMode):
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Eval mode, and afterwards modes, buffers and random state as they were."""
-    restore = snapshot(*modules)
-    modes = [(module, module.training) for root in modules for module in root.modules()]
-    for root in modules:
-        root.eval()
+    restore, restore_modes = snapshot(*modules), modes(*modules)
+    for module in (m for root in modules for m in root.modules()):
+        module.training = False
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        restore_modes()
         restore()
 
 

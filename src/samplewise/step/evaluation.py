@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.batches import cut, length
 from samplewise.engine.arguments import check_attached
 from samplewise.engine.gradients import Gradients, gradients_of
+from samplewise.engine.interaction import REMEDY
+from samplewise.errors import SamplesInteractError, SamplesMayInteractWarning
 from samplewise.losses import LossFn, per_sample
 from samplewise.memory import bounded
+from samplewise.replay import snapshot
 from samplewise.step.parameters import Trained
 from samplewise.step.precision import Precision
 
@@ -38,10 +43,39 @@ class Evaluation:
         check_attached(losses)
         return losses, counts
 
-    def gradients(self, losses: Tensor) -> Gradients:
-        """Of every sample, times the loss scale."""
+    def gradients(self, losses: Tensor, piece: Any = None) -> Gradients:
+        """Of every sample, times the loss scale. `piece` is what the losses are of: it helps to settle doubts."""
         scaled = losses * self.precision.scale if self.precision.scales else losses
-        return gradients_of(scaled, self.trained.wanted(), self.modules)
+        wanted = self.trained.wanted()
+        try:
+            return self._certain(scaled, wanted)
+        except (SamplesInteractError, SamplesMayInteractWarning) as doubt:
+            if self._is_coincidence(piece):
+                return gradients_of(scaled, wanted, self.modules, interacting="allow")
+            if isinstance(doubt, SamplesMayInteractWarning):
+                return gradients_of(scaled, wanted, self.modules)
+            raise SamplesInteractError(str(doubt).replace(f", {REMEDY}", ".")) from None
+
+    def _certain(self, losses: Tensor, wanted: dict[str, Tensor]) -> Gradients:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SamplesMayInteractWarning)
+            return gradients_of(losses, wanted, self.modules).prepare()
+
+    def _is_coincidence(self, piece: Any) -> bool:
+        """Something that looks like sample data because it has as many rows as there are samples (positions, say, of as
+        many tokens): with one sample less it would not.
+        """
+        total = length(piece)
+        if total is None or total < 3:
+            return False
+        restore = snapshot(*self.modules)
+        try:
+            self._certain(self.losses(cut(piece, 0, total - 1, total))[0], self.trained.wanted())
+        except (SamplesInteractError, SamplesMayInteractWarning):
+            return False
+        finally:
+            restore()
+        return True
 
     def add_sum(self, losses: Tensor, weights: Tensor | None = None) -> None:
         """Adds Σ w × gradient, times the loss scale, into `.grad`: one ordinary backward pass."""

@@ -51,8 +51,9 @@ class Finish:
             self.precision.overflowed()
             return Outcome(True, rates, lambda: torch.tensor(torch.nan))
         if self.max_grad_norm is not None:
-            norm = sizes.norm() if sizes is not None else self._sizes(()).norm()
-            torch.nn.utils.clip_grads_with_norm_(self.trained.named.values(), self.max_grad_norm, norm)
+            sizes = sizes or self._sizes(())
+            # as torch.nn.utils.clip_grad_norm_ does it
+            torch._foreach_mul_(self.trained.gradients(), (self.max_grad_norm / (sizes.norm() + 1e-6)).clamp(max=1))
         self._change(sizes)
         return self._outcome(rates, sizes, window.parts)
 
@@ -75,7 +76,10 @@ class Finish:
             torch._foreach_div_(gradients, by * scale)
 
     def _sizes(self, parts: Sequence[Part]) -> Sizes:
-        return Sizes(self.trained.gradients(), [part.losses for part in parts])
+        """Of the gradients; and, to be looked at too, of losses, and of denominators that must not be zero."""
+        counted = [p.counts is not None or p.shares is not None for p in parts]
+        others = [part.losses for part in parts] + ([1 / torch.as_tensor(total(parts))] if any(counted) else [])
+        return Sizes(self.trained.gradients(), others)
 
     def _problem(self, sizes: Sizes, parts: Sequence[Part]) -> SamplewiseError | None:
         """What is not finite."""
@@ -118,13 +122,13 @@ class Finish:
 
 
 class Sizes:
-    """The norms of all gradients and of the losses, in one vector: its sum tells whether everything is finite."""
+    """The norms of all gradients and of other tensors, in one vector: its sum tells whether everything is finite."""
 
     __slots__ = ("_all", "_gradients")
 
-    def __init__(self, gradients: Sequence[Tensor], losses: Sequence[Tensor]):
+    def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor]):
         self._gradients = len(gradients)
-        norms = torch._foreach_norm([*gradients, *losses])
+        norms = torch._foreach_norm([*gradients, *others])
         self._all = torch.stack([n.to(norms[0].device) for n in norms])
 
     def norm(self) -> Tensor:
@@ -172,7 +176,8 @@ def _explanation(parts: Sequence[Part], named: dict[str, Tensor]) -> SamplewiseE
     if total(parts) == 0:
         return NonFiniteLossError(
             "the window must have something to be divided by; found that its counts, or the weights of its samples, "
-            "sum to zero. Nothing was updated. Look at the loss function's counts and at the weights."
+            "sum to zero. Nothing was updated. Look at the loss function's counts and at the weights; tail='drop' "
+            "leaves out windows that are too short for dropping samples."
         )
     broken = [n for n, p in named.items() if p.grad is not None and not p.grad.to_dense().isfinite().all()]
     if broken:

@@ -7,7 +7,8 @@ buffer of the parameters' size.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,117 +19,140 @@ from samplewise.errors import BatchError, SamplesInteractError, TransformError
 from samplewise.replay import snapshot
 from samplewise.step.mistakes import listed, training_batch_norms
 from samplewise.step.parts import Part
-from samplewise.step.summing import OfNumbers, as_part
+from samplewise.step.summing import OfNumbers, as_part, counts_of
 from samplewise.transforms.numbers import Numbers, PerSample, joined
+from samplewise.transforms.reference import Reference
 
 
 class Grouped(OfNumbers):
     def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
-        return [self._at_once(pieces[0], start) if len(pieces) == 1 else self._group_by_group(pieces, start)]
+        return [self._at_once(pieces[0], start) if len(pieces) == 1 else self._group_by_group(pieces)]
 
     def keys(self, piece: Any) -> list[Hashable]:
         assert self.chain.grouping is not None
         return self.chain.grouping.keys(piece)
 
     @property
-    def _asks_samples(self) -> bool:
+    def asks_samples(self) -> bool:
         return bool(self.chain.samples.transforms) or self.record_norms
 
     def _at_once(self, piece: Any, start: int) -> Part:
-        if self._asks_samples:
-            losses, _, numbers = self.one_pass(piece, start)
-            (numbers,) = self.chain.samples.weigh([numbers])
-        else:
-            losses, counts = self.evaluation.losses(piece)
-            numbers = Numbers(losses.detach(), torch.ones_like(losses) if counts is None else counts)
+        losses, _, numbers = self.one_pass(piece, start)
+        (numbers,) = self.chain.samples.weigh([numbers])
         owner, groups = _owners(self.keys(piece), losses)
         per_group = _sums(losses * numbers.weights, owner, groups)
         g = self.evaluation.gradients(per_group)
-        whole = Numbers(per_group.detach(), _sums(numbers.denominators, owner, groups))
+        whole = Numbers(per_group.detach(), _sums(numbers.denominators, owner, groups), places=torch.arange(groups))
         (whole,) = self.chain.groups.weigh([self.measured(g, whole, self.chain.groups, record=False)])
         g.backward(whole.coefficients, retain_graph=False)
         return _part(numbers, whole, owner)
 
-    def _group_by_group(self, pieces: Sequence[Any], start: int) -> Part:
+    def _group_by_group(self, pieces: Sequence[Any]) -> Part:
         mixing = training_batch_norms(self.evaluation.modules)
         if mixing:  # the engine, which would see it, is not asked here
             raise SamplesInteractError(
                 f"{self.chain.grouping} needs samples that do not depend on each other; found BatchNorm in training "
                 f"mode: {listed(mixing)}. Call eval() on it, or use GroupNorm."
             )
-        restore = snapshot(*self.evaluation.modules)
-        numbers = None
-        if self._asks_samples:
-            numbers = joined(self.chain.samples.weigh(self.all_numbers(pieces, start)))
-            restore()
-        gathering = Gathering(self, pieces, numbers)
-        weighed: list[Numbers] = []
-        if self.chain.groups.window:  # the numbers of all groups first
-            weighed = self.chain.groups.weigh(list(gathering.each_group()))
-            restore()
-        sums = GradientSums(self.evaluation.trained.named)
-        for k, group in enumerate(gathering.each_group()):
-            if not self.chain.groups.window:
-                weighed += self.chain.groups.weigh([group])
-            sums.add(weighed[k].coefficients)
-        sums.put_back()
-        return _part(gathering.numbers(), joined(weighed), gathering.owner)
+        return Gathering(self, self._by_group(pieces)).part()
+
+    def _by_group(self, pieces: Sequence[Any]) -> list[list[Members]]:
+        """The samples of each group, in the order groups come."""
+        groups: dict[Hashable, list[Members]] = {}
+        start = 0
+        for piece in pieces:
+            keys, total = self.keys(piece), _length(piece, self)
+            _check_keys(keys, total)
+            for key in dict.fromkeys(keys):
+                places = [place for place, other in enumerate(keys) if other == key]
+                groups.setdefault(key, []).append(Members(take(piece, places), start + torch.tensor(places)))
+            start += total
+        return list(groups.values())
+
+
+@dataclass
+class Members:
+    """Samples of one group that lie in the same piece."""
+
+    batch: Any
+    places: Tensor  # in the window
+    numbers: Numbers | None = None
 
 
 class Gathering:
-    """Goes through the groups of a window whose pieces they may cross."""
+    """Goes through the groups of a window whose pieces they may cross. Every pass sees the same random numbers."""
 
-    def __init__(self, summing: Grouped, pieces: Sequence[Any], numbers: Numbers | None):
-        self.summing, self.pieces, self.known = summing, pieces, numbers
-        sizes = [_length(piece, summing) for piece in pieces]
-        keys = [key for piece in pieces for key in summing.keys(piece)]
-        self.places = torch.arange(sum(sizes)).split(sizes)  # of each piece's samples in the window
-        self.owner, self.groups = _owners(keys, torch.cat(self.places))
-        self.losses = self.counts = torch.zeros(0)  # of the window's samples, once the first are known
+    def __init__(self, summing: Grouped, groups: list[list[Members]]):
+        self.summing, self.groups, self.stage = summing, groups, summing.chain.groups
+        self.evaluation = summing.evaluation
+        summing.prepare()
+        self.restore = snapshot(*self.evaluation.modules)
 
-    def each_group(self) -> Iterator[Numbers]:
-        """Puts one group's gradient after the other into `.grad`, and yields its numbers."""
-        for number in range(self.groups):
-            self.summing.evaluation.trained.clear()
-            members = self.owner == number
-            for piece, places in zip(self.pieces, self.places, strict=True):
-                if members[places].any():
-                    self._add(piece, places[members[places]], places[0])
-            yield self._measured(members)
+    def part(self) -> Part:
+        if self.summing.asks_samples:
+            self._weigh_samples()
+        weighed: list[Numbers] = []
+        if self.stage.window:  # the numbers of all groups first
+            weighed = self.stage.weigh([self._gather(k) for k in range(len(self.groups))])
+            self.restore()
+        sums = GradientSums(self.evaluation.trained.named)
+        for k in range(len(self.groups)):
+            group = self._gather(k)
+            if not self.stage.window:
+                weighed += self.stage.weigh([group])
+            sums.add(weighed[k].coefficients)
+        sums.put_back()
+        return self._in_order(joined(weighed))
 
-    def _add(self, piece: Any, places: Tensor, first: Tensor) -> None:
-        evaluation = self.summing.evaluation
-        losses, counts = evaluation.losses(take(piece, (places - first).tolist()))
-        if not len(self.losses):
-            self.losses, self.counts = losses.new_zeros(len(self.owner)), losses.new_ones(len(self.owner))
-        self.losses[places] = losses.detach()
-        if counts is not None:
-            self.counts[places] = counts.to(self.counts)
-        evaluation.add_sum(losses, None if self.known is None else self.known.weights[places])
+    def _weigh_samples(self) -> None:
+        members = [m for group in self.groups for m in group]
+        found = [replace(self.summing.one_pass(m.batch, 0)[2], places=m.places) for m in members]
+        for m, numbers in zip(members, self.summing.chain.samples.weigh(found), strict=True):
+            m.numbers = numbers
+        self.restore()
 
-    def numbers(self) -> Numbers:
-        """Of all samples seen so far."""
-        return Numbers(self.losses, self.counts) if self.known is None else self.known
-
-    def _measured(self, members: Tensor) -> Numbers:
-        numbers, stage = self.numbers(), self.summing.chain.groups
-        losses = numbers.losses * numbers.weights
-        scale, trained = self.summing.evaluation.precision.scale, self.summing.evaluation.trained.wanted()
-        found = {name: p.grad for name, p in trained.items() if p.grad is not None}
-        norms = {
-            name: (found[name].norm() / scale if name in found else p.new_zeros(())).reshape(1)
-            for name, p in trained.items()
-        }
-        dots = {
-            r: {
-                name: ((d * found[name]).sum() / scale if name in found else d.new_zeros(())).reshape(1)
-                for name, d in self.summing.directions[r].items()
-            }
-            for r in stage.references
-        }
+    def _gather(self, number: int) -> Numbers:
+        """Puts a group's gradient into `.grad`, and returns its numbers."""
+        self.evaluation.trained.clear()
+        for m in self.groups[number]:
+            losses, counts = self.evaluation.losses(m.batch)
+            _check_keys(m.places.tolist(), len(losses))
+            if m.numbers is None:
+                m.numbers = Numbers(losses.detach(), counts_of(losses, counts))
+            self.evaluation.add_sum(losses, m.numbers.weights)
+        known = [m.numbers for m in self.groups[number] if m.numbers is not None]
         return Numbers(
-            losses[members].sum()[None], numbers.denominators[members].sum()[None], raw_norms=norms, raw_dots=dots
+            losses=torch.stack([(n.losses * n.weights).sum() for n in known]).sum()[None],
+            counts=torch.stack([n.denominators.sum() for n in known]).sum()[None],
+            places=torch.tensor([number]),
+            raw_norms=self._of_gradients(lambda g, _: g.norm()),
+            raw_dots={r: self._of_gradients(self._dot(r)) for r in self.stage.references},
         )
+
+    def _dot(self, reference: Reference) -> Callable[[Tensor, str], Tensor]:
+        return lambda gradient, name: (gradient * self.summing.directions[reference][name]).sum()
+
+    def _of_gradients(self, question: Callable[[Tensor, str], Tensor]) -> dict[str, Tensor]:
+        """name -> (1,), without the loss scale; zero for parameters that are not reached."""
+        scale = self.evaluation.precision.scale
+        return {
+            name: p.new_zeros(1) if p.grad is None else (question(p.grad, name) / scale).reshape(1)
+            for name, p in self.evaluation.trained.wanted().items()
+        }
+
+    def _in_order(self, groups: Numbers) -> Part:
+        """Samples as they came."""
+        members = [m for group in self.groups for m in group]
+        samples = joined([m.numbers for m in members if m.numbers is not None])
+        owner = torch.cat([torch.full_like(m.places, k) for k, group in enumerate(self.groups) for m in group])
+        part, order = _part(samples, groups, owner), torch.cat([m.places for m in members]).argsort()
+        part.losses, part.counts = part.losses[order], None if part.counts is None else part.counts[order]
+        part.norms = None if part.norms is None else part.norms[order]
+        if isinstance(part.weights, dict):
+            part.weights = {name: w[order] for name, w in part.weights.items()}
+        elif part.weights is not None:
+            part.weights = part.weights[order]
+        return part
 
 
 class GradientSums:
@@ -151,10 +175,14 @@ class GradientSums:
 
 def _owners(keys: list[Hashable], losses: Tensor) -> tuple[Tensor, int]:
     """The number of each sample's group, in the order groups come, and how many there are."""
-    if len(keys) != len(losses):
-        raise TransformError(f"group must give one key per sample; found {len(keys)} keys for {len(losses)} samples.")
+    _check_keys(keys, len(losses))
     numbers = {key: k for k, key in enumerate(dict.fromkeys(keys))}
     return torch.tensor([numbers[key] for key in keys], device=losses.device), len(numbers)
+
+
+def _check_keys(keys: list[Hashable], samples: int) -> None:
+    if len(keys) != samples:
+        raise TransformError(f"group must give one key per sample; found {len(keys)} keys for {samples} samples.")
 
 
 def _sums(values: Tensor, owner: Tensor, groups: int) -> Tensor:

@@ -43,7 +43,7 @@ class Microbatch:
 
     def attempt(self, compute: Callable[[Sequence[Any]], Any], pieces: Sequence[Any]) -> Any:
         """compute(pieces), with smaller pieces if these do not fit. A failed attempt leaves no trace."""
-        while True:
+        while self.automatic:
             restore = self._everything()
             try:
                 return compute(pieces)
@@ -52,6 +52,7 @@ class Microbatch:
                     raise
                 restore()
                 pieces = self._halved(pieces, error)
+        return compute(pieces)
 
     def _halved(self, pieces: Sequence[Any], error: Exception) -> list[Any]:
         sizes = [length(piece) or 1 for piece in pieces]

@@ -12,6 +12,7 @@ from samplewise.transforms.chain import Chain
 from samplewise.transforms.numbers import PerSample
 
 SHOWN = 5
+MODEL = "model"
 
 
 def warn(message: str) -> None:
@@ -23,16 +24,22 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def look_at_modes(model: nn.Module) -> None:
+def look_at_modes(modules: Sequence[nn.Module]) -> None:
     """Modules in eval mode: the outermost ones."""
-    asleep = [name for name, module in model.named_modules() if not module.training]
-    outermost = [name for name in asleep if not any(name.startswith(f"{o}.") or o == "" for o in asleep if o != name)]
+    asleep = [path for path, module in paths(modules) if not module.training]
+    outermost = [path for path in asleep if not any(path.startswith(f"{other}.") for other in asleep)]
+    names = ["the model"] if MODEL in outermost else [path.removeprefix(f"{MODEL}.") for path in outermost]
     if outermost:
-        names = "the model" if outermost == [""] else listed(outermost)
         warn(
-            f"modules are in eval mode while training: {names}. Dropout and running statistics stand still there. "
-            "Call model.train(), unless you mean it."
+            f"modules are in eval mode while training: {listed(names)}. Dropout and running statistics stand still "
+            "there. Call train() on them, unless you mean it."
         )
+
+
+def paths(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Every module with its path, that of the model itself and of the loss module included."""
+    roots = zip((MODEL, "loss"), modules, strict=False)
+    return [(f"{root}.{name}".rstrip("."), module) for root, top in roots for name, module in top.named_modules()]
 
 
 def training_batch_norms(modules: Iterable[nn.Module]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ class Trained:
 
     def __init__(self, optimizer: Any, modules: Sequence[nn.Module]):
         self._optimizer, self._modules = optimizer, modules
-        self._count = 0
+        self._count = -1
         self.cleared = 0  # how often: tells whether gradients are still those that one has seen
         self.named: dict[str, Tensor] = {}
         self.follow()
@@ -33,14 +34,32 @@ class Trained:
 
     def gradients(self) -> list[Tensor]:
         """What is in `.grad`; of sparse gradients the values."""
-        found = [p.grad for p in self.named.values()]
-        return [g if g.layout is torch.strided else g._values() for g in found if g is not None]
+        return [self._dense(p) for p in self.named.values() if p.grad is not None]
+
+    def _dense(self, p: Tensor) -> Tensor:
+        assert p.grad is not None
+        if p.grad.layout is torch.strided:
+            return p.grad
+        p.grad = p.grad.coalesce()  # a row that occurs twice has one gradient
+        return p.grad._values()
 
     def fill(self) -> None:
         """Zeros where a parameter that could have a gradient has none."""
         for p in self.named.values():
             if p.grad is None and p.requires_grad:
                 p.grad = torch.zeros_like(p)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Gradients out of the way of somebody else's backward pass."""
+        kept = [(p, p.grad) for p in self.named.values()]
+        for p, _ in kept:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for p, gradient in kept:
+                p.grad = gradient
 
     def clear(self) -> None:
         self.cleared += 1

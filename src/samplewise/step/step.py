@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.batches import length
 from samplewise.errors import BatchError, LossesError, NonFiniteGradientError, NonFiniteLossError, ParameterError
 from samplewise.losses import as_loss_fn
 from samplewise.replay import Buffers
@@ -91,8 +90,7 @@ class Step:
         self.counters = Counters()
 
         modules = [model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
-        own = (p for module in modules for p in module.parameters() if p.requires_grad)
-        optimizer = as_optimizer(optimizer, dict.fromkeys(own))
+        optimizer = as_optimizer(optimizer, dict.fromkeys(p for module in modules for p in module.parameters()))
         self._trained = Trained(optimizer, modules)
         self.precision = Precision(precision, next(iter(self._trained.named.values())).device.type)
         self._microbatch = Microbatch(microbatch, modules, self._trained)
@@ -100,12 +98,13 @@ class Step:
         self._finish = Finish(
             self._trained, optimizer, scheduler, self.precision, self.transforms.on_sum, max_grad_norm, on_nonfinite
         )
-        self._audit = Audit(self._evaluation, audit, self.transforms.needs_gradients)
+        self._audit = Audit(self._evaluation, audit, self.transforms.measures)
         self._buffers = Buffers(modules)
         self._summing = self._make_summing()
         self._window = Window()
         self._rest: Slices | None = None  # of the last batch, while it is not used up
-        self._first, self._recall = True, None  # type: bool, Recall | None
+        self._first = self._unseen = True  # window, gradients
+        self._recall: Recall | None = None
 
     @property
     def optimizer(self) -> Any:
@@ -126,10 +125,8 @@ class Step:
         self.counters.epochs += 1
         if self._window.open and self.tail == "update":
             yield self.apply()
-        elif self.tail == "drop":
-            self._trained.clear()
-            self._buffers.restore()
-            self._window = Window()
+        elif self._window.open and self.tail == "drop":
+            self._drop()
 
     def run(self, loader: Iterable[Any]) -> Totals:
         """All updates of `over(loader)`, added up."""
@@ -242,11 +239,12 @@ class Step:
             self._recall.pieces.append(piece)
         if self._summing.window:
             window.waiting.append(piece)
-            window.samples += size or length(piece) or 0
+            window.samples += size or 0
+            window.sized &= size is not None
         else:
             parts = self._sum([piece], size, alone)
-            window.parts += parts
             window.samples += self._counted(parts, size)
+            window.parts += parts
         window.seconds += perf_counter() - started
 
     def _begin(self, piece: Any) -> None:
@@ -258,11 +256,12 @@ class Step:
             self._summing = self._make_summing()
         self._summing.begin()
         self._recall = None
-        if self._first:
-            look_at_modes(self.model)
+        first, self._first = self._first, False
+        if first:
+            look_at_modes(self._evaluation.modules)
             if not self._summing.knows_norms:
-                self._recall = Recall(self._evaluation)
-        self._audit.look(piece, self._first, self.counters.updates)
+                self._recall = Recall(self._evaluation, self._microbatch)
+        self._audit.look(piece, first, self.counters.updates)
 
     def _sum(self, pieces: Sequence[Any], size: int | None, alone: bool) -> list[Part]:
         """Gradients into `.grad`. What is not finite and may be skipped spoils the window, and is no error."""
@@ -270,12 +269,11 @@ class Step:
         if window.failure is not None:
             return [nothing_known(size or 0)]
         try:
-            if self._microbatch.automatic:
-                return self._microbatch.attempt(lambda pieces: summing.add(pieces, window.samples), pieces)
-            if alone and isinstance(summing, Plain) and not self.transforms.on_sum:
+            if alone and isinstance(summing, Plain) and not (self.transforms.on_sum or self._microbatch.automatic):
                 part, window.divided = summing.add_mean(pieces[0])
                 return [part]
-            return summing.add(pieces, window.samples)
+            start = 0 if window.waiting else window.samples
+            return self._microbatch.attempt(lambda pieces: summing.add(pieces, start), pieces)
         except (NonFiniteLossError, NonFiniteGradientError) as error:
             if not self._finish.may_skip(error):
                 raise
@@ -293,6 +291,12 @@ class Step:
         self.counters.microbatches += len(parts)
         return found
 
+    def _drop(self) -> None:
+        """The samples of the open window have been seen, and that is all."""
+        seen = self.counters.samples + (self._window.samples if self._window.waiting else 0)
+        self._give_up()
+        self.counters.samples = seen
+
     def _give_up(self) -> None:
         """The open window never was, and what is left of the batch is left alone."""
         if self._window.begun:
@@ -307,10 +311,14 @@ class Step:
     def _apply(self) -> Update:
         started, window = perf_counter(), self._window
         if window.waiting:
-            window.parts = self._sum(window.waiting, window.samples, alone=False)
-            window.samples = self._counted(window.parts, window.samples or None)
-        if self._first:
+            parts = self._sum(window.waiting, window.samples, alone=False)
+            window.samples = self._counted(parts, window.samples if window.sized else None)
+            window.parts = parts
+        if self._unseen and window.failure is None:
+            self._unseen = False
             self._look_back(window)
+        if self._recall is not None:
+            self._recall.keep_parameters()
         outcome = self._finish(window)
         if outcome.skipped:
             self._trained.clear()
@@ -318,16 +326,12 @@ class Step:
         update = Update(self.counters.updates, window.samples, outcome, window.parts, self._asked_late)
         self.counters.updates += not outcome.skipped
         self.counters.skipped += outcome.skipped
-        self._window, self._first = Window(), False
+        self._window = Window()
         update.seconds = window.seconds + perf_counter() - started
         return update
 
     def _look_back(self, window: Window) -> None:
         """What the first window tells of mistakes."""
-        if self._recall is not None:
-            self._recall.keep_parameters()
-        if window.failure is not None:
-            return
         look_at_batch_norm(self._evaluation.modules, [len(part) for part in window.parts])
         look_at_reach(self._trained.named)
         look_at_weights(self.transforms, [part.weights for part in window.parts])
@@ -347,7 +351,7 @@ class Step:
         return norms
 
     def _make_summing(self) -> Summing:
-        if not self.transforms.needs_gradients and "norms" not in self.record:
+        if not self.transforms.weighs and "norms" not in self.record:
             return Plain(self._evaluation)
         kind = Weighted if self.transforms.grouping is None else Grouped
         return kind(self._evaluation, self.transforms, "norms" in self.record)
@@ -374,6 +378,10 @@ def _check(
         raise TypeError(
             "scheduler must step once per update without being told a metric; found ReduceLROnPlateau. "
             "Call its step(metric) yourself, after validation."
+        )
+    if scheduler is not None and (isinstance(scheduler, type) or not hasattr(scheduler, "step")):
+        raise TypeError(
+            f"scheduler must be one of torch.optim.lr_scheduler, made for the optimizer; found {scheduler!r}."
         )
     if isinstance(record, str) or set(record) - {"norms"}:
         raise ValueError(f"record must be a set of names, of which there is 'norms'; found {record!r}.")

@@ -75,11 +75,17 @@ class OfNumbers(Summing):
     def begin(self) -> None:
         self._directions = None
 
+    def prepare(self) -> None:
+        """References may draw random numbers: they are made before what is computed twice."""
+        if self.chain.measures:
+            _ = self.directions
+
     @property
     def directions(self) -> dict[Reference, dict[str, Tensor]]:
         """Made once per window, when first needed."""
         if self._directions is None:
-            self._directions = self.chain.directions(self.evaluation.trained.wanted())
+            with self.evaluation.trained.set_aside():
+                self._directions = self.chain.directions(self.evaluation.trained.wanted())
         return self._directions
 
     def measured(self, g: Gradients, numbers: Numbers, stage: Stage, record: bool) -> Numbers:
@@ -89,10 +95,13 @@ class OfNumbers(Summing):
         dots = {r: _unscaled(g.dot(self.directions[r], by), scale) for r in stage.references}
         return replace(numbers, raw_norms=norms, raw_dots=dots)
 
-    def one_pass(self, piece: Any, start: int) -> tuple[Tensor, Gradients, Numbers]:
+    def one_pass(self, piece: Any, start: int) -> tuple[Tensor, Gradients | None, Numbers]:
+        """The losses of a piece, its gradients if anything must be known of them, and its numbers."""
         losses, counts = self.evaluation.losses(piece)
-        g = self.evaluation.gradients(losses)
-        numbers = Numbers(losses.detach(), _counts(losses, counts), piece, start)
+        numbers = Numbers(losses.detach(), counts_of(losses, counts), piece, start + torch.arange(len(losses)))
+        if not (self.chain.samples.measures or self.record_norms):
+            return losses, None, numbers
+        g = self.evaluation.gradients(losses, piece)
         return losses, g, self.measured(g, numbers, self.chain.samples, self.record_norms)
 
     def all_numbers(self, pieces: Sequence[Any], start: int) -> list[Numbers]:
@@ -116,33 +125,37 @@ class Weighted(OfNumbers):
         return parts
 
     def _in_one_pass(self, piece: Any, start: int) -> Part:
-        _, g, numbers = self.one_pass(piece, start)
+        losses, g, numbers = self.one_pass(piece, start)
         (numbers,) = self.chain.samples.weigh([numbers])
-        g.backward(numbers.coefficients, retain_graph=False)
+        self._sum(losses, g, numbers.coefficients)
         return as_part(numbers)
+
+    def _sum(self, losses: Tensor, g: Gradients | None, coefficients: PerSample | None) -> None:
+        """Where nothing but one number per sample is asked for, an ordinary backward pass will do."""
+        if g is None and not isinstance(coefficients, dict):
+            self.evaluation.add_sum(losses, coefficients)
+        else:
+            (g or self.evaluation.gradients(losses)).backward(coefficients, retain_graph=False)
 
     def _in_two_passes(self, pieces: Sequence[Any], start: int) -> list[Part]:
         """First the numbers of all pieces, then their sum. The second pass sees the same dropout as the first, and
         buffers advance once.
         """
+        self.prepare()
         restore = snapshot(*self.evaluation.modules)
         weighed = self.chain.samples.weigh(self.all_numbers(pieces, start))
         restore()
         for piece, numbers in zip(pieces, weighed, strict=True):
-            losses, _ = self.evaluation.losses(piece)
-            if isinstance(numbers.coefficients, dict):
-                self.evaluation.gradients(losses).backward(numbers.coefficients)
-            else:
-                self.evaluation.add_sum(losses, numbers.coefficients)
+            self._sum(self.evaluation.losses(piece)[0], None, numbers.coefficients)
         return [as_part(numbers) for numbers in weighed]
+
+
+def counts_of(losses: Tensor, counts: Tensor | None) -> Tensor:
+    return torch.ones_like(losses) if counts is None else counts
 
 
 def as_part(numbers: Numbers) -> Part:
     return Part(numbers.losses, numbers.counts, numbers.unscaled_norms, numbers.coefficients, numbers.shares)
-
-
-def _counts(losses: Tensor, counts: Tensor | None) -> Tensor:
-    return torch.ones_like(losses) if counts is None else counts
 
 
 def _unscaled(values: PerSample, scale: float) -> PerSample:

@@ -29,6 +29,7 @@ class Window:
 
     parts: list[Part] = field(default_factory=list)
     waiting: list[Any] = field(default_factory=list)  # pieces, where a transform must see the window as a whole
+    sized: bool = True  # whether it is known how many samples those have
     samples: int = 0
     seconds: float = 0.0
     divided: bool = False  # whether the sums are means already

@@ -31,6 +31,11 @@ class Stage:
         return [t.reference for t in self.transforms if t.reference is not None]
 
     @property
+    def measures(self) -> bool:
+        """Whether it must know anything of the gradients themselves."""
+        return "norms" in self.needs or bool(self.references)
+
+    @property
     def by_parameter(self) -> bool:
         return any(t.by_parameter for t in self.transforms)
 
@@ -58,9 +63,14 @@ class Chain:
     on_sum: tuple[SumTransform, ...]
 
     @property
-    def needs_gradients(self) -> bool:
-        """Whether a sample's own gradient matters at all."""
+    def weighs(self) -> bool:
+        """Whether samples have coefficients."""
         return bool(self.samples.transforms or self.grouping)
+
+    @property
+    def measures(self) -> bool:
+        """Whether it must know the gradients of single samples or groups."""
+        return self.samples.measures or self.groups.measures
 
     @property
     def window(self) -> bool:
@@ -81,7 +91,7 @@ class Chain:
                 gradient = "s"
             elif isinstance(t, SampleTransform):
                 symbol = next(symbols)
-                lines.append(f"{symbol} = {t.formula.format(g=gradient)}")
+                lines.append(f"{symbol} = {t.formula.replace('{g}', gradient)}")
                 gradient = f"{symbol}·{gradient}"
                 below = [symbol, *below] if t.renormalises else below
         above = " + ".join([f"Σ {gradient}", *(t.formula for t in self.on_sum)])

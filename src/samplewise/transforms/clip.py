@@ -28,7 +28,7 @@ def clip(max_norm: float, by: str | None = None, mode: str = "flat", gamma: floa
     def coefficient(norms: Tensor) -> Tensor:
         if mode == "automatic":
             return max_norm / (norms + gamma)
-        return torch.where(norms > max_norm, max_norm / norms, 1.0)
+        return torch.where(norms > max_norm, max_norm / norms, float(max_norm > 0))
 
     def answer(numbers: Numbers) -> PerSample:
         if by is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samplewise.batches import pick
 from samplewise.errors import TransformError
-from samplewise.transforms.transform import Grouping
+from samplewise.transforms.transform import Grouping, function_name
 
 
 def group(key: Hashable | Callable[[Any], Any]) -> Grouping:
@@ -27,5 +27,5 @@ def group(key: Hashable | Callable[[Any], Any]) -> Grouping:
             raise TransformError(f"group({key!r}) needs one name or number per sample; found a table.")
         return found
 
-    name = getattr(key, "__name__", "function") if callable(key) else repr(key)
+    name = function_name(key) if callable(key) else repr(key)
     return Grouping(f"group({name})", keys)

@@ -24,7 +24,7 @@ class Numbers:
     losses: Tensor  # as returned by the loss function
     counts: Tensor  # each sample's own denominator
     batch: Any = None  # what the loss function was given
-    start: int = 0  # the place of the first of these samples in its window
+    places: Tensor | None = None  # of these samples, or groups, in the window
     raw_norms: PerSample | None = None
     raw_dots: Mapping[Any, PerSample] = field(default_factory=dict)  # by the reference
     coefficients: PerSample | None = None  # the product so far; None is one

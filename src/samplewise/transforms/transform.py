@@ -30,7 +30,7 @@ class SampleTransform:
     window: bool = False  # must see all samples of the window at once
     by_parameter: bool = False  # answers with a dict, name -> (B,)
     renormalises: bool = False  # its coefficients count in the denominator too
-    by_position: bool = False  # depends on a sample's place in the window
+    positions: int | None = None  # if it depends on a sample's place in the window: how many places it knows
 
     def __call__(self, numbers: Numbers) -> PerSample:
         """The coefficients, checked."""
@@ -96,3 +96,8 @@ def positive(name: str, value: float) -> float:
 def quotient(numerator: float | Tensor, denominator: Tensor) -> Tensor:
     """With 0/0 = 0, and x/0 = 0 too: where there is no gradient nothing is to be scaled."""
     return torch.where(denominator > 0, numerator / denominator, 0.0)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    return "function" if name == "<lambda>" else name

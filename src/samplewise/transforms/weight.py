@@ -12,7 +12,7 @@ from torch import Tensor
 from samplewise.batches import pick
 from samplewise.errors import TransformError
 from samplewise.transforms.numbers import Numbers, PerSample
-from samplewise.transforms.transform import NEEDS, SampleTransform
+from samplewise.transforms.transform import NEEDS, SampleTransform, function_name
 
 
 def weight(
@@ -36,7 +36,7 @@ def weight(
     elif isinstance(by, Tensor):
         name, needs, answer = _listed(by, index)
     else:
-        name, needs, answer = repr(by), frozenset({"batch"}), lambda numbers: _as_weights(pick(numbers.batch, by), by)
+        name, needs, answer = repr(by), frozenset({"batch"}), lambda numbers: _as_weights(numbers, by)
     if index is not None and not isinstance(by, Tensor):
         raise TransformError("index= says where to look a tensor's values up; found no tensor. Leave it out.")
     if window and not callable(by):
@@ -49,7 +49,7 @@ def weight(
         needs=needs,
         window=window,
         renormalises=renormalise,
-        by_position=isinstance(by, Tensor) and index is None,
+        positions=len(by) if isinstance(by, Tensor) and index is None else None,
     )
 
 
@@ -71,36 +71,43 @@ def _asking(function: Callable[..., Any], window: bool) -> tuple[str, frozenset[
         )
     if window and "batch" in asked:
         raise TransformError("a function of the whole window sees numbers, not batches; found the argument 'batch'.")
-    name = getattr(function, "__name__", type(function).__name__)
 
     def answer(numbers: Numbers) -> PerSample:
         return function(**{need: getattr(numbers, need) for need in asked})
 
-    return ("function" if name == "<lambda>" else name), frozenset(asked), answer
+    return function_name(function), frozenset(asked), answer
 
 
 def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Callable[[Numbers], PerSample]]:
+    if values.dim() != 1:
+        raise TransformError(f"weights must be one number per sample; found a tensor of shape {tuple(values.shape)}.")
     name = f"tensor of {len(values)}" + (f", index={index!r}" if index is not None else "")
 
     def looked_up(numbers: Numbers) -> PerSample:
-        places = torch.as_tensor(pick(numbers.batch, index), device=values.device)
-        return values[places].to(numbers.losses.device)
+        try:
+            places = torch.as_tensor(pick(numbers.batch, index), device=values.device)
+            return values[places].to(numbers.losses.device)
+        except (IndexError, TypeError, ValueError) as error:
+            raise TransformError(
+                f"batch[{index!r}] must hold the samples' numbers, from 0 to {len(values) - 1}; found that {error}."
+            ) from None
 
     def in_order(numbers: Numbers) -> PerSample:
-        stop = numbers.start + len(numbers)
-        if stop > len(values):
+        places = torch.arange(len(numbers)) if numbers.places is None else numbers.places
+        if int(places.max()) >= len(values):
             raise TransformError(
-                f"weight({name}) must have one value for each sample of the window; found a window of at least {stop}. "
-                "Set Step(samples=) to that number, or look values up with index=."
+                f"weight({name}) must have one value for each sample of the window; found a window of at least "
+                f"{int(places.max()) + 1}. Set Step(samples=) to that number, or look values up with index=."
             )
-        return values[numbers.start : stop].to(numbers.losses.device)
+        return values[places.to(values.device)].to(numbers.losses.device)
 
     return (name, frozenset(), in_order) if index is None else (name, frozenset({"batch"}), looked_up)
 
 
-def _as_weights(found: Any, key: Hashable) -> Tensor:
+def _as_weights(numbers: Numbers, key: Hashable) -> Tensor:
+    found = pick(numbers.batch, key)
     try:
-        return torch.as_tensor(found)
+        return found if isinstance(found, Tensor) else torch.as_tensor(found, dtype=numbers.losses.dtype)
     except (TypeError, ValueError, RuntimeError):
         raise TransformError(
             f"batch[{key!r}] must hold one number per sample to weigh by; found {type(found).__name__}."

@@ -1,0 +1,255 @@
+"""Torch's criteria as loss functions: however a window is cut, it is `criterion(model(x), y)` on the whole."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, TensorDataset
+
+import samplewise as sw
+from samplewise.criteria import _COUNTING, Criterion
+
+# Torch's own word on KLDivLoss(): what it is compared with says it, not the step.
+pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def noise(*shape):
+    return torch.randn(shape, generator=GENERATOR, dtype=torch.float64)
+
+
+N, C, T = 7, 4, 3
+X = noise(N, 5)
+CLASSES, TOKENS = torch.arange(N) % C, (torch.arange(N * T) * 3 % C).view(N, T)
+SOFT, SOFT_TOKENS = noise(N, C).softmax(1), noise(N, C, T).softmax(1)
+REAL, ZERO_ONE, SIGNS = noise(N, C), (noise(N, C) > 0).double(), noise(N, C).sign()
+WEIGHT = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
+MARGINS = torch.tensor([[3, 0, -1, 1], [0, -1, 2, 3], [1, 2, 3, 0]])[torch.arange(N) % 3]  # classes, up to a -1
+
+
+def with_ignored(target):
+    """Some of every sample, and all of sample 2."""
+    target = target.clone()
+    target[1::3] = -100
+    target[2] = -100
+    return target
+
+
+# name: (criterion, what the model ends in, targets)
+CASES = {
+    "cross entropy": (nn.CrossEntropyLoss(), None, CLASSES),
+    "cross entropy, weights": (nn.CrossEntropyLoss(WEIGHT), None, CLASSES),
+    "cross entropy, ignored": (nn.CrossEntropyLoss(), None, with_ignored(CLASSES)),
+    "cross entropy, a class ignored": (nn.CrossEntropyLoss(ignore_index=1), None, CLASSES),
+    "cross entropy, weights and ignored": (nn.CrossEntropyLoss(WEIGHT), None, with_ignored(CLASSES)),
+    "cross entropy, smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1), None, CLASSES),
+    "cross entropy, all of it": (
+        nn.CrossEntropyLoss(WEIGHT, ignore_index=2, label_smoothing=0.1),
+        nn.Unflatten(1, (C, T)),
+        TOKENS,
+    ),
+    "cross entropy, soft": (nn.CrossEntropyLoss(), None, SOFT),
+    "cross entropy, soft and weights": (nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.1), None, SOFT),
+    "cross entropy, tokens": (nn.CrossEntropyLoss(), nn.Unflatten(1, (C, T)), TOKENS),
+    "cross entropy, tokens ignored": (nn.CrossEntropyLoss(WEIGHT), nn.Unflatten(1, (C, T)), with_ignored(TOKENS.T).T),
+    "cross entropy, soft tokens": (nn.CrossEntropyLoss(WEIGHT), nn.Unflatten(1, (C, T)), SOFT_TOKENS),
+    "nll": (nn.NLLLoss(), nn.LogSoftmax(1), CLASSES),
+    "nll, weights and ignored": (nn.NLLLoss(WEIGHT), nn.LogSoftmax(1), with_ignored(CLASSES)),
+    "nll, tokens": (
+        nn.NLLLoss(WEIGHT, ignore_index=3),
+        nn.Sequential(nn.Unflatten(1, (C, T)), nn.LogSoftmax(1)),
+        TOKENS,
+    ),
+    "mse": (nn.MSELoss(), None, REAL),
+    "mse, one number each": (nn.MSELoss(), nn.Flatten(0), REAL[:, 0]),
+    "mse, images": (nn.MSELoss(), nn.Unflatten(1, (2, 2)), REAL.view(N, 2, 2)),
+    "l1": (nn.L1Loss(), None, REAL),
+    "smooth l1": (nn.SmoothL1Loss(beta=0.5), None, REAL),
+    "huber": (nn.HuberLoss(delta=0.7), None, REAL),
+    "bce": (nn.BCELoss(), nn.Sigmoid(), ZERO_ONE),
+    "bce, weights": (nn.BCELoss(WEIGHT), nn.Sigmoid(), ZERO_ONE),
+    "bce with logits": (nn.BCEWithLogitsLoss(), None, ZERO_ONE),
+    "bce with logits, weights": (nn.BCEWithLogitsLoss(WEIGHT, pos_weight=WEIGHT.flip(0)), None, ZERO_ONE),
+    "kl, mean": (nn.KLDivLoss(reduction="mean"), nn.LogSoftmax(1), SOFT),
+    "kl, batchmean": (nn.KLDivLoss(reduction="batchmean"), nn.LogSoftmax(1), SOFT),
+    "kl, logarithms": (nn.KLDivLoss(reduction="batchmean", log_target=True), nn.LogSoftmax(1), SOFT.log()),
+    "poisson": (nn.PoissonNLLLoss(), None, REAL.abs()),
+    "poisson, full": (nn.PoissonNLLLoss(full=True, log_input=False), nn.Softplus(), REAL.abs() * 3),
+    "soft margin": (nn.SoftMarginLoss(), None, SIGNS),
+    "hinge embedding": (nn.HingeEmbeddingLoss(margin=0.5), None, SIGNS),
+    "multi-label soft margin": (nn.MultiLabelSoftMarginLoss(WEIGHT), None, ZERO_ONE),
+    "multi-label margin": (nn.MultiLabelMarginLoss(), None, MARGINS),
+    "multi-margin": (nn.MultiMarginLoss(p=2, weight=WEIGHT), None, CLASSES),
+}
+
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def outputs(end, target):
+    if isinstance(end, nn.Flatten):
+        return 1
+    return C * T if target.dim() > 1 and target.shape[-1] == T else C
+
+
+def task(case):
+    criterion, end, target = CASES[case]
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, outputs(end, target))]
+    return criterion, nn.Sequential(*layers, *([end] if end else [])).double(), target
+
+
+def test_every_criterion_is_here():
+    assert {type(criterion) for criterion, _, _ in CASES.values()} == set(_COUNTING)
+
+
+@every_case
+@pytest.mark.parametrize(("batch", "microbatch"), [(N, None), (N, 1), (N, 3), (2, None), (4, 3)])
+def test_any_cut_is_the_criterion_on_the_whole(case, batch, microbatch):
+    criterion, model, target = task(case)
+    twin = copy.deepcopy(model)
+    loss = criterion(twin(X), target)
+    loss.backward()
+    step = sw.Step(model, sw.sgd(1.0), criterion, samples=N, microbatch=microbatch)
+    (update,) = step.over(DataLoader(TensorDataset(X, target), batch_size=batch))
+    assert update.loss == pytest.approx(loss.item(), rel=1e-10)
+    expected = parameters_to_vector(p - p.grad for p in twin.parameters())
+    torch.testing.assert_close(parameters_to_vector(model.parameters()), expected, rtol=0, atol=1e-10)
+
+
+@every_case
+def test_check_and_scan_take_criteria(case):
+    criterion, model, target = task(case)
+    found = sw.check(model, criterion, (X, target))
+    assert found.ok, str(found)
+    sizes, total = [], 0
+    for _, g in sw.scan(model, criterion, [(X, target)], microbatch=3):
+        sizes.append(len(g))
+        total = total + parameters_to_vector(g.sum().values())
+    assert sizes == [3, 3, 1]
+    losses, counts = Criterion(criterion)(model, (X, target))
+    whole = parameters_to_vector(torch.autograd.grad(criterion(model(X), target), list(model.parameters())))
+    torch.testing.assert_close(total / counts.sum(), whole, rtol=0, atol=1e-10)
+    assert losses.shape == counts.shape == (N,)
+
+
+def test_check_takes_float32_weights():
+    """It computes in float64, on a copy; the criterion's weights must not be in the way."""
+    model = nn.Linear(5, C)
+    criterion = nn.CrossEntropyLoss(WEIGHT.float())
+    assert sw.check(model, criterion, (X.float(), CLASSES)).ok
+    assert criterion.weight.dtype == torch.float32
+
+
+def test_with_transforms_the_counts_stay_the_denominator():
+    criterion, model, target = task("cross entropy, weights")
+    twin = copy.deepcopy(model)
+    sw.Step(model, sw.sgd(1.0), criterion, transforms=sw.weight(lambda losses: torch.full_like(losses, 0.5))).run(
+        [(X, target)]
+    )
+    (0.5 * criterion(twin(X), target)).backward()
+    expected = parameters_to_vector(p - p.grad for p in twin.parameters())
+    torch.testing.assert_close(parameters_to_vector(model.parameters()), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(WEIGHT, reduction="none"), nn.NLLLoss(reduction="none")])
+def test_reduction_none_is_the_mean_over_samples(criterion):
+    """Its own denominators are nobody's: one each."""
+    _, model, target = task("nll")
+    twin = copy.deepcopy(model)
+    (update,) = sw.Step(model, sw.sgd(1.0), criterion, samples=N, microbatch=3).over([(X, target)])
+    loss = criterion(twin(X), target).mean()
+    assert update.loss == pytest.approx(loss.item(), rel=1e-10)
+    loss.backward()
+    expected = parameters_to_vector(p - p.grad for p in twin.parameters())
+    torch.testing.assert_close(parameters_to_vector(model.parameters()), expected, rtol=0, atol=1e-10)
+
+
+def test_reduction_none_with_several_numbers_each_is_no_loss_per_sample():
+    _, model, target = task("mse")
+    with pytest.raises(sw.LossesError, match=r"losses must be 1-D.*found shape \(7, 4\)"):
+        sw.Step(model, sw.sgd(1.0), nn.MSELoss(reduction="none")).run([(X, target)])
+
+
+def test_reduction_sum_is_refused():
+    with pytest.raises(sw.LossesError, match=r"MSELoss as loss_fn must have reduction='mean'.*found 'sum'\. Leave it"):
+        sw.Step(nn.Linear(5, 4), sw.sgd(1.0), nn.MSELoss(reduction="sum"))
+
+
+class Mine(nn.CrossEntropyLoss):
+    """May do anything."""
+
+
+@pytest.mark.parametrize("criterion", [nn.CTCLoss(), nn.CosineEmbeddingLoss(), nn.GaussianNLLLoss(), Mine()])
+def test_unknown_criteria_are_refused_with_the_remedy(criterion):
+    message = rf"found {type(criterion).__name__}. Write lambda model, batch: F.cross_entropy\(.*reduction='none'\)"
+    with pytest.raises(TypeError, match=message):
+        sw.Step(nn.Linear(5, 4), sw.sgd(1.0), criterion)
+    with pytest.raises(TypeError, match=message):
+        next(sw.scan(nn.Linear(5, 4), criterion, []))
+    with pytest.raises(TypeError, match=message):
+        sw.check(nn.Linear(5, 4), criterion, (X, CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("criterion", "target", "wanted"),
+    [
+        (nn.MSELoss(), torch.zeros(N), r"\(7, 1\)"),
+        (nn.L1Loss(), torch.zeros(N), r"\(7, 1\)"),
+        (nn.BCEWithLogitsLoss(), torch.zeros(N), r"\(7, 1\)"),
+        (nn.MSELoss(), torch.zeros(1, 1), r"\(7, 1\)"),
+        (nn.CrossEntropyLoss(), torch.zeros(N, 1, dtype=torch.long), r"\(7,\)"),
+        (nn.CrossEntropyLoss(), torch.zeros(N, 3), r"\(7, 1\)"),
+        (nn.MultiMarginLoss(), torch.zeros(N, 1, dtype=torch.long), r"\(7,\)"),
+    ],
+)
+def test_shapes_that_do_not_fit(criterion, target, wanted):
+    model = nn.Linear(5, 1).double()
+    found = rf"needs a target of shape {wanted} for predictions of shape \(7, 1\); found \({target.shape[0]}"
+    with pytest.raises(sw.LossesError, match=found):
+        sw.Step(model, sw.sgd(1.0), criterion).run([(X, target)])
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [(X, "found Tensor"), ((X,), "found a tuple of 1"), ([X, X, X], "found a list of 3"), ({"x": X}, "found dict")],
+)
+def test_batches_that_are_not_pairs(batch, found):
+    with pytest.raises(sw.BatchError, match=rf"a criterion needs batches \(x, y\); {found}\. Write a loss function"):
+        sw.Step(nn.Linear(5, 4).double(), sw.sgd(1.0), nn.MSELoss()).run([batch])
+
+
+def test_inputs_may_have_any_structure():
+    class Sum(nn.Linear):
+        def forward(self, parts):
+            return super().forward(parts["a"] + parts["b"])
+
+    torch.manual_seed(0)
+    model = Sum(5, C).double()
+    expected = nn.CrossEntropyLoss()(model({"a": X, "b": X}), CLASSES).item()
+    (update,) = sw.Step(model, sw.sgd(1.0), nn.CrossEntropyLoss(), samples=N, microbatch=2).over(
+        [[{"a": X, "b": X}, CLASSES]]
+    )
+    assert update.loss == pytest.approx(expected, rel=1e-10)
+
+
+def test_the_criterion_stays_as_it_is_and_may_be_moved_later():
+    criterion = nn.CrossEntropyLoss(WEIGHT.float())
+    model = nn.Linear(5, C).double()
+    step = sw.Step(model, sw.sgd(1.0), criterion)
+    assert criterion.reduction == "mean"
+    criterion.double()
+    expected = criterion(model(X), CLASSES).item()
+    (update,) = step.over([(X, CLASSES)])
+    assert update.loss == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("microbatch", [None, 3])
+def test_a_window_without_a_target_that_counts(microbatch):
+    """The criterion itself says NaN."""
+    model = nn.Linear(5, C).double()
+    step = sw.Step(model, sw.sgd(1.0), nn.CrossEntropyLoss(), microbatch=microbatch)
+    with pytest.raises(sw.NonFiniteLossError, match="something to be divided by"):
+        step.run([(X, torch.full((N,), -100))])
