@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -46,22 +47,25 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
 def _mapping_like(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     if type(batch) is dict:
         return entries
-    if not isinstance(batch, MutableMapping):
-        return type(batch)(entries)  # type: ignore[call-arg]
-    new = copy.copy(batch)  # keeps what else it has: a default, encodings
-    new.update(entries)
-    return new
+    if isinstance(batch, (dict, UserDict)):  # copies of these own their entries, and keep what else they have
+        new = copy.copy(batch)
+        new.update(entries)
+        return new
+    return type(batch)(entries)  # type: ignore[call-arg]
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    found: list[Any] = []
-
-    def note(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
-    map_leaves(batch, note)
-    return iter(found)
+    if isinstance(batch, Tensor) or _is_list_of_values(batch):
+        yield batch
+    elif isinstance(batch, (Mapping, tuple, list)):
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from leaves(item)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):
+                yield from leaves(getattr(batch, field.name))
+    else:
+        yield batch
 
 
 def length(batch: Any) -> int | None:

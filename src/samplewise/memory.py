@@ -15,17 +15,22 @@ class OverBudget(Exception):
 
 
 @contextmanager
-def bounded(budget: int) -> Iterator[None]:
-    """Stops the forward pass once what it saved for backward takes more than so many bytes."""
-    seen: dict[int, int] = {}
+def bounded(budget: int, *modules: nn.Module) -> Iterator[None]:
+    """Stops the forward pass once what it saved for backward takes more than so many bytes, weights not counted."""
+    own = {t.untyped_storage().data_ptr() for m in modules for t in (*m.parameters(), *m.buffers())}
+    seen: dict[tuple[int, int], int] = {}
     total = 0
 
     def pack(x: Tensor) -> Tensor:
         nonlocal total
         storage = x.untyped_storage()
-        place, size = storage.data_ptr(), storage.nbytes()
-        total += size - seen.get(place, 0)
-        seen[place] = size
+        if storage.data_ptr() not in own:
+            place, size = (
+                (storage.data_ptr(), int(x.storage_offset())),
+                min(storage.nbytes(), x.numel() * x.element_size()),
+            )
+            total += max(0, size - seen.get(place, 0))
+            seen[place] = max(size, seen.get(place, 0))
         if total > budget:
             raise OverBudget
         return x

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,49 +52,66 @@ def modes(*modules: nn.Module) -> Callable[[], None]:
     return restore
 
 
+SMALL = 2**14  # elements
+
+
+class Kept(NamedTuple):
+    buffer: Tensor | None
+    version: int
+    copy: Tensor | None
+
+    def unchanged(self, now: Tensor | None) -> bool:
+        return now is self.buffer and (now is None or now._version == self.version)
+
+
 class Buffers:
     """The buffers of modules, remembered at little cost again and again.
 
-    Most buffers never change (masks, position ids), and those can be large. So the first time all are copied; from then
-    on only those that have been seen to change. One that begins to change later cannot be brought back that once.
+    Most large buffers never change (masks, position ids). So the first time all are copied; from then on the small ones
+    and those that have been seen to change. A large one that begins to change later cannot be brought back that once.
+    (Versions tell of large ones only: BatchNorm's kernel changes its statistics and says nothing.)
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
-        own = (module for root in modules for module in root.modules())
-        places = {(id(m), name): (m._buffers, name) for m in own for name, b in m._buffers.items() if b is not None}
-        self._places = list(places.values())
-        self._kept: list[tuple[Tensor, int, Tensor | None]] = []
-        self._moving: set[int] = set()
+        own = {id(m): m._buffers for root in modules for m in root.modules() if m._buffers}
+        self._owners = list(own.values())
+        self._kept: list[dict[str, Kept]] = []
+        self._moving: set[tuple[int, str]] = set()
 
     def remember(self) -> None:
-        if not self._places:
-            return
         first = not self._kept
-        self._moving |= self._changed()
+        self._note_changes()
         self._kept = [
-            (b, b._version, b.detach().clone() if first or k in self._moving else None)
-            for k, b in enumerate(self._current())
+            {name: self._keep(b, first or (k, name) in self._moving) for name, b in owner.items()}
+            for k, owner in enumerate(self._owners)
         ]
 
     def restore(self) -> None:
         """Brings back what was remembered last."""
-        changed = self._changed()
-        self._moving |= changed
-        with torch.no_grad():
-            for k in changed:
-                buffer, _, copy = self._kept[k]
-                owner, name = self._places[k]
-                owner[name] = buffer
-                if copy is not None:
-                    buffer.copy_(copy)
-        self._kept = [(b, b._version, copy) for b, _, copy in self._kept]
+        self._note_changes()
+        for owner, kept in zip(self._owners, self._kept, strict=False):
+            for name, then in kept.items():
+                owner[name] = then.buffer
+                if then.buffer is not None and then.copy is not None:
+                    with torch.no_grad():
+                        then.buffer.copy_(then.copy)
+                    kept[name] = then._replace(version=then.buffer._version)
 
-    def _current(self) -> list[Any]:
-        return [owner[name] for owner, name in self._places]
+    def restore_unless(self, well: Tensor) -> None:
+        """The same, if a number on the device is zero: nobody waits for it."""
+        for owner, kept in zip(self._owners, self._kept, strict=False):
+            for name, then in kept.items():
+                now = owner.get(name)
+                if now is not None and then.copy is not None:
+                    with torch.no_grad():
+                        now.copy_(torch.where(well, now, then.copy))
 
-    def _changed(self) -> set[int]:
-        return {
-            k
-            for k, (now, (then, version, _)) in enumerate(zip(self._current(), self._kept, strict=False))
-            if now is not then or now._version != version
-        }
+    def _keep(self, buffer: Tensor | None, moves: bool) -> Kept:
+        if buffer is None:
+            return Kept(None, 0, None)
+        copied = moves or buffer.numel() <= SMALL
+        return Kept(buffer, buffer._version, buffer.detach().clone() if copied else None)
+
+    def _note_changes(self) -> None:
+        for k, (owner, kept) in enumerate(zip(self._owners, self._kept, strict=False)):
+            self._moving |= {(k, name) for name, then in kept.items() if not then.unchanged(owner.get(name))}

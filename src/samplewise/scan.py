@@ -71,7 +71,7 @@ class _Pieces:
         """None, with everything as it was, where the activations outgrow the memory."""
         restore = snapshot(self.model)
         try:
-            with bounded(self.memory):
+            with bounded(self.memory, self.model):
                 return self._losses(piece)
         except Exception as error:
             if not is_out_of_memory(error):

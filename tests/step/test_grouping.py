@@ -218,6 +218,11 @@ CASES = {
     "group, align": (sw.chain(BY, sw.align(REFERENCE)), as_they_are, align_groups),
     "clip, group, clip": (sw.chain(sw.clip(4.0), BY, sw.clip(11.0)), clip_samples, clip_groups),
     "weight, group, clip": (sw.chain(sw.weight("w", renormalise=True), BY, sw.clip(11.0)), weigh, clip_groups),
+    "weight, group, weight": (
+        sw.chain(sw.weight("w", renormalise=True), BY, sw.weight(per_group, renormalise=True)),
+        weigh,
+        weigh_groups,
+    ),
     "weight tensor, group, clip": (sw.chain(sw.weight(TABLE), BY, sw.clip(11.0)), weigh_by_place, clip_groups),
     "weight, group, drop": (sw.chain(sw.weight("w", renormalise=True), BY, sw.drop(largest=1)), weigh, drop_a_group),
     "drop, group, clip by parameter": (

@@ -43,7 +43,8 @@ def clipped_by_rows(model, loss_fn, inputs, bound):
 
 
 def median_norm(model, loss_fn, inputs):
-    return rows_of(loss_fn(model, inputs), wanted(model)).norms().median().item()
+    norms = rows_of(loss_fn(model, inputs), wanted(model)).norms()
+    return norms[norms > 0].median().item()
 
 
 def compare(model, loss_fn, inputs, clip):

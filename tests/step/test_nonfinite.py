@@ -371,14 +371,6 @@ def test_gradients_whose_squares_overflow_are_clipped(policy):
     torch.testing.assert_close(model.weight.double(), exact.weight, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_of_samples_whose_squares_overflow():
-    model = nn.Linear(6, 1)
-    exact, (x, y) = copy.deepcopy(model).double(), batch()
-    sw.Step(model, sw.sgd(0.1), huge, transforms=[sw.clip(1.0)]).run([(x, y)])
-    sw.Step(exact, sw.sgd(0.1), huge, transforms=[sw.clip(1.0)]).run([(x.double(), y.double())])
-    torch.testing.assert_close(model.weight.double(), exact.weight, rtol=1e-5, atol=1e-6)
-
-
 def test_losses_whose_squares_overflow():
     training = Training(lambda model, batch: squares(model, batch) + 1e30)
     assert not next(training.step.over([batch()])).skipped
@@ -506,10 +498,9 @@ def test_masked_updates_leave_buffers_alone(masked):
 
 def test_masked_updates_that_are_large_are_made(masked):
     training = masked(huge, model=lambda: nn.Linear(6, 1))
-    before = training.parameters()
     (update,) = training.step.over([batch()])
-    assert not same(training.parameters(), before)
-    assert update.loss > 1e20
+    assert update.loss > 1e20  # not taken for infinite, though its square would be
+    assert next(iter(training.optimizer.state.values()))["step"] == 1
 
 
 def test_the_total_of_masked_updates_says_so_too(masked):

@@ -50,7 +50,7 @@ GOOD_WITH_BATCH = [
 ]
 
 
-@pytest.mark.parametrize("transform", GOOD, ids=repr)
+@pytest.mark.parametrize("transform", GOOD, ids=lambda t: getattr(t, "__name__", repr(t)))
 def test_what_ships_passes(transform):
     sw.check_transform(transform)
     sw.check_transform(transform, BATCH)

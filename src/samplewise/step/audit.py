@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
 import torch
@@ -99,6 +100,8 @@ class Audit:
         else:
             among = jacobian_rows(losses[place : place + 1], wanted)
         off, size = _distance(among, jacobian_rows(alone, wanted))
+        if not isfinite(off):
+            return None  # an overflow, which is looked for elsewhere
         if not off <= tolerance * (size + 1e-6):
             return f"the gradient of {name} is off by {off:.3g} from that of the sample alone, of norm {size:.3g}"
         return None

@@ -38,7 +38,10 @@ class Evaluation:
         if self._bare:
             losses, counts = per_sample(self.loss_fn(self.model, piece))
         else:
-            with self.precision.autocast(), nullcontext() if self.budget is None else bounded(self.budget):
+            with (
+                self.precision.autocast(),
+                nullcontext() if self.budget is None else bounded(self.budget, *self.modules),
+            ):
                 losses, counts = per_sample(self.loss_fn(self.model, piece))
         check_attached(losses)
         return losses, counts

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samplewise.errors import NonFiniteGradientError, NonFiniteLossError, ParameterError, SamplewiseError
+from samplewise.errors import NonFiniteGradientError, ParameterError, SamplewiseError
 from samplewise.step.parameters import Trained
-from samplewise.step.parts import Part, cat, total
+from samplewise.step.parts import Part, total
 from samplewise.step.precision import Precision
+from samplewise.step.problems import problem_of, unread_problem
 from samplewise.step.update import Outcome
 from samplewise.step.window import Window
 from samplewise.transforms.transform import SumTransform
-
-POLICIES = ("raise", "skip", "ignore")
 
 
 class Finish:
@@ -37,6 +36,7 @@ class Finish:
         self.on_sum, self.max_grad_norm, self.on_nonfinite = on_sum, max_grad_norm, on_nonfinite
         self.checks = on_nonfinite != "ignore" or precision.scales
         device = next(iter(trained.named.values())).device
+        self._unread: Mask | None = None
         self.masks = on_nonfinite == "raise" and not precision.scales and _can_mask(optimizer, device)
 
     def __call__(self, window: Window) -> Outcome:
@@ -50,12 +50,15 @@ class Finish:
                 raise problem
             self.precision.overflowed()
             return Outcome(True, rates, lambda: torch.tensor(torch.nan))
+        mask = None
+        if self.masks:
+            mask = self._unread = Mask(self.trained.gradients(), window.parts, self._unread)
         if self.max_grad_norm is not None:
             sizes = sizes or self._sizes(())
             # as torch.nn.utils.clip_grad_norm_ does it
             torch._foreach_mul_(self.trained.gradients(), (self.max_grad_norm / (sizes.norm() + 1e-6)).clamp(max=1))
-        self._change(sizes)
-        return self._outcome(rates, sizes, window.parts)
+        self._change(mask)
+        return Outcome(False, rates, self._norm(sizes), mask)
 
     def may_skip(self, problem: Exception) -> bool:
         """By wish; and gradients that overflow under a loss scale are the scale's affair."""
@@ -85,32 +88,25 @@ class Finish:
         """What is not finite."""
         if sizes.finite():
             return None
-        problem = _explanation(parts, self.trained.named)
+        problem = problem_of(parts, self.trained.named)
         if problem is None:  # all is finite, but too large to be squared
             sizes.measure_again(self.trained.gradients())
         return problem
 
-    def _change(self, sizes: Sizes | None) -> None:
-        if self.masks and sizes is not None:
-            _masked_step(self.optimizer, sizes.flag())
-        else:
+    def _change(self, mask: Mask | None) -> None:
+        if mask is None:
             self.optimizer.step()
+        else:
+            mask.step(self.optimizer)
         if self.scheduler is not None:
             self.scheduler.step()
         self.precision.went_well()
 
-    def _outcome(self, rates: list[Any], sizes: Sizes | None, parts: list[Part]) -> Outcome:
-        if sizes is None:
-            stamp = self.trained.cleared
-            return Outcome(False, rates, lambda: self._late_norm(stamp))
-        if not self.masks:
-            return Outcome(False, rates, sizes.norm)
-
-        def check() -> None:
-            if not sizes.finite():
-                raise _explanation(parts, {}) or NonFiniteGradientError(_GRADIENTS.format(found="NaN or infinity"))
-
-        return Outcome(False, rates, sizes.norm, check)
+    def _norm(self, sizes: Sizes | None) -> Callable[[], Tensor]:
+        if sizes is not None:
+            return sizes.norm
+        stamp = self.trained.cleared
+        return lambda: self._late_norm(stamp)
 
     def _late_norm(self, stamp: int) -> Tensor:
         if stamp != self.trained.cleared:
@@ -137,9 +133,6 @@ class Sizes:
     def finite(self) -> bool:
         return math.isfinite(self._all.sum().item())
 
-    def flag(self) -> Tensor:
-        return self._all.sum().isfinite()
-
     def measure_again(self, gradients: Sequence[Tensor]) -> None:
         self._all = torch.stack([g.double().norm() for g in gradients])
 
@@ -149,38 +142,25 @@ def _can_mask(optimizer: Any, device: torch.device) -> bool:
     return device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def _masked_step(optimizer: Any, finite: Tensor) -> None:
-    optimizer.grad_scale, optimizer.found_inf = None, (~finite).to(torch.float32)
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
+class Mask:
+    """Leaves out an update that is not finite without anybody waiting for it. Whoever reads it is told; and of earlier
+    ones that nobody has read.
+    """
 
+    def __init__(self, gradients: Sequence[Tensor], parts: Sequence[Part], before: Mask | None):
+        self._parts = parts
+        losses = torch.stack([part.losses.isfinite().all() for part in parts]).all()
+        self.well = torch.stack([losses, *(g.isfinite().all() for g in gradients)]).all()
+        self._losses: Tensor = losses if before is None else losses & before._losses
+        self._all: Tensor = self.well if before is None else self.well & before._all
 
-_GRADIENTS = (
-    "gradients must be finite; found {found} though every loss is finite. Nothing was updated. Look for a root, norm, "
-    "division or logarithm at zero; on_nonfinite='skip' leaves such updates out."
-)
+    def step(self, optimizer: Any) -> None:
+        optimizer.grad_scale, optimizer.found_inf = None, (~self.well).to(torch.float32)
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
 
-
-def _explanation(parts: Sequence[Part], named: dict[str, Tensor]) -> SamplewiseError | None:
-    """What is not finite; None if a sum was too large though each number is finite."""
-    losses = cat([p.losses for p in parts])
-    bad = (~losses.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        return NonFiniteLossError(
-            f"losses must be finite; found {losses[bad[0]].item()} at sample {bad[0]} of the window "
-            f"({len(bad)} of {len(losses)} samples). Nothing was updated. Look at those samples, or at the learning "
-            "rate; on_nonfinite='skip' leaves such updates out."
-        )
-    if total(parts) == 0:
-        return NonFiniteLossError(
-            "the window must have something to be divided by; found that its counts, or the weights of its samples, "
-            "sum to zero. Nothing was updated. Look at the loss function's counts and at the weights; tail='drop' "
-            "leaves out windows that are too short for dropping samples."
-        )
-    broken = [n for n, p in named.items() if p.grad is not None and not p.grad.to_dense().isfinite().all()]
-    if broken:
-        found = f"NaN or infinity in that of {broken[0]!r} ({len(broken)} of {len(named)} parameters)"
-        return NonFiniteGradientError(_GRADIENTS.format(found=found))
-    return None
+    def check(self) -> None:
+        if not self._all:
+            raise problem_of(self._parts, {}) or unread_problem(bool(self._losses))

@@ -8,7 +8,7 @@ buffer of the parameters' size.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +18,15 @@ from samplewise.batches import length, take
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
 from samplewise.replay import snapshot
 from samplewise.step.mistakes import listed, training_batch_norms
-from samplewise.step.parts import Part
-from samplewise.step.summing import OfNumbers, as_part, counts_of
+from samplewise.step.parts import Part, split
+from samplewise.step.summing import OfNumbers, as_part, check_finite, counts_of
 from samplewise.transforms.numbers import Numbers, PerSample, joined
 from samplewise.transforms.reference import Reference
 
 
 class Grouped(OfNumbers):
     def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
-        return [self._at_once(pieces[0], start) if len(pieces) == 1 else self._group_by_group(pieces)]
+        return [self._at_once(pieces[0], start)] if len(pieces) == 1 else self._group_by_group(pieces)
 
     def keys(self, piece: Any) -> list[Hashable]:
         assert self.chain.grouping is not None
@@ -47,14 +47,15 @@ class Grouped(OfNumbers):
         g.backward(whole.coefficients, retain_graph=False)
         return _part(numbers, whole, owner)
 
-    def _group_by_group(self, pieces: Sequence[Any]) -> Part:
+    def _group_by_group(self, pieces: Sequence[Any]) -> list[Part]:
         mixing = training_batch_norms(self.evaluation.modules)
         if mixing:  # the engine, which would see it, is not asked here
             raise SamplesInteractError(
                 f"{self.chain.grouping} needs samples that do not depend on each other; found BatchNorm in training "
                 f"mode: {listed(mixing)}. Call eval() on it, or use GroupNorm."
             )
-        return Gathering(self, self._by_group(pieces)).part()
+        part = Gathering(self, self._by_group(pieces)).part()
+        return split(part, [_length(piece, self) for piece in pieces])
 
     def _by_group(self, pieces: Sequence[Any]) -> list[list[Members]]:
         """The samples of each group, in the order groups come."""
@@ -106,7 +107,7 @@ class Gathering:
 
     def _weigh_samples(self) -> None:
         members = [m for group in self.groups for m in group]
-        found = [replace(self.summing.one_pass(m.batch, 0)[2], places=m.places) for m in members]
+        found = [self.summing.one_pass(m.batch, m.places)[2] for m in members]
         for m, numbers in zip(members, self.summing.chain.samples.weigh(found), strict=True):
             m.numbers = numbers
         self.restore()
@@ -117,6 +118,7 @@ class Gathering:
         for m in self.groups[number]:
             losses, counts = self.evaluation.losses(m.batch)
             _check_keys(m.places.tolist(), len(losses))
+            check_finite(losses, m.places)
             if m.numbers is None:
                 m.numbers = Numbers(losses.detach(), counts_of(losses, counts))
             self.evaluation.add_sum(losses, m.numbers.weights)

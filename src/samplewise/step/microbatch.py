@@ -43,6 +43,7 @@ class Microbatch:
 
     def attempt(self, compute: Callable[[Sequence[Any]], Any], pieces: Sequence[Any]) -> Any:
         """compute(pieces), with smaller pieces if these do not fit. A failed attempt leaves no trace."""
+        whole = pieces
         while self.automatic:
             restore = self._everything()
             try:
@@ -51,21 +52,23 @@ class Microbatch:
                 if not is_out_of_memory(error):
                     raise
                 restore()
-                pieces = self._halved(pieces, error)
+                pieces = self._halved(whole, pieces, error)
         return compute(pieces)
 
-    def _halved(self, pieces: Sequence[Any], error: Exception) -> list[Any]:
-        sizes = [length(piece) or 1 for piece in pieces]
-        if max(sizes) == 1:
+    def _halved(self, whole: Sequence[Any], pieces: Sequence[Any], error: Exception) -> list[Any]:
+        """The pieces that were given, cut anew."""
+        largest = max(length(piece) or 1 for piece in pieces)
+        if largest == 1:
             raise MemoryError(
-                f"a microbatch of one sample must fit into memory; found that it does not "
-                f"({str(error) or f'the budget is {self.budget} bytes'}). Use a smaller model or a larger budget."
+                "a microbatch of one sample, or a batch that cannot be cut, must fit into memory; found that it does "
+                f"not ({str(error) or f'the budget is {self.budget} bytes'}). Use a smaller model or a larger budget."
             ) from error
-        self.size = (max(sizes) + 1) // 2
+        size = self.size = (largest + 1) // 2
+        sizes = [length(piece) or 1 for piece in whole]
         return [
-            cut(piece, start, min(start + self.size, total)) if total > self.size else piece
-            for piece, total in zip(pieces, sizes, strict=True)
-            for start in range(0, total, self.size)
+            cut(piece, start, min(start + size, total)) if total > size else piece
+            for piece, total in zip(whole, sizes, strict=True)
+            for start in range(0, total, size)
         ]
 
     def _everything(self) -> Callable[[], None]:

@@ -69,15 +69,15 @@ def look_at_batch_norm(modules: Iterable[nn.Module], sizes: Sequence[int]) -> No
         )
 
 
-def look_at_reach(trained: dict[str, Tensor]) -> None:
-    """Parameters that got no gradient."""
+def look_at_reach(trained: dict[str, Tensor], noise: bool) -> None:
+    """Parameters that got no gradient; with noise on the sum that is the fate they were given."""
     missed = [name for name, p in trained.items() if p.requires_grad and p.grad is None]
     if missed and all(p.grad is None for p in trained.values()):
         raise ParameterError(
             f"the loss must reach a parameter that the optimizer has; found that it reaches none of {listed(missed)}. "
             "Was the optimizer made from another model, or the model copied since?"
         )
-    if missed:
+    if missed and not noise:
         warn(
             f"the optimizer has parameters that the loss does not reach: {listed(missed)}. They are not trained. "
             "Look for a detach, an unused layer, or the wrong model."

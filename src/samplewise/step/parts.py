@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samplewise.transforms.numbers import PerSample
+from samplewise.transforms.numbers import split as divided
 
 
 @dataclass(slots=True)
@@ -30,6 +31,25 @@ def total(parts: Sequence[Part], shares: bool = True) -> Tensor | int:
     """The denominator of a window: the sum of counts, or of what renormalising transforms left of them."""
     sums = [(p.shares if shares and p.shares is not None else p.counts) for p in parts]
     return sum(len(part) if s is None else s.sum() for part, s in zip(parts, sums, strict=True))
+
+
+def total_loss(parts: Sequence[Part]) -> Tensor:
+    """Σ losses. Half precision would stop counting at a few hundred."""
+    losses = cat([p.losses for p in parts])
+    return losses.sum(dtype=torch.float32 if losses.dtype in (torch.float16, torch.bfloat16) else None)
+
+
+def split(part: Part, sizes: list[int]) -> list[Part]:
+    """A window's part as those of its pieces; the shares, of which the sum counts, go with the first."""
+    columns = [
+        [None] * len(sizes) if values is None else divided(values, sizes)
+        for values in (part.losses, part.counts, part.norms, part.weights)
+    ]
+    parts = [Part(*row) for row in zip(*columns, strict=True)]
+    for each in parts if part.shares is not None else ():
+        each.shares = part.losses.new_zeros(0)
+    parts[0].shares = part.shares
+    return parts
 
 
 def cat(values: Sequence[Any]) -> Tensor:

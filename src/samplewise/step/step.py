@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.batches import length
 from samplewise.errors import BatchError, LossesError, NonFiniteGradientError, NonFiniteLossError, ParameterError
 from samplewise.losses import as_loss_fn
 from samplewise.replay import Buffers
 from samplewise.step.audit import Audit
 from samplewise.step.evaluation import Evaluation
-from samplewise.step.finish import POLICIES, Finish
+from samplewise.step.finish import Finish
 from samplewise.step.grouping import Grouped
 from samplewise.step.microbatch import Auto, Microbatch
 from samplewise.step.mistakes import look_at_batch_norm, look_at_modes, look_at_reach, look_at_weights
+from samplewise.step.options import check_options, check_scheduler
 from samplewise.step.parameters import Trained
 from samplewise.step.parts import Part
 from samplewise.step.precision import Precision
@@ -30,8 +32,6 @@ from samplewise.step.summing import Plain, Summing, Weighted
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import Counters, Window, nothing_known, opened
 from samplewise.transforms.chain import as_chain
-
-TAILS = ("update", "drop", "carry")
 
 
 class Step:
@@ -83,7 +83,8 @@ class Step:
         audit: int | bool | None = None,
         record: Collection[str] = (),
     ):
-        _check(samples, tail, on_nonfinite, max_grad_norm, scheduler, record)
+        check_options(samples, tail, on_nonfinite, max_grad_norm, record)
+        check_scheduler(scheduler, optimizer)
         self.model, self.loss_fn = model, as_loss_fn(loss_fn)
         self.samples, self.tail = samples, tail
         self.transforms, self.record = as_chain(transforms), set(record)
@@ -178,7 +179,7 @@ class Step:
             "counters": asdict(self.counters),
             "precision": self.precision.state_dict(),
             "microbatch": self._microbatch.size,
-            "window": {"parts": parts, "sums": sums},
+            "window": {"parts": parts, "sums": sums, "failure": self._window.failure_state()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -187,7 +188,7 @@ class Step:
         self.precision.load_state_dict(state["precision"])
         if self._microbatch.automatic:
             self._microbatch.size = state["microbatch"]
-        self._window = opened(state["window"]["parts"])
+        self._window = opened(state["window"]["parts"], state["window"]["failure"])
         self._buffers.remember()
         for name, total_so_far in state["window"]["sums"].items():
             self._trained.named[name].grad = total_so_far.clone()
@@ -242,7 +243,7 @@ class Step:
             window.samples += size or 0
             window.sized &= size is not None
         else:
-            parts = self._sum([piece], size, alone)
+            parts = self._sum([piece], alone)
             window.samples += self._counted(parts, size)
             window.parts += parts
         window.seconds += perf_counter() - started
@@ -263,11 +264,11 @@ class Step:
                 self._recall = Recall(self._evaluation, self._microbatch)
         self._audit.look(piece, first, self.counters.updates)
 
-    def _sum(self, pieces: Sequence[Any], size: int | None, alone: bool) -> list[Part]:
+    def _sum(self, pieces: Sequence[Any], alone: bool = False) -> list[Part]:
         """Gradients into `.grad`. What is not finite and may be skipped spoils the window, and is no error."""
         window, summing = self._window, self._summing
         if window.failure is not None:
-            return [nothing_known(size or 0)]
+            return [nothing_known(length(piece) or 0) for piece in pieces]
         try:
             if alone and isinstance(summing, Plain) and not (self.transforms.on_sum or self._microbatch.automatic):
                 part, window.divided = summing.add_mean(pieces[0])
@@ -278,7 +279,7 @@ class Step:
             if not self._finish.may_skip(error):
                 raise
             window.failure = error
-            return [nothing_known(size or 0)]
+            return [nothing_known(length(piece) or 0) for piece in pieces]
 
     def _counted(self, parts: Sequence[Part], size: int | None) -> int:
         found = sum(len(part) for part in parts)
@@ -311,7 +312,7 @@ class Step:
     def _apply(self) -> Update:
         started, window = perf_counter(), self._window
         if window.waiting:
-            parts = self._sum(window.waiting, window.samples, alone=False)
+            parts = self._sum(window.waiting)
             window.samples = self._counted(parts, window.samples if window.sized else None)
             window.parts = parts
         if self._unseen and window.failure is None:
@@ -323,6 +324,8 @@ class Step:
         if outcome.skipped:
             self._trained.clear()
             self._buffers.restore()
+        if outcome.mask is not None:
+            self._buffers.restore_unless(outcome.mask.well)
         update = Update(self.counters.updates, window.samples, outcome, window.parts, self._asked_late)
         self.counters.updates += not outcome.skipped
         self.counters.skipped += outcome.skipped
@@ -333,7 +336,7 @@ class Step:
     def _look_back(self, window: Window) -> None:
         """What the first window tells of mistakes."""
         look_at_batch_norm(self._evaluation.modules, [len(part) for part in window.parts])
-        look_at_reach(self._trained.named)
+        look_at_reach(self._trained.named, noise=bool(self.transforms.on_sum))
         look_at_weights(self.transforms, [part.weights for part in window.parts])
 
     def _asked_late(self, update: Update) -> Tensor:
@@ -361,27 +364,3 @@ _UNCUT = (
     "samples={samples} must be met exactly; found {found}. Use samples=None, or batches whose tensors have one row per "
     "sample."
 )
-
-
-def _check(
-    samples: object, tail: str, on_nonfinite: str, max_grad_norm: float | None, scheduler: Any, record: Any
-) -> None:
-    if not (samples is None or (type(samples) is int and samples > 0)):
-        raise ValueError(f"samples must be a positive number, or None for batches as they arrive; found {samples!r}.")
-    if tail not in TAILS:
-        raise ValueError(f"tail must be one of {', '.join(TAILS)}; found {tail!r}.")
-    if on_nonfinite not in POLICIES:
-        raise ValueError(f"on_nonfinite must be one of {', '.join(POLICIES)}; found {on_nonfinite!r}.")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be positive; found {max_grad_norm!r}.")
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise TypeError(
-            "scheduler must step once per update without being told a metric; found ReduceLROnPlateau. "
-            "Call its step(metric) yourself, after validation."
-        )
-    if scheduler is not None and (isinstance(scheduler, type) or not hasattr(scheduler, "step")):
-        raise TypeError(
-            f"scheduler must be one of torch.optim.lr_scheduler, made for the optimizer; found {scheduler!r}."
-        )
-    if isinstance(record, str) or set(record) - {"norms"}:
-        raise ValueError(f"record must be a set of names, of which there is 'norms'; found {record!r}.")

@@ -16,6 +16,7 @@ from samplewise.engine.gradients import Gradients
 from samplewise.replay import snapshot
 from samplewise.step.evaluation import Evaluation
 from samplewise.step.parts import Part
+from samplewise.step.problems import problem_of_losses
 from samplewise.transforms.chain import Chain, Stage
 from samplewise.transforms.numbers import Numbers, PerSample
 from samplewise.transforms.reference import Reference
@@ -95,10 +96,14 @@ class OfNumbers(Summing):
         dots = {r: _unscaled(g.dot(self.directions[r], by), scale) for r in stage.references}
         return replace(numbers, raw_norms=norms, raw_dots=dots)
 
-    def one_pass(self, piece: Any, start: int) -> tuple[Tensor, Gradients | None, Numbers]:
-        """The losses of a piece, its gradients if anything must be known of them, and its numbers."""
+    def one_pass(self, piece: Any, places: int | Tensor) -> tuple[Tensor, Gradients | None, Numbers]:
+        """The losses of a piece, its gradients if anything must be known of them, and its numbers. `places` are where
+        its samples stand in the window, or where the first of them does.
+        """
         losses, counts = self.evaluation.losses(piece)
-        numbers = Numbers(losses.detach(), counts_of(losses, counts), piece, start + torch.arange(len(losses)))
+        places = places + torch.arange(len(losses)) if isinstance(places, int) else places
+        check_finite(losses, places)
+        numbers = Numbers(losses.detach(), counts_of(losses, counts), piece, places)
         if not (self.chain.samples.measures or self.record_norms):
             return losses, None, numbers
         g = self.evaluation.gradients(losses, piece)
@@ -148,6 +153,12 @@ class Weighted(OfNumbers):
         for piece, numbers in zip(pieces, weighed, strict=True):
             self._sum(self.evaluation.losses(piece)[0], None, numbers.coefficients)
         return [as_part(numbers) for numbers in weighed]
+
+
+def check_finite(losses: Tensor, places: Tensor) -> None:
+    problem = problem_of_losses(losses.detach(), places)
+    if problem is not None:
+        raise problem
 
 
 def counts_of(losses: Tensor, counts: Tensor | None) -> Tensor:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from samplewise.step.parts import Part, cat, total
+from samplewise.step.parts import Part, cat, total, total_loss
 from samplewise.transforms.numbers import PerSample, together
+
+
+class Mask(Protocol):
+    well: Tensor
+
+    def check(self) -> None:
+        """Raises unless all was finite."""
 
 
 @dataclass(slots=True)
@@ -20,7 +27,7 @@ class Outcome:
     skipped: bool
     lr: list[Any]  # of each of the optimizer's groups
     norm: Callable[[], Tensor]
-    check: Callable[[], None] | None = None  # raises if what was left on the device to be checked is not finite
+    mask: Mask | None = None  # if it is left to the device whether the update is made
 
 
 class Update:
@@ -58,7 +65,7 @@ class Update:
     @property
     def loss(self) -> float:
         parts = self._known_parts()
-        return float(sum(p.losses.sum() for p in parts) / total(parts, shares=False))
+        return float(total_loss(parts) / total(parts, shares=False))
 
     @property
     def losses(self) -> Tensor:
@@ -81,8 +88,8 @@ class Update:
 
     def _known_parts(self) -> list[Part]:
         """Where the check for NaN and infinity was left on the device, this is the time to read it."""
-        if self._outcome.check is not None:
-            self._outcome.check()
+        if self._outcome.mask is not None:
+            self._outcome.mask.check()
         return self._parts
 
     def __repr__(self) -> str:
@@ -98,6 +105,7 @@ class Totals:
     def __init__(self) -> None:
         self.updates = self.skipped = self.samples = 0
         self.seconds = 0.0
+        self._mask: Mask | None = None
         self._parts: list[Part] = []
         self._sum: Tensor | float = 0.0
         self._count: Tensor | int = 0
@@ -107,18 +115,21 @@ class Totals:
         self.skipped += update.skipped
         self.samples += update.samples
         self.seconds += update.seconds
+        self._mask = update._outcome.mask
         self._parts += [] if update.skipped else update._parts
         if len(self._parts) > self.KEPT:
             self._add_up()
 
     @property
     def loss(self) -> float:
+        if self._mask is not None:
+            self._mask.check()
         self._add_up()
         return float(self._sum / self._count) if self.updates else float("nan")
 
     def _add_up(self) -> None:
         if self._parts:
-            self._sum = self._sum + cat([p.losses for p in self._parts]).sum()
+            self._sum = self._sum + total_loss(self._parts)
             self._count = self._count + total(self._parts, shares=False)
             self._parts = []
 

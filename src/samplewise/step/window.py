@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.parts import Part
 from samplewise.transforms.numbers import together
 
@@ -45,13 +46,20 @@ class Window:
         columns = {name: [getattr(p, name) for p in self.parts] for name in Part.__slots__}
         return {name: together(values) for name, values in columns.items() if values and values[0] is not None}  # type: ignore[misc]
 
+    def failure_state(self) -> list[str]:
+        return [] if self.failure is None else [type(self.failure).__name__, str(self.failure)]
 
-def opened(state: dict[str, Any]) -> Window:
+
+def opened(parts: dict[str, Any], failure: list[str]) -> Window:
     """A window from its state."""
-    if not state:
+    if not parts:
         return Window()
-    part = Part(**state)
-    return Window(parts=[part], samples=len(part), begun=True)
+    part = Part(**parts)
+    window = Window(parts=[part], samples=len(part), begun=True)
+    if failure:
+        kinds = {kind.__name__: kind for kind in (NonFiniteLossError, NonFiniteGradientError)}
+        window.failure = kinds[failure[0]](failure[1])
+    return window
 
 
 def nothing_known(samples: int) -> Part:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samplewise.batches import cut, leaves, length, take
 from samplewise.errors import TransformError
-from samplewise.transforms.chain import as_transform
+from samplewise.transforms.chain import Chain, as_transform
 from samplewise.transforms.numbers import Numbers, PerSample
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.transform import Grouping, SampleTransform, SumTransform
@@ -30,13 +30,17 @@ def check_transform(transform: Any, batch: Any = None) -> None:
 
     Or, if it acts on the sum: changes it in place, keeping it finite. `batch` is for those that look into it.
     """
+    if isinstance(transform, Chain):
+        for each in transform.transforms:
+            check_transform(each, batch)
+        return None
     transform = as_transform(transform)
     if isinstance(transform, SumTransform):
         return _check_sum(transform)
+    if (isinstance(transform, Grouping) or "batch" in transform.needs) and length(batch) is None:
+        raise TransformError(f"{transform} looks into the batch: check_transform(transform, batch) needs one.")
     if isinstance(transform, Grouping):
         return _check_keys(transform, batch)
-    if "batch" in transform.needs and length(batch) is None:
-        raise TransformError(f"{transform} looks into the batch: check_transform(transform, batch) needs one.")
     return _check_sample(transform, batch, length(batch) or transform.positions or 7)
 
 
@@ -49,7 +53,7 @@ def _check_sample(transform: SampleTransform, batch: Any, samples: int) -> None:
         raise TransformError(f"{transform} must leave the numbers it is given as they are; found them changed.")
     transform(replace(whole, raw_norms=_each(whole.raw_norms, torch.zeros_like)))
     transform(_at(whole, [0]))
-    order = list(reversed(range(samples)))
+    order = [*range(1, samples), 0]
     if transform.positions is None:
         _same(
             transform, transform(_at(whole, order)), _each(answer, lambda a: a[order]), "whatever the order of samples"

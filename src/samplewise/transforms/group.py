@@ -25,6 +25,8 @@ def group(key: Hashable | Callable[[Any], Any]) -> Grouping:
         found = found.tolist() if isinstance(found, Tensor) else list(found)
         if found and isinstance(found[0], list):
             raise TransformError(f"group({key!r}) needs one name or number per sample; found a table.")
+        if any(k != k for k in found):
+            raise TransformError(f"group({key!r}) needs names or numbers that equal themselves; found NaN.")
         return found
 
     name = function_name(key) if callable(key) else repr(key)

@@ -61,7 +61,8 @@ def _formula(name: str, needs: frozenset[str]) -> str:
 
 def _asking(function: Callable[..., Any], window: bool) -> tuple[str, frozenset[str], Callable[[Numbers], PerSample]]:
     """A function's arguments are its needs."""
-    asked = list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters.values()
+    asked = [p.name for p in parameters if p.default is p.empty or p.name in NEEDS]  # defaults are its own affair
     unknown = [name for name in asked if name not in NEEDS]
     if unknown or not asked:
         found = f"{unknown[0]!r}" if unknown else "no argument"
@@ -86,6 +87,8 @@ def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Calla
     def looked_up(numbers: Numbers) -> PerSample:
         try:
             places = torch.as_tensor(pick(numbers.batch, index), device=values.device)
+            if bool((places < 0).any()):
+                raise IndexError("some are negative")
             return values[places].to(numbers.losses.device)
         except (IndexError, TypeError, ValueError) as error:
             raise TransformError(
