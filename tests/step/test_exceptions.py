@@ -381,3 +381,19 @@ def test_accumulated_windows_are_given_up_as_a_whole():
         each.step.accumulate(third)
         assert each.step.apply().samples == 5
     assert same(training.state()[:3], twin.state()[:3])
+
+
+def test_a_loader_that_fails_in_the_middle_of_a_window():
+    model = nn.Linear(6, 1)
+    before = model.weight.detach().clone()
+    step = sw.Step(model, sw.sgd(0.1), lambda m, b: m(b).square()[:, 0], samples=8)
+
+    def loader():
+        yield torch.ones(5, 6)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        step.run(loader())
+    assert step.flush() is None
+    assert step.counters.samples == 0
+    assert torch.equal(model.weight, before)

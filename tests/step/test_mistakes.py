@@ -568,3 +568,14 @@ HEALTHY = {
 def test_correct_programs_hear_nothing(make, transforms, numbers):
     model, loss_fn, data = make()
     assert train(model, loss_fn, data, transforms=transforms, **numbers) == []
+
+
+def test_a_frozen_part_in_eval_mode_is_no_mistake():
+    model = mlp()
+    model[0].requires_grad_(False).eval()
+    assert train(model) == []
+
+
+def test_a_loss_of_every_prediction_against_every_target():
+    message = r"found shape \(8, 8\)\. A prediction \(B, 1\) against a target \(B,\) makes \(B, B\): use squeeze\(1\)"
+    refuses(sw.LossesError, message, mlp(), lambda m, b: (m(b[0]) - b[1].flatten()).square())

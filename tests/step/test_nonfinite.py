@@ -515,3 +515,12 @@ def test_a_masked_update_that_nobody_read_is_told_of_at_the_next_read(masked):
     *_, last = training.step.over([batch(), batch(BAD), batch()])
     with pytest.raises(sw.NonFiniteLossError):
         _ = last.loss
+
+
+def test_gradients_of_float64_whose_squares_overflow_are_clipped():
+    model = nn.Linear(6, 1).double()
+    before = model.weight.detach().clone()
+    step = sw.Step(model, sw.sgd(1.0), lambda m, b: 1e200 * m(b)[:, 0], max_grad_norm=1.0)
+    (update,) = step(torch.ones(4, 6).double())
+    assert update.grad_norm == pytest.approx(1e200 * 7**0.5)
+    torch.testing.assert_close(model.weight, before - 1 / 7**0.5)

@@ -77,6 +77,8 @@ def check_attached(losses: Tensor) -> None:
             + (
                 "Use reduction='none' and do not average over the batch."
                 if losses.dim() == 0
+                else "A prediction (B, 1) against a target (B,) makes (B, B): use squeeze(1)."
+                if losses.dim() == 2 and losses.shape[0] == losses.shape[1]
                 else "Reduce each sample to one value, e.g. losses.flatten(1).mean(1)."
             )
         )

@@ -29,5 +29,5 @@ def finite_tensors(found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 def _error(found: str) -> NonFiniteGradientError:
     return NonFiniteGradientError(
         f"gradients must be finite; found {found} though every loss is finite. "
-        "Look for a square root, norm, division or logarithm at zero."
+        "Look for a square root, norm, division or logarithm at zero, or for gradients too large to be squared."
     )

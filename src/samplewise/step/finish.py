@@ -120,21 +120,23 @@ class Finish:
 class Sizes:
     """The norms of all gradients and of other tensors, in one vector: its sum tells whether everything is finite."""
 
-    __slots__ = ("_all", "_gradients")
+    __slots__ = ("_all", "_gradients", "_unit")
 
     def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor]):
-        self._gradients = len(gradients)
+        self._gradients, self._unit = len(gradients), 1.0  # type: int, float | Tensor
         norms = torch._foreach_norm([*gradients, *others])
         self._all = torch.stack([n.to(norms[0].device) for n in norms])
 
     def norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self._all[: self._gradients])
+        return torch.linalg.vector_norm(self._all[: self._gradients]) * self._unit
 
     def finite(self) -> bool:
         return math.isfinite(self._all.sum().item())
 
     def measure_again(self, gradients: Sequence[Tensor]) -> None:
-        self._all = torch.stack([g.double().norm() for g in gradients])
+        """In units of the largest element, so that squares do not overflow."""
+        self._unit = torch.stack([g.abs().max().double() for g in gradients]).max()
+        self._all = torch.stack([(g / self._unit).norm().double() for g in gradients])
 
 
 def _can_mask(optimizer: Any, device: torch.device) -> bool:

@@ -26,7 +26,7 @@ def listed(names: Iterable[str]) -> str:
 
 def look_at_modes(modules: Sequence[nn.Module]) -> None:
     """Modules in eval mode: the outermost ones."""
-    asleep = [path for path, module in paths(modules) if not module.training]
+    asleep = [path for path, module in paths(modules) if not module.training and not _is_frozen(module)]
     outermost = [path for path in asleep if not any(path.startswith(f"{other}.") for other in asleep)]
     names = ["the model"] if MODEL in outermost else [path.removeprefix(f"{MODEL}.") for path in outermost]
     if outermost:
@@ -34,6 +34,12 @@ def look_at_modes(modules: Sequence[nn.Module]) -> None:
             f"modules are in eval mode while training: {listed(names)}. Dropout and running statistics stand still "
             "there. Call train() on them, unless you mean it."
         )
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    """All of it: then eval mode is what one wants."""
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
 def paths(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -79,8 +85,8 @@ def look_at_reach(trained: dict[str, Tensor], noise: bool) -> None:
         )
     if missed and not noise:
         warn(
-            f"the optimizer has parameters that the loss does not reach: {listed(missed)}. They are not trained. "
-            "Look for a detach, an unused layer, or the wrong model."
+            f"the optimizer has parameters that the loss does not reach: {listed(missed)}. They got no gradient in "
+            "the first update. Look for a detach, an unused layer, or the wrong model."
         )
 
 

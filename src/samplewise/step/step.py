@@ -120,9 +120,13 @@ class Step:
     def over(self, loader: Iterable[Any]) -> Iterator[Update]:
         """One update per iteration. Whoever breaks out finds the unused samples of the last batch in the next call."""
         yield from self._use_up()
-        for batch in loader:
-            self._rest = Slices(batch)
-            yield from self._use_up()
+        try:
+            for batch in loader:
+                self._rest = Slices(batch)
+                yield from self._use_up()
+        except Exception:  # the loader's, too
+            self._give_up()
+            raise
         self.counters.epochs += 1
         if self._window.open and self.tail == "update":
             yield self.apply()
