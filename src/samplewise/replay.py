@@ -79,6 +79,8 @@ class Buffers:
         self._moving: set[tuple[int, str]] = set()
 
     def remember(self) -> None:
+        if not self._owners:
+            return
         first = not self._kept
         self._note_changes()
         self._kept = [
