@@ -13,7 +13,7 @@ BENCH   := $(VENV)/.installed-bench
 .PHONY: help demo test test-all lint format bench clean
 
 help:
-	@echo 'make demo      train a small net on digits and show its most unusual samples'
+	@echo 'make demo      train a small net on digits and find the wrong labels among them'
 	@echo 'make test      lint, then the tests'
 	@echo 'make test-all  lint, then every test, the slow ones too'
 	@echo 'make lint      ruff, mypy, the import law'
@@ -42,7 +42,7 @@ $(BENCH): benchmarks/requirements.txt constraints.txt $(DEV)
 # ----------------------------------------------------------------------------------- targets
 
 demo: $(DEV)
-	@$(PY) examples/digits.py
+	@$(PY) -m samplewise.cli.demo
 
 test: lint
 	$(PY) -m pytest -q -n 2

@@ -82,7 +82,7 @@ def _public_errors():
 
 def test_public_surface():
     functions = {"gradients", "input_gradients", "check", "scan", "Gradients"}
-    functions |= {"Step", "Update", "auto", "sgd", "chain", "check_transform"}
+    functions |= {"Step", "Trainer", "Update", "auto", "sgd", "chain", "check_transform"}
     functions |= {"align", "clip", "drop", "group", "noise", "normalize", "weight"}
     assert set(samplewise.__all__) == functions | _public_errors()
 

@@ -1,6 +1,7 @@
 """The import law where a list of forbidden names would leave gaps: what the engine may import."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,3 +42,28 @@ def test_the_engine_imports_only_the_standard_library_torch_and_errors(path):
 
 def test_there_is_an_engine_to_look_at():
     assert _files()
+
+
+EXTRAS = ("safetensors", "rich", "typer", "matplotlib", "sklearn", "torchmetrics", "transformers", "tensorboard")
+
+
+def test_everything_but_runs_works_without_the_extras(tmp_path):
+    """A missing one is named in one line, with what to install."""
+    script = f"""
+import subprocess
+import sys
+sys.modules.update(dict.fromkeys({EXTRAS}))
+import torch
+import samplewise as sw
+
+model = torch.nn.Linear(2, 1)
+step = sw.Step(model, sw.sgd(0.1), lambda m, b: m(b)[:, 0], transforms=[sw.clip(1.0)])
+sw.Trainer(step, device="cpu").fit([torch.randn(4, 2)], epochs=1)
+try:
+    sw.Trainer(step, run={str(tmp_path)!r}, progress=False, device="cpu").fit([torch.randn(4, 2)], epochs=2)
+except ImportError as missing:
+    print(missing)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "checkpoints need safetensors: pip install 'samplewise[train]'"

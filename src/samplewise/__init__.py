@@ -5,6 +5,8 @@ from samplewise.engine.gradients import Gradients as Gradients
 from samplewise.engine.gradients import gradients as gradients
 from samplewise.engine.inputs import input_gradients as input_gradients
 from samplewise.errors import BatchError as BatchError
+from samplewise.errors import CheckpointError as CheckpointError
+from samplewise.errors import CheckpointWarning as CheckpointWarning
 from samplewise.errors import GraphError as GraphError
 from samplewise.errors import LossesError as LossesError
 from samplewise.errors import NonFiniteGradientError as NonFiniteGradientError
@@ -15,6 +17,7 @@ from samplewise.errors import SamplesMayInteractWarning as SamplesMayInteractWar
 from samplewise.errors import SamplewiseError as SamplewiseError
 from samplewise.errors import TrainingWarning as TrainingWarning
 from samplewise.errors import TransformError as TransformError
+from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.scan import scan as scan
 from samplewise.step.microbatch import auto as auto
 from samplewise.step.rules import sgd as sgd
@@ -32,6 +35,8 @@ from samplewise.transforms.weight import weight as weight
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
+    "CheckpointWarning",
     "Gradients",
     "GraphError",
     "LossesError",
@@ -42,6 +47,7 @@ __all__ = [
     "SamplesMayInteractWarning",
     "SamplewiseError",
     "Step",
+    "Trainer",
     "TrainingWarning",
     "TransformError",
     "Update",

@@ -8,10 +8,12 @@
     ├── SamplesInteractError    one sample's loss depends on another sample's data
     ├── NonFiniteGradientError  losses are finite, their gradients are not
     ├── BatchError              a batch does not have the structure or the size that is asked for
-    └── TransformError          a transform is put together wrongly, or its answer is no coefficient per sample
+    ├── TransformError          a transform is put together wrongly, or its answer is no coefficient per sample
+    └── CheckpointError         a checkpoint cannot be written, or a file is none that can be read
 
     SamplesMayInteractWarning   shapes alone cannot tell whether samples interact
     TrainingWarning             the first update shows something that is seldom meant
+    CheckpointWarning           a checkpoint is passed over because it cannot be read, or stays though it should go
 
 Every message says what must hold, what was found, and what to do.
 """
@@ -53,9 +55,17 @@ class TransformError(SamplewiseError, ValueError):
     """A transform is put together wrongly, or answers with something else than coefficients."""
 
 
+class CheckpointError(SamplewiseError):
+    """A checkpoint cannot be written; or a file is truncated, corrupt, of a newer format, or no checkpoint at all."""
+
+
 class SamplesMayInteractWarning(UserWarning):
     """Something with one row per sample enters a part of the graph where samples are already mixed."""
 
 
 class TrainingWarning(UserWarning):
     """Training goes on, but something about the model, the optimizer or the batches is seldom meant."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint cannot be read, so that an earlier one is used; or an old one cannot be removed."""

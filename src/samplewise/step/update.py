@@ -67,6 +67,10 @@ class Update:
         parts = self._known_parts()
         return float(total_loss(parts) / total(parts, shares=False))
 
+    def sums(self) -> tuple[Tensor, Tensor | int]:
+        """Σ losses and Σ counts, still on the device."""
+        return total_loss(self._parts), total(self._parts, shares=False)
+
     @property
     def losses(self) -> Tensor:
         return cat([p.losses for p in self._known_parts()])

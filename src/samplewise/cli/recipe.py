@@ -1,0 +1,146 @@
+"""A recipe: a Python file with plain functions.
+
+def model(): ...                 returns an nn.Module
+def data(): ...                  returns a loader, or (loader, validation loader)
+def loss(model, batch): ...      losses (B,) or (losses, counts); default nn.CrossEntropyLoss()
+def optimizer(model): ...        default AdamW, lr 1e-3
+def metrics(): ...               name -> function (outputs, batch); default none
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from samplewise.errors import SamplewiseError
+
+OURS = Path(__file__).resolve().parents[1]
+INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+NEEDED = {"model": "returns the model", "data": "returns a loader, or (loader, validation loader)"}
+
+
+class RecipeError(Exception):
+    """Something in the recipe fails; the message is all that the user need see."""
+
+
+class Recipe:
+    """The functions of a recipe, with defaults for those it leaves out."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._module = _load(path)
+        for name, what in NEEDED.items():
+            if not callable(getattr(self._module, name, None)):
+                raise RecipeError(f"{path}: a recipe must have a function {name}() that {what}; found none.")
+
+    def model(self) -> nn.Module:
+        found = self._call("model")
+        if not isinstance(found, nn.Module):
+            raise self._returned("model", "a torch.nn.Module", found)
+        return found
+
+    def data(self) -> tuple[Iterable[Any], Iterable[Any] | None]:
+        """The loader, and that of validation if there is one."""
+        found = self._call("data")
+        pair = found if isinstance(found, tuple) else (found, None)
+        if len(pair) != 2 or not _is_iterable(pair[0]) or not (pair[1] is None or _is_iterable(pair[1])):
+            raise self._returned("data", "a loader, or (loader, validation loader)", found)
+        return pair
+
+    def loss(self) -> Any:
+        return getattr(self._module, "loss", nn.CrossEntropyLoss())
+
+    def optimizer(self, model: nn.Module) -> Any:
+        if not hasattr(self._module, "optimizer"):
+            with blaming(self.path):
+                return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        found = self._call("optimizer", model)
+        if not (isinstance(found, torch.optim.Optimizer) or callable(found)):  # sw.sgd(0.1) is a function
+            raise self._returned("optimizer", "a torch.optim.Optimizer", found)
+        return found
+
+    def metrics(self) -> Mapping[str, Any]:
+        found = self._call("metrics") if hasattr(self._module, "metrics") else {}
+        if not isinstance(found, Mapping):
+            raise self._returned("metrics", "a dict of names and functions (outputs, batch)", found)
+        return found
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        with blaming(self.path):
+            return getattr(self._module, name)(*arguments)
+
+    def _returned(self, name: str, wanted: str, found: object) -> RecipeError:
+        code = getattr(getattr(self._module, name), "__code__", None)
+        where = f"{self.path}:{code.co_firstlineno}" if code else str(self.path)
+        what = f"a tuple of {len(found)}" if isinstance(found, tuple) and len(found) != 2 else type(found).__name__
+        return RecipeError(f"{where}: {name}() must return {wanted}; found {what}.")
+
+
+@contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """Whatever fails inside is shown as the recipe's failure."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(_shown(error, path)) from error
+
+
+def _is_iterable(value: object) -> bool:
+    return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+
+
+def _load(path: Path) -> ModuleType:
+    try:
+        source = path.read_bytes()
+    except OSError as why:
+        raise RecipeError(f"{path}: a recipe must be a Python file; found none: {why.strerror}.") from why
+    name = path.stem if path.stem not in sys.modules else f"recipe_{path.stem}"
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module  # where dataclasses and workers look for it
+    sys.path.insert(0, str(path.resolve().parent))  # as for a script: its neighbours can be imported
+    try:
+        code = compile(source, str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        text = (getattr(error, "text", None) or "").strip()
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+        shown = [f"{path}:{line}" if line else str(path), *([f"    {text}"] if text else [])]
+        raise RecipeError("\n".join([*shown, f"{type(error).__name__}: {message}"])) from error
+    with blaming(path):
+        exec(code, module.__dict__)
+    return module
+
+
+# --- showing what failed ----------------------------------------------------------------------------------------------
+
+
+def _shown(error: Exception, path: Path) -> str:
+    """The lines that the user has written, and the message."""
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if _is_users(frame.filename):
+            lines += [f"{frame.filename}:{frame.lineno}: in {frame.name}", f"    {frame.line}"]
+    if not lines and not isinstance(error, SamplewiseError):  # their messages tell what to do by themselves
+        lines = [f"{path}: with what it returns:"]
+    return "\n".join(
+        [*lines, "".join(traceback.format_exception_only(error)).strip().removeprefix("samplewise.errors.")]
+    )
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<"):
+        return False
+    file = Path(filename).resolve()
+    return not any(file.is_relative_to(place) for place in (OURS, *INSTALLED))

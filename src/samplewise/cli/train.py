@@ -1,0 +1,119 @@
+"""samplewise train RECIPE."""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from samplewise.cli.arguments import Device, RecipeFile, device_named
+from samplewise.cli.recipe import Recipe, blaming
+from samplewise.loop.feed import seed_everything
+from samplewise.loop.trainer import Trainer
+from samplewise.step.step import Step
+from samplewise.transforms.clip import clip as clipped
+
+EPOCHS = 1
+
+
+class SaveAtEnd:
+    """So that --resume goes on from the last update, also where that is in the middle of an epoch."""
+
+    def on_fit_end(self, trainer: Any) -> None:
+        trainer.save()
+
+
+def train(
+    recipe: RecipeFile,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help=f"Train until N epochs are done. Default: {EPOCHS}.", show_default=False),
+    ] = None,
+    updates: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Train until N updates are done, instead of --epochs.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Samples per update. Default: those of a batch.")
+    ] = None,
+    microbatch: Annotated[
+        str | None,
+        typer.Option(metavar="N|auto", help="Samples computed at a time; auto: as many as fit. Default: a batch."),
+    ] = None,
+    clip: Annotated[
+        float | None, typer.Option(metavar="C", help="Scale each sample's gradient down to norm C, before the sum.")
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where log and checkpoints go. Default: runs/<name of the recipe>."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run.")] = False,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Initial weights, order and augmentation of samples follow from it.")
+    ] = 0,
+    device: Device = "auto",
+) -> None:
+    """Train what a recipe describes.
+
+    A recipe is a Python file with plain functions: model() and data(), which returns a loader or (loader, validation
+    loader); and, if the defaults do not do, loss(model, batch), which returns one loss per sample (default: cross
+    entropy), optimizer(model) (default: AdamW, lr 1e-3) and metrics(), a dict of functions (outputs, batch).
+
+    Checkpoints are written after each epoch and at the end; Ctrl-C ends after the current update and saves as well.
+    With --resume training goes on there, with no sample lost or seen twice. --epochs and --updates count from the
+    very beginning: after 2 epochs, --resume --epochs 5 trains for 3 more.
+    """
+    if epochs is not None and updates is not None:
+        raise typer.BadParameter("give one of --epochs and --updates; found both.", param_hint="--updates")
+    pieces, where = _microbatch(microbatch), device_named(device)
+    transforms = () if clip is None else (clipped(_bound(clip)),)
+    run = _directory(run or Path("runs") / recipe.stem, resume)
+
+    seed_everything(seed)
+    found = Recipe(recipe)
+    model = found.model()
+    loader, validation = found.data()
+    with blaming(recipe):
+        model.to(where)  # before there is an optimizer: some take their state from the device
+    optimizer, metrics = found.optimizer(model), found.metrics()
+    with blaming(recipe):
+        step = Step(model, optimizer, found.loss(), samples, pieces, transforms)
+        trainer = Trainer(step, run, [SaveAtEnd()], metrics=metrics, device=where, seed=seed)
+        reason = trainer.fit(loader, validation, None if updates else epochs or EPOCHS, updates, resume)
+    _tell(reason, trainer, run)
+
+
+def _tell(reason: str, trainer: Trainer, run: Path) -> None:
+    interrupted = reason in signal.Signals.__members__
+    typer.echo(f"{f'stopped by {reason}' if interrupted else reason}: {trainer.step.counters.updates} updates in all")
+    typer.echo(f"log          {run / 'log.jsonl'}")
+    typer.echo(f"checkpoints  {run / 'checkpoints'}")
+    if interrupted:
+        typer.echo("go on with   --resume")
+        raise typer.Exit(128 + signal.Signals[reason])
+
+
+def _microbatch(text: str | None) -> int | str | None:
+    if text is None or text == "auto":
+        return text
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise typer.BadParameter(f"must be a positive number or auto; found {text!r}.", param_hint="--microbatch")
+    return int(text)
+
+
+def _bound(clip: float) -> float:
+    if not (clip > 0 and math.isfinite(clip)):
+        raise typer.BadParameter(f"must be a positive number; found {clip}.", param_hint="--clip")
+    return clip
+
+
+def _directory(run: Path, resume: bool) -> Path:
+    if not resume and any((run / "checkpoints").glob("*.ckpt")):
+        raise typer.BadParameter(
+            f"a run must have a directory of its own; found checkpoints in {run}. "
+            "Pass --resume to go on with it, or choose another directory.",
+            param_hint="--run",
+        )
+    return run

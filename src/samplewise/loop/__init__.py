@@ -1,0 +1,1 @@
+"""The loop: trainer, checkpoints, progress, logs."""

@@ -1,0 +1,30 @@
+"""Where to compute, and getting batches there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.batches import map_leaves
+
+
+def resolve(device: str | torch.device) -> torch.device:
+    """ "auto" is the accelerator, if there is one."""
+    if device != "auto":
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch on the device; not waited for where its memory is pinned."""
+
+    def there(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.device == device:
+            return leaf
+        return leaf.to(device, non_blocking=device.type == "cuda" and leaf.is_pinned())
+
+    return batch if device.type == "cpu" else map_leaves(batch, there)

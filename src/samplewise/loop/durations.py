@@ -1,0 +1,35 @@
+"""How long to train: epochs=10, updates=500, "2ep", "500up"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Duration:
+    epochs: int | None = None
+    updates: int | None = None
+
+    def reached(self, epochs: int, updates: int) -> bool:
+        return (self.epochs is not None and epochs >= self.epochs) or (
+            self.updates is not None and updates >= self.updates
+        )
+
+    def __str__(self) -> str:
+        return f"{self.epochs} epochs" if self.epochs is not None else f"{self.updates} updates"
+
+
+def duration(epochs: int | str | None = None, updates: int | None = None) -> Duration:
+    if isinstance(epochs, str):
+        found = re.fullmatch(r"(\d+)(ep|up)", epochs.strip())
+        if found is None or updates is not None:
+            raise ValueError(f"a duration is written like '2ep' or '500up'; found {epochs!r}.")
+        return duration(epochs=int(found[1])) if found[2] == "ep" else duration(updates=int(found[1]))
+    if (epochs is None) == (updates is None):
+        found_both = "both" if epochs is not None else "neither"
+        raise ValueError(f"give one of epochs= and updates=; found {found_both}.")
+    for name, number in (("epochs", epochs), ("updates", updates)):
+        if number is not None and (type(number) is not int or number < 1):
+            raise ValueError(f"{name} must be a positive number; found {number!r}.")
+    return Duration(epochs, updates)

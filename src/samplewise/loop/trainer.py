@@ -1,0 +1,348 @@
+"""`sw.Trainer`: the explicit loop, written once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.errors import CheckpointError
+from samplewise.loop import store
+from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.loop.devices import moved, resolve
+from samplewise.loop.durations import Duration, duration
+from samplewise.loop.events import Listeners
+from samplewise.loop.feed import Feed, seed_of, seeded
+from samplewise.loop.log import Log
+from samplewise.loop.metrics import as_metrics
+from samplewise.loop.progress import Progress, Silent, make_progress
+from samplewise.loop.randomness import load_random_state, random_state_dict
+from samplewise.loop.running import Running
+from samplewise.losses import per_sample
+from samplewise.replay import modes
+from samplewise.step.step import Step
+from samplewise.step.update import Update
+
+
+class Trainer:
+    """Runs a step over a loader, again and again, with validation, logs, checkpoints and exact resume.
+
+    run: a directory for the log and the checkpoints; None for neither.
+    callbacks: see `samplewise.loop.events`. Without a ModelCheckpoint among them every epoch is saved.
+    metrics: name -> function (outputs, batch), or an object with update, compute and reset.
+    seed: the order of samples and their augmentation follow from it, the epoch and the sample's number.
+    log_every: updates between two lines of the log. The loss is read from the device then, and only then.
+    fast_dev_run: a rehearsal. `fit` makes one update of the first batch, validates on one batch, and writes no file and
+    resumes nothing, however long it was to be.
+    overfit: every epoch is made of the first so many batches of epoch 0, in the same order.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        run: str | Path | None = None,
+        callbacks: Iterable[Any] = (),
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        device: str | torch.device = "auto",
+        seed: int = 0,
+        log_every: int = 50,
+        progress: bool = True,
+        fast_dev_run: bool = False,
+        overfit: int | None = None,
+    ):
+        _check_rehearsal(fast_dev_run, overfit)
+        self.fast_dev_run, self.overfit = fast_dev_run, overfit
+        self.step, self.model, self.seed, self.log_every = step, step.model, seed, log_every
+        self.run = None if run is None else Path(run)
+        self.device = resolve(device)
+        self.model.to(self.device)
+        self._metrics, self._wants_progress = as_metrics(metrics or {}), progress
+        callbacks = list(callbacks)
+        if self.run is not None and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
+            callbacks.append(ModelCheckpoint())
+        self._listeners = Listeners(callbacks, trainer=self, step=step, model=step.model)
+        self._progress: Progress = Silent()
+        self._stopped: str | None = None
+        self._log: Log | None = None
+        self._checkpoints: store.Checkpoints | None = None
+        self._feed: Feed | None = None
+        self._epoch, self._began = step.counters.epochs, step.counters.samples  # the epoch, and where it began
+        self._interrupted = False
+        self._running = Running()
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        validate: Iterable[Any] | None = None,
+        epochs: int | str | None = None,
+        updates: int | None = None,
+        resume: bool = False,
+    ) -> str:
+        """Trains for so many epochs or updates ("2ep", "500up"), and returns why it ended."""
+        until = duration(epochs, updates)
+        if self.fast_dev_run:
+            until = Duration(epochs=self._epoch + 1)
+        self._open(loader, resume)
+        with self._leaving_cleanly(), self._rehearsing():
+            self._listeners.tell("on_fit_start")
+            while self._goes_on(until):
+                epoch = self._epoch
+                self._listeners.tell("on_epoch_start", epoch=epoch)
+                for update in self.step.over(self._batches()):
+                    self._note(update)
+                    self._listeners.tell("on_update", update=update)
+                    if not self._goes_on(until):
+                        break
+                if self.step.counters.epochs > epoch:  # else it was broken off
+                    metrics = self._end_of_epoch(validate)
+                    self._listeners.tell("on_epoch_end", epoch=epoch, metrics=metrics)
+            reason = self._stopped or ("fast_dev_run is done" if self.fast_dev_run else f"{until} are done")
+            self._listeners.tell("on_fit_end", reason=reason)
+            self._close(reason)
+        return reason
+
+    def stop(self, reason: str) -> None:
+        """Ends the training after this update."""
+        self._stopped = self._stopped or reason
+
+    def _goes_on(self, until: Duration) -> bool:
+        return self._stopped is None and not until.reached(self._epoch, self.step.counters.updates)
+
+    @contextmanager
+    def _rehearsing(self) -> Iterator[None]:
+        """For a rehearsal the first batch is an update, whatever its size."""
+        samples, tail = self.step.samples, self.step.tail
+        if self.fast_dev_run:
+            self.step.samples, self.step.tail = None, "update"
+        try:
+            yield
+        finally:
+            self.step.samples, self.step.tail = samples, tail
+
+    def _batches(self) -> Iterator[Any]:
+        """What is left of the epoch."""
+        assert self._feed is not None
+        for batch in self._feed.epoch(self._epoch, self._position()):
+            yield moved(batch, self.device)
+
+    def _next_epoch(self) -> None:
+        assert self._feed is not None
+        self._epoch, self._began, self._feed.handed = self._epoch + 1, self.step.counters.samples, 0
+
+    def _position(self) -> int:
+        """How much of the epoch has been used. Where batches are updates as they come, a row may hold several samples,
+        so that rows are counted; elsewhere some of the rows that were handed out may be waiting.
+        """
+        if self._feed is not None and self.step.samples is None:
+            return self._feed.handed
+        return self.step.counters.samples - self._began
+
+    def _note(self, update: Update) -> None:
+        self._running.add(update)
+        if not update.skipped and self.step.counters.updates % self.log_every == 0:
+            self._write_progress()
+
+    def _write_progress(self) -> None:
+        done, line = self.step.counters.updates, self._running.read()
+        self.write("train", epoch=self._epoch, update=done, samples=self.step.counters.samples, **line)
+        text = f"loss {line['loss']:.4f}  {line['samples_per_second']:.0f} samples/s"
+        self._progress.update(done, f"epoch {self._epoch + 1}  update {done}  {text}")
+
+    def _end_of_epoch(self, validate: Iterable[Any] | None) -> dict[str, float]:
+        """The metrics of the epoch: those of validation, if there is any."""
+        if self._running.unread:
+            self._write_progress()
+        epoch = self._epoch
+        self._next_epoch()
+        done, trained = self.step.counters.updates, self._running.read_epoch()
+        self.write("epoch", epoch=epoch, update=done, **trained)
+        metrics = {"train_loss": trained["loss"]}
+        if validate is not None:
+            metrics |= self.evaluate(islice(validate, 1) if self.fast_dev_run else validate)
+            self.write("validation", epoch=epoch, update=done, **metrics)
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self._progress.line(f"epoch {epoch + 1}  {shown}")
+        return {"loss": trained["loss"], **metrics}
+
+    # --- files -----------------------------------------------------------------------------------------------------
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """A line of the log."""
+        if self._log is not None:
+            self._log.write(kind=kind, **fields)
+        self._listeners.tell("on_log", kind=kind, fields=fields)
+
+    def save(self) -> Path:
+        """What it takes to resume from here."""
+        if self.fast_dev_run:
+            return Path(os.devnull)
+        if self._checkpoints is None or self._log is None:
+            raise CheckpointError("a checkpoint needs a directory; found none. Give the trainer run='runs/name'.")
+        return self._checkpoints.save(self._state(self._log.position()), self.step.counters.updates)
+
+    def save_model(self, name: str) -> Path:
+        """The model's state alone, beside the log."""
+        if self.fast_dev_run:
+            return Path(os.devnull)
+        if self.run is None:
+            raise CheckpointError("a model is saved in the run's directory; found none. Give run='runs/name'.")
+        path = self.run / f"{name}.ckpt"
+        store.write(path, {"model": self.model.state_dict(), "update": self.step.counters.updates})
+        return path
+
+    def _state(self, log: int) -> dict[str, Any]:
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        own = {"epoch": self._epoch, "position": self._position(), "log": log, "seed": self.seed}
+        return {**parts, "trainer": own, "random": random_state_dict()}
+
+    def _load(self, state: dict[str, Any]) -> int:
+        """Returns how much of the log belongs to this state."""
+        own = state["trainer"]
+        if own["seed"] != self.seed:
+            raise CheckpointError(f"a run must be resumed with its own seed {own['seed']}; found {self.seed}.")
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        assert self._feed is not None
+        self._epoch, self._feed.handed = own["epoch"], own["position"]
+        self._began = self.step.counters.samples - own["position"]
+        self.step.counters.epochs = self._epoch  # one more, if its loader had ended: it will end again
+        load_random_state(state["random"])
+        return own["log"]
+
+    def _parts(self) -> dict[str, Any]:
+        """Whatever has a state."""
+        parts = {
+            "model": self.model,
+            "optimizer": self.step.optimizer,
+            "step": self.step,
+            "running": self._running,
+            "callbacks": self._listeners,
+        }
+        if self.step.scheduler is not None:
+            parts["scheduler"] = self.step.scheduler
+        if isinstance(self.step.loss_fn, nn.Module):
+            parts["loss"] = self.step.loss_fn
+        return parts
+
+    def _open(self, loader: Iterable[Any], resume: bool) -> None:
+        self._stopped = None
+        self._feed = Feed(loader, self.seed, first=1 if self.fast_dev_run else self.overfit)
+        keep = 0
+        if self.run is not None and not self.fast_dev_run:
+            self._checkpoints = store.Checkpoints(self.run / "checkpoints")
+            found = self._checkpoints.latest()
+            if found is not None and not resume:
+                raise CheckpointError(
+                    f"a run must have a directory of its own; found checkpoints in {self.run}. "
+                    "Pass resume=True to go on with it, or choose another name."
+                )
+            if found is not None:
+                keep = self._load(found[0])
+            self._log = Log(self.run / "log.jsonl", keep)
+            self._describe()
+        self._progress = make_progress(self._wants_progress)
+        self._progress.epoch(self._epoch, None)
+
+    def _describe(self) -> None:
+        assert self.run is not None
+        about = {
+            "name": self.run.name,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "samplewise": version("samplewise"),
+            "torch": torch.__version__,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "device": str(self.device),
+            "settings": {"samples": self.step.samples, "transforms": repr(self.step.transforms), "seed": self.seed},
+        }
+        (self.run / "run.json").write_text(json.dumps(about, indent=1))
+
+    def _close(self, reason: str) -> None:
+        self.write("end", update=self.step.counters.updates, reason=reason)
+
+    @contextmanager
+    def _leaving_cleanly(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the training after the current update, with a checkpoint. A second Ctrl-C is a plain
+        KeyboardInterrupt.
+        """
+        before = {}
+
+        def leave(number: int, frame: Any) -> None:
+            if self._stopped is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.stop(signal.Signals(number).name)
+            self._interrupted = True
+
+        self._interrupted = False
+        if threading.current_thread() is threading.main_thread():
+            before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+            if self._interrupted and self._checkpoints is not None:
+                self.save()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._progress.close()
+            if self._log is not None:
+                self._log.close()
+
+    # --- looking ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
+        """The loss, Σ losses / Σ counts over all batches, and the metrics. Modes of all modules are kept."""
+        total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for metric in self._metrics.values():
+            metric.reset()
+        with seeded(seed_of(self.seed)), self._evaluating() as outputs:  # training draws on as if nothing had been
+            for batch in (moved(batch, self.device) for batch in loader):
+                losses, counts = per_sample(self.step.loss_fn(self.model, batch))
+                total += losses.sum(dtype=torch.float64).cpu()
+                count += len(losses) if counts is None else counts.sum().cpu()
+                for metric in self._metrics.values():
+                    metric.update(outputs[-1], batch)
+        found = {name: metric.compute() for name, metric in self._metrics.items()}
+        return {"loss": float(total / count), **found}
+
+    @torch.no_grad()
+    def predict(self, loader: Iterable[Any]) -> Tensor:
+        """The model's outputs: of x for batches (x, y), of the batch itself otherwise."""
+        found = []
+        with self._evaluating():
+            for batch in (moved(batch, self.device) for batch in loader):
+                found.append(self.model(batch[0] if isinstance(batch, (tuple, list)) else batch))
+        return torch.cat(found)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[list[Any]]:
+        """Every module in eval mode, and each in its own afterwards; yields what the model returned last."""
+        restore, outputs = modes(self.model), [None]
+        for module in self.model.modules():
+            module.training = False
+        hook = self.model.register_forward_hook(lambda module, inputs, output: outputs.__setitem__(-1, output))
+        try:
+            yield outputs
+        finally:
+            hook.remove()
+            restore()
+
+
+def _check_rehearsal(fast_dev_run: Any, overfit: Any) -> None:
+    if not isinstance(fast_dev_run, bool):
+        raise ValueError(f"fast_dev_run must be True or False; found {fast_dev_run!r}.")
+    if overfit is not None and (type(overfit) is not int or overfit < 1):
+        raise ValueError(f"overfit must be a positive number of batches; found {overfit!r}.")

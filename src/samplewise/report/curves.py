@@ -1,0 +1,141 @@
+"""Curves as SVG inside the page: no file of their own, and the colours of the page, light or dark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from io import StringIO
+from itertools import pairwise
+from math import copysign, isfinite, nan
+from typing import TYPE_CHECKING, Any
+
+from samplewise.report.run import Curve, Point
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_POINTS = 2000
+FEW_POINTS = 40  # so few are marked one by one
+LARGEST = 1e300  # beyond, the margins of the axes overflow
+
+# matplotlib knows no CSS: it draws with these, and what stands for each is put in afterwards.
+INK, GRID = "#010203", "#040506"
+LINES = ("#070809", "#0a0b0c", "#0d0e0f", "#101112")
+CSS = {INK: "var(--quiet)", GRID: "var(--rule)"} | {line: f"var(--line-{k})" for k, line in enumerate(LINES)}
+
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # letters stay letters, in the fonts of the page
+    "svg.hashsalt": "samplewise",  # the same run gives the same file
+    "font.size": 9,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.limits": (-3, 5),
+    "axes.formatter.use_mathtext": False,
+    "axes.unicode_minus": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+}
+
+
+def draw(curves: Sequence[Curve], updates: tuple[float, float], prefix: str, label: str) -> str:
+    """One chart as an `<svg>` element; `prefix` keeps its ids apart from those of the other charts of the page.
+
+    All charts span the same `updates`, first to last, so that what stands below each other happened together. `label`
+    is for those who cannot see it, and escaped already. Names of more than one curve go into a legend.
+    """
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("the report needs matplotlib: pip install 'samplewise[report]'") from None
+    out = StringIO()
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # what the user has set for other figures is not meant for this one
+        matplotlib.rcParams.update(STYLE)
+        figure = Figure(figsize=(5.2, 2.7), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        _plot(axes, curves)
+        _frame(axes, *updates)
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # else it names its maker, with addresses
+        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
+    return _for_the_page(out.getvalue(), prefix, label)
+
+
+def _plot(axes: Axes, curves: Sequence[Curve]) -> None:
+    for k, curve in enumerate(curves):
+        points = thin([(x, _drawable(y)) for x, y in curve.points])
+        xs, ys = zip(*points, strict=True) if points else ((), ())
+        # Curves of one chart often coincide (learning rates of groups): the later ones are thinner and lie above.
+        width = (1.4 if len(points) <= 10 * FEW_POINTS else 0.9) + 0.6 * min(3, len(curves) - 1 - k)
+        color = LINES[k % len(LINES)]
+        dots = _marked(points)
+        axes.plot(xs, ys, color=color, linewidth=width, label=curve.name)
+        axes.plot([xs[d] for d in dots], [ys[d] for d in dots], color=color, linestyle="", marker="o", markersize=3)
+    if len(curves) > 1:
+        axes.legend()
+
+
+def _frame(axes: Axes, first: float, last: float) -> None:
+    margin = 0.02 * (last - first) or 1.0  # a run of one update has no width
+    axes.set_xlim(first - margin, last + margin)
+    axes.set_xlabel("update")
+    axes.locator_params(axis="x", integer=True, nbins=6)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.locator_params(axis="y", nbins=6)
+
+
+def _drawable(y: float) -> float:
+    return (copysign(LARGEST, y) if abs(y) > LARGEST else y) if isfinite(y) else nan
+
+
+def thin(points: list[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most so many points that look like all of them: lowest and highest of each stretch, and one gap if it has any.
+
+    Every n-th point would do for a smooth curve, but lose the one spike that somebody opens the report for.
+    """
+    if len(points) <= most:
+        return points
+    stretches = (most - 1) // 3
+    edges = [k * len(points) // stretches for k in range(stretches + 1)]
+    kept = {k for start, end in pairwise(edges) for k in _telling(points, range(start, end))}
+    return [points[k] for k in sorted(kept | {len(points) - 1})]
+
+
+def _telling(points: list[Point], stretch: range) -> Iterator[int]:
+    finite = [k for k in stretch if isfinite(points[k][1])]
+    if finite:
+        yield min(finite, key=lambda k: points[k][1])
+        yield max(finite, key=lambda k: points[k][1])
+    if len(finite) < len(stretch):
+        yield next(k for k in stretch if not isfinite(points[k][1]))
+
+
+def _marked(points: list[Point]) -> list[int]:
+    """Which points get a dot: all if they are few, else those between two gaps, where no line would show them."""
+    there = [False, *(isfinite(y) for _, y in points), False]
+    few = len(points) <= FEW_POINTS
+    return [k for k in range(len(points)) if there[k + 1] and (few or not (there[k] or there[k + 2]))]
+
+
+def _for_the_page(svg: str, prefix: str, label: str) -> str:
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)  # it would style the whole page
+    svg = re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{prefix}">', svg, count=1)
+    svg = svg.replace("xlink:href", "href")
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+    for drawn, meant in CSS.items():
+        svg = svg.replace(drawn, meant)
+    return svg.replace(f'aria-label="{prefix}"', f'aria-label="{label}"', 1)  # last: a name may hold anything

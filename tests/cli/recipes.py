@@ -1,0 +1,47 @@
+"""Recipes for the tests, and running the command line on them."""
+
+import subprocess
+import sys
+
+from typer.testing import CliRunner
+
+from samplewise.cli.main import app
+
+HEALTHY = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def data():
+    x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=20, shuffle=True)
+    return loader, loader
+
+
+def optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+"""
+WITH_BATCH_NORM = HEALTHY.replace("nn.Tanh()", "nn.BatchNorm1d(8), nn.Tanh()")
+
+
+def command(*arguments):
+    """In this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def process(*arguments, code=None):
+    """As the user runs it."""
+    start = ["-c", code] if code else ["-m", "samplewise.cli.main"]
+    return subprocess.run([sys.executable, *start, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
+def one_line(result):
+    """What was said, if it was one line and nothing else."""
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr.strip()

@@ -1,0 +1,20 @@
+"""The demo, as `make demo` and as `samplewise demo`."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("module", [["samplewise.cli.demo"], ["samplewise.cli.main", "demo"]], ids=["make", "command"])
+def test_demo(tmp_path, module):
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-m", *module], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert run.returncode == 0, run.stderr
+    found = [int(share) for share in re.findall(r"^ +\d+ +(\d+)% +\d+% +10%$", run.stdout, re.MULTILINE)]
+    assert len(found) == 3
+    assert min(found) > 80  # of the samples that stand out have a wrong label; by chance a tenth
+    assert (tmp_path / "runs" / "demo" / "report.html").exists()
+    assert "runs/demo/report.html" in run.stdout

@@ -1,0 +1,68 @@
+"""The command as a whole, and samplewise report."""
+
+from pathlib import Path
+
+import pytest
+from recipes import HEALTHY, command, one_line, process
+
+WITHOUT_TYPER = """
+import sys
+sys.modules["typer"] = None
+from samplewise.cli.main import main
+main()
+"""
+
+
+def test_without_typer():
+    result = process(code=WITHOUT_TYPER)
+    assert result.stderr == "the command line needs typer: pip install 'samplewise[cli]'\n"
+    assert result.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "samplewise: Missing command. See samplewise --help."),
+        (["dance"], "samplewise: No such command 'dance'. See samplewise --help."),
+        (["train"], "samplewise: Missing argument 'RECIPE'."),
+    ],
+)
+def test_bad_commands_get_one_line(arguments, said):
+    result = command(*arguments)
+    assert one_line(result) == said
+    assert result.exit_code == 2
+
+
+def test_a_process_ends_with_the_same_code():
+    result = process("train", "recipe.py", "--epochs", "x")
+    assert one_line(result).startswith("samplewise: Invalid value for '--epochs': ")
+    assert result.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], ["Begin with a recipe", "Train what a recipe describes.", "Look at a recipe before it is trained."]),
+        (["train"], ["--resume", "loss(model, batch)", "cross entropy", "AdamW", "runs/<name"]),
+        (["doctor"], ["The exit code is 0 if all is well"]),
+        (["report"], ["report.html"]),
+    ],
+)
+def test_help_says_it(arguments, said):
+    result = command(*arguments, "--help")
+    assert result.exit_code == 0
+    text = " ".join(result.stdout.split())
+    assert [words for words in said if words not in text] == []
+
+
+def test_a_report(recipe):
+    command("train", recipe(HEALTHY), "--epochs", 2)
+    result = command("report", "runs/recipe")
+    assert (result.exit_code, result.stdout) == (0, "runs/recipe/report.html\n")
+    assert "<title>recipe</title>" in Path("runs/recipe/report.html").read_text()
+
+
+def test_a_report_of_nothing():
+    result = command("report", "runs/none")
+    assert one_line(result).startswith("samplewise: Invalid value for RUN: a report needs a run directory; found none")
+    assert result.exit_code == 2

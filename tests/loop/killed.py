@@ -1,0 +1,68 @@
+"""A training run that may be killed at any moment: shuffle, dropout, random augmentation, two workers, accumulation.
+
+python killed.py DIRECTORY [--slow SECONDS]: trains to the end, resuming whatever is there; writes the parameters.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import samplewise as sw
+from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.loop.trainer import Trainer
+
+
+class Augmented(Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, i):
+        own = torch.Generator().manual_seed(i)
+        x = torch.randn(6, generator=own) + 0.1 * torch.randn(6)  # the second is the augmentation
+        return x, i % 3, i
+
+
+class Order:
+    """Notes which samples every update was made of: they end up in the log."""
+
+    def __init__(self, pause):
+        self.seen, self.pause = [], pause
+
+    def on_update(self, trainer, update):
+        trainer.write("order", update=update.index, ids=self.seen[: update.samples], losses=update.losses.tolist())
+        del self.seen[: update.samples]
+        time.sleep(self.pause)
+
+
+def main(directory: Path, pause: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    order = Order(pause)
+
+    def loss_fn(model, batch):
+        x, y, ids = batch
+        if model.training and torch.is_grad_enabled():
+            order.seen += ids.tolist()
+        return F.cross_entropy(model(x), y, reduction="none")
+
+    step = sw.Step(
+        model, optimizer, loss_fn, samples=9, microbatch=4, scheduler=scheduler, transforms=[sw.clip(1.0)], audit=False
+    )
+    loader = DataLoader(Augmented(), batch_size=8, shuffle=True, num_workers=2)
+    trainer = Trainer(
+        step, run=directory, callbacks=[order, ModelCheckpoint(every="2up")], log_every=3, progress=False, seed=3
+    )
+    trainer.fit(loader, validate=DataLoader(Augmented(), batch_size=16), epochs=4, resume=True)
+    torch.save([p.detach() for p in model.parameters()], directory / "parameters.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)

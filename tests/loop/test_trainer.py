@@ -1,0 +1,386 @@
+"""`Trainer`: the loop and what hangs on it."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import samplewise as sw
+from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
+from samplewise.loop.metrics import accuracy
+
+X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(30) % 3
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def loader(batch_size=7, shuffle=False):
+    return DataLoader(TensorDataset(X, Y), batch_size=batch_size, shuffle=shuffle)
+
+
+def make(run=None, callbacks=(), samples=10, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_fn, samples=samples)
+    return sw.Trainer(step, run, callbacks, progress=False, device="cpu", **options)
+
+
+def parameters(trainer):
+    return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
+
+
+def log(run):
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def test_it_is_the_explicit_loop():
+    trainer, other = make(), make()
+    assert trainer.fit(loader(), epochs=3) == "3 epochs are done"
+    for _ in range(3):
+        for _ in other.step.over(loader()):
+            pass
+    assert torch.equal(parameters(trainer), parameters(other))
+    assert trainer.step.counters == other.step.counters
+
+
+@pytest.mark.parametrize(("given", "updates"), [(dict(updates=5), 5), (dict(epochs="5up"), 5), (dict(epochs="2ep"), 6)])
+def test_durations(given, updates):
+    trainer = make()
+    trainer.fit(loader(), **given)
+    assert trainer.step.counters.updates == updates
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "give one of epochs= and updates=; found neither"),
+        (dict(epochs=1, updates=1), "found both"),
+        (dict(epochs="2 epochs"), "a duration is written like '2ep' or '500up'; found '2 epochs'"),
+        (dict(epochs=0), "epochs must be a positive number; found 0"),
+        (dict(updates=2.5), r"updates must be a positive number; found 2\.5"),
+    ],
+)
+def test_bad_durations(given, message):
+    with pytest.raises(ValueError, match=message):
+        make().fit(loader(), **given)
+
+
+def test_the_order_follows_from_the_seed():
+    first, second, third = make(seed=1), make(seed=1), make(seed=2)
+    for trainer in (first, second, third):
+        torch.manual_seed(hash(trainer))  # of no concern
+        trainer.fit(loader(shuffle=True), epochs=2)
+    assert torch.equal(parameters(first), parameters(second))
+    assert not torch.equal(parameters(first), parameters(third))
+
+
+# ------------------------------------------------------------- looking
+
+
+def test_evaluate_is_a_mean_over_samples():
+    trainer = make(metrics={"accuracy": accuracy, "loss again": lambda out, batch: F.cross_entropy(out, batch[1])})
+    found = trainer.evaluate(loader(batch_size=8))  # the last batch has six
+    outputs = trainer.model(X)
+    assert found["loss"] == pytest.approx(F.cross_entropy(outputs, Y).item(), rel=1e-5)
+    assert found["loss again"] == pytest.approx(found["loss"], rel=1e-5)
+    assert found["accuracy"] == pytest.approx((outputs.argmax(1) == Y).float().mean().item())
+
+
+def test_metrics_of_others():
+    theirs = torchmetrics.classification.MulticlassAccuracy(num_classes=3, average="micro")
+    found = make(metrics={"ours": accuracy, "theirs": theirs}).evaluate(loader())
+    assert found["ours"] == pytest.approx(found["theirs"])
+
+
+def test_what_is_no_metric():
+    with pytest.raises(
+        TypeError, match=r"metric 'a' must be a function .* or have update, compute and reset; found int"
+    ):
+        make(metrics={"a": 3})
+
+
+def test_evaluation_keeps_modes_gradients_and_random_numbers():
+    trainer = make()
+    trainer.model[1].eval()
+    state = torch.get_rng_state()
+    trainer.evaluate(loader())
+    assert [m.training for m in trainer.model.modules()] == [True, True, False, True]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_predict():
+    trainer = make()
+    torch.testing.assert_close(trainer.predict(loader()), trainer.model(X))
+    torch.testing.assert_close(trainer.predict(X.split(4)), trainer.model(X))
+
+
+# ------------------------------------------------------------- callbacks
+
+
+def test_events_come_in_the_order_of_the_loop():
+    said = []
+
+    class Teller:
+        def on_fit_start(self):
+            said.append("start")
+
+        def on_epoch_start(self, epoch):
+            said.append(f"epoch {epoch}")
+
+        def on_update(self, update, model, step):
+            said.append(f"update {update.index}")
+
+        def on_epoch_end(self, epoch, metrics, trainer):
+            said.append(f"end {epoch} {sorted(metrics)}")
+
+        def on_fit_end(self, reason):
+            said.append(reason)
+
+    make(callbacks=[Teller()]).fit(loader(), validate=loader(), epochs=1)
+    metrics = "['loss', 'train_loss']"
+    assert said == ["start", "epoch 0", "update 0", "update 1", "update 2", f"end 0 {metrics}", "1 epochs are done"]
+
+
+class Misspelt:
+    def on_updates(self, update):
+        pass
+
+
+class Asking:
+    def on_update(self, batch):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (Misspelt(), "Misspelt.on_updates must be one of the events on_fit_start, .*; found no such event"),
+        (Asking(), "Asking.on_update may ask for update, trainer, step, model; found 'batch'"),
+        (object(), "a callback must have a method named after an event"),
+        (EarlyStopping, "a callback must be an object; found the class EarlyStopping"),
+    ],
+)
+def test_what_is_no_callback(callback, message):
+    with pytest.raises(TypeError, match=message):
+        make(callbacks=[callback])
+
+
+def test_early_stopping():
+    trainer = make(callbacks=[EarlyStopping("loss", patience=2, mode="max")])  # the loss falls
+    assert trainer.fit(loader(), epochs=50) == "loss has not become better for 2 epochs"
+    assert trainer.step.counters.epochs == 3
+
+
+def test_a_metric_that_is_not_there():
+    with pytest.raises(KeyError, match="monitor must be one of loss, train_loss; found 'f1'"):
+        make(callbacks=[EarlyStopping("f1")]).fit(loader(), epochs=1)
+
+
+def test_max_time():
+    assert make(callbacks=[MaxTime(0.0)]).fit(loader(), epochs=9) == "0.0 seconds are over"
+
+
+# ------------------------------------------------------------- files
+
+
+def test_the_log(tmp_path):
+    trainer = make(tmp_path / "run", [LRMonitor(every=4)], log_every=2)
+    trainer.fit(loader(), validate=loader(), epochs=2)
+    lines = log(tmp_path / "run")
+    assert [line["kind"] for line in lines] == [
+        *("train", "train", "epoch", "validation", "train", "lr", "train", "epoch", "validation", "end")
+    ]
+    other, losses = make(), []
+    for _ in range(2):
+        losses += [update.loss for update in other.step.over(loader())]
+    assert lines[0]["loss"] == pytest.approx((losses[0] + losses[1]) / 2, rel=1e-6)
+    assert lines[1]["loss"] == pytest.approx(losses[2], rel=1e-6)
+    assert lines[2]["loss"] == pytest.approx(sum(losses[:3]) / 3, rel=1e-6)
+    assert lines[0]["update"] == 2 and lines[0]["samples"] == 20 and lines[0]["lr"] == 0.1
+
+
+LOADERS = {
+    "shuffled": lambda: loader(shuffle=True),
+    "a list": lambda: list(zip(X.split(7), Y.split(7), strict=True)),
+}
+
+
+@pytest.mark.parametrize("data", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("samples", [10, None, 30])
+@pytest.mark.parametrize("where", [1, 2, 3, 4, 5])
+def test_resume(tmp_path, where, samples, data):
+    """Broken off in the middle of an epoch, at its end, or in the next."""
+    whole = make(tmp_path / "whole", log_every=2, samples=samples)
+    whole.fit(data(), validate=loader(), epochs=6)
+    first = make(tmp_path / "run", [ModelCheckpoint(every="1up")], log_every=2, samples=samples)
+    first.fit(data(), validate=loader(), updates=where)
+    second = make(tmp_path / "run", log_every=2, samples=samples)
+    second.fit(data(), validate=loader(), epochs=6, resume=True)
+    assert torch.equal(parameters(second), parameters(whole))
+    assert second.step.counters == whole.step.counters
+
+
+def test_a_directory_that_has_a_run_already(tmp_path):
+    make(tmp_path).fit(loader(), epochs=1)
+    with pytest.raises(sw.CheckpointError, match=r"found checkpoints in .*Pass resume=True"):
+        make(tmp_path).fit(loader(), epochs=1)
+
+
+def test_another_seed(tmp_path):
+    make(tmp_path).fit(loader(), epochs=1)
+    with pytest.raises(sw.CheckpointError, match="resumed with its own seed 0; found 1"):
+        make(tmp_path, seed=1).fit(loader(), epochs=2, resume=True)
+
+
+def test_the_best_models_are_kept(tmp_path):
+    trainer = make(tmp_path, [ModelCheckpoint(best=2, monitor="loss")])
+    trainer.fit(loader(), validate=loader(), epochs=4)
+    assert sorted(path.name for path in tmp_path.glob("best-*")) == ["best-000000009.ckpt", "best-000000012.ckpt"]
+
+
+def test_the_step_is_left_as_it_is_without_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make().fit(loader(), epochs=1)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(sw.CheckpointError, match="a checkpoint needs a directory"):
+        make().save()
+
+
+def test_lines_where_there_is_no_terminal(capsys):
+    trainer = make(log_every=2)
+    trainer._wants_progress = True
+    trainer.fit(loader(), validate=loader(), epochs=1)
+    said = capsys.readouterr().err
+    assert "epoch 1  update 2  loss" in said
+    assert "epoch 1  train_loss" in said
+
+
+def test_copies_of_a_step_do_not_matter():
+    """A deep copy of the model is not the one that is trained."""
+    trainer = make()
+    twin = copy.deepcopy(trainer.model)
+    trainer.fit(loader(), epochs=1)
+    assert not torch.equal(parameters(trainer), nn.utils.parameters_to_vector(twin.parameters()))
+
+
+def test_resume_where_rows_hold_several_samples(tmp_path):
+    def pairs(model, batch):
+        return loss_fn(model, batch).repeat_interleave(2)
+
+    def train(run, updates):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), pairs)
+        trainer = sw.Trainer(step, run, [ModelCheckpoint(every="1up")], progress=False, device="cpu")
+        trainer.fit(loader(shuffle=True), updates=updates, resume=True)
+        return trainer
+
+    whole = train(tmp_path / "whole", 12)
+    for updates in (2, 5, 7, 12):
+        last = train(tmp_path / "run", updates)
+    assert torch.equal(parameters(last), parameters(whole))
+
+
+# ------------------------------------------------------------- rehearsals
+
+
+class Seen:
+    """How many samples each update had, and their losses; and every line's kind."""
+
+    def __init__(self):
+        self.samples, self.kinds, self.losses = [], [], []
+
+    def on_update(self, update):
+        self.samples.append(update.samples)
+        self.losses.append(update.losses)
+
+    def on_log(self, kind):
+        self.kinds.append(kind)
+
+
+@pytest.mark.parametrize("tail", ["update", "drop", "carry"])
+@pytest.mark.parametrize(("samples", "given"), [(10, dict(epochs=9)), (3, dict(updates=1)), (None, dict(updates=500))])
+def test_a_fast_dev_run(tmp_path, monkeypatch, samples, given, tail):
+    monkeypatch.chdir(tmp_path)
+    seen, validated = Seen(), []
+
+    def batches():
+        for batch in loader():
+            validated.append(batch)
+            yield batch
+
+    callbacks = [seen, ModelCheckpoint(every="1up", best=1)]
+    trainer = make("run", callbacks, samples=samples, fast_dev_run=True)
+    trainer.step.tail = tail
+    assert trainer.fit(loader(), validate=batches(), **given) == "fast_dev_run is done"
+    assert seen.samples == [7] and len(validated) == 1
+    assert seen.kinds[-3:] == ["epoch", "validation", "end"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fast_dev_run_leaves_a_run_alone(tmp_path):
+    make(tmp_path).fit(loader(), epochs=1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    trainer = make(tmp_path, fast_dev_run=True)
+    for resume in (False, True):
+        trainer.fit(loader(), epochs=1, resume=resume)
+    assert trainer.step.counters.updates == 2
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_fast_dev_run_still_wants_a_duration():
+    with pytest.raises(ValueError, match="give one of epochs= and updates="):
+        make(fast_dev_run=True).fit(loader())
+
+
+@pytest.mark.parametrize("batches", [loader(shuffle=True), list(loader())], ids=["loader", "list"])
+def test_overfit(batches):
+    """At a learning rate of zero the losses tell which samples they are."""
+
+    def losses(epochs, **options):
+        seen = Seen()
+        trainer = make(None, [seen], samples=None, **options)
+        trainer.step.optimizer.param_groups[0]["lr"] = 0.0
+        trainer.fit(batches, epochs=epochs)
+        return seen.losses
+
+    first = losses(1)[:2]
+    found = losses(3, overfit=2)
+    assert len(found) == 6
+    for update, same in zip(found, first * 3, strict=True):
+        assert torch.equal(update, same)
+    assert len(losses(1, overfit=99)) == 5  # no more than there are
+
+
+@pytest.mark.parametrize("where", [1, 2, 3, 4])
+def test_overfit_resumes(tmp_path, where):
+    whole = make(samples=5, overfit=2)  # fourteen samples an epoch
+    whole.fit(loader(shuffle=True), epochs=3)
+    make(tmp_path, [ModelCheckpoint(every="1up")], samples=5, overfit=2).fit(loader(shuffle=True), updates=where)
+    second = make(tmp_path, samples=5, overfit=2)
+    second.fit(loader(shuffle=True), epochs=3, resume=True)
+    assert torch.equal(parameters(second), parameters(whole))
+    assert second.step.counters == whole.step.counters
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(overfit=0), "overfit must be a positive number of batches; found 0"),
+        (dict(overfit=True), "overfit must be a positive number of batches; found True"),
+        (dict(overfit=0.5), r"overfit must be a positive number of batches; found 0\.5"),
+        (dict(fast_dev_run=3), "fast_dev_run must be True or False; found 3"),
+    ],
+)
+def test_bad_rehearsals(given, message):
+    with pytest.raises(ValueError, match=message):
+        make(**given)

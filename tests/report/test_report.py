@@ -1,0 +1,402 @@
+"""`write_report`: what stands on the page, for whole runs and for those that broke off, diverged or never began."""
+
+import ast
+import json
+import sys
+from html.parser import HTMLParser
+from math import inf, isfinite, nan
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from samplewise.report import curves, page
+from samplewise.report.page import write_report
+from samplewise.report.run import read_run
+
+ABOUT = {
+    "name": "digits",
+    "started": "2026-11-16T01:20:33+00:00",
+    "samplewise": "0.1.0",
+    "torch": "2.13.0",
+    "parameters": 21704164,
+    "device": "cpu",
+    "settings": {"batch_size": 256, "betas": [0.9, 0.999], "augment": True},
+}
+
+
+def train(update, epoch=0, loss=1.0, **more):
+    line = dict(kind="train", epoch=epoch, update=update, samples=32 * update, loss=loss, lr=0.1)
+    return {**line, "samples_per_second": 100.0, "seconds": 0.5, "skipped": 0, **more}
+
+
+def validation(update, epoch=0, **metrics):
+    return {"kind": "validation", "epoch": epoch, "update": update, "seconds": 0.1, **metrics}
+
+
+WHOLE = [
+    train(1, loss=3.0),
+    train(2, loss=2.0),
+    validation(2, loss=2.5, accuracy=0.25, gap=4.0),
+    dict(kind="epoch", epoch=0, update=2, loss=2.75, seconds=12.5),
+    train(3, epoch=1, loss=1.5),
+    train(4, epoch=1, loss=1.75),
+    validation(4, epoch=1, loss=2.0, accuracy=0.75, gap=3.0),
+    dict(kind="epoch", epoch=1, update=4, loss=1.625, seconds=11.5),
+    dict(kind="end", update=4, reason="all epochs done"),
+]
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Writes a run directory, and reads the page that is made of it."""
+
+    def make(lines, about=ABOUT, after=""):
+        if about is not None:
+            (tmp_path / "run.json").write_text(json.dumps(about))
+        (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + after)
+        return Page(write_report(tmp_path).read_text(encoding="utf-8"))
+
+    return make
+
+
+class Page(HTMLParser):
+    """The page as somebody sees it: text, tables under their headings, charts by caption."""
+
+    VOID = ("meta",)
+
+    def __init__(self, html):
+        super().__init__()
+        self.html, self.open, self.tags, self.attributes, self.text = html, [], [], [], ""
+        self.tables, self.charts, self.title, self.caption, self.section = {}, {}, "", "", ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag in ("h2", "caption"):
+            self.section = ""
+        elif tag == "figcaption":
+            self.caption = ""
+        elif tag == "tr":
+            self.tables.setdefault(self.section, []).append([])
+        elif tag in ("td", "th"):
+            self.tables[self.section][-1].append("")
+        elif tag == "svg":
+            self.charts[self.caption] = []
+        elif tag == "path" and "clip-path" in dict(attrs) and "var(--line" in dict(attrs)["style"]:
+            self.charts[self.caption].append(dict(attrs)["d"])  # curves, not the grid
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        inside = self.open[-1] if self.open else ""
+        if inside == "style":
+            return
+        self.text += data
+        if inside == "title":
+            self.title += data
+        elif inside in ("h2", "caption"):
+            self.section += data
+        elif inside == "figcaption":
+            self.caption += data
+        elif inside in ("td", "th"):
+            self.tables[self.section][-1][-1] += data
+
+
+def finite_points(path):
+    return path.count("M") + path.count("L")
+
+
+# ------------------------------------------------------------------------------- a whole run
+
+
+def test_name_and_state_come_first(report):
+    shown = report(WHOLE)
+    assert shown.title == "digits"
+    assert "Ended at update 4: all epochs done" in shown.text
+    assert "Warnings" not in shown.text
+
+
+def test_the_summary_holds_what_run_json_says_and_what_was_counted(report):
+    shown = report(WHOLE)
+    run = dict(shown.tables["Run"])
+    assert run["parameters"] == "21,704,164" and run["torch"] == "2.13.0" and run["device"] == "cpu"
+    assert run["epochs"] == "2" and run["updates"] == "4" and run["samples logged"] == "128"
+    assert dict(shown.tables["Settings"]) == {"batch_size": "256", "betas": "[0.9, 0.999]", "augment": "true"}
+
+
+def test_every_number_has_its_chart(report):
+    shown = report([*WHOLE[:-1], train(5, epoch=2, grad_norm=1.0), train(6, epoch=2, grad_norm=2.0)])
+    names = ["loss", "accuracy", "gap"]
+    expected = ["Train loss", *(f"Validation: {name}" for name in names), "Learning rate", "Samples per second"]
+    assert list(shown.charts) == [*expected, "grad_norm"]
+
+
+def test_the_epochs_in_a_table(report):
+    head, *rows = report(WHOLE).tables["Epochs"]
+    metrics = ["validation loss", "validation accuracy", "validation gap"]
+    assert head == ["epoch", "last train loss", "epoch loss", *metrics, "seconds", "train seconds"]
+    assert rows == [
+        ["0", "2.000", "2.750", "2.500", "0.2500", "4.000", "12.50", "1.000"],
+        ["1", "1.750", "1.625", "2.000", "0.7500", "3.000", "11.50", "1.000"],
+    ]
+
+
+def test_best_is_lowest_or_highest_by_name_and_both_where_the_name_does_not_tell(report):
+    _, *rows = report(WHOLE).tables["Best values"]
+    assert rows == [
+        ["train loss", "lowest", "1.500", "3", "1.750"],
+        ["validation loss", "lowest", "2.000", "4", "2.000"],
+        ["validation accuracy", "highest", "0.7500", "4", "0.7500"],
+        ["validation gap", "lowest", "3.000", "4", "3.000"],
+        ["validation gap", "highest", "4.000", "2", "3.000"],
+    ]
+
+
+def test_skipped_updates_are_added_up_with_first_and_last(report):
+    counts = [0, 1, 0, 3, 0]  # each since the line before
+    shown = report([train(update, skipped=count) for update, count in enumerate(counts)])
+    assert "4 left out because of NaN or infinity, beside 4 made: " in shown.text
+    assert "the first noted at update 1, the last at update 3." in shown.text
+
+
+def test_a_run_that_went_on_after_its_end_has_not_ended(report):
+    assert "Not finished: the log reaches update 5" in report([*WHOLE, train(5, epoch=2)]).text
+
+
+def test_a_lone_point_between_gaps_gets_a_dot(report):
+    smooth = [1.0] * 100
+    with_dot = report([train(k, loss=loss) for k, loss in enumerate([*smooth, nan, 2.0, nan, *smooth])])
+    without = report([train(k, loss=loss) for k, loss in enumerate([*smooth, nan, 2.0, 2.0, *smooth])])
+    assert with_dot.tags.count("use") == without.tags.count("use") + 1
+
+
+def test_each_parameter_group_has_its_learning_rate(report):
+    shown = report([train(update, lr=[0.1 / update, 0.01]) for update in range(1, 50)])
+    assert len(shown.charts["Learning rate"]) == 2
+    assert "group 0" in shown.text and "group 1" in shown.text
+
+
+def test_it_is_written_where_it_is_asked_for(tmp_path):
+    (tmp_path / "log.jsonl").touch()
+    assert write_report(tmp_path) == tmp_path / "report.html"
+    assert write_report(tmp_path, tmp_path / "other.html").read_text() == (tmp_path / "report.html").read_text()
+
+
+def test_the_same_run_gives_the_same_file(report):
+    assert report(WHOLE).html == report(WHOLE).html
+
+
+# ---------------------------------------------------------- runs that broke off or went wrong
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_last_line_that_is_cut_off_is_left_out(report, cut):
+    shown = report(WHOLE[:4], after=json.dumps(train(3, loss=0.125))[:-cut])
+    assert "Not finished: the log reaches update 2 and has no end" in shown.text
+    assert "The last line of the log is cut off" in shown.text
+    assert "0.1250" not in shown.text and "cannot be read" not in shown.text
+
+
+def test_a_line_cut_off_in_the_middle_of_a_letter(tmp_path):
+    line = json.dumps({"kind": "end", "update": 1, "reason": "é"}, ensure_ascii=False).encode()
+    (tmp_path / "log.jsonl").write_bytes(line[: line.index("é".encode()) + 1])
+    assert "The last line of the log is cut off" in " ".join(read_run(tmp_path).left_out)
+
+
+def test_a_last_line_that_only_lacks_its_end_counts(report):
+    shown = report(WHOLE[:-1], after=json.dumps(WHOLE[-1]))
+    assert "Ended at update 4" in shown.text and "cut off" not in shown.text
+
+
+def test_lines_that_nobody_can_read_are_counted(report):
+    lines = [train(1), "no object", dict(kind="weather"), dict(kind=["train"]), train(2)]
+    shown = report(lines)
+    assert "Lines of the log that cannot be read, and are left out: 1." in shown.text
+    assert "Lines of the log of a kind that this report does not know: 2." in shown.text
+    assert dict(shown.tables["Run"])["updates"] == "2"
+
+
+def test_an_empty_log(report):
+    shown = report([])
+    assert shown.title == "digits"
+    assert "Nothing logged yet" in shown.text and "Nothing to draw yet" in shown.text
+    assert "svg" not in shown.tags
+
+
+def test_without_run_json_the_directory_gives_the_name(report, tmp_path):
+    shown = report(WHOLE, about=None)
+    assert shown.title == tmp_path.name
+    assert "There is no run.json" in shown.text
+
+
+@pytest.mark.parametrize("about", [[], {"name": None, "settings": None}, {"settings": {"a": {"b": nan}}}])
+def test_a_run_json_of_another_form(report, tmp_path, about):
+    assert report(WHOLE, about=about).title == tmp_path.name
+
+
+def test_no_validation(report):
+    shown = report([train(1), train(2)])
+    assert "This run has no validation." in shown.text
+    assert list(shown.charts) == ["Train loss", "Learning rate", "Samples per second"]
+
+
+def test_what_is_not_finite_is_a_gap_and_counted(report):
+    losses = [3.0, 2.0, nan, 1.0, inf, -inf, 0.5, 0.25]
+    shown = report([train(update, loss=loss) for update, loss in enumerate(losses)])
+    assert "Train loss: 3 of 8 values NaN or infinite, left out of the curve." in shown.text
+    assert shown.charts["Train loss"][0].count("M") == 3  # stretches between the gaps
+    assert ["train loss", "lowest", "0.2500", "7", "0.2500"] in shown.tables["Best values"]
+
+
+def test_a_table_says_nan_and_infinity(report):
+    shown = report([train(1, loss=nan), validation(1, accuracy=inf, gap=-inf), train(2, 1), validation(2, 1)])
+    assert shown.tables["Epochs"][1:] == [["0", "NaN", "∞", "−∞", "0.5000"], ["1", "1.000", "–", "–", "0.5000"]]
+
+
+def test_nothing_finite_at_all(report):
+    shown = report([train(1, loss=nan), train(2, loss=inf)])
+    assert "No finite value." in shown.text and "Train loss" not in shown.charts
+
+
+@pytest.mark.parametrize("loss", [1.7e308, -1.7e308, 5e-324, 10**400, 0, 2**70])
+def test_numbers_at_the_end_of_the_scale(report, loss):
+    report([train(1, loss=loss), train(2)])
+
+
+@pytest.mark.parametrize("key", ["loss", "lr", "update", "epoch", "skipped", "samples", "samples_per_second"])
+def test_a_value_that_is_no_number_is_not_there(report, key):
+    odd = [None, "1.0", True, [], [None], {}]
+    shown = report([train(1), *({**train(2), key: value} for value in odd), train(3)])
+    assert shown.charts["Train loss"] and dict(shown.tables["Run"])["updates"] == "3"
+
+
+# ------------------------------------------------------------------------------- many points
+
+
+def test_thousands_of_lines_are_thinned_and_a_spike_stays(report):
+    losses = [1.0 + update % 7 for update in range(20_000)]
+    losses[12_345] = 99.0
+    shown = report([train(update, loss=loss) for update, loss in enumerate(losses)])
+    assert all(finite_points(path) <= curves.MOST_POINTS for chart in shown.charts.values() for path in chart)
+    assert dict(shown.tables["Run"])["updates"] == "19,999"
+    assert len(shown.html) < 400_000
+
+
+def test_thinning_keeps_extremes_gaps_and_the_end():
+    points = [(float(k), float(k % 100)) for k in range(10_000)]
+    points[5_000], points[7_777], points[-1] = (5_000.0, nan), (7_777.0, -1e6), (9_999.0, 90.5)
+    kept = curves.thin(points)
+    assert len(kept) <= curves.MOST_POINTS and kept == sorted(kept)
+    assert (7_777.0, -1e6) in kept and points[-1] in kept
+    assert [x for x, y in kept if not isfinite(y)] == [5_000.0]
+
+
+def test_few_points_are_left_as_they_are():
+    points = [(float(k), 0.0) for k in range(curves.MOST_POINTS)]
+    assert curves.thin(points) is points
+
+
+# -------------------------------------------------------------------------- names, and the file
+
+EVIL = """</td><script src="https://x.example/a.js">alert('1')</script>&amp; $\\frac{ #010203 \\1 \x00"""
+
+
+def evil_run(report):
+    lines = [train(1, **{EVIL: 1.0}), train(2, **{EVIL: 2.0}), validation(2, **{EVIL: 1.0})]
+    about = {"name": EVIL, EVIL: EVIL, "settings": {EVIL: {EVIL: EVIL}}}
+    return report([*lines, dict(kind="end", update=2, reason=EVIL)], about)
+
+
+def test_names_are_text(report):
+    shown = evil_run(report)
+    said = EVIL.replace("\x00", "\N{REPLACEMENT CHARACTER}")
+    assert "script" not in shown.tags
+    assert shown.title == said and f"Validation: {said}" in shown.charts and said in shown.charts
+    assert dict(shown.tables["Run"])[said] == said
+
+
+def test_half_a_surrogate_pair_in_a_name(report):
+    assert report(WHOLE, about={"name": "a\ud800b"}).title == "a?b"
+
+
+@pytest.mark.parametrize("make", [evil_run, lambda report: report(WHOLE), lambda report: report([])])
+def test_well_formed_by_itself_and_without_javascript(report, make):
+    shown = make(report)
+    ElementTree.fromstring(shown.html.removeprefix("<!DOCTYPE html>"))
+    ids = [value for name, value in shown.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    addresses = [value for name, value in shown.attributes if name in ("src", "href", "xlink:href", "srcset", "data")]
+    assert all(address.startswith("#") and address[1:] in ids for address in addresses)
+    styles = "".join(part.split("</style>")[0] for part in shown.html.split("<style")[1:])
+    assert "@import" not in styles and "url(" not in styles
+    assert not {"script", "link", "iframe", "object", "embed", "img"} & set(shown.tags)
+    assert not [name for name, _ in shown.attributes if name.startswith("on")]
+    referred = [value for _, value in shown.attributes if value and value.startswith("url(")]
+    assert all(value.removeprefix("url(#").removesuffix(")") in ids for value in referred)
+
+
+def test_colours_come_from_the_page(report):
+    html = report(WHOLE).html
+    assert not [drawn for drawn in curves.CSS if drawn in html]
+    assert "prefers-color-scheme: dark" in html and "@media print" in html
+    assert all(html.count(meant.removeprefix("var(").removesuffix(")") + ":") == 2 for meant in curves.CSS.values())
+
+
+# ------------------------------------------------------------------------- errors and imports
+
+
+def test_no_directory(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"needs a run directory; found none at .*nowhere\. Give the directory"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_no_log(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold log\.jsonl; found none in .*\. Give the directory of one run"
+    ):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_matplotlib(report, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"^the report needs matplotlib: pip install 'samplewise\[report\]'$"):
+        report(WHOLE)
+
+
+def test_what_others_have_set_in_matplotlib_changes_nothing(report):
+    import matplotlib
+
+    expected = report(WHOLE).html
+    with matplotlib.rc_context({"xtick.labelsize": 30, "svg.fonttype": "path", "lines.linewidth": 9}):
+        assert report(WHOLE).html == expected
+        assert matplotlib.rcParams["lines.linewidth"] == 9
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            yield node.module
+
+
+@pytest.mark.parametrize("path", sorted(Path(page.__file__).parent.glob("*.py")), ids=lambda path: path.name)
+def test_needs_no_torch_and_nothing_else_of_samplewise(path):
+    # By reading, because `import samplewise` itself imports torch.
+    allowed = {*sys.stdlib_module_names, "matplotlib"}
+    strange = [name for name in imported(path) if name.split(".")[0] not in allowed]
+    assert [name for name in strange if not name.startswith("samplewise.report.")] == []
