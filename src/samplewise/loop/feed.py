@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -92,6 +92,18 @@ class Feed:
             if rest:
                 batches.append(rest)
         return self._handing_out(batches, number)
+
+    def updates_of(self, samples: int | None) -> int | None:
+        """How many updates of so many samples an epoch has, as far as one can tell beforehand."""
+        if not isinstance(self.loader, Sized):
+            return None
+        batches = len(self.loader) if self.first is None else min(self.first, len(self.loader))
+        if samples is None:
+            return batches
+        if not self.ordered or self.first is not None:
+            return None
+        assert isinstance(self.loader, DataLoader)
+        return -(-len(self.loader.sampler) // samples)  # type: ignore[arg-type]
 
     def _order(self, number: int) -> list[list[Any]]:
         """All batches of an epoch as the loader's own sampler draws them, under a seed of ours."""

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Progress(Protocol):
-    def epoch(self, number: int, updates: int | None) -> None: ...
-    def update(self, done: int, text: str) -> None: ...
-    def line(self, text: str) -> None: ...
+    def update(self, epoch: int, done: int, text: str) -> None:
+        """So many updates have been made."""
+
+    def line(self, text: str) -> None:
+        """Something to stay on the screen."""
+
     def close(self) -> None: ...
 
 
 class Silent:
-    def epoch(self, number: int, updates: int | None) -> None: ...
-    def update(self, done: int, text: str) -> None: ...
+    def update(self, epoch: int, done: int, text: str) -> None: ...
     def line(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
 class Lines:
-    def epoch(self, number: int, updates: int | None) -> None: ...
-
-    def update(self, done: int, text: str) -> None:
-        self.line(text)
+    def update(self, epoch: int, done: int, text: str) -> None:
+        self.line(f"epoch {epoch + 1}  update {done}  {text}")
 
     def line(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -33,24 +33,26 @@ class Lines:
 
 
 class Bar:
-    """With rich: epoch, updates, loss and metrics, time left."""
+    """With rich: epoch, updates, time left, loss and speed."""
 
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
+    def __init__(self, total: int | None, done: int) -> None:
+        from rich import progress
+        from rich.console import Console
 
-        columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), MofNCompleteColumn())
-        self._bar = RichProgress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
-        self._task: Any = None
+        self._bar = progress.Progress(
+            progress.TextColumn("epoch {task.fields[epoch]}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("updates, left"),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[text]}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._bar.add_task("", total=total, completed=done, epoch=1, text="")
         self._bar.start()
 
-    def epoch(self, number: int, updates: int | None) -> None:
-        if self._task is not None:
-            self._bar.remove_task(self._task)
-        self._task = self._bar.add_task("", total=updates, epoch=number + 1, text="")
-
-    def update(self, done: int, text: str) -> None:
-        self._bar.update(self._task, completed=done, text=text)
+    def update(self, epoch: int, done: int, text: str) -> None:
+        self._bar.update(self._task, completed=done, epoch=epoch + 1, text=text)
 
     def line(self, text: str) -> None:
         self._bar.console.print(text, highlight=False, markup=False)
@@ -59,12 +61,13 @@ class Bar:
         self._bar.stop()
 
 
-def make_progress(wanted: bool) -> Progress:
+def make_progress(wanted: bool, total: int | None, done: int) -> Progress:
+    """`total` updates are to be made, if that is known, of which some are `done`."""
     if not wanted:
         return Silent()
     if not sys.stderr.isatty():
         return Lines()
     try:
-        return Bar()
+        return Bar(total, done)
     except ImportError:
         return Lines()

@@ -97,6 +97,7 @@ class Trainer:
         if self.fast_dev_run:
             until = Duration(epochs=self._epoch + 1)
         self._open(loader, resume)
+        self._progress = make_progress(self._wants_progress, self._expected(until), self.step.counters.updates)
         with self._leaving_cleanly(), self._rehearsing():
             self._listeners.tell("on_fit_start")
             while self._goes_on(until):
@@ -139,6 +140,14 @@ class Trainer:
         for batch in self._feed.epoch(self._epoch, self._position()):
             yield moved(batch, self.device)
 
+    def _expected(self, until: Duration) -> int | None:
+        """How many updates there will be in all, for the bar."""
+        assert self._feed is not None
+        if until.updates is not None or until.epochs is None:
+            return until.updates
+        per_epoch = self._feed.updates_of(self.step.samples)
+        return None if per_epoch is None else self.step.counters.updates + per_epoch * (until.epochs - self._epoch)
+
     def _next_epoch(self) -> None:
         assert self._feed is not None
         self._epoch, self._began, self._feed.handed = self._epoch + 1, self.step.counters.samples, 0
@@ -160,7 +169,7 @@ class Trainer:
         done, line = self.step.counters.updates, self._running.read()
         self.write("train", epoch=self._epoch, update=done, samples=self.step.counters.samples, **line)
         text = f"loss {line['loss']:.4f}  {line['samples_per_second']:.0f} samples/s"
-        self._progress.update(done, f"epoch {self._epoch + 1}  update {done}  {text}")
+        self._progress.update(self._epoch, done, text)
 
     def _end_of_epoch(self, validate: Iterable[Any] | None) -> dict[str, float]:
         """The metrics of the epoch: those of validation, if there is any."""
@@ -172,8 +181,9 @@ class Trainer:
         self.write("epoch", epoch=epoch, update=done, **trained)
         metrics = {"train_loss": trained["loss"]}
         if validate is not None:
-            metrics |= self.evaluate(islice(validate, 1) if self.fast_dev_run else validate)
-            self.write("validation", epoch=epoch, update=done, **metrics)
+            found = self.evaluate(islice(validate, 1) if self.fast_dev_run else validate)
+            self.write("validation", epoch=epoch, update=done, **found)
+            metrics |= found
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._progress.line(f"epoch {epoch + 1}  {shown}")
         return {"loss": trained["loss"], **metrics}
@@ -254,8 +264,6 @@ class Trainer:
                 keep = self._load(found[0])
             self._log = Log(self.run / "log.jsonl", keep)
             self._describe()
-        self._progress = make_progress(self._wants_progress)
-        self._progress.epoch(self._epoch, None)
 
     def _describe(self) -> None:
         assert self.run is not None
