@@ -1,5 +1,6 @@
 """Mistakes as people make them: each gets its word, once; correct programs hear nothing."""
 
+import copy
 import warnings
 
 import pytest
@@ -568,6 +569,23 @@ HEALTHY = {
 def test_correct_programs_hear_nothing(make, transforms, numbers):
     model, loss_fn, data = make()
     assert train(model, loss_fn, data, transforms=transforms, **numbers) == []
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "transforms", "error"),
+    [
+        (lambda m, b: (m(b[0]) - b[1].flatten()).square().mean(1), [], sw.LossesError),
+        (squares, [lambda losses: 0 * losses], sw.TransformError),
+        (lambda m, b: squares(copy.deepcopy(m), b), [], sw.ParameterError),
+    ],
+    ids=["broadcast", "weights of zero", "another model"],
+)
+def test_an_error_is_told_again_to_who_tries_again(loss_fn, transforms, error):
+    model = mlp()
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, transforms=transforms)
+    for _ in range(3):
+        with pytest.raises(error):
+            step.run(batches(updates=1))
 
 
 def test_a_frozen_part_in_eval_mode_is_no_mistake():

@@ -261,12 +261,12 @@ class Step:
             self._summing = self._make_summing()
         self._summing.begin()
         self._recall = None
-        first, self._first = self._first, False
-        if first:
+        if self._first:
             look_at_modes(self._evaluation.modules)
             if not self._summing.knows_norms:
                 self._recall = Recall(self._evaluation, self._microbatch)
-        self._audit.look(piece, first, self.counters.updates)
+        self._audit.look(piece, self._first, self.counters.updates)
+        self._first = False  # an error is told again to whoever tries again
 
     def _sum(self, pieces: Sequence[Any], alone: bool = False) -> list[Part]:
         """Gradients into `.grad`. What is not finite and may be skipped spoils the window, and is no error."""
@@ -320,8 +320,8 @@ class Step:
             window.samples = self._counted(parts, window.samples if window.sized else None)
             window.parts = parts
         if self._unseen and window.failure is None:
-            self._unseen = False
             self._look_back(window)
+            self._unseen = False
         if self._recall is not None:
             self._recall.keep_parameters()
         outcome = self._finish(window)
