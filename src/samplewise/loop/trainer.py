@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -18,16 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.errors import CheckpointError
-from samplewise.loop import store
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.devices import moved, resolve
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
 from samplewise.loop.feed import Feed, seed_of, seeded
-from samplewise.loop.log import Log
 from samplewise.loop.metrics import as_metrics
 from samplewise.loop.progress import Progress, Silent, make_progress
 from samplewise.loop.randomness import load_random_state, random_state_dict
+from samplewise.loop.run import Run
 from samplewise.loop.running import Running
 from samplewise.losses import per_sample
 from samplewise.replay import modes
@@ -75,8 +73,7 @@ class Trainer:
         self._listeners = Listeners(callbacks, trainer=self, step=step, model=step.model)
         self._progress: Progress = Silent()
         self._stopped: str | None = None
-        self._log: Log | None = None
-        self._checkpoints: store.Checkpoints | None = None
+        self._files = None if self.run is None or fast_dev_run else Run(self.run)
         self._feed: Feed | None = None
         self._epoch, self._began = step.counters.epochs, step.counters.samples  # the epoch, and where it began
         self._interrupted = False
@@ -192,27 +189,27 @@ class Trainer:
 
     def write(self, kind: str, **fields: Any) -> None:
         """A line of the log."""
-        if self._log is not None:
-            self._log.write(kind=kind, **fields)
+        if self._files is not None:
+            self._files.write(kind=kind, **fields)
         self._listeners.tell("on_log", kind=kind, fields=fields)
 
     def save(self) -> Path:
         """What it takes to resume from here."""
         if self.fast_dev_run:
             return Path(os.devnull)
-        if self._checkpoints is None or self._log is None:
-            raise CheckpointError("a checkpoint needs a directory; found none. Give the trainer run='runs/name'.")
-        return self._checkpoints.save(self._state(self._log.position()), self.step.counters.updates)
+        return self._run_files().save(self._state, self.step.counters.updates)
 
     def save_model(self, name: str) -> Path:
         """The model's state alone, beside the log."""
         if self.fast_dev_run:
             return Path(os.devnull)
-        if self.run is None:
-            raise CheckpointError("a model is saved in the run's directory; found none. Give run='runs/name'.")
-        path = self.run / f"{name}.ckpt"
-        store.write(path, {"model": self.model.state_dict(), "update": self.step.counters.updates})
-        return path
+        state = {"model": self.model.state_dict(), "update": self.step.counters.updates}
+        return self._run_files().save_aside(name, state)
+
+    def _run_files(self) -> Run:
+        if self._files is None:
+            raise CheckpointError("a checkpoint needs a directory; found none. Give the trainer run='runs/name'.")
+        return self._files
 
     def _state(self, log: int) -> dict[str, Any]:
         parts = {name: part.state_dict() for name, part in self._parts().items()}
@@ -251,32 +248,16 @@ class Trainer:
     def _open(self, loader: Iterable[Any], resume: bool) -> None:
         self._stopped = None
         self._feed = Feed(loader, self.seed, first=1 if self.fast_dev_run else self.overfit)
-        keep = 0
-        if self.run is not None and not self.fast_dev_run:
-            self._checkpoints = store.Checkpoints(self.run / "checkpoints")
-            found = self._checkpoints.latest()
-            if found is not None and not resume:
-                raise CheckpointError(
-                    f"a run must have a directory of its own; found checkpoints in {self.run}. "
-                    "Pass resume=True to go on with it, or choose another name."
-                )
-            if found is not None:
-                keep = self._load(found[0])
-            self._log = Log(self.run / "log.jsonl", keep)
-            self._describe()
-
-    def _describe(self) -> None:
-        assert self.run is not None
-        about = {
-            "name": self.run.name,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "samplewise": version("samplewise"),
-            "torch": torch.__version__,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "device": str(self.device),
-            "settings": {"samples": self.step.samples, "transforms": repr(self.step.transforms), "seed": self.seed},
-        }
-        (self.run / "run.json").write_text(json.dumps(about, indent=1))
+        if self._files is not None:
+            self._files.open(resume, self._load)
+            self._files.describe(
+                started=datetime.now(UTC).isoformat(timespec="seconds"),
+                samplewise=version("samplewise"),
+                torch=torch.__version__,
+                parameters=sum(p.numel() for p in self.model.parameters()),
+                device=str(self.device),
+                settings={"samples": self.step.samples, "transforms": repr(self.step.transforms), "seed": self.seed},
+            )
 
     def _close(self, reason: str) -> None:
         self.write("end", update=self.step.counters.updates, reason=reason)
@@ -299,14 +280,14 @@ class Trainer:
             before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
-            if self._interrupted and self._checkpoints is not None:
+            if self._interrupted and self._files is not None:
                 self.save()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._progress.close()
-            if self._log is not None:
-                self._log.close()
+            if self._files is not None:
+                self._files.close()
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
