@@ -51,7 +51,8 @@ def _mapping_like(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
         new = copy.copy(batch)
         new.update(entries)
         return new
-    return type(batch)(entries)  # type: ignore[call-arg]
+    make: Any = type(batch)
+    return make(entries)
 
 
 def leaves(batch: Any) -> Iterator[Any]:

@@ -42,6 +42,10 @@ class Criterion:
         summed = elements.dim() > 1 and self.criterion.reduction != "none"
         return (elements.flatten(1).sum(1) if summed else elements), counts
 
+    def to(self, device: torch.device) -> None:
+        """Moves class weights and the like."""
+        self.criterion.to(device)
+
     def _check_shapes(self, prediction: Tensor, target: Tensor) -> None:
         kind = type(self.criterion)
         classes = kind is nn.MultiMarginLoss or (_COUNTING[kind] is _class_weights and not target.is_floating_point())

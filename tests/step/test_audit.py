@@ -125,7 +125,9 @@ def test_a_wrong_owner_in_the_engine(monkeypatch):
     step = make(mlp(), transforms=CLIP, audit=1)
     updates = step.over(batches())
     next(updates)
-    monkeypatch.setattr(evaluation, "gradients_of", lambda losses, *rest: right(losses.roll(1), *rest))
+    monkeypatch.setattr(
+        evaluation, "gradients_of", lambda losses, *rest, **options: right(losses.roll(1), *rest, **options)
+    )
     with pytest.raises(sw.SamplesInteractError, match=r"gradient of sample \d of 8 is off by"):
         next(updates)
 

@@ -524,3 +524,14 @@ def test_gradients_of_float64_whose_squares_overflow_are_clipped():
     (update,) = step(torch.ones(4, 6).double())
     assert update.grad_norm == pytest.approx(1e200 * 7**0.5)
     torch.testing.assert_close(model.weight, before - 1 / 7**0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatch": 3}, {"transforms": [sw.clip(1.0)]}], ids=str)
+def test_counts_below_zero(options):
+    """They would climb instead of descend."""
+    model = nn.Linear(6, 1)
+    before = model.weight.detach().clone()
+    step = sw.Step(model, sw.sgd(1.0), lambda m, b: (m(b)[:, 0].square(), -torch.ones(len(b))), **options)
+    with pytest.raises(sw.LossesError, match="counts must be zero or positive; found -1"):
+        step(torch.randn(8, 6))
+    assert torch.equal(model.weight, before)

@@ -587,7 +587,10 @@ def test_noise_from_a_generator_of_its_own():
     sw.Step(ours, sw.sgd(LR), squared, 5, 2, sw.noise(0.5, generator=own)).run(cut(DATA, 4))
     assert torch.equal(before, torch.get_rng_state())
     again = torch.Generator().manual_seed(11)
-    draw = lambda p: torch.randn(p.shape, dtype=p.dtype, generator=again)  # noqa: E731
+
+    def draw(p):
+        return torch.randn(p.shape, dtype=p.dtype, generator=again)
+
     noisy(theirs, squared, cut(DATA, 5), lambda w: torch.ones_like(w.losses), 0.5, draw)
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 

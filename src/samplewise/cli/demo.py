@@ -49,7 +49,7 @@ def demo() -> None:
 def digits() -> tuple[Tensor, Tensor, Tensor, Batch]:
     """Pixels, labels of which some are wrong, which ones; and a clean fifth for validation."""
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        from sklearn.datasets import load_digits
     except ImportError:
         raise ImportError("the demo needs scikit-learn: pip install 'samplewise[demo]'") from None
     pixels, labels = load_digits(return_X_y=True)

@@ -92,6 +92,11 @@ class Gradients:
     def __len__(self) -> int:
         return self._graph.samples
 
+    @property
+    def wiring(self) -> int:
+        """Equal for graphs of the same operations, wired in the same way."""
+        return self._graph.fingerprint()
+
     def prepare(self) -> Gradients:
         """Makes the plan, and so refuses at once what the first question would refuse."""
         if len(self) > 1:

@@ -47,7 +47,7 @@ class Term(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.right.dtype if isinstance(self.right, Tensor) else self.left.dtype  # type: ignore[union-attr]
+        return next(factor.dtype for factor in (self.right, self.left) if isinstance(factor, Tensor))
 
 
 def _table(factor: Factor) -> Tensor:

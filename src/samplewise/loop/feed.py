@@ -102,8 +102,8 @@ class Feed:
             return batches
         if not self.ordered or self.first is not None:
             return None
-        assert isinstance(self.loader, DataLoader)
-        return -(-len(self.loader.sampler) // samples)  # type: ignore[arg-type]
+        sampler: Any = getattr(self.loader, "sampler", None)
+        return -(-len(sampler) // samples) if isinstance(sampler, Sized) else None
 
     def _order(self, number: int) -> list[list[Any]]:
         """All batches of an epoch as the loader's own sampler draws them, under a seed of ours."""

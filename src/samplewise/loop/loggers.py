@@ -112,13 +112,24 @@ class CSV(Logger):
     def _finish(self) -> None: ...
 
 
-class WandB(Logger):
-    """Weights & Biases; the arguments are those of `wandb.init`. A resumed training goes on in the same run."""
+class Service(Logger):
+    """One that keeps runs of its own: a resumed training goes on in the same one. To be subclassed."""
+
+    _id: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"id": self._id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._id = state["id"]
+
+
+class WandB(Service):
+    """Weights & Biases; the arguments are those of `wandb.init`."""
 
     def __init__(self, **init: Any):
         self._wandb, self.init = _needed("wandb", self), init
         self._run: Any = None
-        self._id: str | None = None
 
     def _begin(self, trainer: Any) -> None:
         again = {} if self._id is None else {"id": self._id, "resume": "allow"}
@@ -132,19 +143,12 @@ class WandB(Logger):
     def _finish(self) -> None:
         self._run.finish()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"id": self._id}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._id = state["id"]
-
-
-class MLflow(Logger):
-    """MLflow; the arguments are those of `mlflow.start_run`. A resumed training goes on in the same run."""
+class MLflow(Service):
+    """MLflow; the arguments are those of `mlflow.start_run`."""
 
     def __init__(self, **start: Any):
         self._mlflow, self.start = _needed("mlflow", self), start
-        self._id: str | None = None
 
     def _begin(self, trainer: Any) -> None:
         again = {} if self._id is None else {"run_id": self._id}
@@ -156,12 +160,6 @@ class MLflow(Logger):
 
     def _finish(self) -> None:
         self._mlflow.end_run()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"id": self._id}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._id = state["id"]
 
 
 # --- what they share -----------------------------------------------------------------------------------------------

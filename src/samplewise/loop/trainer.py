@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.criteria import Criterion
 from samplewise.errors import CheckpointError
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.devices import moved, resolve
@@ -66,6 +67,8 @@ class Trainer:
         self.run = None if run is None else Path(run)
         self.device = resolve(device)
         self.model.to(self.device)
+        if isinstance(step.loss_fn, (nn.Module, Criterion)):
+            step.loss_fn.to(self.device)
         self._metrics, self._wants_progress = as_metrics(metrics or {}), progress
         callbacks = list(callbacks)
         if self.run is not None and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
@@ -110,7 +113,7 @@ class Trainer:
                     self._listeners.tell("on_epoch_end", epoch=epoch, metrics=metrics)
             reason = self._stopped or ("fast_dev_run is done" if self.fast_dev_run else f"{until} are done")
             self._listeners.tell("on_fit_end", reason=reason)
-            self._close(reason)
+            self.write("end", update=self.step.counters.updates, reason=reason)
         return reason
 
     def stop(self, reason: str) -> None:
@@ -259,9 +262,6 @@ class Trainer:
                 settings={"samples": self.step.samples, "transforms": repr(self.step.transforms), "seed": self.seed},
             )
 
-    def _close(self, reason: str) -> None:
-        self.write("end", update=self.step.counters.updates, reason=reason)
-
     @contextmanager
     def _leaving_cleanly(self) -> Iterator[None]:
         """SIGTERM and Ctrl-C end the training after the current update, with a checkpoint. A second Ctrl-C is a plain
@@ -299,8 +299,9 @@ class Trainer:
             metric.reset()
         with seeded(seed_of(self.seed)), self._evaluating() as outputs:  # training draws on as if nothing had been
             for batch in (moved(batch, self.device) for batch in loader):
-                losses, counts = per_sample(self.step.loss_fn(self.model, batch))
-                total += losses.sum(dtype=torch.float64).cpu()
+                with self.step.precision.autocast(self.device):
+                    losses, counts = per_sample(self.step.loss_fn(self.model, batch))
+                total += losses.cpu().sum(dtype=torch.float64)
                 count += len(losses) if counts is None else counts.sum().cpu()
                 for metric in self._metrics.values():
                     metric.update(outputs[-1], batch)

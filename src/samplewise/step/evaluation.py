@@ -31,6 +31,7 @@ class Evaluation:
         self.modules, self.trained, self.loss_fn = modules, trained, loss_fn
         self.precision, self.budget = precision, budget
         self.model = modules[0]
+        self._coincidences: set[int] = set()  # wirings in which something only looked like sample data
         self._bare = precision.name is None and budget is None  # contexts cost microseconds
 
     def losses(self, piece: Any) -> tuple[Tensor, Tensor | None]:
@@ -39,7 +40,7 @@ class Evaluation:
             losses, counts = per_sample(self.loss_fn(self.model, piece))
         else:
             with (
-                self.precision.autocast(),
+                self.precision.autocast(self.trained.device),
                 nullcontext() if self.budget is None else bounded(self.budget, *self.modules),
             ):
                 losses, counts = per_sample(self.loss_fn(self.model, piece))
@@ -49,20 +50,21 @@ class Evaluation:
     def gradients(self, losses: Tensor, piece: Any = None) -> Gradients:
         """Of every sample, times the loss scale. `piece` is what the losses are of: it helps to settle doubts."""
         scaled = losses * self.precision.scale if self.precision.scales else losses
-        wanted = self.trained.wanted()
+        g = self._ask(scaled)
+        if self._coincidences and g.wiring in self._coincidences:
+            return self._ask(scaled, interacting="allow")
         try:
-            return self._certain(scaled, wanted)
+            return _certain(g)
         except (SamplesInteractError, SamplesMayInteractWarning) as doubt:
             if self._is_coincidence(piece):
-                return gradients_of(scaled, wanted, self.modules, interacting="allow")
+                self._coincidences.add(g.wiring)
+                return self._ask(scaled, interacting="allow")
             if isinstance(doubt, SamplesMayInteractWarning):
-                return gradients_of(scaled, wanted, self.modules)
+                return self._ask(scaled)
             raise SamplesInteractError(str(doubt).replace(f", {REMEDY}", ".")) from None
 
-    def _certain(self, losses: Tensor, wanted: dict[str, Tensor]) -> Gradients:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", SamplesMayInteractWarning)
-            return gradients_of(losses, wanted, self.modules).prepare()
+    def _ask(self, losses: Tensor, interacting: str = "refuse") -> Gradients:
+        return gradients_of(losses, self.trained.wanted(), self.modules, interacting=interacting)
 
     def _is_coincidence(self, piece: Any) -> bool:
         """Something that looks like sample data because it has as many rows as there are samples (positions, say, of as
@@ -73,7 +75,7 @@ class Evaluation:
             return False
         restore = snapshot(*self.modules)
         try:
-            self._certain(self.losses(cut(piece, 0, total - 1, total))[0], self.trained.wanted())
+            _certain(self._ask(self.losses(cut(piece, 0, total - 1, total))[0]))
         except (SamplesInteractError, SamplesMayInteractWarning):
             return False
         finally:
@@ -94,3 +96,10 @@ class Evaluation:
             torch.autograd.backward(losses, torch.full_like(losses, scale / len(losses)))
         else:
             torch.autograd.backward(losses, (scale / counts.sum()).to(losses.dtype).expand_as(losses))
+
+
+def _certain(g: Gradients) -> Gradients:
+    """Raises where samples may interact, too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SamplesMayInteractWarning)
+        return g.prepare()

@@ -35,23 +35,23 @@ class Finish:
         self.trained, self.optimizer, self.scheduler, self.precision = trained, optimizer, scheduler, precision
         self.on_sum, self.max_grad_norm, self.on_nonfinite = on_sum, max_grad_norm, on_nonfinite
         self.checks = on_nonfinite != "ignore" or precision.scales
-        device = next(iter(trained.named.values())).device
         self._unread: Mask | None = None
-        self.masks = on_nonfinite == "raise" and not precision.scales and _can_mask(optimizer, device)
+        self._may_mask = on_nonfinite == "raise" and not precision.scales
 
     def __call__(self, window: Window) -> Outcome:
         rates = [lr.clone() if isinstance(lr := group["lr"], Tensor) else lr for group in self.optimizer.param_groups]
+        masks = self.masks
         if window.failure is None:
             self._divide(window)
         sizes = self._sizes(window.parts) if self.checks and window.failure is None else None
-        problem = window.failure if sizes is None or self.masks else self._problem(sizes, window.parts)
+        problem = window.failure if sizes is None or masks else self._problem(sizes, window.parts)
         if problem is not None:
             if not self.may_skip(problem):
                 raise problem
             self.precision.overflowed()
             return Outcome(True, rates, lambda: torch.tensor(torch.nan))
         mask = None
-        if self.masks:
+        if masks:
             mask = self._unread = Mask(self.trained.gradients(), window.parts, self._unread)
         if self.max_grad_norm is not None:
             sizes = sizes or self._sizes(())
@@ -59,6 +59,11 @@ class Finish:
             torch._foreach_mul_(self.trained.gradients(), (self.max_grad_norm / (sizes.norm() + 1e-6)).clamp(max=1))
         self._change(mask)
         return Outcome(False, rates, self._norm(sizes), mask)
+
+    @property
+    def masks(self) -> bool:
+        """Whether it is left to the device to leave an update out."""
+        return self._may_mask and _can_mask(self.optimizer, self.trained.device)
 
     def may_skip(self, problem: Exception) -> bool:
         """By wish; and gradients that overflow under a loss scale are the scale's affair."""
@@ -79,9 +84,11 @@ class Finish:
             torch._foreach_div_(gradients, by * scale)
 
     def _sizes(self, parts: Sequence[Part]) -> Sizes:
-        """Of the gradients; and, to be looked at too, of losses, and of denominators that must not be zero."""
-        counted = [p.counts is not None or p.shares is not None for p in parts]
-        others = [part.losses for part in parts] + ([1 / torch.as_tensor(total(parts))] if any(counted) else [])
+        """Of the gradients; and, to be looked at too, of losses, denominators that must not be zero, and counts."""
+        others = [part.losses for part in parts]
+        if any(p.counts is not None or p.shares is not None for p in parts):
+            others.append(1 / torch.as_tensor(total(parts)))
+        others += [torch.where(p.counts.min() < 0, math.inf, 0.0) for p in parts if p.counts is not None]
         return Sizes(self.trained.gradients(), others)
 
     def _problem(self, sizes: Sizes, parts: Sequence[Part]) -> SamplewiseError | None:

@@ -25,6 +25,8 @@ from samplewise.transforms.reference import Reference
 
 
 class Grouped(OfNumbers):
+    """Each group's gradient times its coefficient."""
+
     def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
         return [self._at_once(pieces[0], start)] if len(pieces) == 1 else self._group_by_group(pieces)
 
@@ -127,7 +129,7 @@ class Gathering:
             losses=torch.stack([(n.losses * n.weights).sum() for n in known]).sum()[None],
             counts=torch.stack([n.denominators.sum() for n in known]).sum()[None],
             places=torch.tensor([number]),
-            raw_norms=self._of_gradients(lambda g, _: g.norm()),
+            raw_norms=self._of_gradients(lambda g, _: g.norm()) if "norms" in self.stage.needs else None,
             raw_dots={r: self._of_gradients(self._dot(r)) for r in self.stage.references},
         )
 

@@ -28,6 +28,11 @@ class Trained:
         if count != self._count:
             self.named, self._count = self._name(), count
 
+    @property
+    def device(self) -> torch.device:
+        """Where they are now: a model may be moved after the step was made."""
+        return next(iter(self.named.values())).device
+
     def wanted(self) -> dict[str, Tensor]:
         """Those that are not frozen right now."""
         return {name: p for name, p in self.named.items() if p.requires_grad}

@@ -14,19 +14,19 @@ GROWTH_INTERVAL = 2000  # updates without overflow before the scale is doubled
 class Precision:
     """None leaves everything to the caller. Scales are powers of two, so that scaling is exact."""
 
-    def __init__(self, name: str | None, device: str):
+    def __init__(self, name: str | None):
         if name is not None and name not in CASTS:
             raise ValueError(f"precision must be None, {', '.join(map(repr, CASTS))}; found {name!r}.")
-        self.name, self._device = name, device
+        self.name = name
         self.scales = name == "16-mixed"
         self.scale = 2.0**16 if self.scales else 1.0
         self._since_change = 0
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.name is None:
             return nullcontext()
         dtype = CASTS[self.name]
-        return torch.autocast(self._device, dtype=dtype, enabled=dtype is not None)
+        return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
     def overflowed(self) -> None:
         if self.scales:

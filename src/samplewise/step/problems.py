@@ -29,6 +29,12 @@ def problem_of(parts: Sequence[Part], named: Mapping[str, Tensor]) -> Samplewise
     problem = problem_of_losses(cat([p.losses for p in parts]))
     if problem is not None:
         return problem
+    counts = [p.counts for p in parts if p.counts is not None]
+    if counts and cat(counts).min() < 0:
+        return NonFiniteLossError(
+            f"counts must be zero or positive; found {cat(counts).min().item():g}. Nothing was updated. "
+            "Return each sample's own denominator from the loss function."
+        )
     if total(parts) == 0:
         return NonFiniteLossError(
             "the window must have something to be divided by; found that its counts, or the weights of its samples, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,16 +12,19 @@ from torch import Tensor
 Rule = Callable[[list[Tensor], list[Tensor]], None]
 
 
+@dataclass(frozen=True)
+class Descent:
+    lr: float
+
+    def __call__(self, params: list[Tensor], gradients: list[Tensor]) -> None:
+        torch._foreach_add_(params, gradients, alpha=-self.lr)
+
+
 def sgd(lr: float) -> Rule:
     """The bare rule p -= lr × g."""
     if not lr >= 0:
         raise ValueError(f"lr must be zero or positive; found {lr!r}.")
-
-    def rule(params: list[Tensor], gradients: list[Tensor]) -> None:
-        torch._foreach_add_(params, gradients, alpha=-lr)
-
-    rule.lr = lr  # type: ignore[attr-defined]
-    return rule
+    return Descent(lr)
 
 
 class ByRule:

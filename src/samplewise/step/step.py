@@ -93,7 +93,7 @@ class Step:
         modules = [model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
         optimizer = as_optimizer(optimizer, dict.fromkeys(p for module in modules for p in module.parameters()))
         self._trained = Trained(optimizer, modules)
-        self.precision = Precision(precision, next(iter(self._trained.named.values())).device.type)
+        self.precision = Precision(precision)
         self._microbatch = Microbatch(microbatch, modules, self._trained)
         self._evaluation = Evaluation(modules, self._trained, self.loss_fn, self.precision, self._microbatch.budget)
         self._finish = Finish(

@@ -28,7 +28,8 @@ class Summing(ABC):
     window: bool
     knows_norms: bool
 
-    def begin(self) -> None:  # noqa: B027 (most have nothing to do)
+    @abstractmethod
+    def begin(self) -> None:
         """A window begins."""
 
     @abstractmethod
@@ -43,6 +44,9 @@ class Plain(Summing):
 
     def __init__(self, evaluation: Evaluation):
         self.evaluation = evaluation
+
+    def begin(self) -> None:
+        """Nothing is kept from one piece to the next."""
 
     def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
         return [self._add(piece) for piece in pieces]
@@ -132,15 +136,16 @@ class Weighted(OfNumbers):
     def _in_one_pass(self, piece: Any, start: int) -> Part:
         losses, g, numbers = self.one_pass(piece, start)
         (numbers,) = self.chain.samples.weigh([numbers])
-        self._sum(losses, g, numbers.coefficients)
+        self._sum(piece, losses, g, numbers.coefficients)
         return as_part(numbers)
 
-    def _sum(self, losses: Tensor, g: Gradients | None, coefficients: PerSample | None) -> None:
+    def _sum(self, piece: Any, losses: Tensor, g: Gradients | None, coefficients: PerSample | None) -> None:
         """Where nothing but one number per sample is asked for, an ordinary backward pass will do."""
         if g is None and not isinstance(coefficients, dict):
             self.evaluation.add_sum(losses, coefficients)
         else:
-            (g or self.evaluation.gradients(losses)).backward(coefficients, retain_graph=False)
+            g = self.evaluation.gradients(losses, piece) if g is None else g
+            g.backward(coefficients, retain_graph=False)
 
     def _in_two_passes(self, pieces: Sequence[Any], start: int) -> list[Part]:
         """First the numbers of all pieces, then their sum. The second pass sees the same dropout as the first, and
@@ -151,7 +156,7 @@ class Weighted(OfNumbers):
         weighed = self.chain.samples.weigh(self.all_numbers(pieces, start))
         restore()
         for piece, numbers in zip(pieces, weighed, strict=True):
-            self._sum(self.evaluation.losses(piece)[0], None, numbers.coefficients)
+            self._sum(piece, self.evaluation.losses(piece)[0], None, numbers.coefficients)
         return [as_part(numbers) for numbers in weighed]
 
 

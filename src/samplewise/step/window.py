@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.parts import Part
-from samplewise.transforms.numbers import together
+from samplewise.transforms.numbers import PerSample, together
 
 
 @dataclass
@@ -41,10 +40,10 @@ class Window:
     def open(self) -> bool:
         return bool(self.parts or self.waiting)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, PerSample]:
         """The numbers of its samples, joined."""
         columns = {name: [getattr(p, name) for p in self.parts] for name in Part.__slots__}
-        return {name: together(values) for name, values in columns.items() if values and values[0] is not None}  # type: ignore[misc]
+        return {name: together(values) for name, values in columns.items() if values and values[0] is not None}
 
     def failure_state(self) -> list[str]:
         return [] if self.failure is None else [type(self.failure).__name__, str(self.failure)]
