@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from zoo import noise
 
 import samplewise as sw
+from samplewise.zoo import noise
 
 
 def loss_fn(model, batch):

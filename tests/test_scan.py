@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from zoo import noise
 
 import samplewise as sw
+from samplewise.zoo import noise
 
 
 def loss_fn(model, batch):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from zoo import noise
 
 import samplewise as sw
+from samplewise.zoo import noise
 
 WEIGHTS = torch.tensor([0.5, -1.0, 0.0, 2.0, 1.0])
 

@@ -5,9 +5,20 @@ import torch
 import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSequenceClassification
-from zoo import CORE, EXACT, SINGLE, Tolerance, assert_agrees, default_dtype, probe_for, rows_of, seeded, wanted
 
 import samplewise as sw
+from samplewise.zoo import (
+    CORE,
+    EXACT,
+    SINGLE,
+    Tolerance,
+    assert_agrees,
+    default_dtype,
+    probe_for,
+    rows_of,
+    seeded,
+    wanted,
+)
 
 B, T, VOCABULARY = 4, 6, 23
 TEXT = dict(

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from zoo import CASES, Net, noise, wanted
 
 from samplewise.engine.cut import find_cut
 from samplewise.engine.graph import Edge, Graph
 from samplewise.engine.layouts import Place, inner_at, locate, proofs
 from samplewise.engine.probe import MIXED, probe
+from samplewise.zoo import CASES, Net, noise, wanted
 
 
 @pytest.mark.parametrize("B", [2, 7])

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from zoo import noise
 
 import samplewise as sw
+from samplewise.zoo import noise
 
 SAMPLES = 64
 

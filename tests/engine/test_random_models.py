@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo import (
+
+import samplewise as sw
+from samplewise.zoo import (
     SECOND_ORDER,
     Net,
     assert_agrees,
@@ -21,8 +23,6 @@ from zoo import (
     wanted,
     weight,
 )
-
-import samplewise as sw
 
 # Sizes are drawn, so position ids come to have as many rows as there are samples.
 pytestmark = pytest.mark.filterwarnings("ignore::samplewise.SamplesMayInteractWarning")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo import CASES, SINGLE, Net, assert_agrees, noise, probe_for, rows_of, squared_loss, wanted
 
 import samplewise as sw
+from samplewise.zoo import CASES, SINGLE, Net, assert_agrees, noise, probe_for, rows_of, squared_loss, wanted
 
 
 def small():

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from zoo import Net, noise, weight
 
 from samplewise.engine.rules import RULES, Rule
 from samplewise.engine.rules.conformance import check_rule
 from samplewise.engine.rules.use import summed
+from samplewise.zoo import Net, noise, weight
 
 SAMPLES = 4
 

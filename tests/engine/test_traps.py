@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from zoo import (
+
+import samplewise as sw
+from samplewise.zoo import (
     CASES,
     CORE,
     SINGLE,
@@ -24,8 +26,6 @@ from zoo import (
     wanted,
     weight,
 )
-
-import samplewise as sw
 
 
 @pytest.fixture(autouse=True)

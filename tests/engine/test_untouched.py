@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from zoo import CASES, INDEPENDENT, INTERACTING, noise, other_losses, probe_for, squared_loss, wanted
 
 import samplewise as sw
+from samplewise.zoo import CASES, INDEPENDENT, INTERACTING, noise, other_losses, probe_for, squared_loss, wanted
 
 QUESTIONS = {
     "norms": lambda g, p: g.norms(),

@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 import torch
-from zoo import CASES, CORE, EXACT, INDEPENDENT, SINGLE, assert_agrees, probe_for, rows_of, wanted
 
 import samplewise as sw
+from samplewise.zoo import CASES, CORE, EXACT, INDEPENDENT, SINGLE, assert_agrees, probe_for, rows_of, wanted
 
 REPRESENTATIVE = (
     "linear_on_sequences",

@@ -1,9 +1,9 @@
 """Samples that interact are refused with a word on what and where; allowed, their rows are exact."""
 
 import pytest
-from zoo import INTERACTING, QUANTITIES, assert_agrees, other_losses, probe_for, rows_of, wanted
 
 import samplewise as sw
+from samplewise.zoo import INTERACTING, QUANTITIES, assert_agrees, other_losses, probe_for, rows_of, wanted
 
 each = pytest.mark.parametrize("case", INTERACTING, ids=lambda case: case.name)
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from zoo import CASES, DEFAULT_B, INDEPENDENT, INTERACTING, rows_of, wanted
+
+from samplewise.zoo import CASES, DEFAULT_B, INDEPENDENT, INTERACTING, rows_of, wanted
 
 each = pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 
@@ -19,6 +20,15 @@ def test_losses_are_one_number_per_sample_and_the_same_each_time(case):
     assert first.dtype == torch.float64
     assert first.requires_grad
     assert torch.equal(first, second)
+
+
+@each
+def test_what_a_model_makes_is_made_where_its_inputs_are(case):
+    """Another default device stands for an accelerator: whatever is made without a device would land there."""
+    model, inputs = case.build()
+    with torch.device("meta"):
+        losses = case.losses(model, inputs)
+    assert torch.equal(losses, case.losses(*case.build()))
 
 
 @pytest.mark.parametrize("case", [c for c in INDEPENDENT if c.rows], ids=lambda case: case.name)

@@ -1,24 +1,28 @@
 """float32, bf16 autocast, and losses that are confident, huge or tiny."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from zoo import (
+
+import samplewise as sw
+from samplewise.zoo import (
+    BF16,
     CASES,
     CORE,
     DEFAULT_B,
+    FP32,
     HALF,
     INDEPENDENT,
-    QUANTITIES,
     SINGLE,
     Tolerance,
     assert_agrees,
     confident_loss,
     probe_for,
     rows_of,
+    trial,
     wanted,
 )
-
-import samplewise as sw
 
 CONFIDENT = [case for case in INDEPENDENT if case.has_outputs and "complex" not in case.name]
 REPRESENTATIVE = (
@@ -41,48 +45,28 @@ def named(cases):
     return pytest.mark.parametrize("case", list(cases), ids=lambda case: case.name)
 
 
-def double_rows(case):
-    model, inputs = case.build()
-    return rows_of(case.losses(model, inputs), wanted(model))
-
-
 @named(case for case in INDEPENDENT if case.float32)
 def test_float32_against_float64_rows(case):
-    model, inputs = case.build(dtype=torch.float32)
-    rows = double_rows(case)
-    g = sw.gradients(case.losses(model, inputs), model)
-    names = [name for name in QUANTITIES if name != "gram with another"]
-    assert_agrees(g, rows, probe_for(wanted(model), len(rows)), names, SINGLE)
+    trial(case, FP32).compare()
 
 
 @pytest.mark.slow
 @named(case for case in INDEPENDENT if case.float32)
 @pytest.mark.parametrize("strategy", ["twice", "full"])
 def test_float32_of_other_strategies(case, strategy):
-    model, inputs = case.build(dtype=torch.float32)
-    rows = double_rows(case)
-    g = sw.gradients(case.losses(model, inputs), model, strategy=strategy)
-    assert_agrees(g, rows, probe_for(wanted(model), len(rows)), CORE, SINGLE)
-
-
-def under_autocast(case):
-    """Rows and engine read one and the same bf16 graph."""
-    model, inputs = case.build(dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        losses = case.losses(model, inputs)
-    rows = rows_of(losses, wanted(model))
-    assert_agrees(sw.gradients(losses, model), rows, probe_for(wanted(model), len(rows)), CORE, HALF)
+    trial(case, replace(FP32, asked=CORE)).compare(strategy=strategy)
 
 
 @named(CASES[name] for name in REPRESENTATIVE)
 def test_bf16_autocast(case):
-    under_autocast(case)
+    """Against rows of the same bf16 graph."""
+    trial(case, BF16).compare()
 
 
 @pytest.mark.slow
 @named(case for case in INDEPENDENT if case.autocast and case.name not in REPRESENTATIVE)
 def test_bf16_autocast_of_all(case):
-    under_autocast(case)
+    trial(case, BF16).compare()
 
 
 @named(CASES[name] for name in ("linear_on_sequences", "conv2d", "layer_norm"))

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from zoo import (
+
+import samplewise as sw
+from samplewise.zoo import (
     CASES,
     CORE,
     DEFAULT_B,
+    FP64,
     INDEPENDENT,
     QUANTITIES,
     as_dict,
@@ -15,10 +18,9 @@ from zoo import (
     probe_for,
     questions_for,
     rows_of,
+    trial,
     wanted,
 )
-
-import samplewise as sw
 
 each = pytest.mark.parametrize("case", INDEPENDENT, ids=lambda case: case.name)
 each_without_its_module = pytest.mark.parametrize(
@@ -47,15 +49,11 @@ def prepare(case, B=DEFAULT_B):
 @each
 @pytest.mark.parametrize("strategy", [None, "twice", "full"])
 def test_all_quantities_of_one_g(case, strategy):
-    model, losses, rows = prepare(case)
-    other = (
-        sw.gradients(other_losses(losses()), model, strategy=strategy),
-        rows_of(other_losses(losses()), wanted(model)),
-    )
-    g = sw.gradients(losses(), model, strategy=strategy)
-    assert list(g.names) == rows.names
-    assert len(g) == len(rows)
-    assert_agrees(g, rows, probe_for(wanted(model), len(rows)), QUANTITIES, other=other)
+    prepared = trial(case, FP64)
+    g = sw.gradients(prepared.losses(), prepared.model, strategy=strategy)
+    assert list(g.names) == prepared.rows.names
+    assert len(g) == len(prepared.rows)
+    prepared.compare(strategy=strategy)
 
 
 @each

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from zoo import (
+
+import samplewise as sw
+from samplewise.zoo import (
     CASES,
     INDEPENDENT,
     QUANTITIES,
@@ -15,8 +17,6 @@ from zoo import (
     rows_of,
     wanted,
 )
-
-import samplewise as sw
 
 TWICE_DIFFERENTIABLE = [case for case in INDEPENDENT if case.second_order]
 ASKED = ("norms", "dot", "gram", "weighted sum", "second moment", "full")

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from zoo import CASES
 
 import samplewise as sw
+from samplewise.zoo import CASES
 
 CLIP = [sw.clip(1.0)]
 transforms = pytest.mark.parametrize("transforms", [(), CLIP], ids=["plain", "clip"])

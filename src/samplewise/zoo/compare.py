@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .case import seeded
-from .oracle import Rows, real
+from samplewise.zoo.case import seeded
+from samplewise.zoo.oracle import Rows, real
+
+Answer = Tensor | dict[str, Tensor]
+
+
+class Disagreement(AssertionError):
+    """The engine and the oracle answer differently. The first line says by how much, the rest is both answers."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +38,15 @@ class Probe:
 def probe_for(parameters: dict[str, Tensor], B: int) -> Probe:
     with seeded(1):
         dtype = next(iter(parameters.values())).dtype.to_real()
+        device = next(iter(parameters.values())).device
         return Probe(
-            torch.randn(B, dtype=dtype),
-            {name: torch.randn(B, dtype=dtype) for name in parameters},
-            {name: torch.randn_like(p) for name, p in parameters.items()},
+            torch.randn(B, dtype=dtype).to(device),
+            {name: torch.randn(B, dtype=dtype).to(device) for name in parameters},
+            {name: torch.randn(p.shape, dtype=p.dtype).to(device) for name, p in parameters.items()},
         )
 
 
-QUANTITIES: dict[str, Callable[[Any, Probe], Tensor | dict[str, Tensor]]] = {
+QUANTITIES: dict[str, Callable[[Any, Probe], Answer]] = {
     "norms": lambda g, p: g.norms(),
     "norms by parameter": lambda g, p: g.norms(by="parameter"),
     "dot": lambda g, p: g.dot(p.direction),
@@ -58,7 +65,7 @@ QUANTITIES: dict[str, Callable[[Any, Probe], Tensor | dict[str, Tensor]]] = {
 CORE = ("norms", "norms by parameter", "dot", "weighted sum", "full")
 
 
-def questions_for(rows: Rows, names=tuple(QUANTITIES)) -> list[str]:
+def questions_for(rows: Rows, names: Iterable[str] = tuple(QUANTITIES)) -> list[str]:
     """Variance needs two samples; squares of complex numbers are left open."""
     unclear = {"variance"} if len(rows) < 2 else set()
     if any(rows[name].is_complex() for name in rows.names):
@@ -86,22 +93,39 @@ SINGLE = Tolerance(1e-4, 1e-6)
 HALF = Tolerance(4e-2, 4e-3)
 
 
-def assert_same(found, expected, tolerance: Tolerance = EXACT, what: str = "", scale=None, terms: float = 0.0) -> None:
+def assert_same(
+    found: Answer,
+    expected: Answer,
+    tolerance: Tolerance = EXACT,
+    what: str = "",
+    scale: Answer | None = None,
+    terms: float = 0.0,
+) -> None:
     """Tensors, or dicts of them. `scale` replaces `expected` as the measure in low precision; `terms` is the size
     of what was added up, of which rounding leaves a rest even if the result is 0."""
     found, expected = as_dict(found), as_dict(expected)
     scale = expected if scale is None else as_dict(scale)
-    assert list(found) == list(expected), f"{what}: names {list(found)}, expected {list(expected)}"
+    if list(found) != list(expected):
+        raise Disagreement(f"{what}: names {list(found)}, expected {list(expected)}")
     overall = max([terms, *(largest(t) for t in scale.values())])
     for name, right in expected.items():
-        ours = found[name].detach().to(right.dtype)
-        assert ours.shape == right.shape, f"{what} {name}: shape {tuple(ours.shape)}, expected {tuple(right.shape)}"
+        ours, where = found[name].detach().to(right.dtype), f"{what} of {name}" if name else what
+        if ours.shape != right.shape:
+            raise Disagreement(f"{where}: shape {tuple(ours.shape)}, expected {tuple(right.shape)}")
         error = largest(ours - right.detach())
         allowed = tolerance.relative * largest(scale[name]) + tolerance.floor * overall
-        assert error <= allowed, f"{what} {name}: off by {error:.2e}, allowed {allowed:.2e}\n{ours}\n{right}"
+        if not error <= allowed:  # NaN is not
+            raise Disagreement(f"{where}: off by {error:.2e}, allowed {allowed:.2e}\n{ours}\n{right}")
 
 
-def assert_agrees(g, rows: Rows, probe: Probe, names=CORE, tolerance: Tolerance = EXACT, other=(None, None)) -> None:
+def assert_agrees(
+    g: Any,
+    rows: Rows,
+    probe: Probe,
+    names: Iterable[str] = CORE,
+    tolerance: Tolerance = EXACT,
+    other: tuple[Any, Rows | None] = (None, None),
+) -> None:
     """Every quantity of `names`, asked of one g, against the rows; `other` is a second pair (g, rows) for gram."""
     ours, theirs = probe.against(other[0]), probe.against(other[1]).to(rows.dtype)
     for name in questions_for(rows, names):
@@ -109,7 +133,7 @@ def assert_agrees(g, rows: Rows, probe: Probe, names=CORE, tolerance: Tolerance 
         assert_same(found, expected, tolerance, name, scale_of(name, rows, tolerance), terms_of(name, rows, probe))
 
 
-def scale_of(name: str, rows: Rows, tolerance: Tolerance):
+def scale_of(name: str, rows: Rows, tolerance: Tolerance) -> dict[str, Tensor] | None:
     """In low precision a variance is measured against the squares it is the difference of."""
     if name == "variance" and tolerance != EXACT:
         return {k: t / len(rows) for k, t in rows.second_moment().items()}
@@ -130,7 +154,7 @@ def cast_all(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
     return {name: t.to(dtype.to_complex() if t.is_complex() else dtype) for name, t in tensors.items()}
 
 
-def as_dict(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+def as_dict(value: Answer) -> dict[str, Tensor]:
     return value if isinstance(value, dict) else {"": value}
 
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .case import Net, as_losses, case, noise, squared_loss, tokens
-from .layers import mlp
+from samplewise.zoo.case import Net, as_losses, case, noise, squared_loss, tokens
+from samplewise.zoo.layers import mlp
 
 MORE_THAN_ONE = (2, 3, 5, 6, 7, 64, 1024)
 
@@ -46,7 +46,7 @@ def batch_normalised_by_hand(B):
 def contrast_within_the_batch(B):
     def forward(m, x, y):
         scores = F.normalize(m.f(x), dim=1) @ F.normalize(m.f(y), dim=1).t() / 0.2
-        return F.cross_entropy(scores, torch.arange(len(x)), reduction="none")
+        return F.cross_entropy(scores, torch.arange(len(x), device=x.device), reduction="none")
 
     return Net(forward, f=mlp()), noise(B, 6), noise(B, 6)
 
@@ -100,7 +100,7 @@ def nodes_of_one_graph(B):
 
     def forward(m, x):
         h = m.a(x)
-        return m.b(h + torch.zeros_like(h).index_add(0, torch.arange(len(h)).roll(1), h).tanh())
+        return m.b(h + torch.zeros_like(h).index_add(0, torch.arange(len(h), device=h.device).roll(1), h).tanh())
 
     return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3)), noise(B, 6)
 
@@ -133,7 +133,7 @@ def recurrent_net_run_along_the_batch(B):
 
 @interacting()
 def checkpointed_batch_mean(B):
-    from .mechanics import remember
+    from samplewise.zoo.mechanics import remember
 
     def centred(h):
         return h - h.mean(0)
@@ -147,6 +147,6 @@ def anchors_shared_by_several_triplets(B):
 
     def forward(m, x):
         h = m.f(x)
-        return F.triplet_margin_loss(h[torch.arange(len(h)) // 2], h, -h, margin=5.0, reduction="none")
+        return F.triplet_margin_loss(h[torch.arange(len(h), device=h.device) // 2], h, -h, margin=5.0, reduction="none")
 
     return Net(forward, f=mlp()), noise(B, 6)

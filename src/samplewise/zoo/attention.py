@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .case import Net, case, noise, tokens, weight
+from samplewise.zoo.case import Net, case, noise, tokens, weight
 
 
 @case
@@ -102,7 +102,7 @@ def attention_by_einsum(B):
 @case
 def grouped_query_rotary_attention(B):
     def rotate(x):
-        angle = torch.arange(x.shape[2], dtype=x.dtype)[:, None] / torch.tensor([1.0, 10.0], dtype=x.dtype)
+        angle = torch.arange(x.shape[2], dtype=x.dtype, device=x.device)[:, None] / x.new_tensor([1.0, 10.0])
         a, b = x.chunk(2, -1)
         return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
@@ -127,7 +127,8 @@ def relative_position_table(B):
 
     def forward(m, x):
         T = x.shape[1]
-        distance = (torch.arange(T)[None] - torch.arange(T)[:, None]).clamp(-3, 3) + 3
+        place = torch.arange(T, device=x.device)
+        distance = (place[None] - place[:, None]).clamp(-3, 3) + 3
         scores = x @ x.mT + m.table(distance).squeeze(-1)
         return scores.softmax(-1) @ m.v(x)
 
@@ -152,7 +153,8 @@ def learned_slopes_per_head(B):
     """Distances (T, T) made on the fly: shared by all samples, and of no module."""
 
     def forward(m, x):
-        far = -(torch.arange(7, dtype=x.dtype)[None] - torch.arange(7, dtype=x.dtype)[:, None]).abs()
+        place = torch.arange(7, dtype=x.dtype, device=x.device)
+        far = -(place[None] - place[:, None]).abs()
         h = m.f(x).unflatten(-1, (3, 2)).transpose(1, 2)
         return (h @ h.mT * m.temperature.exp() + m.slope * far).softmax(-1) @ h
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from .case import Net, case, noise, weight
+from samplewise.zoo.case import Net, case, noise, weight
 
 
 def sequence_output(m, x):
@@ -110,7 +110,7 @@ def linear_recurrence_by_cumulative_sum(B):
     """A state space of sorts: decay per channel, sums over time."""
 
     def forward(m, x):
-        decay = m.rate.sigmoid() ** torch.arange(7, dtype=x.dtype)[:, None]
+        decay = m.rate.sigmoid() ** torch.arange(7, dtype=x.dtype, device=x.device)[:, None]
         return m.out((m.enter(x) / decay).cumsum(1) * decay)
 
     return Net(forward, enter=nn.Linear(6, 4), rate=weight(4), out=nn.Linear(4, 3)), noise(B, 7, 6)
@@ -153,7 +153,7 @@ def decoder_that_feeds_itself(B):
     """Greedy decoding: the word chosen depends on the sample."""
 
     def forward(m, x):
-        h, word, scores = x, torch.zeros(len(x), dtype=torch.long), []
+        h, word, scores = x, x.new_zeros(len(x), dtype=torch.long), []
         for _ in range(4):
             h = torch.tanh(m.step(h) + m.words(word))
             scores.append(m.head(h))

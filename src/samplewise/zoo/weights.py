@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from .case import Net, case, noise, tokens, weight
-from .layers import mlp
+from samplewise.zoo.case import Net, case, noise, tokens, weight
+from samplewise.zoo.layers import mlp
 
 
 @case
@@ -396,7 +396,7 @@ def spline_edges_as_in_kan(B):
     """Every input-output pair has its own hat functions."""
 
     def forward(m, x):
-        knots = torch.linspace(-2, 2, 8, dtype=x.dtype)
+        knots = torch.linspace(-2, 2, 8, dtype=x.dtype, device=x.device)
         return torch.einsum("bik,oik->bo", (1 - (x[..., None] - knots).abs()).relu(), m.coefficients)
 
     return Net(forward, coefficients=weight(3, 6, 8)), noise(B, 6)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .case import Net, case, noise, weight
+from samplewise.zoo.case import Net, case, noise, weight
 
 
 @case
@@ -177,7 +177,7 @@ def deformed_sampling_grid(B):
     """A spatial transformer."""
 
     def forward(m, x):
-        theta = 0.1 * m.where(x.flatten(1)).reshape(-1, 2, 3) + torch.eye(2, 3, dtype=x.dtype)
+        theta = 0.1 * m.where(x.flatten(1)).reshape(-1, 2, 3) + torch.eye(2, 3, dtype=x.dtype, device=x.device)
         grid = F.affine_grid(theta, list(x.shape), align_corners=False)
         return m.f(F.grid_sample(x, grid, align_corners=False))
 

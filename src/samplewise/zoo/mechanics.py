@@ -7,8 +7,8 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call, stack_module_state, vmap
 from torch.utils.checkpoint import checkpoint
 
-from .case import Net, as_losses, case, noise, squared_loss, tokens, weight
-from .layers import mlp
+from samplewise.zoo.case import Net, as_losses, case, noise, squared_loss, tokens, weight
+from samplewise.zoo.layers import mlp
 
 
 def remember(block, *inputs):
@@ -206,7 +206,7 @@ def parameters_copied_into_a_buffer_in_place(B):
     """The weight is assembled by writing into a fresh matrix."""
 
     def forward(m, x):
-        w = torch.zeros(3, 6, dtype=m.a.dtype)
+        w = m.a.new_zeros(3, 6)
         w[:2] = m.a
         w[2, ::2] = m.b
         return x @ w.to(x.dtype).t()
@@ -331,7 +331,7 @@ def matrix_square_root_by_eigenvectors(B):
 
     def forward(m, x):
         h = m.a(x)
-        values, vectors = torch.linalg.eigh(h.mT @ h + torch.diag(1 + torch.arange(4, dtype=h.dtype)))
+        values, vectors = torch.linalg.eigh(h.mT @ h + torch.diag(1 + torch.arange(4, dtype=h.dtype, device=h.device)))
         return (vectors * values.sqrt()[:, None]) @ vectors.mT
 
     return Net(forward, a=nn.Linear(6, 4)), noise(B, 7, 6)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -41,10 +43,14 @@ class Rows:
     def dtype(self) -> torch.dtype:
         return next(iter(self._full.values())).dtype.to_real()
 
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._full.values())).device
+
     def __len__(self) -> int:
         return len(next(iter(self._full.values())))
 
-    def __getitem__(self, key: str | int):
+    def __getitem__(self, key: str | int) -> Any:
         return self._full[key] if isinstance(key, str) else {name: rows[key] for name, rows in self._full.items()}
 
     def full(self) -> dict[str, Tensor]:
@@ -54,7 +60,7 @@ class Rows:
         """(B, number of real numbers in all parameters)"""
         return torch.cat([real(rows).reshape(len(rows), -1) for rows in self._full.values()], 1)
 
-    def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
+    def norms(self, by: str | None = None) -> Any:
         if by == "parameter":
             return {name: real(rows).reshape(len(rows), -1).norm(dim=1) for name, rows in self._full.items()}
         return self.flat().norm(dim=1)
@@ -67,7 +73,7 @@ class Rows:
 
     def sum(self, weights: Tensor | dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         if weights is None:
-            weights = torch.ones(len(self), dtype=self.dtype)
+            weights = torch.ones(len(self), dtype=self.dtype, device=self.device)
         each = weights if isinstance(weights, dict) else dict.fromkeys(self.names, weights)
         return {name: torch.tensordot(each[name].to(rows.dtype), rows, 1) for name, rows in self._full.items()}
 

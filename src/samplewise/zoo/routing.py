@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .case import Net, as_losses, case, noise, squared_loss, tokens, weight
-from .layers import mlp
+from samplewise.zoo.case import Net, as_losses, case, noise, squared_loss, tokens, weight
+from samplewise.zoo.layers import mlp
 
 
 @case
@@ -22,7 +22,7 @@ def another_order_in_every_layer(B):
     def forward(m, x):
         h = torch.tanh(m.a(x)).flip(0)
         h = torch.tanh(m.b(h.roll(1, 0))).roll(-1, 0).flip(0)
-        order = torch.arange(len(x)).roll(2)
+        order = torch.arange(len(x), device=x.device).roll(2)
         return m.c(h[order])[order.argsort()]
 
     return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 3)), noise(B, 6)
@@ -30,7 +30,9 @@ def another_order_in_every_layer(B):
 
 @case(loss=as_losses, rows=False)
 def losses_in_another_order_than_the_inputs(B):
-    return Net(lambda m, x: squared_loss(m.f(x))[torch.arange(B).roll(2).flip(0)], f=mlp()), noise(B, 6)
+    return Net(lambda m, x: squared_loss(m.f(x))[torch.arange(B, device=x.device).roll(2).flip(0)], f=mlp()), noise(
+        B, 6
+    )
 
 
 @case(loss=as_losses, rows=False)
@@ -50,7 +52,9 @@ def losses_of_two_halves_joined_the_other_way_round(B):
 
 @case(loss=as_losses, rows=False)
 def losses_picked_by_a_mask(B):
-    return Net(lambda m, x: squared_loss(m.f(x))[torch.arange(len(x)) % 2 == 1], f=mlp()), noise(2 * B, 6)
+    return Net(lambda m, x: squared_loss(m.f(x))[torch.arange(len(x), device=x.device) % 2 == 1], f=mlp()), noise(
+        2 * B, 6
+    )
 
 
 @case
@@ -122,10 +126,11 @@ def packed_documents_under_a_block_diagonal_mask(B):
     def forward(m, ids):
         h = m.words(ids)
         q, k, v = m.qkv(h).chunk(3, -1)
-        mask = owner[:, None] == owner[None]
+        segment = owner.to(ids.device)
+        mask = segment[:, None] == segment[None]
         h = h + F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask[None])[0]
         per_token = F.cross_entropy(m.head(h), ids, reduction="none")
-        return per_token.new_zeros(B).index_add(0, owner, per_token)
+        return per_token.new_zeros(B).index_add(0, segment, per_token)
 
     return Net(forward, words=nn.Embedding(11, 6), qkv=nn.Linear(6, 18), head=nn.Linear(6, 11)), tokens(len(owner))
 
@@ -137,7 +142,7 @@ def packed_documents_in_mixed_order(B):
 
     def forward(m, x):
         per_token = m.f(x).square().mean(-1)
-        return per_token.new_zeros(B).scatter_add(0, owner, per_token)
+        return per_token.new_zeros(B).scatter_add(0, owner.to(x.device), per_token)
 
     return Net(forward, f=mlp()), noise(4 * B, 6)
 
@@ -152,10 +157,11 @@ def graphs_with_messages_along_edges(B):
     source, target = torch.arange(len(owner)), starts[owner] + (ring + 1) % sizes[owner]
 
     def forward(m, x):
+        start, end, graph = (index.to(x.device) for index in (source, target, owner))
         for layer in (m.a, m.b):
-            messages = layer(torch.cat([x[source], x[target]], -1)).tanh()
-            x = m.own(x) + torch.zeros(x.shape, dtype=messages.dtype).index_add(0, target, messages)
-        pooled = x.new_zeros(B, 6).index_add(0, owner, x)
+            messages = layer(torch.cat([x[start], x[end]], -1)).tanh()
+            x = m.own(x) + messages.new_zeros(x.shape).index_add(0, end, messages)
+        pooled = x.new_zeros(B, 6).index_add(0, graph, x)
         return squared_loss(m.head(pooled))
 
     parts = {name: nn.Linear(12, 6) for name in "ab"}
@@ -168,9 +174,10 @@ def graphs_with_attention_and_scatter_reduce(B):
 
     def forward(m, x):
         h, score = m.h(x), m.score(x).exp()
-        total = score.new_zeros(B, 1).index_add(0, owner, score)
-        top = h.new_zeros(B, 4).scatter_reduce(0, owner[:, None].expand(-1, 4), h, "amax", include_self=False)
-        return squared_loss(torch.cat([top, h.new_zeros(B, 4).index_add(0, owner, h * score / total[owner])], 1))
+        graph = owner.to(x.device)
+        total = score.new_zeros(B, 1).index_add(0, graph, score)
+        top = h.new_zeros(B, 4).scatter_reduce(0, graph[:, None].expand(-1, 4), h, "amax", include_self=False)
+        return squared_loss(torch.cat([top, h.new_zeros(B, 4).index_add(0, graph, h * score / total[graph])], 1))
 
     return Net(forward, h=nn.Linear(6, 4), score=nn.Linear(6, 1)), noise(3 * B, 6)
 
@@ -316,7 +323,8 @@ def batch_split_over_two_branches(B):
     """Even rows here, odd rows there."""
 
     def forward(m, x):
-        order = torch.cat([torch.arange(0, len(x), 2), torch.arange(1, len(x), 2)])
+        place = torch.arange(len(x), device=x.device)
+        order = torch.cat([place[0::2], place[1::2]])
         return torch.cat([m.a(x[0::2]), m.b(x[1::2])])[order.argsort()]
 
     return Net(forward, a=mlp(), b=mlp()), noise(B, 6)

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .case import Net, as_losses, case, noise, squared_loss, tokens, weight
-from .layers import mlp
+from samplewise.zoo.case import Net, as_losses, case, noise, squared_loss, tokens, weight
+from samplewise.zoo.layers import mlp
 
 
 @case(loss=as_losses)
@@ -76,7 +76,7 @@ def regulariser_added_to_every_sample(B):
 def orthogonality_penalty_on_a_weight_with_as_many_rows_as_samples(B):
     def forward(m, x):
         w = m.f.weight
-        return squared_loss(m.f(x)) + (w @ w.t() - torch.eye(B, dtype=w.dtype)).square().sum()
+        return squared_loss(m.f(x)) + (w @ w.t() - torch.eye(B, dtype=w.dtype, device=w.device)).square().sum()
 
     return Net(forward, f=nn.Linear(6, B)), noise(B, 6)
 
@@ -130,7 +130,7 @@ def one_sample_outweighs_all_others(B):
 
 @case(loss=as_losses, rows=False)
 def losses_of_mixed_signs_by_position(B):
-    return Net(lambda m, x: -0.5 * m.f(x).sum(1) * (torch.arange(len(x)) - 1.5), f=mlp()), noise(B, 6)
+    return Net(lambda m, x: -0.5 * m.f(x).sum(1) * (torch.arange(len(x), device=x.device) - 1.5), f=mlp()), noise(B, 6)
 
 
 @case(loss=as_losses)
@@ -167,7 +167,8 @@ def differential_equation_residual(B):
 def ctc_over_time_first_scores(B):
     def forward(m, x, y):
         scores = m.f(x).log_softmax(-1).transpose(0, 1)
-        return F.ctc_loss(scores, y, torch.full((len(x),), 7), torch.full((len(x),), 3), reduction="none")
+        frames, letters = (torch.full((len(x),), n, device=x.device) for n in (7, 3))
+        return F.ctc_loss(scores, y, frames, letters, reduction="none")
 
     return Net(forward, f=mlp(6, 8, 11)), noise(B, 7, 6), 1 + tokens(B, 3, vocabulary=10)
 
@@ -185,7 +186,7 @@ def mixture_density(B):
 def variational_autoencoder(B):
     def forward(m, x):
         mean, spread = m.encode(x).chunk(2, 1)
-        z = mean + spread.exp() * torch.randn(mean.shape, dtype=torch.float64).to(mean.dtype)
+        z = mean + spread.exp() * torch.randn(mean.shape, dtype=torch.float64, device="cpu").to(mean)
         return (m.decode(z) - x).square().sum(1) + 0.5 * (mean.square() + (2 * spread).exp() - 2 * spread).sum(1)
 
     return Net(forward, encode=mlp(6, 8, 8), decode=mlp(4, 8, 6)), noise(B, 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +13,15 @@ from torch import Tensor, nn
 
 DEFAULT_B = 5  # the other sizes of the zoo are 6 (features), 7 (tokens), 3 (outputs), 8 (hidden), 11 (vocabulary)
 
+Make = Callable[[int], tuple[Any, ...]]
+
 
 @dataclass(frozen=True)
 class Case:
     """One trap. `make(B)` returns (model, *inputs); `loss(output)` turns the model's output into losses (B,)."""
 
     name: str
-    make: Callable[[int], tuple] = field(repr=False)
+    make: Make = field(repr=False)
     loss: Callable[[Tensor], Tensor] = field(repr=False)
     interacts: bool = False  # the loss of one sample depends on the others: refused unless allowed
     float32: bool = True  # float32 rows are within 1e-4 of the float64 ones
@@ -29,10 +32,13 @@ class Case:
     needs_module: bool = False  # a buffer with a row per sample can be told from data only if the module is known
     shared: tuple[int, ...] = ()  # rows of data shared by all samples: at such a B it may be taken for samples
 
-    def build(self, B: int = DEFAULT_B, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def build(
+        self, B: int = DEFAULT_B, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
+    ) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        """Made on the CPU in float64, then cast and moved: the same numbers everywhere, up to rounding."""
         with seeded(zlib.crc32(self.name.encode())), default_dtype(torch.float64):
             model, *inputs = self.make(B)
-        return model._apply(lambda t: cast(t, dtype)), tuple(cast(x, dtype) for x in inputs)
+        return model._apply(lambda t: cast(t, dtype)).to(device), tuple(cast(x, dtype).to(device) for x in inputs)
 
     def output(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         with seeded(0):
@@ -53,7 +59,7 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(make=None, **flags):
+def case(make: Make | None = None, **flags: Any) -> Any:
     """Decorator: the function's name is the case's name."""
     if make is None:
         return lambda function: case(function, **flags)
@@ -65,13 +71,14 @@ def case(make=None, **flags):
 def squared_loss(output: Tensor) -> Tensor:
     output = torch.view_as_real(output) if output.is_complex() else output
     output = output.flatten(1)
-    scale = torch.linspace(0.6, 1.4, output.shape[1], dtype=output.dtype)
+    scale = torch.linspace(0.6, 1.4, output.shape[1], dtype=output.dtype, device=output.device)
     return (output * scale + 0.3).square().mean(1)
 
 
 def confident_loss(output: Tensor) -> Tensor:
     logits = 100 * output.flatten(1)
-    return F.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1], reduction="none")
+    targets = torch.arange(len(logits), device=logits.device) % logits.shape[1]
+    return F.cross_entropy(logits, targets, reduction="none")
 
 
 def as_losses(output: Tensor) -> Tensor:
@@ -81,7 +88,7 @@ def as_losses(output: Tensor) -> Tensor:
 class Net(nn.Module):
     """A forward function and the parts it uses: modules, parameters, or tensors, which become buffers."""
 
-    def __init__(self, forward, **parts):
+    def __init__(self, forward: Callable[..., Any], **parts: Any):
         super().__init__()
         self._run = forward
         for name, part in parts.items():
@@ -90,7 +97,7 @@ class Net(nn.Module):
             else:
                 setattr(self, name, part)
 
-    def forward(self, *inputs):
+    def forward(self, *inputs: Any) -> Any:
         return self._run(self, *inputs)
 
 
@@ -119,11 +126,11 @@ class seeded:
     def __init__(self, seed: int):
         self.seed = seed
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self.before = torch.get_rng_state()
         torch.manual_seed(self.seed)
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         torch.set_rng_state(self.before)
 
 
@@ -131,9 +138,9 @@ class default_dtype:
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self.before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         torch.set_default_dtype(self.before)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .case import Net, as_losses, case, noise, tokens, weight
+from samplewise.zoo.case import Net, as_losses, case, noise, tokens, weight
 
 
 def mlp(i=6, h=8, o=3):
@@ -178,7 +178,7 @@ def stochastic_depth(B):
     """Whole samples skip a block, chosen anew each step."""
 
     def forward(m, x):
-        keep = (torch.rand(len(x), 1, dtype=torch.float64) > 0.5).to(x.dtype)
+        keep = (torch.rand(len(x), 1, dtype=torch.float64, device="cpu") > 0.5).to(x)
         return m.head(x + 2 * keep * m.block(x))
 
     return Net(forward, block=mlp(6, 8, 6), head=nn.Linear(6, 3)), noise(B, 6)
@@ -250,7 +250,7 @@ def embedding_bag_with_offsets(B):
 @case
 def position_ids_of_one_row(B):
     def forward(m, ids):
-        return m.head(torch.tanh(m.words(ids) + m.places(torch.arange(ids.shape[1])[None])))
+        return m.head(torch.tanh(m.words(ids) + m.places(torch.arange(ids.shape[1], device=ids.device)[None])))
 
     return Net(forward, words=nn.Embedding(11, 6), places=nn.Embedding(9, 6), head=nn.Linear(6, 3)), tokens(B, 7)
 
@@ -273,7 +273,7 @@ def max_over_time(B):
 def row_of_the_largest_feature(B):
     def forward(m, x):
         h = m.body(x)
-        return m.head(h[torch.arange(len(h)), h.sum(-1).argmax(1)])
+        return m.head(h[torch.arange(len(h), device=h.device), h.sum(-1).argmax(1)])
 
     return Net(forward, body=nn.Linear(6, 8), head=nn.Linear(8, 3)), noise(B, 7, 6)
 

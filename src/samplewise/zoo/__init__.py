@@ -1,0 +1,60 @@
+"""Small models, each named for its trap, and the oracle they are compared with.
+
+case     what an animal is; the files of models fill CASES
+oracle   the Jacobian row by row, and every quantity made of those rows
+compare  questions for engine and oracle alike, and how close the answers must be
+judge    one case on one device and in one precision, for the tests and for `samplewise doctor --zoo`
+"""
+
+from samplewise.zoo import attention as attention
+from samplewise.zoo import convolutions as convolutions
+from samplewise.zoo import interacting as interacting
+from samplewise.zoo import layers as layers
+from samplewise.zoo import losses as losses
+from samplewise.zoo import mechanics as mechanics
+from samplewise.zoo import recurrent as recurrent
+from samplewise.zoo import routing as routing
+from samplewise.zoo import weights as weights
+from samplewise.zoo.case import CASES as CASES
+from samplewise.zoo.case import DEFAULT_B as DEFAULT_B
+from samplewise.zoo.case import Case as Case
+from samplewise.zoo.case import Net as Net
+from samplewise.zoo.case import as_losses as as_losses
+from samplewise.zoo.case import cast as cast
+from samplewise.zoo.case import confident_loss as confident_loss
+from samplewise.zoo.case import default_dtype as default_dtype
+from samplewise.zoo.case import noise as noise
+from samplewise.zoo.case import seeded as seeded
+from samplewise.zoo.case import squared_loss as squared_loss
+from samplewise.zoo.case import tokens as tokens
+from samplewise.zoo.case import weight as weight
+from samplewise.zoo.compare import CORE as CORE
+from samplewise.zoo.compare import EXACT as EXACT
+from samplewise.zoo.compare import HALF as HALF
+from samplewise.zoo.compare import QUANTITIES as QUANTITIES
+from samplewise.zoo.compare import SECOND_ORDER as SECOND_ORDER
+from samplewise.zoo.compare import SINGLE as SINGLE
+from samplewise.zoo.compare import Disagreement as Disagreement
+from samplewise.zoo.compare import Probe as Probe
+from samplewise.zoo.compare import Tolerance as Tolerance
+from samplewise.zoo.compare import as_dict as as_dict
+from samplewise.zoo.compare import assert_agrees as assert_agrees
+from samplewise.zoo.compare import assert_same as assert_same
+from samplewise.zoo.compare import other_losses as other_losses
+from samplewise.zoo.compare import probe_for as probe_for
+from samplewise.zoo.compare import questions_for as questions_for
+from samplewise.zoo.judge import BF16 as BF16
+from samplewise.zoo.judge import FP32 as FP32
+from samplewise.zoo.judge import FP64 as FP64
+from samplewise.zoo.judge import PRECISIONS as PRECISIONS
+from samplewise.zoo.judge import Precision as Precision
+from samplewise.zoo.judge import Trial as Trial
+from samplewise.zoo.judge import Verdict as Verdict
+from samplewise.zoo.judge import judge as judge
+from samplewise.zoo.judge import trial as trial
+from samplewise.zoo.oracle import Rows as Rows
+from samplewise.zoo.oracle import rows_of as rows_of
+from samplewise.zoo.oracle import wanted as wanted
+
+INDEPENDENT = [case for case in CASES.values() if not case.interacts]
+INTERACTING = [case for case in CASES.values() if case.interacts]

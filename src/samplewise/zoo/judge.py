@@ -1,0 +1,153 @@
+"""One case on one device and in one precision: are the engine's answers those of plain autograd?"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.engine.gradients import gradients
+from samplewise.errors import SamplesInteractError
+from samplewise.zoo.case import Case
+from samplewise.zoo.compare import (
+    CORE,
+    EXACT,
+    HALF,
+    QUANTITIES,
+    SINGLE,
+    Disagreement,
+    Tolerance,
+    assert_agrees,
+    other_losses,
+    probe_for,
+)
+from samplewise.zoo.oracle import Rows, rows_of, wanted
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What the model is held in, whether it runs under autocast, what is asked and how close answers must be."""
+
+    dtype: torch.dtype
+    tolerance: Tolerance
+    asked: tuple[str, ...]
+    autocast: torch.dtype | None = None
+
+    def running(self, device: torch.device) -> AbstractContextManager[Any]:
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
+
+    def against_double(self, device: torch.device) -> bool:
+        """float32 on the CPU is held against float64. Elsewhere dropout draws other numbers, and under autocast
+        what the forward pass has lost is not the engine's to find: there the rows are those of the same graph."""
+        return self.dtype == torch.float32 and self.autocast is None and device.type == "cpu"
+
+
+FP64 = Precision(torch.float64, EXACT, tuple(QUANTITIES))
+FP32 = Precision(torch.float32, SINGLE, tuple(name for name in QUANTITIES if name != "gram with another"))
+BF16 = Precision(torch.float32, HALF, CORE, torch.bfloat16)
+PRECISIONS = {"fp64": FP64, "fp32": FP32, "bf16": BF16}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Everything of a comparison that needs no engine."""
+
+    model: nn.Module
+    losses: Callable[[], Tensor]  # a new graph each time, with the same random numbers
+    rows: Rows
+    precision: Precision
+
+    def compare(self, **how: Any) -> None:
+        """Raises Disagreement where gradients(losses, model, **how) answer anything else than the rows."""
+        theirs, other = None, None
+        if "gram with another" in self.precision.asked:
+            theirs = gradients(other_losses(self.losses()), self.model, **how)
+            other = rows_of(other_losses(self.losses()), wanted(self.model))
+        g, probe = gradients(self.losses(), self.model, **how), probe_for(wanted(self.model), len(self.rows))
+        assert_agrees(g, self.rows, probe, self.precision.asked, self.precision.tolerance, (theirs, other))
+
+
+def trial(case: Case, precision: Precision = FP64, device: torch.device = CPU) -> Trial:
+    model, inputs = case.build(dtype=precision.dtype, device=device)
+
+    def losses() -> Tensor:
+        with precision.running(device):
+            return case.losses(model, inputs)
+
+    if precision.against_double(device):
+        double, same = case.build()
+        rows = rows_of(case.losses(double, same), wanted(double))
+    else:
+        rows = rows_of(losses(), wanted(model))
+    return Trial(model, losses, rows, precision)
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+RIGHT, REFUSED, WRONG, NOT_RUN = OUTCOMES = ("right", "refused", "wrong", "not run")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """right: every answer agrees. refused: samples interact, the engine says so, and agrees if it is allowed to go on.
+    wrong: anything else it did. not run: PyTorch itself fails on the case, with no engine in sight."""
+
+    case: Case
+    outcome: str
+    why: str = ""
+
+
+def judge(case: Case, precision: Precision = FP64, device: torch.device = CPU) -> Verdict:
+    with warnings.catch_warnings(), _without_tf32():
+        warnings.simplefilter("ignore")  # kernels that PyTorch does not have, and the like
+        try:
+            prepared = trial(case, precision, device)
+        except Exception as error:
+            return Verdict(case, NOT_RUN, _first_line(error))
+        try:
+            if case.interacts:
+                _must_refuse(prepared)
+                prepared.compare(interacting="allow")
+                return Verdict(case, REFUSED)
+            prepared.compare()
+            return Verdict(case, RIGHT)
+        except Exception as error:
+            return Verdict(case, WRONG, _first_line(error))
+
+
+def tally(verdicts: Iterable[Verdict]) -> dict[str, int]:
+    found = Counter(verdict.outcome for verdict in verdicts)
+    return {outcome: found[outcome] for outcome in OUTCOMES}
+
+
+def _must_refuse(prepared: Trial) -> None:
+    try:
+        gradients(prepared.losses(), prepared.model).norms()
+    except SamplesInteractError:
+        return
+    raise Disagreement("samples interact, which must be refused; found an answer")
+
+
+def _first_line(error: Exception) -> str:
+    said = str(error).strip().splitlines()
+    kind = "" if isinstance(error, Disagreement) else type(error).__name__
+    return ": ".join(filter(None, (kind, said[0] if said else "")))
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """cuDNN rounds to ten bits unless told otherwise, which is no float32."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
