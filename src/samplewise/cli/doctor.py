@@ -1,4 +1,4 @@
-"""samplewise doctor RECIPE."""
+"""samplewise doctor RECIPE, or --zoo."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -17,8 +18,9 @@ from torch import nn
 
 from samplewise.batches import cut, length
 from samplewise.checking import check
-from samplewise.cli.arguments import Device, RecipeFile, device_named
+from samplewise.cli.arguments import Device, device_named
 from samplewise.cli.recipe import Recipe, RecipeError, blaming
+from samplewise.cli.zoo import examine, precision_named
 from samplewise.engine.gradients import gradients
 from samplewise.engine.table import render
 from samplewise.errors import SamplewiseError
@@ -63,16 +65,40 @@ class Patient:
         typer.echo(message)
 
 
-def doctor(recipe: RecipeFile, device: Device = "auto") -> None:
-    """Look at a recipe before it is trained.
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="A Python file with functions model() and data().")
+    ] = None,
+    zoo: Annotated[bool, typer.Option("--zoo", help="Examine this machine instead of a recipe.")] = False,
+    device: Device = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --zoo: fp64, fp32, or bf16, which is autocast. Default: fp64."),
+    ] = None,
+) -> None:
+    """Look at a recipe before it is trained, or at this machine.
 
-    On one batch (at most 16 samples of it) and on copies of the model: compares each sample's gradient with one
-    backward pass per sample, shows how each parameter's gradients are found, tells what the first update warns of or
-    refuses, and measures what an update costs, plain and with clipping, for several microbatches.
+    With a recipe, on one batch (at most 16 samples of it) and on copies of the model: compares each sample's gradient
+    with one backward pass per sample, shows how each parameter's gradients are found, tells what the first update warns
+    of or refuses, and measures what an update costs, plain and with clipping, for several microbatches.
+
+    With --zoo: compares the gradients of a few hundred small models, each of them hard in its own way, with one
+    backward pass per sample, on your device and in the precision you train in.
 
     The exit code is 0 if all is well, 1 if anything was wrong, refused or warned of.
     """
+    if (recipe is None) != zoo:
+        found = "neither" if recipe is None else "both"
+        raise typer.BadParameter(f"give one of RECIPE and --zoo; found {found}.", param_hint="RECIPE")
+    if recipe is not None and dtype is not None:
+        raise typer.BadParameter("goes with --zoo; found a recipe, which has its own dtype.", param_hint="--dtype")
     where = device_named(device)
+    well = examine(precision_named(dtype, where), where) if recipe is None else _consulted(recipe, where)
+    if not well:
+        raise typer.Exit(1)
+
+
+def _consulted(recipe: Path, where: torch.device) -> bool:
     patient = _examined(Recipe(recipe))
     with blaming(recipe):
         well = _check(patient)
@@ -82,8 +108,7 @@ def doctor(recipe: RecipeFile, device: Device = "auto") -> None:
         _first_update(patient)
         times = _measure(patient)
     _advise(patient, well, times)
-    if not well or patient.complaints:
-        raise typer.Exit(1)
+    return well and not patient.complaints
 
 
 def _examined(recipe: Recipe) -> Patient:

@@ -11,7 +11,7 @@ import typer
 
 from samplewise.cli.arguments import Device, RecipeFile, device_named
 from samplewise.cli.recipe import Recipe, blaming
-from samplewise.loop.feed import seed_everything
+from samplewise.loop.seeding import seed_everything
 from samplewise.loop.trainer import Trainer
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip as clipped

@@ -51,6 +51,11 @@ class Case:
         return (self.sizes is None or B in self.sizes) and B not in self.shared
 
     @property
+    def family(self) -> str:
+        """The file it is in."""
+        return self.make.__module__.rpartition(".")[2]
+
+    @property
     def has_outputs(self) -> bool:
         """The output is a plain tensor (B, ...), so that any other loss can be put on it."""
         return self.loss is squared_loss

@@ -49,6 +49,20 @@ class Precision:
         what the forward pass has lost is not the engine's to find: there the rows are those of the same graph."""
         return self.dtype == torch.float32 and self.autocast is None and device.type == "cpu"
 
+    def describe(self, device: torch.device) -> str:
+        """What is compared with what."""
+        if self.autocast is not None:
+            held = "float32 under bf16 autocast"
+        else:
+            held = "float64" if self.dtype == torch.float64 else "float32"
+            held += " without TF32" if held == "float32" and device.type == "cuda" else ""
+        truth = "in float64" if self.against_double(device) else "in the same precision, on the same device"
+        return (
+            f"{held}.\nEach sample's gradient and what follows from it, against one plain backward pass per sample\n"
+            f"{truth}; allowed is {self.tolerance.relative:.0e} of a parameter's largest value\n"
+            f"and {self.tolerance.floor:.0e} of the largest of all parameters."
+        )
+
 
 FP64 = Precision(torch.float64, EXACT, tuple(QUANTITIES))
 FP32 = Precision(torch.float32, SINGLE, tuple(name for name in QUANTITIES if name != "gram with another"))

@@ -1,0 +1,117 @@
+"""samplewise doctor --zoo: the engine against plain autograd, on models that are small and hard."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import typer
+
+from samplewise.engine.table import render
+from samplewise.zoo import CASES, PRECISIONS, Case, Precision, Verdict, judge
+from samplewise.zoo.judge import NOT_RUN, OUTCOMES, REFUSED, RIGHT, WRONG, tally
+
+EVERY = 50  # cases from one line to the next, where there is no terminal
+LEGEND = """
+refused  samples depend on each other: the engine must say so, and be right if it is allowed to go on
+not run  PyTorch itself fails on the model, here and in this precision
+"""
+
+
+def precision_named(name: str | None, device: torch.device) -> Precision:
+    """Without a name: fp64, or fp32 where the device has no float64."""
+    if name not in (*PRECISIONS, None):
+        raise typer.BadParameter(f"must be one of {', '.join(PRECISIONS)}; found {name!r}.", param_hint="--dtype")
+    precision = PRECISIONS[name or ("fp64" if _has_float64(device) else "fp32")]
+    if precision.dtype == torch.float64 and not _has_float64(device):
+        raise typer.BadParameter(
+            f"must be one that the device has; found fp64 on {device}. Use fp32.", param_hint="--dtype"
+        )
+    if precision.autocast is not None and not torch.amp.is_autocast_available(device.type):
+        raise typer.BadParameter(
+            f"must be one that the device has; found bf16 on {device}, which has no autocast. Use fp32.",
+            param_hint="--dtype",
+        )
+    return precision
+
+
+def examine(precision: Precision, device: torch.device) -> bool:
+    """Judges every case, says what was found, and whether all is well."""
+    typer.echo(f"The zoo: {len(CASES)} small models on {device}, {precision.describe(device)}\n")
+    with _one_thread(), _progress(len(CASES)) as judged:
+        verdicts = []
+        for case in CASES.values():
+            verdicts.append(judge(case, precision, device))
+            judged(case)
+    typer.echo(_table(verdicts) + "\n" + LEGEND)
+    for verdict in verdicts:
+        if verdict.outcome in (WRONG, NOT_RUN):
+            typer.echo(f"{verdict.outcome}: {verdict.case.name}: {verdict.why}")
+    return _conclude(tally(verdicts))
+
+
+def _conclude(counts: dict[str, int]) -> bool:
+    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+    compared = counts[RIGHT] + counts[REFUSED] > 0
+    if counts[WRONG]:
+        typer.echo(f"Something is wrong: {said}. Do not rely on gradients of models like those named above.")
+    elif not compared:
+        typer.echo(f"Nothing was compared: {said}. Choose another device or precision.")
+    else:
+        typer.echo(f"All is well: {said}.")
+    return compared and not counts[WRONG]
+
+
+def _table(verdicts: Sequence[Verdict]) -> str:
+    families: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        families.setdefault(verdict.case.family, []).append(verdict)
+    rows = [(name, *map(str, tally(of).values())) for name, of in (*families.items(), ("all", verdicts))]
+    return render(("family", *OUTCOMES), rows)
+
+
+def _has_float64(device: torch.device) -> bool:
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For models as small as these, several threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[Case], None]]:
+    """A bar in a terminal, now and then a line elsewhere; both on stderr."""
+    if sys.stderr.isatty():
+        try:
+            from rich import progress
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            columns = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TextColumn("{task.description}")
+            with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task("", total=total)
+                yield lambda case: bar.update(task, advance=1, description=case.name)
+            return
+    done = 0
+
+    def line(_: Case) -> None:
+        nonlocal done
+        done += 1
+        if done % EVERY == 0 and done < total:
+            typer.echo(f"... {done} of {total}", err=True)
+
+    yield line

@@ -1,0 +1,141 @@
+"""samplewise doctor --zoo."""
+
+import re
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import typer
+from recipes import HEALTHY, command, one_line, process
+from torch import nn
+
+from samplewise.cli import zoo
+from samplewise.engine.rules import RULES, Rule, elementwise
+from samplewise.zoo import CASES, Case, noise, squared_loss
+
+FEW = ("linear_on_vectors", "conv1d", "lstm_batch_first", "batch_mean_subtracted")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(zoo, "CASES", {name: CASES[name] for name in FEW})
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(
+    ("dtype", "words"), [("fp64", "float64."), ("fp32", "float32."), ("bf16", "float32 under bf16 autocast.")]
+)
+def test_a_few_models_in_every_precision(dtype, words):
+    result = command("doctor", "--zoo", "--device", "cpu", "--dtype", dtype)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert result.stdout.startswith(f"The zoo: 4 small models on cpu, {words}\n")
+    assert re.search(r"^family +right +refused +wrong +not run$", result.stdout, re.M)
+    assert re.search(r"^all +3 +1 +0 +0$", result.stdout, re.M)
+    assert result.stdout.endswith("\nAll is well: 3 right, 1 refused.\n")
+
+
+@pytest.mark.usefixtures("few")
+def test_fp64_unless_told_otherwise():
+    assert "on cpu, float64.\n" in command("doctor", "--zoo", "--device", "cpu").stdout
+
+
+@pytest.mark.usefixtures("few")
+def test_a_broken_rule():
+    off = Rule(lambda use: elementwise.summed(use, 1.5 * use.gradient))
+    with mock.patch.dict(RULES, {("Addmm", 0): off}):
+        result = command("doctor", "--zoo", "--device", "cpu")
+    assert result.exit_code == 1
+    assert re.search(r"^layers +0 +0 +1 +0$", result.stdout, re.M)
+    assert re.search(r"^wrong: linear_on_vectors: norms: off by \S+, allowed \S+$", result.stdout, re.M)
+    assert "Something is wrong: " in result.stdout.splitlines()[-1]
+
+
+UNFIT = Case("unfit", lambda B: (nn.Linear(6, 3), noise(B, 5)), squared_loss)
+
+
+def test_what_pytorch_cannot_run_is_told_and_no_fault(few, monkeypatch):
+    monkeypatch.setitem(zoo.CASES, "unfit", UNFIT)
+    result = command("doctor", "--zoo", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "not run: unfit: RuntimeError: mat1 and mat2 shapes cannot be multiplied" in result.stdout
+    assert result.stdout.endswith("All is well: 3 right, 1 refused, 1 not run.\n")
+
+
+def test_where_nothing_runs_nothing_is_well(monkeypatch):
+    monkeypatch.setattr(zoo, "CASES", {"unfit": UNFIT})
+    result = command("doctor", "--zoo", "--device", "cpu")
+    assert result.exit_code == 1
+    assert result.stdout.endswith("Nothing was compared: 1 not run. Choose another device or precision.\n")
+
+
+@pytest.mark.usefixtures("few")
+def test_plain_lines_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(zoo, "EVERY", 2)
+    assert command("doctor", "--zoo", "--device", "cpu").stderr == "... 2 of 4\n"
+
+
+@pytest.mark.usefixtures("few")
+def test_a_bar_in_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert zoo.examine(zoo.PRECISIONS["fp64"], torch.device("cpu"))
+    captured = capsys.readouterr()
+    assert "4/4" in captured.err
+    assert captured.out.endswith("All is well: 3 right, 1 refused.\n")
+
+
+@pytest.mark.usefixtures("few")
+def test_a_terminal_without_rich(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(zoo, "EVERY", 3)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert zoo.examine(zoo.PRECISIONS["fp64"], torch.device("cpu"))
+    assert capsys.readouterr().err == "... 3 of 4\n"
+
+
+@pytest.mark.usefixtures("few")
+def test_the_number_of_threads_is_put_back():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        command("doctor", "--zoo", "--device", "cpu")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "Invalid value for RECIPE: give one of RECIPE and --zoo; found neither."),
+        (["recipe.py", "--zoo"], "Invalid value for RECIPE: give one of RECIPE and --zoo; found both."),
+        (["recipe.py", "--dtype", "fp32"], "Invalid value for --dtype: goes with --zoo; found a recipe, which has"),
+        (["--zoo", "--dtype", "fp16"], "Invalid value for --dtype: must be one of fp64, fp32, bf16; found 'fp16'."),
+        (["--zoo", "--device", "abacus"], "Invalid value for --device: must be a device that torch can use; found"),
+        (["--zoo", "--device", "meta", "--dtype", "bf16"], "must be one that the device has; found bf16 on meta, whi"),
+    ],
+)
+def test_bad_arguments_get_one_line(recipe, arguments, said):
+    recipe(HEALTHY)
+    result = command("doctor", *arguments)
+    assert said in one_line(result)
+    assert result.exit_code == 2
+
+
+def test_a_device_without_float64(monkeypatch):
+    monkeypatch.setattr(zoo, "_has_float64", lambda device: False)
+    device = torch.device("mps")
+    assert zoo.precision_named(None, device) is zoo.PRECISIONS["fp32"]
+    with pytest.raises(typer.BadParameter, match=r"must be one that the device has; found fp64 on mps\. Use fp32\."):
+        zoo.precision_named("fp64", device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+def test_the_whole_zoo_as_a_process(dtype):
+    result = process("doctor", "--zoo", "--device", "cpu", "--dtype", dtype)
+    assert result.returncode == 0, result.stdout
+    assert "... 250 of " in result.stderr
+    assert "All is well: " in result.stdout.splitlines()[-1]
