@@ -75,6 +75,11 @@ def write(path: Path, state: dict[Any, Any]) -> None:
             aside.unlink(missing_ok=True)
 
 
+def check(state: dict[Any, Any]) -> None:
+    """Refuses with a TypeError what `write` would refuse."""
+    _encode(state, (), [])
+
+
 def read(path: Path, device: str | torch.device = "cpu") -> dict[Any, Any]:
     """The state that `write` has put there, its tensors on `device`."""
     safetensors = _safetensors()

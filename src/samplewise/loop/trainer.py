@@ -22,14 +22,16 @@ from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.devices import moved, resolve
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
-from samplewise.loop.feed import Feed, seed_of, seeded
+from samplewise.loop.feed import Feed, Place
 from samplewise.loop.metrics import as_metrics
 from samplewise.loop.progress import Progress, Silent, make_progress
 from samplewise.loop.randomness import load_random_state, random_state_dict
 from samplewise.loop.run import Run
 from samplewise.loop.running import Running
+from samplewise.loop.seeding import seed_of, seeded
 from samplewise.losses import per_sample
 from samplewise.replay import modes
+from samplewise.step.slices import Slices
 from samplewise.step.step import Step
 from samplewise.step.update import Update
 
@@ -78,7 +80,7 @@ class Trainer:
         self._stopped: str | None = None
         self._files = None if self.run is None or fast_dev_run else Run(self.run)
         self._feed: Feed | None = None
-        self._epoch, self._began = step.counters.epochs, step.counters.samples  # the epoch, and where it began
+        self._epoch = step.counters.epochs
         self._interrupted = False
         self._running = Running()
 
@@ -137,8 +139,8 @@ class Trainer:
     def _batches(self) -> Iterator[Any]:
         """What is left of the epoch."""
         assert self._feed is not None
-        for batch in self._feed.epoch(self._epoch, self._position()):
-            yield moved(batch, self.device)
+        for batch, used in self._feed.epoch(self._epoch, back=not self.step.open):
+            yield Slices(moved(batch, self.device), used)
 
     def _expected(self, until: Duration) -> int | None:
         """How many updates there will be in all, for the bar."""
@@ -150,17 +152,12 @@ class Trainer:
 
     def _next_epoch(self) -> None:
         assert self._feed is not None
-        self._epoch, self._began, self._feed.handed = self._epoch + 1, self.step.counters.samples, 0
-
-    def _position(self) -> int:
-        """How much of the epoch has been used. Where batches are updates as they come, a row may hold several samples,
-        so that rows are counted; elsewhere some of the rows that were handed out may be waiting.
-        """
-        if self._feed is not None and self.step.samples is None:
-            return self._feed.handed
-        return self.step.counters.samples - self._began
+        self._epoch += 1
+        self._feed.go_to(Place())
 
     def _note(self, update: Update) -> None:
+        assert self._feed is not None
+        self._feed.mark(self.step.taken)
         self._running.add(update)
         if not update.skipped and self.step.counters.updates % self.log_every == 0:
             self._write_progress()
@@ -215,8 +212,14 @@ class Trainer:
         return self._files
 
     def _state(self, log: int) -> dict[str, Any]:
+        assert self._feed is not None
         parts = {name: part.state_dict() for name, part in self._parts().items()}
-        own = {"epoch": self._epoch, "position": self._position(), "log": log, "seed": self.seed}
+        if self.step.open and not parts["step"]["window"]["parts"]:
+            raise CheckpointError(
+                "an open window must be saved as sums; found samples that wait for more, because a transform has to "
+                "see all at once. Use tail='update' or 'drop', or save in the middle of epochs: every='100up'."
+            )
+        own = {"epoch": self._epoch, "place": vars(self._feed.place), "log": log, "seed": self.seed}
         return {**parts, "trainer": own, "random": random_state_dict()}
 
     def _load(self, state: dict[str, Any]) -> int:
@@ -227,8 +230,8 @@ class Trainer:
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
         assert self._feed is not None
-        self._epoch, self._feed.handed = own["epoch"], own["position"]
-        self._began = self.step.counters.samples - own["position"]
+        self._epoch = own["epoch"]
+        self._feed.go_to(Place(**own["place"]))
         self.step.counters.epochs = self._epoch  # one more, if its loader had ended: it will end again
         load_random_state(state["random"])
         return own["log"]
@@ -250,7 +253,10 @@ class Trainer:
 
     def _open(self, loader: Iterable[Any], resume: bool) -> None:
         self._stopped = None
-        self._feed = Feed(loader, self.seed, first=1 if self.fast_dev_run else self.overfit)
+        if self._feed is None:
+            first = 1 if self.fast_dev_run else self.overfit
+            self._feed = Feed(loader, self.seed, first, saved=self._files is not None)
+        self._feed.use(loader)
         if self._files is not None:
             self._files.open(resume, self._load)
             self._files.describe(
@@ -286,6 +292,8 @@ class Trainer:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._progress.close()
+            if self._feed is not None:
+                self._feed.close()
             if self._files is not None:
                 self._files.close()
 

@@ -115,6 +115,16 @@ class Step:
     def scheduler(self) -> Any:
         return self._finish.scheduler
 
+    @property
+    def open(self) -> bool:
+        """Whether some samples have been taken, and are in no update yet."""
+        return self._window.open
+
+    @property
+    def taken(self) -> int:
+        """How many samples of the last batch have been taken, while it is not used up; then 0."""
+        return 0 if self._rest is None else self._rest.taken
+
     # --- driving it ------------------------------------------------------------------------------------------------
 
     def over(self, loader: Iterable[Any]) -> Iterator[Update]:
@@ -122,7 +132,7 @@ class Step:
         yield from self._use_up()
         try:
             for batch in loader:
-                self._rest = Slices(batch)
+                self._rest = batch if isinstance(batch, Slices) else Slices(batch)
                 yield from self._use_up()
         except Exception:  # the loader's, too
             self._give_up()

@@ -1,0 +1,251 @@
+"""Three kinds of loaders, each as a source of batches that can be entered at any batch of any epoch.
+
+    Ordered     a DataLoader whose samples have numbers: the order follows from (seed, epoch), what is drawn for a
+                sample from (seed, epoch, index). Nothing is replayed.
+    Stateful    a loader with state_dict and load_state_dict: asked for its state, and given it back.
+    Replayed    anything else: gone through from the beginning of the epoch.
+
+What a loader draws in this process, it draws from a stream of its own: the model draws on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from samplewise.errors import BatchError, CheckpointError
+from samplewise.loop.seeding import Stream, Unveiling, parts_of, seed_generators, seed_of, seeded_samples
+from samplewise.replay import random_state
+
+CHUNK = 64  # how many entries of an order are drawn at a time
+END = object()
+
+
+class Source(Protocol):
+    def enter(self, epoch: int, skip: int, state: Any) -> Iterator[Any]:
+        """The batches of an epoch but the first `skip`. `state` is what `state()` has returned there; None at 0."""
+
+    def state(self) -> Any:
+        """What `enter` needs to go on after the last batch; None if a number is enough."""
+
+    def close(self) -> None:
+        """Lets workers go."""
+
+
+def source_of(loader: Iterable[Any], seed: int) -> Source:
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return Stateful(loader, seed)
+    return Ordered(loader, seed) if is_ordered(loader) else Replayed(loader, seed)
+
+
+def is_ordered(loader: Any) -> bool:
+    """Whether its order can be drawn by us: that of a subclass that goes through its data in another way cannot."""
+    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    return plain and _is_numbered(loader)
+
+
+def _is_numbered(loader: Any) -> bool:
+    """Whether a DataLoader asks its data set for samples by index."""
+    return not isinstance(loader.dataset, IterableDataset)
+
+
+class Ordered:
+    def __init__(self, loader: Any, seed: int):
+        self._seed, self._samples = seed, seeded_samples(loader.dataset, seed)
+        self._order = Order(loader)
+        self._loader = _like(
+            loader,
+            dataset=self._samples,
+            generator=torch.Generator(),
+            worker_init_fn=Unveiling(loader.worker_init_fn),
+            persistent_workers=_may_live_on(loader),
+            **{"sampler" if loader.batch_sampler is None else "batch_sampler": self._order},
+        )
+
+    def enter(self, epoch: int, skip: int, state: Any) -> Iterator[Any]:
+        seed = seed_of(self._seed, epoch)
+        self._samples.epoch.fill_(epoch)
+        self._order.begin(epoch, seed, skip)
+        self._loader.generator.manual_seed(seed)
+        return self._apart(iter(self._loader))
+
+    def _apart(self, batches: Iterator[Any]) -> Iterator[Any]:
+        batch = None
+        while batch is not END:
+            restore = random_state()  # samples draw from the global state
+            try:
+                batch = next(batches, END)
+            finally:
+                restore()
+            if batch is not END:
+                yield batch
+
+    def state(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self._loader._iterator = None
+
+
+class Order:
+    """What a loader's sampler draws, under a seed of ours; a sampler that never ends is welcome."""
+
+    def __init__(self, loader: Any):
+        self._loader, self._seed, self._skip = loader, 0, 0
+
+    def begin(self, epoch: int, seed: int, skip: int) -> None:
+        self._seed, self._skip = seed, skip
+        tell(self._loader, epoch, seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = Stream(self._seed)
+        with stream:
+            drawn = islice(map(_kept, self._loader._index_sampler), self._skip, None)
+        while True:
+            with stream:
+                some = list(islice(drawn, CHUNK))
+            if not some:
+                return
+            yield from some
+
+
+def _kept(indices: Any) -> Any:
+    """Some samplers change the list that they have handed out."""
+    return list(indices) if isinstance(indices, list) else indices
+
+
+class Stateful:
+    def __init__(self, loader: Any, seed: int):
+        self._loader, self._seed, self._stream = loader, seed, Stream(seed)
+        self._workers = isinstance(loader, DataLoader)
+        self._samples = seeded_samples(loader.dataset, seed) if self._workers and _is_numbered(loader) else None
+        self.close()  # workers from before know nothing of our seeds
+
+    def enter(self, epoch: int, skip: int, state: Any) -> Iterator[Any]:
+        if skip and state is None:
+            raise CheckpointError(
+                "a run must be resumed with a loader of the kind it had; found one with a state of its own, and none "
+                "for it in the checkpoint. Pass the loader that the run was begun with."
+            )
+        seed = seed_of(self._seed, epoch)
+        self._stream = Stream(seed)
+        tell(self._loader, epoch, seed)
+        if self._samples is None or not _may_live_on(self._loader):
+            self.close()
+        if state is not None:
+            self._loader.load_state_dict(copy.deepcopy(state["loader"]))
+        with self._stream, self._lending(epoch):
+            batches = iter(self._loader)
+        if state is not None:
+            self._stream.state = state["random"]
+        return _within(self._stream, batches)
+
+    @contextmanager
+    def _lending(self, epoch: int) -> Iterator[None]:
+        """The loader makes its workers from seeded samples."""
+        if self._samples is None:
+            yield
+            return
+        self._samples.epoch.fill_(epoch)
+        own = vars(self._loader)
+        theirs = {name: own[name] for name in ("dataset", "worker_init_fn")}
+        own.update(dataset=self._samples, worker_init_fn=Unveiling(self._loader.worker_init_fn))
+        try:
+            yield
+        finally:
+            own.update(theirs)
+
+    def state(self) -> Any:
+        return {"loader": copy.deepcopy(self._loader.state_dict()), "random": self._stream.state}
+
+    def close(self) -> None:
+        if self._workers and self._loader.persistent_workers:
+            self._loader._iterator = None
+
+
+class Replayed:
+    def __init__(self, loader: Iterable[Any], seed: int):
+        self._loader, self._seed = loader, seed
+        self._once = isinstance(loader, Iterator)
+        self._epoch: int | None = None
+        self._taken = 0  # of an iterator, which does not begin anew
+
+    def enter(self, epoch: int, skip: int, state: Any) -> Iterator[Any]:
+        if state is not None:
+            raise CheckpointError(
+                "a run must be resumed with a loader of the kind it had; found one without load_state_dict, and the "
+                "state of another in the checkpoint. Pass the loader that the run was begun with."
+            )
+        if self._once and self._epoch not in (None, epoch):
+            raise BatchError(
+                f"a loader must be something that can be gone through once an epoch; found {_kind(self._loader)}, "
+                f"which epoch {self._epoch} has used up. Pass a list or a DataLoader, or train for one epoch."
+            )
+        self._epoch = epoch
+        seed = seed_of(self._seed, epoch)
+        tell(self._loader, epoch, seed)
+        stream = Stream(seed)
+        with stream:
+            batches = iter(self._fresh())
+        rest = self._counted(_within(stream, batches))
+        for _ in range(skip - self._taken if self._once else skip):
+            next(rest, None)
+        return rest
+
+    def _fresh(self) -> Iterable[Any]:
+        """Workers that live on would draw on from the last epoch."""
+        if isinstance(self._loader, DataLoader):
+            return _like(self._loader, persistent_workers=False)
+        return self._loader
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._taken += 1
+            yield batch
+
+    def state(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def _within(stream: Stream, batches: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        with stream:
+            batch = next(batches, END)
+        if batch is END:
+            return
+        yield batch
+
+
+def tell(loader: Any, epoch: int, seed: int) -> None:
+    """Tells the epoch to a loader, its samplers and its data set, and seeds what they draw from."""
+    for part in parts_of(loader):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+    seed_generators(loader, seed)
+
+
+def _may_live_on(loader: Any) -> bool:
+    """Whether its workers may see the next epoch: not if they would not be told of it."""
+    return loader.persistent_workers and not any(hasattr(part, "set_epoch") for part in parts_of(loader.dataset))
+
+
+def _like(loader: Any, **changes: Any) -> Any:
+    """A DataLoader with the same settings but for these, and workers of its own. `in_order`: arriving in the order of
+    speed, batches could not be told apart by number.
+    """
+    new = copy.copy(loader)
+    vars(new).update(changes, _iterator=None, in_order=True)  # so, because it forbids to set some of them
+    return new
+
+
+def _kind(loader: Any) -> str:
+    return f"a {type(loader).__name__}"
