@@ -1,6 +1,7 @@
 """Samples that interact are refused with a word on what and where; allowed, their rows are exact."""
 
 import pytest
+import torch
 
 import samplewise as sw
 from samplewise.zoo import INTERACTING, QUANTITIES, assert_agrees, other_losses, probe_for, rows_of, wanted
@@ -22,6 +23,14 @@ def test_refused(case, strategy, ask):
 def test_refused_at_other_sizes(case, B):
     model, inputs = case.build(B)
     with pytest.raises(sw.SamplesInteractError):
+        sw.gradients(case.losses(model, inputs), model).norms()
+
+
+@each
+def test_refused_in_float32(case):
+    """Where PyTorch takes other kernels: an LSTM is one operation, which keeps to itself that it mixes steps."""
+    model, inputs = case.build(dtype=torch.float32)
+    with pytest.raises(sw.SamplesInteractError, match="interacting"):
         sw.gradients(case.losses(model, inputs), model).norms()
 
 

@@ -19,7 +19,7 @@ from samplewise.engine.layouts import proofs
 from samplewise.engine.passes import backward_past
 from samplewise.engine.probe import MIXED, probe
 from samplewise.engine.saved import saved_tensor_names
-from samplewise.engine.tags import Regular, Tag, tag_of
+from samplewise.engine.tags import Regular, Tag, sequences_of, tag_of
 
 
 @dataclass
@@ -38,7 +38,7 @@ def find_cut(graph: Graph, constants: set[int], interacting: str) -> Cut:
     cut = _proven_cut(graph, constants)
     if cut is None:
         cut = _Search(graph).run()
-        data = list(sample_data(graph, cut.side, constants))
+        data = list(sample_data(graph, cut.side | _along_samples(graph, cut.tags), constants))
         if not data:
             _remember(graph, cut)
         elif interacting == "refuse":
@@ -58,6 +58,17 @@ def _boundary(graph: Graph, clean: Iterable[Node]) -> list[tuple[Node, int]]:
     ]
 
 
+def _along_samples(graph: Graph, tags: dict[Edge, Tag]) -> set[Node]:
+    """Fused recurrent layers in which a sequence serves several samples: what one step has seen, the next one knows.
+    The gradient that arrives there is clean; that the layer mixes samples happens inside the kernel."""
+    return {
+        edge.node
+        for edge, tag in tags.items()
+        if graph.operations[edge.node] == "MkldnnRnnLayer" and edge.slot == 0
+        if graph.samples > 1 and sequences_of(tag, edge.shape) is None
+    }
+
+
 # --- by proof ------------------------------------------------------------------------------------------------------
 
 _verified: set[int] = set()
@@ -73,7 +84,7 @@ def _proven_cut(graph: Graph, constants: set[int]) -> Cut | None:
     side = graph.relevant - set(clean) - set(graph.leaves)
     tags: dict[Edge, Tag] = {e: Regular(graph.samples, proven[e]) for e in _edges(graph, operands)}
     cut = Cut(operands, side, tags, {}, proven=True)
-    doubtful = any(True for _ in sample_data(graph, side, constants))
+    doubtful = any(True for _ in sample_data(graph, side | _along_samples(graph, tags), constants))
     return None if doubtful or not _confirmed(graph, cut) else cut
 
 

@@ -135,3 +135,9 @@ def permuted(tag: Tag, shape: tuple[int, ...], dims: tuple[int, ...]) -> Tag | N
         return None
     inner = inner_at(Place(dims.index(place.dim), place.post), tuple(shape[d] for d in dims), tag.samples)
     return None if inner is None else Regular(tag.samples, inner)
+
+
+def sequences_of(tag: Tag, shape: tuple[int, ...]) -> Rows | None:
+    """How the n sequences of a gradient (t, n, h) split over samples; None if one of them serves several."""
+    turned = permuted(tag, shape, (1, 0, 2))
+    return None if turned is None else turned.rows((shape[1], shape[0], shape[2]), 1)

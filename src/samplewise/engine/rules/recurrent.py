@@ -17,7 +17,7 @@ from samplewise.engine.forms import Dense, Form
 from samplewise.engine.graph import scalar
 from samplewise.engine.outer import Outer, Term
 from samplewise.engine.rules.use import Use
-from samplewise.engine.tags import RegularRows, Rows, permuted
+from samplewise.engine.tags import RegularRows, Rows, sequences_of
 
 LSTM = 2
 READS = ("input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_", "result0")
@@ -61,10 +61,7 @@ def _sequences(use: Use) -> Rows | None:
 
 def _of_sequences(use: Use, slot: int) -> Rows | None:
     shape, tag = tuple(use.gradients[slot].shape), use.tags[slot]
-    if slot == 0:
-        turned = permuted(tag, shape, (1, 0, 2))
-        return None if turned is None else turned.rows((shape[1], shape[0], shape[2]), 1)
-    return tag.rows(shape, len(shape) - 1)
+    return sequences_of(tag, shape) if slot == 0 else tag.rows(shape, len(shape) - 1)
 
 
 def _in_order(use: Use, x: Tensor) -> Tensor:
