@@ -18,13 +18,12 @@ from samplewise.loop.sources import END, is_ordered, source_of
 
 @dataclass(frozen=True)
 class Place:
-    """In an epoch: after so many batches and so many samples of the next one, where the loader's own state was
-    `state`; or after the last, once the loader has said so.
+    """In an epoch: after so many batches, and so many samples of the next one. `state` is the loader's own, there or
+    one batch before: after its last batch, many a loader cannot tell the end of an epoch from the beginning.
     """
 
     batches: int = 0
     inside: int = 0
-    ended: bool = False
     state: Any = None
 
 
@@ -45,7 +44,7 @@ class Feed:
         self.go_to(Place())
 
     def go_to(self, place: Place) -> None:
-        self._start, self._ended = place, False
+        self._start = place
         self._last: Place | None = None  # before the last batch
         self._mark: Place | None = None
 
@@ -66,16 +65,13 @@ class Feed:
         """What is left of the epoch; `back`: what went into no update comes again."""
         at = self.place if back else self._after()
         self.go_to(at)
-        if at.ended:
-            return
         batches = self._source.enter(number if self.first is None else 0, at.batches, at.state)
         self._check_state()
         while (self.first is None or at.batches < self.first) and (batch := next(batches, END)) is not END:
             _check_used(batch, at.inside)
             self._last, self._mark = at, self._mark or at
             yield batch, at.inside
-            at = self._after()
-        self._ended = True
+            at = Place(at.batches + 1, 0, self._source.state())
         if self._last is None and at == Place():
             raise BatchError(
                 f"an epoch must have at least one batch; found none in epoch {number}. See to the loader: a generator "
@@ -102,7 +98,7 @@ class Feed:
         """After the last batch."""
         if self._last is None:
             return self._start
-        return Place(self._last.batches + 1, 0, self._ended, None if self._ended else self._source.state())
+        return Place(self._last.batches + 1, 0, self._last.state)
 
     def _check_state(self) -> None:
         """Before the first batch, so that nothing is lost."""

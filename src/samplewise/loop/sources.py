@@ -29,10 +29,12 @@ END = object()
 
 class Source(Protocol):
     def enter(self, epoch: int, skip: int, state: Any) -> Iterator[Any]:
-        """The batches of an epoch but the first `skip`. `state` is what `state()` has returned there; None at 0."""
+        """The batches of an epoch but the first `skip`. `state` is what `state()` has returned before one of those,
+        the last if possible.
+        """
 
     def state(self) -> Any:
-        """What `enter` needs to go on after the last batch; None if a number is enough."""
+        """What `enter` needs to begin with the next batch; None if a number is enough."""
 
     def close(self) -> None:
         """Lets workers go."""
@@ -123,12 +125,12 @@ def _kept(indices: Any) -> Any:
 class Stateful:
     def __init__(self, loader: Any, seed: int):
         self._loader, self._seed, self._stream = loader, seed, Stream(seed)
+        self._batches = 0  # of this epoch, so far
         self._workers = isinstance(loader, DataLoader)
         self._samples = seeded_samples(loader.dataset, seed) if self._workers and _is_numbered(loader) else None
-        self.close()  # workers from before know nothing of our seeds
 
     def enter(self, epoch: int, skip: int, state: Any) -> Iterator[Any]:
-        if skip and state is None:
+        if skip > 1 and state is None:
             raise CheckpointError(
                 "a run must be resumed with a loader of the kind it had; found one with a state of its own, and none "
                 "for it in the checkpoint. Pass the loader that the run was begun with."
@@ -136,15 +138,23 @@ class Stateful:
         seed = seed_of(self._seed, epoch)
         self._stream = Stream(seed)
         tell(self._loader, epoch, seed)
-        if self._samples is None or not _may_live_on(self._loader):
-            self.close()
+        self.close()
         if state is not None:
             self._loader.load_state_dict(copy.deepcopy(state["loader"]))
         with self._stream, self._lending(epoch):
             batches = iter(self._loader)
+        self._batches = 0
         if state is not None:
-            self._stream.state = state["random"]
-        return _within(self._stream, batches)
+            self._stream.state, self._batches = state["random"], state["batches"]
+        rest = self._counted(_within(self._stream, batches))
+        for _ in range(skip - self._batches):
+            next(rest, None)
+        return rest
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._batches += 1
+            yield batch
 
     @contextmanager
     def _lending(self, epoch: int) -> Iterator[None]:
@@ -162,9 +172,13 @@ class Stateful:
             own.update(theirs)
 
     def state(self) -> Any:
-        return {"loader": copy.deepcopy(self._loader.state_dict()), "random": self._stream.state}
+        loader = copy.deepcopy(self._loader.state_dict())
+        return {"batches": self._batches, "loader": loader, "random": self._stream.state}
 
     def close(self) -> None:
+        """Workers are made anew for each epoch, so that all begin as the first one did. Those that lived on would have
+        drawn before; and a sampler that draws when it is asked for an iterator is asked twice when workers are new.
+        """
         if self._workers and self._loader.persistent_workers:
             self._loader._iterator = None
 

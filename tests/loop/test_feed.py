@@ -1,0 +1,309 @@
+"""`Feed`: whatever the loader, the rest of a run is the same from any place on.
+
+Each loader of the table is gone through once from the beginning to the end, and then by new loaders from places in
+between, which have been through a file. Every data set draws random numbers, and so does the caller between two batches.
+"""
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+import samplewise as sw
+from samplewise.loop import store
+from samplewise.loop.feed import Feed, Place
+from samplewise.loop.randomness import load_random_state, random_state_dict
+
+SAMPLES, EPOCHS = 11, 3
+
+
+def noise():
+    return torch.tensor([torch.rand(()).item(), random.random(), numpy.random.rand()], dtype=torch.float64)
+
+
+class Samples(Dataset):
+    """The number of the sample, and what was drawn for it."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, i):
+        return int(i), noise()
+
+
+class WithGenerators(Samples):
+    def __init__(self):
+        self.numpy, self.python, self.torch = numpy.random.default_rng(), random.Random(), torch.Generator()
+        self.old = numpy.random.RandomState()
+
+    def __getitem__(self, i):
+        drawn = [self.numpy.random(), self.python.random(), torch.rand((), generator=self.torch), self.old.rand()]
+        return i, torch.tensor(drawn, dtype=torch.float64)
+
+
+class Rows(Dataset):
+    """A sample is a batch by itself."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return 3 * i + torch.arange(3), torch.rand(3)
+
+
+class Named(Dataset):
+    """Indices are texts."""
+
+    def __getitem__(self, name):
+        return ord(name), noise()
+
+
+class Names(Sampler):
+    def __iter__(self):
+        return iter(random.sample("abcdefgh", 8))
+
+
+class Stepwise(Sampler):
+    """Draws as it goes, from numbers of its own and from everybody's, and hands out the same list again and again."""
+
+    def __init__(self):
+        self.own = random.Random(5)
+
+    def __iter__(self):
+        batch = []
+        for _ in range(5):
+            batch[:] = [self.own.randrange(SAMPLES), int(torch.randint(SAMPLES, ())), random.randrange(SAMPLES)]
+            yield batch
+
+
+class Shards(IterableDataset):
+    """Each worker has its share; the order is drawn."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        mine = range(SAMPLES) if info is None else range(info.id, SAMPLES, info.num_workers)
+        for i in random.sample(mine, len(mine)):
+            yield i, noise()
+
+
+class ShardsByEpoch(Shards):
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for i, drawn in super().__iter__():
+            yield i, drawn + self.epoch
+
+
+class ShardsWithState(IterableDataset):
+    """What is drawn belongs to the state."""
+
+    def __init__(self):
+        self.start, self.number, self.generator = 0, 0, torch.Generator()
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, every = (0, 1) if info is None else (info.id, info.num_workers)
+        self.number, self.start = self.start, 0
+        while first + self.number * every < SAMPLES:
+            self.number += 1
+            yield first + (self.number - 1) * every, torch.rand(2, generator=self.generator)
+
+    def state_dict(self):
+        return {"number": self.number, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.start = self.number = state["number"]
+        self.generator.set_state(state["generator"])
+
+
+class Drawing:
+    """Iterable, and no more than that."""
+
+    def __iter__(self):
+        for k in torch.randperm(5).tolist():
+            yield torch.arange(2) + 2 * k, noise().repeat(2, 1)
+
+
+class OwnState:
+    """Not a DataLoader; its state is changed in place."""
+
+    def __init__(self):
+        self.left = None
+
+    def __iter__(self):
+        if self.left is None:
+            self.left = random.sample(range(5), 5)
+        while self.left:
+            yield torch.arange(2) + 2 * self.left.pop(), noise().repeat(2, 1)
+        self.left = None
+
+    def state_dict(self):
+        return {"left": self.left}
+
+    def load_state_dict(self, state):
+        self.left = state["left"]
+
+
+def masking(samples):
+    ids, drawn = default_collate(samples)
+    return ids, drawn + noise() * torch.rand(len(ids), 1)
+
+
+def own():
+    return torch.Generator().manual_seed(random.randrange(99))  # other in every process
+
+
+WEIGHTS = torch.arange(SAMPLES) + 1.0
+FOUR = dict(batch_size=4)
+SHUFFLED = dict(batch_size=4, shuffle=True)
+
+PLAIN = {
+    "in order": lambda: DataLoader(Samples(), **FOUR),
+    "shuffled": lambda: DataLoader(Samples(), **SHUFFLED),
+    "shuffled by a generator": lambda: DataLoader(Samples(), **SHUFFLED, generator=own()),
+    "dropping the last": lambda: DataLoader(Samples(), **SHUFFLED, drop_last=True),
+    "weighted": lambda: DataLoader(Samples(), **FOUR, sampler=WeightedRandomSampler(WEIGHTS, 9)),
+    "weighted by a generator": lambda: DataLoader(
+        Samples(), **FOUR, sampler=WeightedRandomSampler(WEIGHTS, 9, generator=own())
+    ),
+    "batches of a sampler": lambda: DataLoader(
+        Samples(), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES), generator=own()), 3, False)
+    ),
+    "batches drawn one by one": lambda: DataLoader(Samples(), batch_sampler=Stepwise()),
+    "one rank of two": lambda: DataLoader(Samples(), batch_size=3, sampler=DistributedSampler(Samples(), 2, 1)),
+    "no batches": lambda: DataLoader(Samples(), batch_size=None, shuffle=True),
+    "samples that are batches": lambda: DataLoader(Rows(), batch_size=None, shuffle=True),
+    "random collation": lambda: DataLoader(Samples(), **SHUFFLED, collate_fn=masking),
+    "generators of the data set": lambda: DataLoader(Subset(WithGenerators(), range(9)), **SHUFFLED),
+    "texts for indices": lambda: DataLoader(Named(), batch_size=3, sampler=Names()),
+    "iterable": lambda: DataLoader(Shards(), **FOUR),
+    "iterable with generator": lambda: DataLoader(Shards(), **FOUR, generator=own()),
+    "iterable told the epoch": lambda: DataLoader(ShardsByEpoch(), **FOUR),
+    "a list": lambda: list(DataLoader(range(SAMPLES), **FOUR)),
+    "an iterable": Drawing,
+    "state": lambda: StatefulDataLoader(Samples(), **FOUR),
+    "state, shuffled": lambda: StatefulDataLoader(Samples(), **SHUFFLED),
+    "state, shuffled by a generator": lambda: StatefulDataLoader(Samples(), **SHUFFLED, generator=own()),
+    "state, dropping the last": lambda: StatefulDataLoader(Samples(), **SHUFFLED, drop_last=True),
+    "state, torch's sampler": lambda: StatefulDataLoader(Samples(), **FOUR, sampler=RandomSampler(Samples())),
+    "state, weighted": lambda: StatefulDataLoader(Samples(), **FOUR, sampler=WeightedRandomSampler(WEIGHTS, 9)),
+    "state, one rank of two": lambda: StatefulDataLoader(
+        Samples(), batch_size=3, sampler=StatefulDistributedSampler(Samples(), 2, 1)
+    ),
+    "state, no batches": lambda: StatefulDataLoader(Samples(), batch_size=None, shuffle=True),
+    "state, random collation": lambda: StatefulDataLoader(Samples(), **SHUFFLED, collate_fn=masking),
+    "state, iterable": lambda: StatefulDataLoader(Shards(), **FOUR),
+    "state, iterable with state": lambda: StatefulDataLoader(ShardsWithState(), **FOUR),
+    "a state of one's own": OwnState,
+}
+
+WORKERS = {
+    "shuffled": lambda **o: DataLoader(Samples(), **SHUFFLED, **o),
+    "random collation": lambda **o: DataLoader(Samples(), **SHUFFLED, collate_fn=masking, **o),
+    "iterable": lambda **o: DataLoader(Shards(), **FOUR, **o),
+    "state, shuffled": lambda **o: StatefulDataLoader(Samples(), **SHUFFLED, **o),
+    "state, snapshots now and then": lambda **o: StatefulDataLoader(
+        Samples(), batch_size=2, shuffle=True, snapshot_every_n_steps=3, **o
+    ),
+    "state, iterable": lambda **o: StatefulDataLoader(Shards(), **FOUR, **o),
+    "state, iterable with state": lambda **o: StatefulDataLoader(ShardsWithState(), **FOUR, **o),
+}
+
+
+def rows(batch):
+    """A batch as what was drawn for each of its samples; one that is no batch is a sample."""
+    parts = batch if isinstance(batch, (list, tuple)) else [batch]
+    whole = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
+    if whole[0].dim() == 0:
+        return [torch.cat([part.reshape(-1) for part in whole]).tolist()]
+    return torch.cat([part.reshape(len(part), -1) for part in whole], 1).tolist()
+
+
+def rest_of_run(feed, first):
+    """Every sample, and what the caller draws in between."""
+    seen = []
+    for epoch in range(first, EPOCHS):
+        for batch, used in feed.epoch(epoch):
+            seen.append((epoch, rows(batch)[used:], torch.rand(()).item()))
+        feed.go_to(Place())
+    return seen
+
+
+def whole_run(feed):
+    """The same from the beginning, and what it takes to go on from places in it: after each batch, and within."""
+    seen, saved = [], []
+    for epoch in range(EPOCHS):
+        for batch, _ in feed.epoch(epoch):
+            size, random_numbers = len(rows(batch)), random_state_dict()
+            seen.append((epoch, rows(batch), torch.rand(()).item()))
+            for taken in range(1, size) if size > 1 else ():
+                feed.mark(taken)
+                saved.append((len(seen) - 1, taken, epoch, feed.place, random_numbers))
+            feed.mark(0)
+            saved.append((len(seen), 0, epoch, feed.place, random_state_dict()))
+        saved.append((len(seen), 0, epoch, feed.place, random_state_dict()))
+        feed.go_to(Place())
+    feed.close()
+    return seen, saved
+
+
+def through_a_file(path, place):
+    store.write(path, {"place": vars(place)})
+    return Place(**store.read(path)["place"])
+
+
+def assert_goes_on(make, saved, seen, path):
+    number, taken, epoch, place, random_numbers = saved
+    random.seed(f"{number} {taken}"), torch.manual_seed(number)  # of no concern
+    feed = Feed(make(), seed=7)
+    feed.go_to(through_a_file(path, place))
+    load_random_state(random_numbers)
+    found = rest_of_run(feed, epoch)
+    feed.close()
+    expected = list(seen[number:])
+    if taken:
+        expected[0] = (expected[0][0], expected[0][1][taken:], expected[0][2])
+    assert found == expected
+
+
+def assert_no_epoch_is_like_another(seen):
+    epochs = [[batch for number, batch, _ in seen if number == epoch] for epoch in range(EPOCHS)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+def test_from_every_place(make, tmp_path):
+    seen, places = whole_run(Feed(make(), seed=7))
+    assert_no_epoch_is_like_another(seen) if type(make()) is not list else None
+    for saved in places:
+        assert_goes_on(make, saved, seen, tmp_path / "place")
+
+
+@pytest.mark.parametrize("living_on", [False, True], ids=["", "living on"])
+@pytest.mark.parametrize("make", WORKERS.values(), ids=WORKERS)
+def test_with_workers(make, living_on, tmp_path):
+    def with_workers():
+        return make(num_workers=2, persistent_workers=living_on)
+
+    seen, places = whole_run(Feed(with_workers(), seed=7))
+    assert_no_epoch_is_like_another(seen)
+    of_second = [saved for saved in places if saved[2] == 1]
+    for saved in (places[0], of_second[0], of_second[len(of_second) // 2], of_second[-2], of_second[-1]):
+        assert_goes_on(with_workers, saved, seen, tmp_path / "place")
