@@ -25,11 +25,15 @@ class Contender(ABC):
     def __init__(self, work: Workload):
         self.work, self.clip = work, work.clip
         self.model = copy.deepcopy(work.model)
-        self.params = list(self.model.parameters())
+        self.params = self.trained()
         self.prepare()
 
     @abstractmethod
     def prepare(self) -> None: ...
+
+    def trained(self) -> list[torch.nn.Parameter]:
+        named = [(name.removeprefix("_module."), p) for name, p in self.model.named_parameters()]  # as Opacus wraps it
+        return [p for name, p in named if p.requires_grad and name not in self.work.unused]
 
     def losses(self) -> Tensor:
         return self.work.losses(self.model)
@@ -162,14 +166,15 @@ class Samplewise(Contender):
 
 class OpacusHooks(Materialiser):
     name = "Opacus hooks"
+    replace = True  # by Opacus's own layers what it cannot do, here nn.LSTM by DPLSTM
 
     def prepare(self) -> None:
         from opacus import GradSampleModule
         from opacus.validators import ModuleValidator
 
-        # fix(): Opacus's own replacement of what it cannot do, here nn.LSTM by DPLSTM.
-        self.model = GradSampleModule(ModuleValidator.fix(self.model), loss_reduction="sum")
-        self.params = list(self.model.parameters())
+        fixed = ModuleValidator.fix(self.model) if self.replace else self.model
+        self.model = GradSampleModule(fixed, loss_reduction="sum")
+        self.params = self.trained()
 
     def full(self) -> list[Tensor]:
         self.losses().sum().backward()
@@ -179,14 +184,15 @@ class OpacusHooks(Materialiser):
 
 class OpacusGhost(Contender):
     name = "Opacus ghost"
+    replace = True
 
     def prepare(self) -> None:
         from opacus.grad_sample import GradSampleModuleFastGradientClipping
         from opacus.validators import ModuleValidator
 
-        fixed = ModuleValidator.fix(self.model)
+        fixed = ModuleValidator.fix(self.model) if self.replace else self.model
         self.model = GradSampleModuleFastGradientClipping(fixed, loss_reduction="sum", max_grad_norm=self.clip)
-        self.params = list(self.model.parameters())
+        self.params = self.trained()
 
     def norms(self) -> Tensor:
         self.losses().sum().backward()
@@ -264,7 +270,7 @@ class Vmap(Materialiser):
         self.per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
 
     def full(self) -> list[Tensor]:
-        params = {name: p.detach() for name, p in self.model.named_parameters()}
+        params = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         return list(self.per_sample(params, self.work.inputs, self.work.targets).values())
 
 

@@ -23,6 +23,7 @@ class Workload:
     targets: Tensor
     loss: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> one loss a sample
     clip: float  # near the median of the per-sample norms, so that about half the samples are clipped
+    unused: frozenset[str] = frozenset()  # parameters that the losses do not reach
 
     def losses(self, model: nn.Module) -> Tensor:
         return self.loss(model(self.inputs), self.targets)

@@ -1,6 +1,7 @@
 """Everything we show runs: code blocks of the documents, example scripts, the public names."""
 
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,8 @@ import samplewise.errors
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+PICTURE_KILOBYTES = 150
 
 FENCE = re.compile(r"^(?P<indent> *)(?:`{3,}|~{3,})(?P<info>[^`\n]*)$", re.MULTILINE)
 
@@ -67,6 +70,102 @@ def test_example_runs_without_a_warning(path, tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip()
     assert list(tmp_path.iterdir()) == [], "an example leaves no files behind"
+
+
+# ------------------------------------------------------------------------------------------------------------- links
+
+
+def _links(text: str):
+    """Targets of the links and pictures outside of code."""
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", prose)
+
+
+def _anchors(path: Path):
+    """As they are made of headings: lower case, without punctuation, with - for spaces."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _dead_links(path: Path):
+    for link in _links(path.read_text()):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name) if name else path
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            yield link
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    assert list(_dead_links(path)) == []
+
+
+def test_a_dead_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A title\n[gone](other.md) [here](#a-title) [not here](#another) `[code](nowhere.md)`\n")
+    assert list(_dead_links(page)) == ["other.md", "#another"]
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached = {(ROOT / link.partition("#")[0]).resolve() for link in _links((ROOT / "README.md").read_text())}
+    assert [page.name for page in DOCUMENTS[1:] if page not in reached] == []
+
+
+def test_every_example_has_its_section_in_how_to():
+    linked = _links((ROOT / "docs" / "how-to.md").read_text())
+    assert [path.name for path in EXAMPLES if f"../examples/{path.name}" not in linked] == []
+
+
+def test_the_picture_is_small():
+    assert (ROOT / "docs" / "picture.png").stat().st_size < PICTURE_KILOBYTES * 1024
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return runpy.run_path(str(ROOT / "docs" / "reference.py"))
+
+
+def test_the_reference_is_up_to_date(reference):
+    written = reference["TARGET"].read_text()
+    assert written == reference["page"](), "docs/reference.md must say what the docstrings say: run `make docs`"
+
+
+def test_the_reference_has_every_public_name_once(reference):
+    named = [name for names in reference["SECTIONS"].values() for name in names] + reference["errors"]()
+    assert sorted(named) == sorted(samplewise.__all__)
+
+
+def test_a_docstring_becomes_markdown(reference):
+    def function(size, keep):
+        """What it does, 2 ** 3.
+
+        size: how large,
+        in bytes
+        keep: whether
+        other: this is no argument
+
+            a = 1
+        """
+
+    assert reference["text"](function) == (
+        "What it does, 2 \\*\\* 3.\n\n- `size`: how large,\nin bytes\n- `keep`: whether\nother: this is no argument\n\n"
+        "```\na = 1\n```"
+    )
+
+
+def test_a_signature_reads_as_in_the_source(reference):
+    def function(a: int, *, b: "str | None" = None) -> bool: ...
+
+    assert reference["signatures"]("f", function) == "f(a: int, *, b: str | None = None) -> bool"
+
+
+# ------------------------------------------------------------------------------------------------------ public names
 
 
 def _public_errors():

@@ -1,0 +1,149 @@
+"""Makes docs/picture.png: a small net is trained on digits of which a tenth have a wrong label, as in `make demo`.
+
+    python docs/picture.py        # make docs
+
+Everything on it is measured in this run: the norms, which labels are wrong, and what it costs to know.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import samplewise as sw
+from samplewise.cli.demo import BATCH, EPOCHS, digits, loss_fn, measured
+
+TARGET = Path(__file__).with_name("picture.png")
+INK, FAINT, RIGHT, WRONG, PAPER = "#2b2b33", "#8a8a94", "#5b8db8", "#d9562b", "#fcfcfa"
+ROUNDS = 40
+
+
+def trained(x: Tensor, y: Tensor) -> nn.Module:
+    model = net(128, 1)
+    step = sw.Step(model, torch.optim.Adam(model.parameters(), lr=1e-3), loss_fn, samples=BATCH)
+    loader = DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=True)
+    sw.Trainer(step, progress=False).fit(loader, epochs=EPOCHS)
+    return model.eval()
+
+
+def net(width: int, layers: int) -> nn.Module:
+    hidden = [layer for _ in range(layers - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *hidden, nn.Dropout(0.2), nn.Linear(width, 10))
+
+
+def prices(x: Tensor, y: Tensor) -> dict[str, float]:
+    """Updates of 512 samples on one thread, taking turns; medians, as multiples of a plain one of the same net.
+
+    A small net mostly shows what the bookkeeping costs.
+    """
+    batch, threads = (x[:512], y[:512]), torch.get_num_threads()
+    torch.set_num_threads(1)
+    small, large = net(128, 1), net(1024, 2)
+
+    def update(model: nn.Module, **options: Any) -> Callable[[], Any]:
+        step = sw.Step(copy.deepcopy(model), sw.sgd(1e-3), loss_fn, audit=False, **options)
+        return lambda: step(batch)
+
+    ways = {
+        "small": update(small),
+        "small, clipped": update(small, transforms=[sw.clip(1.0)]),
+        "large": update(large),
+        "large, clipped": update(large, transforms=[sw.clip(1.0)]),
+        "large, a loop": lambda: one_by_one(large, batch),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(ROUNDS):
+        for name, way in ways.items():
+            if turn < 3 or not name.endswith("loop"):  # slow, and its place is clear
+                start = time.perf_counter()
+                way()
+                seconds[name].append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    took = {name: statistics.median(times) for name, times in seconds.items()}
+    print({name: f"{1e3 * t:.1f} ms" for name, t in took.items()})
+    return {
+        "a plain update": 1.0,
+        "each sample clipped": took["large, clipped"] / took["large"],
+        "… 10 thousand weights": took["small, clipped"] / took["small"],
+        "a loop over samples": took["large, a loop"] / took["large"],
+    }
+
+
+def one_by_one(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """The norms without the library."""
+    params = list(model.parameters())
+    losses = (loss_fn(model, sample) for sample in zip(*(part.split(1) for part in batch), strict=True))
+    return [nn.utils.get_total_norm(torch.autograd.grad(loss.sum(), params)) for loss in losses]
+
+
+def scatter(axes: Axes, losses: Tensor, norms: Tensor, wrong: Tensor) -> None:
+    for mask, color, label in ((~wrong, RIGHT, "right label"), (wrong, WRONG, "wrong label")):
+        axes.scatter(
+            losses[mask], norms[mask], s=11, color=color, alpha=0.55, lw=0, label=f"{label}: {int(mask.sum())}"
+        )
+    axes.set(xscale="log", yscale="log", xlabel="loss of the sample", ylabel="length of its gradient")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.set_title("Every sample has a gradient of its own")
+    axes.legend(loc="lower right", frameon=False, handletextpad=0.1, markerscale=1.8)
+
+
+def longest(cells: list[Axes], x: Tensor, y: Tensor, norms: Tensor, wrong: Tensor) -> None:
+    for axes, i in zip(cells, norms.argsort(descending=True).tolist(), strict=False):
+        axes.imshow(x[i].view(8, 8), cmap="Greys", vmin=0, vmax=1)
+        axes.set(xticks=[], yticks=[])
+        axes.set_title(f"“{int(y[i])}”", fontsize=10, color=WRONG if wrong[i] else RIGHT, pad=3, fontweight="bold")
+        for spine in axes.spines.values():
+            spine.set(visible=True, color=WRONG if wrong[i] else RIGHT)
+
+
+def bars(axes: Axes, found: dict[str, float]) -> None:
+    names, edge = list(found), 2.4
+    for place, (name, ratio) in enumerate(found.items()):
+        cut = ratio > edge
+        axes.barh(place, min(ratio, edge), color=FAINT if name in (names[0], names[-1]) else RIGHT, height=0.62)
+        text = f"{ratio:.0f} times  →" if cut else f"{ratio:.2f}"
+        axes.text(min(ratio, edge) - 0.04, place, text, ha="right", va="center", color=PAPER, fontweight="bold")
+    axes.set(yticks=range(len(names)), yticklabels=names, xticks=[], xlim=(0, edge), ylim=(len(names) - 0.5, -0.5))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    x, y, wrong, _ = digits()
+    model = trained(x, y)
+    losses, norms = measured(model, x, y)
+    first = int(wrong.sum())
+    share = wrong[norms.argsort(descending=True)[:first]].float().mean()
+
+    mpl.rcParams.update(dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK))
+    mpl.rcParams.update({"axes.edgecolor": FAINT, "font.size": 10})
+    mpl.rcParams.update({"axes.titlesize": 11.5, "axes.titlelocation": "left", "axes.titleweight": "bold"})
+    figure = plt.figure(figsize=(10, 4.6), facecolor=PAPER)
+    left = figure.add_axes((0.075, 0.125, 0.43, 0.78), facecolor=PAPER)
+    left.spines[["top", "right"]].set_visible(False)
+    scatter(left, losses, norms, wrong)
+
+    figure.text(0.56, 0.928, "The longest, and the labels they came with", fontsize=11.5, fontweight="bold")
+    cells = [figure.add_axes((0.56 + 0.0705 * (k % 6), 0.72 - 0.215 * (k // 6), 0.062, 0.135)) for k in range(12)]
+    longest(cells, x, y, norms, wrong)
+    figure.text(0.56, 0.445, f"Of the {first} longest, {share:.0%} have a wrong label; of all, 10%.")
+
+    figure.text(0.56, 0.355, "What it costs, with 1.1 million weights", fontsize=11.5, fontweight="bold")
+    bars(figure.add_axes((0.715, 0.04, 0.265, 0.295), facecolor=PAPER), prices(x, y))
+    figure.savefig(TARGET, dpi=130)
+    print(f"{TARGET.name}: {TARGET.stat().st_size / 1024:.0f} KB")
+
+
+if __name__ == "__main__":
+    main()
