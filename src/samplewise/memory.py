@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,28 +16,64 @@ class OverBudget(Exception):
     """A forward pass would keep more for its backward pass than it may."""
 
 
+class Kept:
+    """Bytes that forward passes hold for their backward passes: `now`, and the `most` there were at a time. Weights
+    and buffers are not counted, and several views of one place only once."""
+
+    def __init__(self, modules: Iterable[nn.Module], budget: float = math.inf):
+        self.now = self.most = 0
+        self._budget = budget
+        self._own = {t.untyped_storage().data_ptr() for m in modules for t in (*m.parameters(), *m.buffers())}
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}  # -> how many hold it, bytes of the largest
+
+    def hold(self, x: Tensor) -> _Held:
+        storage = x.untyped_storage()
+        if storage.data_ptr() in self._own:
+            return _Held(x)
+        # A view of a whole data set keeps no more for backward than it shows.
+        size = min(storage.nbytes(), x.numel() * x.element_size())
+        place = storage.data_ptr(), int(x.storage_offset())
+        holders, largest = self._places.get(place, (0, 0))
+        self._places[place] = holders + 1, max(largest, size)
+        self._grow(max(0, size - largest))
+        return _Held(x, partial(self._release, place))
+
+    def _release(self, place: tuple[int, int]) -> None:
+        holders, largest = self._places.pop(place)
+        if holders > 1:
+            self._places[place] = holders - 1, largest
+        else:
+            self.now -= largest
+
+    def _grow(self, size: int) -> None:
+        self.now += size
+        self.most = max(self.most, self.now)
+        if self.now > self._budget:
+            raise OverBudget
+
+
+class _Held:
+    """A saved tensor, for as long as the graph keeps it."""
+
+    def __init__(self, tensor: Tensor, release: Callable[[], None] = lambda: None):
+        self.tensor, self._release = tensor, release
+
+    def __del__(self) -> None:
+        self._release()
+
+
+@contextmanager
+def kept_for_backward(*modules: nn.Module, budget: float = math.inf) -> Iterator[Kept]:
+    """Counts what is saved inside, until it is freed. Of a checkpointed block nothing is: it is computed again."""
+    kept = Kept(modules, budget)
+    with torch.autograd.graph.saved_tensors_hooks(kept.hold, lambda held: held.tensor):
+        yield kept
+
+
 @contextmanager
 def bounded(budget: int, *modules: nn.Module) -> Iterator[None]:
     """Stops the forward pass once what it saved for backward takes more than so many bytes, weights not counted."""
-    own = {t.untyped_storage().data_ptr() for m in modules for t in (*m.parameters(), *m.buffers())}
-    seen: dict[tuple[int, int], int] = {}
-    total = 0
-
-    def pack(x: Tensor) -> Tensor:
-        nonlocal total
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            place, size = (
-                (storage.data_ptr(), int(x.storage_offset())),
-                min(storage.nbytes(), x.numel() * x.element_size()),
-            )
-            total += max(0, size - seen.get(place, 0))
-            seen[place] = max(size, seen.get(place, 0))
-        if total > budget:
-            raise OverBudget
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with kept_for_backward(*modules, budget=budget):
         yield
 
 
