@@ -48,6 +48,15 @@ def test_the_readme_has_code_blocks():
     assert list(_blocks((ROOT / "README.md").read_text()))
 
 
+def test_the_recipe_trains(tmp_path):
+    _, recipe = next(_blocks((ROOT / "docs" / "command-line.md").read_text()))
+    (tmp_path / "recipe.py").write_text(recipe)
+    command = "-m samplewise.cli.main train recipe.py --epochs 1 --samples 64 --clip 1.0".split()
+    run = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "3 updates in all" in run.stdout
+
+
 @pytest.mark.parametrize("fence", ["```py", "```python skip", "```Python", "  ```python", "~~~python"])
 def test_a_block_that_would_only_be_shown_is_refused(fence):
     with pytest.raises(AssertionError, match="write ```python"):
