@@ -79,3 +79,27 @@ def test_a_bound_stops_the_forward_pass():
         model(X)
     with bounded(559, model), pytest.raises(OverBudget):
         model(X)
+
+
+@pytest.mark.parametrize("ask", [None, lambda g: g.norms(), lambda g: g.backward(retain_graph=False)])
+def test_a_graph_that_goes_without_a_backward_pass_is_freed(ask):
+    """Some operations save what they return: held as it is, it would hold the operation, which holds it."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    with kept_for_backward(model) as kept:
+        losses = model(X).square().sum(1)
+        if ask is not None:
+            ask(sw.gradients(losses, model))
+        del losses
+    assert kept.now == 0
+
+
+def test_second_derivatives_through_what_is_held():
+    w = torch.tensor([0.5, -0.3], dtype=torch.float64, requires_grad=True)
+
+    def curvature():
+        (slope,) = torch.autograd.grad(w.tanh().exp().sum(), w, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), w)[0]
+
+    plain = curvature()
+    with kept_for_backward():
+        assert torch.equal(curvature(), plain)

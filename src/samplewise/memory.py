@@ -53,10 +53,11 @@ class Kept:
 
 
 class _Held:
-    """A saved tensor, for as long as the graph keeps it."""
+    """A saved tensor, for as long as the graph keeps it. Detached: an operation that saves what it returns would hold
+    itself otherwise, and never be freed. Autograd attaches it again."""
 
     def __init__(self, tensor: Tensor, release: Callable[[], None] = lambda: None):
-        self.tensor, self._release = tensor, release
+        self.tensor, self._release = tensor.detach(), release
 
     def __del__(self) -> None:
         self._release()
