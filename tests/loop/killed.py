@@ -1,10 +1,11 @@
 """A training run that may be killed at any moment: shuffle, dropout, random augmentation, two workers, accumulation.
 
-python killed.py DIRECTORY [--slow SECONDS]: trains to the end, resuming whatever is there; writes the parameters.
+python killed.py DIRECTORY LOADER PAUSE: trains to the end, resuming whatever is there; writes the parameters.
 """
 
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -15,6 +16,16 @@ from torch.utils.data import DataLoader, Dataset
 import samplewise as sw
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.trainer import Trainer
+
+
+def stateful(*args, **options):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    with warnings.catch_warnings(action="ignore"):  # it calls what torch has deprecated
+        return StatefulDataLoader(*args, **options)
+
+
+LOADERS = {"plain": DataLoader, "stateful": stateful}
 
 
 class Augmented(Dataset):
@@ -39,7 +50,7 @@ class Order:
         time.sleep(self.pause)
 
 
-def main(directory: Path, pause: float) -> None:
+def main(directory: Path, kind: str, pause: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -55,7 +66,7 @@ def main(directory: Path, pause: float) -> None:
     step = sw.Step(
         model, optimizer, loss_fn, samples=9, microbatch=4, scheduler=scheduler, transforms=[sw.clip(1.0)], audit=False
     )
-    loader = DataLoader(Augmented(), batch_size=8, shuffle=True, num_workers=2)
+    loader = LOADERS[kind](Augmented(), batch_size=8, shuffle=True, num_workers=2)
     trainer = Trainer(
         step, run=directory, callbacks=[order, ModelCheckpoint(every="2up")], log_every=3, progress=False, seed=3
     )
@@ -65,4 +76,4 @@ def main(directory: Path, pause: float) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))

@@ -1,9 +1,10 @@
 """`Feed`: whatever the loader, the rest of a run is the same from any place on.
 
 Each loader of the table is gone through once from the beginning to the end, and then by new loaders from places in
-between, which have been through a file. Every data set draws random numbers, and so does the caller between two batches.
+between, which have been through a file. Every data set draws random numbers, and so does the caller in between.
 """
 
+import os
 import random
 
 import numpy
@@ -307,3 +308,201 @@ def test_with_workers(make, living_on, tmp_path):
     of_second = [saved for saved in places if saved[2] == 1]
     for saved in (places[0], of_second[0], of_second[len(of_second) // 2], of_second[-2], of_second[-1]):
         assert_goes_on(with_workers, saved, seen, tmp_path / "place")
+
+
+# ------------------------------------------------------------- what is fetched, and by whom
+
+
+class Counting(Samples):
+    def __init__(self):
+        self.asked = []
+
+    def __getitem__(self, i):
+        self.asked.append(i)
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_only_the_rest_is_fetched(kind):
+    whole, rest = Counting(), Counting()
+    feed = Feed(kind(whole, **SHUFFLED), seed=7)
+    batches = feed.epoch(0)
+    next(batches), next(batches)
+    feed.mark(3)
+    place = feed.place
+    list(batches)
+    assert len(whole.asked) == SAMPLES
+    feed = Feed(kind(rest, **SHUFFLED), seed=7)
+    feed.go_to(place)
+    assert [used for _, used in feed.epoch(0)] == [3, 0]
+    assert rest.asked == whole.asked[4:]  # the second batch once more, and the third
+
+
+class Told(Samples):
+    """Says who has made a sample, and what the worker's init function has left in its data set."""
+
+    left = 0
+
+    def __getitem__(self, i):
+        return i, get_worker_info().id, self.left, os.getpid()
+
+
+def leave(worker):
+    get_worker_info().dataset.left = worker + 10
+
+
+@pytest.mark.parametrize("living_on", [False, True])
+def test_workers_that_live_on(living_on):
+    options = dict(batch_size=1, num_workers=2, persistent_workers=living_on, worker_init_fn=leave)
+    feed = Feed(DataLoader(Told(), **options), seed=7)
+    processes = []
+    for epoch in range(2):
+        batches = [batch for batch, _ in feed.epoch(epoch)]
+        assert all(left == worker + 10 for _, worker, left, _ in batches)
+        processes.append({int(process) for *_, process in batches})
+        feed.go_to(Place())
+    feed.close()
+    assert len(processes[0]) == len(processes[1]) == 2
+    assert (processes[0] == processes[1]) is living_on
+
+
+class Later(Samples):
+    """Knows the epoch."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, i):
+        return i, self.epoch
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_workers_that_live_on_know_the_epoch(kind):
+    feed = Feed(kind(Later(), batch_size=SAMPLES, num_workers=1, persistent_workers=True), seed=7)
+    for epoch in range(3):
+        [((_, told), _)] = feed.epoch(epoch)
+        assert told.tolist() == [epoch] * SAMPLES
+        feed.go_to(Place())
+    feed.close()
+
+
+def test_augmentation_does_not_depend_on_workers():
+    alone, helped = (list(Feed(DataLoader(Samples(), num_workers=n, **SHUFFLED), seed=7).epoch(0)) for n in (0, 2))
+    assert [rows(batch) for batch, _ in alone] == [rows(batch) for batch, _ in helped]
+
+
+def test_pinned_memory_is_asked_for():
+    feed = Feed(DataLoader(Samples(), pin_memory=True), seed=7)
+    if torch.accelerator.is_available():
+        assert all(part.is_pinned() for batch, _ in feed.epoch(0) for part in batch)
+    else:
+        with pytest.warns(UserWarning, match="'pin_memory' argument is set as true but no accelerator is found"):
+            next(feed.epoch(0))
+
+
+def test_other_kinds_of_data_loader():
+    """A subclass with another collation, as libraries of graphs have it, is as good as a DataLoader."""
+
+    class Graphs(DataLoader):
+        def __init__(self, dataset):
+            super().__init__(dataset, batch_size=4, collate_fn=lambda samples: default_collate([s[0] for s in samples]))
+
+    rest = Counting()
+    feed = Feed(Graphs(rest), seed=7)
+    feed.go_to(Place(batches=2))
+    [(batch, _)] = feed.epoch(0)
+    assert batch.tolist() == rest.asked == [8, 9, 10]
+
+
+def test_a_loader_whose_own_way_is_gone_through():
+    class Backwards(DataLoader):
+        def __iter__(self):
+            return reversed(list(super().__iter__()))
+
+    feed = Feed(Backwards(range(6), batch_size=2), seed=7)
+    assert [batch.tolist() for batch, _ in feed.epoch(0)] == [[4, 5], [2, 3], [0, 1]]
+
+
+def test_an_order_without_end():
+    class Forever(Sampler):
+        def __iter__(self):
+            while True:
+                yield random.randrange(SAMPLES)
+
+    def batches(place):
+        feed = Feed(DataLoader(Samples(), batch_size=2, sampler=Forever()), seed=7)
+        feed.go_to(place)
+        return (rows(batch) for batch, _ in feed.epoch(0))
+
+    found, later = batches(Place()), batches(Place(batches=100))
+    for _ in range(100):
+        next(found)
+    assert [next(found) for _ in range(3)] == [next(later) for _ in range(3)]
+
+
+# ------------------------------------------------------------- refusals
+
+
+class Strange:
+    pass
+
+
+def test_an_index_without_a_name():
+    feed = Feed(DataLoader(Samples(), batch_size=None, sampler=[Strange()]), seed=7)
+    with pytest.raises(TypeError, match=r"an index must be a number, text, .* found <.*Strange object .*__repr__"):
+        next(feed.epoch(0))
+
+
+def test_an_iterator_has_one_epoch():
+    feed = Feed(iter([torch.ones(2)] * 3), seed=7)
+    assert len(list(feed.epoch(0))) == 3
+    feed.go_to(Place())
+    message = "can be gone through once an epoch; found a list_iterator, which epoch 0 has used up. Pass a list"
+    with pytest.raises(sw.BatchError, match=message):
+        next(feed.epoch(1))
+
+
+@pytest.mark.parametrize("loader", [[], DataLoader(Samples(), batch_size=99, drop_last=True)], ids=["list", "dropped"])
+def test_an_epoch_of_nothing(loader):
+    with pytest.raises(sw.BatchError, match="an epoch must have at least one batch; found none in epoch 3"):
+        next(Feed(loader, seed=7).epoch(3))
+
+
+class Unsaid(OwnState):
+    def state_dict(self):
+        return {"left": numpy.arange(3)}
+
+
+def test_a_state_that_cannot_be_saved():
+    message = r"the state of a loader must be one that can be saved: loader.loader.left must be .* found numpy.ndarray"
+    with pytest.raises(sw.CheckpointError, match=message):
+        next(Feed(Unsaid(), seed=7, saved=True).epoch(0))
+    assert len(list(Feed(Unsaid(), seed=7).epoch(0))) == 5  # where nothing is saved
+
+
+KINDS = {
+    "with an order of ours": lambda: DataLoader(Samples(), batch_size=2),
+    "with a state of its own": lambda: StatefulDataLoader(Samples(), batch_size=2),
+    "that is gone through": Drawing,
+}
+
+
+@pytest.mark.parametrize("resumed", KINDS)
+@pytest.mark.parametrize("begun", KINDS)
+def test_another_kind_of_loader(begun, resumed):
+    feed, other = Feed(KINDS[begun](), seed=7), Feed(KINDS[resumed](), seed=7)
+    next(feed.epoch(0))
+    feed.mark(1)
+    other.go_to(feed.place)
+    if begun == resumed:
+        assert next(other.epoch(0))[1] == 1
+        return
+    with pytest.raises(sw.CheckpointError, match=f"of the kind it was begun with, one {begun}; found one {resumed}"):
+        next(other.epoch(0))
+
+
+def test_another_batch_size():
+    feed = Feed(DataLoader(Samples(), batch_size=2), seed=7)
+    feed.go_to(Place(batches=1, inside=3))
+    with pytest.raises(sw.CheckpointError, match="found a batch of 2 samples, of which 3 have been used"):
+        next(feed.epoch(0))

@@ -1,6 +1,8 @@
 """A run that is killed again and again ends as one that never was: parameters, log, and the order of samples."""
 
+import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -13,12 +15,26 @@ import torch
 
 SCRIPT = Path(__file__).with_name("killed.py")
 TIMES = ("seconds", "samples_per_second")
+LOADERS = ("plain", "stateful")
 
 
-def start(directory, pause=0.0):
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(directory), str(pause)], stderr=subprocess.PIPE, start_new_session=True
-    )
+@contextlib.contextmanager
+def running(directory, loader, pause=0.0):
+    directory.mkdir(exist_ok=True)
+    with open(directory / "errors.txt", "wb") as errors:
+        command = [sys.executable, str(SCRIPT), str(directory), loader, str(pause)]
+        process = subprocess.Popen(command, stderr=errors, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # its workers; they would find out by themselves, later
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def to_the_end(directory, loader):
+    with running(directory, loader) as process:
+        assert process.wait(timeout=300) == 0, (directory / "errors.txt").read_text()
 
 
 def ended(directory):
@@ -33,17 +49,15 @@ def assert_same(found, expected):
     assert all(torch.equal(a, b) for a, b in zip(parameters, right, strict=True))
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+@pytest.fixture(scope="module", params=LOADERS)
+def uninterrupted(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
-    process = start(directory)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors.decode()
-    return ended(directory)
+    to_the_end(directory, request.param)
+    return request.param, ended(directory)
 
 
 def test_every_sample_once_an_epoch(uninterrupted):
-    log, _ = uninterrupted
+    log, _ = uninterrupted[1]
     ids = [i for line in log if line["kind"] == "order" for i in line["ids"]]
     assert len(ids) == 200
     epochs = [ids[k : k + 50] for k in range(0, 200, 50)]
@@ -51,33 +65,50 @@ def test_every_sample_once_an_epoch(uninterrupted):
     assert epochs[0] != epochs[1]
 
 
-def killed_until_done(directory, kills, with_signal, longest):
-    """Lets it live for a random while, so many times; then to the end."""
-    wait = random.Random(kills)
-    for _ in range(kills):
-        process = start(directory, pause=0.05)
-        time.sleep(wait.uniform(0.5, longest))
-        process.send_signal(with_signal)
-        process.communicate(timeout=60)
-    process = start(directory)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors.decode()
+def started(directory, before):
+    path = directory / "run.json"
+    return path.exists() and path.stat().st_mtime_ns != before
+
+
+def live_for_a_while(process, directory, wait):
+    """Mostly until some moment of the training; now and then not even so long."""
+    path = directory / "run.json"
+    before = path.stat().st_mtime_ns if path.exists() else None
+    if wait.random() < 0.2:
+        time.sleep(wait.uniform(0.0, 3.0))
+        return
+    while not started(directory, before) and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(wait.uniform(0.0, 1.0))
+
+
+def interrupted_until_done(directory, loader, signals, pause):
+    wait = random.Random(len(signals))
+    for number in signals:
+        with running(directory, loader, pause) as process:
+            live_for_a_while(process, directory, wait)
+            assert process.poll() is None, (directory / "errors.txt").read_text()  # else nothing was interrupted
+            process.send_signal(number)
+            process.wait(timeout=300)
+    to_the_end(directory, loader)
 
 
 def test_killed(uninterrupted, tmp_path):
-    killed_until_done(tmp_path, 4, signal.SIGKILL, longest=6.0)
-    assert_same(ended(tmp_path), uninterrupted)
+    loader, expected = uninterrupted
+    interrupted_until_done(tmp_path, loader, [signal.SIGKILL] * 2, pause=0.2)
+    assert_same(ended(tmp_path), expected)
 
 
 @pytest.mark.slow
 def test_killed_twenty_times(uninterrupted, tmp_path):
-    killed_until_done(tmp_path, 22, signal.SIGKILL, longest=7.0)
-    assert_same(ended(tmp_path), uninterrupted)
+    loader, expected = uninterrupted
+    interrupted_until_done(tmp_path, loader, [signal.SIGKILL] * 22, pause=0.4)
+    assert_same(ended(tmp_path), expected)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_leave(uninterrupted, tmp_path, number):
-    killed_until_done(tmp_path, 2, number, longest=6.0)
+def test_asked_to_leave(uninterrupted, tmp_path):
+    loader, expected = uninterrupted
+    interrupted_until_done(tmp_path, loader, [signal.SIGTERM, signal.SIGINT], pause=0.3)
     log, parameters = ended(tmp_path)
     log = [line for line in log if line["kind"] != "end" or line["reason"] == "4 epochs are done"]
-    assert_same((log, parameters), uninterrupted)
+    assert_same((log, parameters), expected)

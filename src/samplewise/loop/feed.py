@@ -25,6 +25,7 @@ class Place:
     batches: int = 0
     inside: int = 0
     state: Any = None
+    kind: str | None = None  # of loader; None at the beginning
 
 
 class Feed:
@@ -65,14 +66,15 @@ class Feed:
         """What is left of the epoch; `back`: what went into no update comes again."""
         at = self.place if back else self._after()
         self.go_to(at)
+        at = self._of_this_kind(at)
         batches = self._source.enter(number if self.first is None else 0, at.batches, at.state)
         self._check_state()
         while (self.first is None or at.batches < self.first) and (batch := next(batches, END)) is not END:
             _check_used(batch, at.inside)
             self._last, self._mark = at, self._mark or at
             yield batch, at.inside
-            at = Place(at.batches + 1, 0, self._source.state())
-        if self._last is None and at == Place():
+            at = Place(at.batches + 1, 0, self._source.state(), at.kind)
+        if self._last is None and at.batches == 0:
             raise BatchError(
                 f"an epoch must have at least one batch; found none in epoch {number}. See to the loader: a generator "
                 "is empty the second time, and drop_last drops all of a small data set."
@@ -98,7 +100,16 @@ class Feed:
         """After the last batch."""
         if self._last is None:
             return self._start
-        return Place(self._last.batches + 1, 0, self._last.state)
+        return replace(self._last, batches=self._last.batches + 1, inside=0)
+
+    def _of_this_kind(self, place: Place) -> Place:
+        kind = self._source.kind
+        if place.kind not in (None, kind):
+            raise CheckpointError(
+                f"an epoch must go on with a loader of the kind it was begun with, one {place.kind}; found one {kind}. "
+                "Pass such a loader again."
+            )
+        return replace(place, kind=kind)
 
     def _check_state(self) -> None:
         """Before the first batch, so that nothing is lost."""

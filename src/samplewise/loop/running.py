@@ -33,6 +33,11 @@ class Running:
     def unread(self) -> bool:
         return self._lines.samples > 0
 
+    @property
+    def begun(self) -> bool:
+        """Whether this epoch has made any update."""
+        return self._epoch.samples > 0
+
     def read_epoch(self) -> dict[str, Any]:
         sums, self._epoch = self._epoch, Sums()
         return {"loss": sums.mean(), "skipped": sums.skipped, "seconds": sums.seconds}

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from samplewise.errors import BatchError, CheckpointError
+from samplewise.errors import BatchError
 from samplewise.loop.seeding import Stream, Unveiling, parts_of, seed_generators, seed_of, seeded_samples
 from samplewise.replay import random_state
 
@@ -28,6 +28,8 @@ END = object()
 
 
 class Source(Protocol):
+    kind: str
+
     def enter(self, epoch: int, skip: int, state: Any) -> Iterator[Any]:
         """The batches of an epoch but the first `skip`. `state` is what `state()` has returned before one of those,
         the last if possible.
@@ -58,6 +60,8 @@ def _is_numbered(loader: Any) -> bool:
 
 
 class Ordered:
+    kind = "with an order of ours"
+
     def __init__(self, loader: Any, seed: int):
         self._seed, self._samples = seed, seeded_samples(loader.dataset, seed)
         self._order = Order(loader)
@@ -123,6 +127,8 @@ def _kept(indices: Any) -> Any:
 
 
 class Stateful:
+    kind = "with a state of its own"
+
     def __init__(self, loader: Any, seed: int):
         self._loader, self._seed, self._stream = loader, seed, Stream(seed)
         self._batches = 0  # of this epoch, so far
@@ -130,11 +136,6 @@ class Stateful:
         self._samples = seeded_samples(loader.dataset, seed) if self._workers and _is_numbered(loader) else None
 
     def enter(self, epoch: int, skip: int, state: Any) -> Iterator[Any]:
-        if skip > 1 and state is None:
-            raise CheckpointError(
-                "a run must be resumed with a loader of the kind it had; found one with a state of its own, and none "
-                "for it in the checkpoint. Pass the loader that the run was begun with."
-            )
         seed = seed_of(self._seed, epoch)
         self._stream = Stream(seed)
         tell(self._loader, epoch, seed)
@@ -184,6 +185,8 @@ class Stateful:
 
 
 class Replayed:
+    kind = "that is gone through"
+
     def __init__(self, loader: Iterable[Any], seed: int):
         self._loader, self._seed = loader, seed
         self._once = isinstance(loader, Iterator)
@@ -191,11 +194,6 @@ class Replayed:
         self._taken = 0  # of an iterator, which does not begin anew
 
     def enter(self, epoch: int, skip: int, state: Any) -> Iterator[Any]:
-        if state is not None:
-            raise CheckpointError(
-                "a run must be resumed with a loader of the kind it had; found one without load_state_dict, and the "
-                "state of another in the checkpoint. Pass the loader that the run was begun with."
-            )
         if self._once and self._epoch not in (None, epoch):
             raise BatchError(
                 f"a loader must be something that can be gone through once an epoch; found {_kind(self._loader)}, "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.criteria import Criterion
-from samplewise.errors import CheckpointError
+from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.devices import moved, resolve
 from samplewise.loop.durations import Duration, duration
@@ -80,6 +80,7 @@ class Trainer:
         self._stopped: str | None = None
         self._files = None if self.run is None or fast_dev_run else Run(self.run)
         self._feed: Feed | None = None
+        self._validation: Feed | None = None
         self._epoch = step.counters.epochs
         self._interrupted = False
         self._running = Running()
@@ -172,6 +173,11 @@ class Trainer:
         """The metrics of the epoch: those of validation, if there is any."""
         if self._running.unread:
             self._write_progress()
+        if not (self._running.begun or self.step.open):
+            raise BatchError(
+                f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
+                f"epoch {self._epoch}, and tail='drop'. Use fewer, or tail='update' or 'carry'."
+            )
         epoch = self._epoch
         self._next_epoch()
         done, trained = self.step.counters.updates, self._running.read_epoch()
@@ -292,8 +298,9 @@ class Trainer:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._progress.close()
-            if self._feed is not None:
-                self._feed.close()
+            for feed in (self._feed, self._validation):
+                if feed is not None:
+                    feed.close()
             if self._files is not None:
                 self._files.close()
 
@@ -306,7 +313,7 @@ class Trainer:
         for metric in self._metrics.values():
             metric.reset()
         with seeded(seed_of(self.seed)), self._evaluating() as outputs:  # training draws on as if nothing had been
-            for batch in (moved(batch, self.device) for batch in loader):
+            for batch in self._validation_batches(loader):
                 with self.step.precision.autocast(self.device):
                     losses, counts = per_sample(self.step.loss_fn(self.model, batch))
                 total += losses.cpu().sum(dtype=torch.float64)
@@ -315,6 +322,15 @@ class Trainer:
                     metric.update(outputs[-1], batch)
         found = {name: metric.compute() for name, metric in self._metrics.items()}
         return {"loss": float(total / count), **found}
+
+    def _validation_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The same each time, whatever the loader draws."""
+        if self._validation is None:
+            self._validation = Feed(loader, self.seed)
+        self._validation.use(loader)
+        self._validation.go_to(Place())
+        for batch, _ in self._validation.epoch(0):
+            yield moved(batch, self.device)
 
     @torch.no_grad()
     def predict(self, loader: Iterable[Any]) -> Tensor:
