@@ -53,7 +53,7 @@ def test_defaults_do(recipe):
     plain = HEALTHY.split("def optimizer")[0].replace("return loader, loader", "return loader")
     result = command("train", recipe(plain))
     assert result.exit_code == 0
-    assert result.stdout.startswith("1 epochs are done: 3 updates in all\n")
+    assert result.stdout.startswith("1 epoch is done: 3 updates in all\n")
 
 
 def test_samples_microbatch_clip_and_updates(recipe):

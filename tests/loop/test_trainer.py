@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import samplewise as sw
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
 from samplewise.loop.metrics import accuracy
+from samplewise.loop.store import read
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(30) % 3
@@ -147,7 +148,7 @@ def test_events_come_in_the_order_of_the_loop():
 
     make(callbacks=[Teller()]).fit(loader(), validate=loader(), epochs=1)
     metrics = "['loss', 'train_loss']"
-    assert said == ["start", "epoch 0", "update 0", "update 1", "update 2", f"end 0 {metrics}", "1 epochs are done"]
+    assert said == ["start", "epoch 0", "update 0", "update 1", "update 2", f"end 0 {metrics}", "1 epoch is done"]
 
 
 class Misspelt:
@@ -242,9 +243,18 @@ def test_another_seed(tmp_path):
 
 
 def test_the_best_models_are_kept(tmp_path):
-    trainer = make(tmp_path, [ModelCheckpoint(best=2, monitor="loss")])
+    checkpoint = ModelCheckpoint(best=2, monitor="loss")
+    trainer = make(tmp_path, [checkpoint])
     trainer.fit(loader(), validate=loader(), epochs=4)
-    assert sorted(path.name for path in tmp_path.glob("best-*")) == ["best-000000009.ckpt", "best-000000012.ckpt"]
+    best = read(checkpoint.best_models[0])["model"]
+    assert all(torch.equal(best[name], value) for name, value in trainer.model.state_dict().items())
+    resumed = ModelCheckpoint(best=2, monitor="loss")
+    make(tmp_path, [resumed]).fit(loader(), validate=loader(), epochs=4, resume=True)
+    assert resumed.best_models == checkpoint.best_models
+    assert sorted(path.name for path in tmp_path.glob("best-*")) == [
+        "best-loss-000000009.ckpt",
+        "best-loss-000000012.ckpt",
+    ]
 
 
 def test_the_step_is_left_as_it_is_without_a_directory(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,13 +17,6 @@ from samplewise.step.step import Step
 from samplewise.transforms.clip import clip as clipped
 
 EPOCHS = 1
-
-
-class SaveAtEnd:
-    """So that --resume goes on from the last update, also where that is in the middle of an epoch."""
-
-    def on_fit_end(self, trainer: Any) -> None:
-        trainer.save()
 
 
 def train(
@@ -80,7 +73,7 @@ def train(
     optimizer, metrics = found.optimizer(model), found.metrics()
     with blaming(recipe):
         step = Step(model, optimizer, found.loss(), samples, pieces, transforms)
-        trainer = Trainer(step, run, [SaveAtEnd()], metrics=metrics, device=where, seed=seed)
+        trainer = Trainer(step, run, metrics=metrics, device=where, seed=seed)
         reason = trainer.fit(loader, validation, None if updates else epochs or EPOCHS, updates, resume)
     _tell(reason, trainer, run)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -47,53 +48,78 @@ class EarlyStopping:
 
 
 class ModelCheckpoint:
-    """Saves what it takes to resume, every so often ("1ep", "500up"), and the best models by a metric."""
+    """Saves what it takes to resume, every so often ("1ep", "500up") and at the end of fit; and the best models by a
+    metric, which stay beside the log: `best_models` are their files, the best first.
+    """
 
     def __init__(self, every: str = "1ep", best: int = 0, monitor: str = "loss", mode: str = "min"):
+        if type(best) is not int or best < 0:
+            raise ValueError(f"best must be how many models to keep, 0 or more; found {best!r}.")
         self.every, self.best, self.monitor = duration(every), best, monitor
-        self._sign = _better(mode)
-        self._kept: list[tuple[float, str]] = []  # the best first
+        self._sign, self._saved = _better(mode), False
+        self._directory = Path()
+        self._names: list[str] = []  # of the best models, the best first
+        self._values: list[float] = []  # theirs
+
+    @property
+    def best_models(self) -> list[Path]:
+        return [self._directory / name for name in self._names]
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._directory = trainer.run or Path()
 
     def on_update(self, trainer: Any, update: Any) -> None:
-        if self.every.updates is not None and not update.skipped and (update.index + 1) % self.every.updates == 0:
-            trainer.save()
+        every = self.every.updates
+        self._save_if(every is not None and not update.skipped and (update.index + 1) % every == 0, trainer)
 
     def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
-        if self.best:
-            self._keep_if_good(trainer, _monitored(metrics, self.monitor))
-        if self.every.epochs is not None and (epoch + 1) % self.every.epochs == 0:
+        if self.best and not trainer.fast_dev_run:
+            self._keep_if_good(trainer, self._sign * _monitored(metrics, self.monitor))
+        self._save_if(self.every.epochs is not None and (epoch + 1) % self.every.epochs == 0, trainer)
+
+    def on_fit_end(self, trainer: Any) -> None:
+        if trainer.run is not None and not trainer.step.waiting:  # those samples could not come again
+            self._save_if(not self._saved, trainer)
+
+    def _save_if(self, wanted: bool, trainer: Any) -> None:
+        self._saved = wanted
+        if wanted:
             trainer.save()
 
     def _keep_if_good(self, trainer: Any, value: float) -> None:
-        ranked = sorted([*self._kept, (self._sign * value, "")], key=lambda kept: (math.isnan(kept[0]), kept[0]))
-        if ("" in [name for _, name in ranked[: self.best]]) and not math.isnan(value):
-            name = trainer.save_model(f"best-{trainer.step.counters.updates:09d}").name
-            ranked = [(v, n or name) for v, n in ranked]
-            for _, dropped in ranked[self.best :]:
-                (Path(trainer.run) / dropped).unlink(missing_ok=True)
-            self._kept = ranked[: self.best]
+        place = bisect_right(self._values, value)
+        if place >= self.best or math.isnan(value):
+            return
+        file = trainer.save_model(f"best-{self.monitor.replace('/', '-')}-{trainer.step.counters.updates:09d}")
+        self._values.insert(place, value)
+        self._names.insert(place, file.name)
+        for dropped in self.best_models[self.best :]:
+            dropped.unlink(missing_ok=True)
+        del self._values[self.best :], self._names[self.best :]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": [list(kept) for kept in self._kept]}
+        return {"values": self._values, "names": self._names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._kept = [(value, name) for value, name in state["kept"]]
+        self._values, self._names = state["values"], state["names"]
 
 
 class LRMonitor:
     """Writes the learning rates of all parameter groups into the log, every so many updates."""
 
     def __init__(self, every: int = 50):
+        if type(every) is not int or every < 1:
+            raise ValueError(f"every must be a positive number of updates; found {every!r}.")
         self.every = every
 
     def on_update(self, trainer: Any, update: Any) -> None:
-        if (update.index + 1) % self.every == 0:
+        if not update.skipped and (update.index + 1) % self.every == 0:
             rates = update.lr if isinstance(update.lr, tuple) else (update.lr,)
             trainer.write("lr", update=update.index + 1, rates=list(rates))
 
 
 class MaxTime:
-    """Stops after so many seconds."""
+    """Stops so many seconds after fit began; a resumed one begins anew."""
 
     def __init__(self, seconds: float):
         self.seconds, self._started = seconds, 0.0

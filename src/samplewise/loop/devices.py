@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.batches import map_leaves
+from samplewise.batches import leaves, map_leaves
 
 
 def resolve(device: str | torch.device) -> torch.device:
@@ -20,11 +20,13 @@ def resolve(device: str | torch.device) -> torch.device:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """The batch on the device; not waited for where its memory is pinned."""
+    """The batch on the device; not waited for where its memory is pinned. Objects are moved by their own `to`."""
+    if device.type == "cpu" and all(isinstance(leaf, Tensor) and leaf.device == device for leaf in leaves(batch)):
+        return batch
 
     def there(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.device == device:
-            return leaf
-        return leaf.to(device, non_blocking=device.type == "cuda" and leaf.is_pinned())
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=device.type == "cuda" and leaf.is_pinned())
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
-    return batch if device.type == "cpu" else map_leaves(batch, there)
+    return map_leaves(batch, there)

@@ -16,8 +16,10 @@ class Duration:
             self.updates is not None and updates >= self.updates
         )
 
-    def __str__(self) -> str:
-        return f"{self.epochs} epochs" if self.epochs is not None else f"{self.updates} updates"
+    def done(self) -> str:
+        """In words."""
+        number, what = (self.epochs, "epoch") if self.epochs is not None else (self.updates, "update")
+        return f"1 {what} is done" if number == 1 else f"{number} {what}s are done"
 
 
 def duration(epochs: int | str | None = None, updates: int | None = None) -> Duration:

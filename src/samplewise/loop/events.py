@@ -7,6 +7,7 @@
             on_update                   update
         on_epoch_end                    epoch, metrics (those of validation, and the epoch's own loss)
     on_fit_end                          reason
+    on_error                            error: instead of on_fit_end, if anything has raised
                                         ... and, wherever a line of the log is written, right after it:
     on_log                              kind ("train", "epoch", "validation", "end", or your own), fields
 
@@ -18,6 +19,7 @@ callback with `state_dict` and `load_state_dict` is part of every checkpoint.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +30,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "on_update": ("update",),
     "on_epoch_end": ("epoch", "metrics"),
     "on_fit_end": ("reason",),
+    "on_error": ("error",),
     "on_log": ("kind", "fields"),
 }
 
@@ -55,15 +58,21 @@ class Listeners:
                 callback.load_state_dict(state[name])
 
     def _with_state(self) -> Iterable[tuple[str, Any]]:
-        for k, callback in enumerate(self.callbacks):
+        """By kind, and by number among those of a kind: so that others can come and go."""
+        seen = Counter[str]()
+        for callback in self.callbacks:
+            kind = type(callback).__name__
             if hasattr(callback, "state_dict"):
-                yield f"{k}.{type(callback).__name__}", callback
+                yield f"{kind}.{seen[kind]}" if seen[kind] else kind, callback
+                seen[kind] += 1
 
     def _add(self, callback: Any) -> None:
         kind = type(callback).__name__
         if isinstance(callback, type):
             raise TypeError(f"a callback must be an object; found the class {callback.__name__}. Call it.")
         methods = [name for name in dir(callback) if name.startswith("on_")]
+        if hasattr(callback, "state_dict") != hasattr(callback, "load_state_dict"):
+            raise TypeError(f"a callback must have state_dict and load_state_dict, or neither; {kind} has one of them.")
         if not methods:
             raise TypeError(f"a callback must have a method named after an event ({', '.join(EVENTS)}); found {kind}.")
         for method in methods:

@@ -22,20 +22,24 @@ class Logger(ABC):
     _is_open = False
 
     def on_fit_start(self, trainer: Any) -> None:
-        if self._is_open:  # the last fit raised
-            self._finish()
         if not trainer.fast_dev_run:
             self._begin(trainer)
-        self._is_open = not trainer.fast_dev_run
+            self._is_open = True
 
     def on_log(self, trainer: Any, kind: str, fields: dict[str, Any]) -> None:
         if self._is_open:
             self._add(kind, fields, fields.get("update", trainer.step.counters.updates))
 
     def on_fit_end(self) -> None:
-        if self._is_open:
+        self._close()
+
+    def on_error(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        was_open, self._is_open = self._is_open, False
+        if was_open:
             self._finish()
-        self._is_open = False
 
     @abstractmethod
     def _begin(self, trainer: Any) -> None: ...

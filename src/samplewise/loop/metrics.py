@@ -5,64 +5,97 @@ How batches combine: sums over samples, divided once; never a mean of means.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samplewise.batches import length
+from samplewise.errors import LossesError
+
+TAKEN = ("kind", "epoch", "update", "loss", "train_loss")
+
+
+class Quotient:
+    """Σ values / Σ counts, in float64 and on the device of the values: whatever is added, no device is waited for."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | float = 0.0
+        self._count: Tensor | int = 0
+
+    def add(self, values: Tensor, counts: Tensor | None = None) -> None:
+        if not isinstance(values, Tensor) or values.dim() != 1:
+            found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise LossesError(f"losses must be 1-D, one value per sample; found {found}. Use reduction='none'.")
+        self.add_sum(_wide(values).sum(), len(values) if counts is None else _wide(counts).sum())
+
+    def add_sum(self, total: Tensor, count: Tensor | int) -> None:
+        self._total, self._count = self._total + total, self._count + count
+
+    def value(self) -> float:
+        return float(self._total) / float(self._count) if float(self._count) else float("nan")
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Half precision would stop counting at a few hundred. Apple's devices know no float64."""
+    return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
 class Mean:
     """The mean over samples of what a function returns for a batch: one number per sample, or the batch's mean."""
 
-    def __init__(self, function: Any):
-        self.function = function
-        self.total: Tensor | float = 0.0
-        self.count = 0
+    def __init__(self, function: Callable[[Any, Any], Any]):
+        self.function, self._sums = function, Quotient()
 
     def update(self, outputs: Any, batch: Any) -> None:
-        found = torch.as_tensor(self.function(outputs, batch)).detach()
-        found = found.to(torch.get_default_dtype()) if not found.is_floating_point() else found
-        samples = length(batch)
-        if found.dim() == 0:
-            if samples is None:
-                raise ValueError(
-                    "a metric must return one number per sample for batches that cannot be cut; found one number."
-                )
-            self.total, self.count = self.total + found * samples, self.count + samples
-        else:
-            self.total, self.count = self.total + found.sum(), self.count + found.numel()
+        found = _wide(torch.as_tensor(self.function(outputs, batch)))
+        samples = length(batch) if found.dim() == 0 else found.numel()
+        if samples is None:
+            raise ValueError(
+                "a metric must return one number per sample for batches that cannot be cut; found one number."
+            )
+        self._sums.add_sum(found * samples if found.dim() == 0 else found.sum(), samples)
 
     def compute(self) -> float:
-        return float(self.total / self.count) if self.count else float("nan")
+        return self._sums.value()
 
     def reset(self) -> None:
-        self.total, self.count = 0.0, 0
+        self._sums = Quotient()
 
 
 class Given:
-    """Somebody else's metric, such as torchmetrics': fed with (outputs, target) of batches (x, y)."""
+    """Somebody else's metric, such as torchmetrics': fed with (outputs, target) of batches (x, y); or with the whole
+    batch, if its `update` asks for `batch`.
+    """
 
-    def __init__(self, metric: Any):
-        self.metric = metric
+    def __init__(self, metric: Any, device: torch.device):
+        self.metric = metric.to(device) if hasattr(metric, "to") else metric
+        self._whole = "batch" in inspect.signature(metric.update).parameters
 
     def update(self, outputs: Any, batch: Any) -> None:
-        self.metric.update(outputs, batch[1])
+        if not self._whole and not (isinstance(batch, (tuple, list)) and len(batch) > 1):
+            raise TypeError(
+                "a metric with update, compute and reset is fed with (outputs, y) of batches (x, y); found a "
+                f"{type(batch).__name__}. Give it a method update(outputs, batch) that takes out what it needs."
+            )
+        self.metric.update(outputs, batch if self._whole else batch[1])
 
-    def compute(self) -> float:
-        return float(self.metric.compute())
+    def compute(self) -> Any:
+        return self.metric.compute()
 
     def reset(self) -> None:
         self.metric.reset()
 
 
-def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Mean | Given]:
+def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Mean | Given]:
     found: dict[str, Mean | Given] = {}
     for name, metric in metrics.items():
+        if name in TAKEN:
+            raise ValueError(f"a metric must have a name of its own; found {name!r}, which the log uses itself.")
         if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
-            found[name] = Given(metric)
+            found[name] = Given(metric, device)
         elif callable(metric):
             found[name] = Mean(metric)
         else:
@@ -71,6 +104,61 @@ def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Mean | Given]:
                 f"found {type(metric).__name__}."
             )
     return found
+
+
+def results(metrics: Mapping[str, Mean | Given]) -> dict[str, float]:
+    """A metric that has several results gets a name for each: name/part, name/0, name/1."""
+    found: dict[str, float] = {}
+    for name, metric in metrics.items():
+        found |= _named(name, metric.compute())
+    return found
+
+
+def _named(name: str, value: Any) -> dict[str, float]:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if not isinstance(value, (Mapping, list, tuple)):
+        return {name: float(value)}
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return {key: number for part, one in parts for key, number in _named(f"{name}/{part}", one).items()}
+
+
+class Outputs:
+    """While open, notes what the model returns when the loss function calls it."""
+
+    def __init__(self, model: nn.Module):
+        self._model, self._found = model, list[Any]()
+
+    def __enter__(self) -> None:
+        self._hook = self._model.register_forward_hook(lambda module, inputs, output: self._found.append(output))
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def clear(self) -> None:
+        self._found.clear()
+
+    def last(self) -> Any:
+        """Of this batch."""
+        if not self._found:
+            raise LossesError(
+                "metrics are given what the model returns; found that the loss function never called model(...). Call "
+                "it there, or leave the metrics out."
+            )
+        return self._found[-1]
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of batches as those of one."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
+    if isinstance(first, Mapping):
+        return {key: joined([output[key] for output in outputs]) for key in first}
+    if isinstance(first, (tuple, list)):
+        parts = (joined(part) for part in zip(*outputs, strict=True))
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return list(outputs)
 
 
 def accuracy(outputs: Tensor, batch: Any) -> Tensor:

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Mapping
 from typing import Protocol
 
 
 class Progress(Protocol):
-    def update(self, epoch: int, done: int, text: str) -> None:
+    def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
         """So many updates have been made."""
 
-    def line(self, text: str) -> None:
-        """Something to stay on the screen."""
+    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """An epoch has ended: something to stay on the screen."""
 
     def close(self) -> None: ...
 
 
 class Silent:
-    def update(self, epoch: int, done: int, text: str) -> None: ...
-    def line(self, text: str) -> None: ...
+    def update(self, epoch: int, done: int, loss: float, speed: float) -> None: ...
+    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 class Lines:
-    def update(self, epoch: int, done: int, text: str) -> None:
-        self.line(f"epoch {epoch + 1}  update {done}  {text}")
+    def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
+        self._print(f"epoch {epoch + 1}  update {done}  loss {shown(loss)}  {speed:.0f} samples/s")
 
-    def line(self, text: str) -> None:
+    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        self._print(f"epoch {epoch + 1}  {named(metrics)}")
+
+    def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None: ...
 
 
 class Bar:
-    """With rich: epoch, updates, time left, loss and speed."""
+    """With rich: epoch, updates, time left, loss, speed, and what the last validation found."""
 
     def __init__(self, total: int | None, done: int) -> None:
         from rich import progress
@@ -41,24 +46,36 @@ class Bar:
 
         self._bar = progress.Progress(
             progress.TextColumn("epoch {task.fields[epoch]}"),
-            progress.BarColumn(),
+            progress.BarColumn(bar_width=20),
             progress.MofNCompleteColumn(),
             progress.TextColumn("updates, left"),
             progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[text]}"),
+            progress.TextColumn("{task.fields[text]}", markup=False),
             console=Console(stderr=True),
         )
+        self._metrics = ""
         self._task = self._bar.add_task("", total=total, completed=done, epoch=1, text="")
         self._bar.start()
 
-    def update(self, epoch: int, done: int, text: str) -> None:
+    def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
+        text = f"loss {shown(loss)}  {speed:.0f} samples/s  {self._metrics}".rstrip()
         self._bar.update(self._task, completed=done, epoch=epoch + 1, text=text)
 
-    def line(self, text: str) -> None:
-        self._bar.console.print(text, highlight=False, markup=False)
+    def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        self._bar.console.print(f"epoch {epoch + 1}  {named(metrics)}", highlight=False, markup=False)
+        found = {name: value for name, value in metrics.items() if name != "train_loss"}
+        self._metrics = f"(validation: {named(found)})" if found else ""
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def shown(value: float) -> str:
+    return "NaN" if math.isnan(value) else f"{value:.4g}"
+
+
+def named(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {shown(value)}" for name, value in values.items())
 
 
 def make_progress(wanted: bool, total: int | None, done: int) -> Progress:

@@ -15,7 +15,7 @@ def random_state_dict() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": None if numpy is None else _as_plain(numpy.random.get_state()),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
@@ -26,8 +26,10 @@ def load_random_state(state: dict[str, Any]) -> None:
     if numpy is not None and state["numpy"] is not None:
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for device, of_device in enumerate(
+        state["cuda"][: torch.cuda.device_count()]
+    ):  # there may be fewer than there were
+        torch.cuda.set_rng_state(of_device.cpu(), device)
 
 
 def _as_plain(state: Any) -> tuple[Any, ...]:

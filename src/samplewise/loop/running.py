@@ -12,8 +12,11 @@ from samplewise.step.update import Update
 class Running:
     def __init__(self) -> None:
         self._lines, self._epoch = Sums(), Sums()
+        self._last: Update | None = None
+        self._lr: Any = None
 
     def add(self, update: Update) -> None:
+        self._last = update
         for sums in (self._lines, self._epoch):
             sums.add(update)
 
@@ -23,11 +26,17 @@ class Running:
         speed = sums.samples / sums.seconds if sums.seconds else 0.0
         return {
             "loss": sums.mean(),
-            "lr": sums.lr,
+            "lr": self._rates(),
             "skipped": sums.skipped,
             "seconds": sums.seconds,
             "samples_per_second": speed,
         }
+
+    def _rates(self) -> Any:
+        """Of the last update. They may be on the device, so they are not read before."""
+        if self._last is not None:
+            self._lr, self._last = self._last.lr, None
+        return self._lr
 
     @property
     def unread(self) -> bool:
@@ -43,11 +52,12 @@ class Running:
         return {"loss": sums.mean(), "skipped": sums.skipped, "seconds": sums.seconds}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lines": vars(self._lines).copy(), "epoch": vars(self._epoch).copy()}
+        return {"lines": vars(self._lines).copy(), "epoch": vars(self._epoch).copy(), "lr": self._rates()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self._lines).update(state["lines"])
         vars(self._epoch).update(state["epoch"])
+        self._lr, self._last = state["lr"], None
 
 
 class Sums:
@@ -56,13 +66,11 @@ class Sums:
     def __init__(self) -> None:
         self.loss = self.count = torch.zeros((), dtype=torch.float64)
         self.samples, self.skipped, self.seconds = 0, 0, 0.0
-        self.lr: Any = None  # of the last update
 
     def add(self, update: Update) -> None:
         self.samples += update.samples
         self.seconds += update.seconds
         self.skipped += update.skipped
-        self.lr = update.lr
         if not update.skipped:
             loss, count = update.sums()
             self.loss = self.loss.to(loss.device) + loss

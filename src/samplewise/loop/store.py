@@ -51,8 +51,9 @@ def write(path: Path, state: dict[Any, Any]) -> None:
     _safetensors()  # whoever writes will want to read
     if not isinstance(state, dict):
         raise TypeError(f"state must be a dict; found {_kind(state)}.")
-    tensors: list[Tensor] = []
-    text = json.dumps(_encode(state, (), tensors), **STRICT)
+    given: list[Tensor] = []
+    text = json.dumps(_encode(state, (), given), **STRICT)
+    tensors = [_copy(tensor) for tensor in given]
     about = {"format": FORMAT, "version": str(VERSION), "state": text, "sha256": _checksum(text, tensors)}
     header, order = _layout(about, tensors)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
@@ -76,7 +77,8 @@ def write(path: Path, state: dict[Any, Any]) -> None:
 
 
 def check(state: dict[Any, Any]) -> None:
-    """Refuses with a TypeError what `write` would refuse."""
+    """Raises where `write` would, because of what is in the state, and copies nothing."""
+    _safetensors()
     _encode(state, (), [])
 
 
@@ -133,6 +135,10 @@ class Checkpoints:
             except CheckpointError as why:
                 warnings.warn(f"{why} Going on to the checkpoint before it.", CheckpointWarning, stacklevel=2)
         return None
+
+    def paths(self) -> list[Path]:
+        """Of all checkpoints, readable or not, the newest first."""
+        return [path for _, path in self._newest_first()]
 
     def _newest_first(self) -> list[tuple[int, Path]]:
         named = ((re.fullmatch(r"update-([0-9]{9,})\.ckpt", path.name), path) for path in self.directory.iterdir())
@@ -222,9 +228,14 @@ def _encode_tensor(value: Tensor, place: tuple[Any, ...], tensors: list[Tensor])
             f"{_dotted(place)} must be a plain, dense tensor with data; found {_kind(value)} of layout {value.layout} "
             f"and dtype {value.dtype} on {value.device}. Convert it, or leave it out of the state."
         )
+    tensors.append(value)
+    return [str(len(tensors) - 1), str(value.dtype).removeprefix("torch."), list(value.shape)]
+
+
+def _copy(value: Tensor) -> Tensor:
+    """As it goes into the file."""
     copy = value.detach().resolve_conj().resolve_neg().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    tensors.append(copy if copy.dtype in DTYPES else copy.reshape(-1).view(torch.uint8))
-    return [str(len(tensors) - 1), str(copy.dtype).removeprefix("torch."), list(copy.shape)]
+    return copy if copy.dtype in DTYPES else copy.reshape(-1).view(torch.uint8)
 
 
 def _decode(value: Any, tensors: list[Tensor]) -> Any:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import islice
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samplewise.criteria import Criterion
 from samplewise.errors import BatchError, CheckpointError
@@ -23,7 +23,7 @@ from samplewise.loop.devices import moved, resolve
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
 from samplewise.loop.feed import Feed, Place
-from samplewise.loop.metrics import as_metrics
+from samplewise.loop.metrics import Outputs, Quotient, as_metrics, joined, results
 from samplewise.loop.progress import Progress, Silent, make_progress
 from samplewise.loop.randomness import load_random_state, random_state_dict
 from samplewise.loop.run import Run
@@ -34,6 +34,10 @@ from samplewise.replay import modes
 from samplewise.step.slices import Slices
 from samplewise.step.step import Step
 from samplewise.step.update import Update
+
+
+class Left(BaseException):
+    """Somebody wants us to leave in the middle of a window or of validation. No Exception: no step gives up for it."""
 
 
 class Trainer:
@@ -63,7 +67,7 @@ class Trainer:
         fast_dev_run: bool = False,
         overfit: int | None = None,
     ):
-        _check_rehearsal(fast_dev_run, overfit)
+        _check_options(log_every, fast_dev_run, overfit)
         self.fast_dev_run, self.overfit = fast_dev_run, overfit
         self.step, self.model, self.seed, self.log_every = step, step.model, seed, log_every
         self.run = None if run is None else Path(run)
@@ -71,8 +75,8 @@ class Trainer:
         self.model.to(self.device)
         if isinstance(step.loss_fn, (nn.Module, Criterion)):
             step.loss_fn.to(self.device)
-        self._metrics, self._wants_progress = as_metrics(metrics or {}), progress
-        callbacks = list(callbacks)
+        self._metrics, self._wants_progress = as_metrics(metrics or {}, self.device), progress
+        callbacks = sorted(callbacks, key=lambda c: isinstance(c, ModelCheckpoint))  # what is saved has heard the event
         if self.run is not None and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
             callbacks.append(ModelCheckpoint())
         self._listeners = Listeners(callbacks, trainer=self, step=step, model=step.model)
@@ -97,26 +101,26 @@ class Trainer:
     ) -> str:
         """Trains for so many epochs or updates ("2ep", "500up"), and returns why it ended."""
         until = duration(epochs, updates)
-        if self.fast_dev_run:
-            until = Duration(epochs=self._epoch + 1)
-        self._open(loader, resume)
-        self._progress = make_progress(self._wants_progress, self._expected(until), self.step.counters.updates)
         with self._leaving_cleanly(), self._rehearsing():
+            self._open(loader, resume)
+            if self.fast_dev_run:
+                until = Duration(epochs=self._epoch + 1)
+            self._progress = make_progress(self._wants_progress, self._expected(until), self.step.counters.updates)
             self._listeners.tell("on_fit_start")
             while self._goes_on(until):
                 epoch = self._epoch
                 self._listeners.tell("on_epoch_start", epoch=epoch)
-                for update in self.step.over(self._batches()):
-                    self._note(update)
-                    self._listeners.tell("on_update", update=update)
-                    if not self._goes_on(until):
-                        break
-                if self.step.counters.epochs > epoch:  # else it was broken off
-                    metrics = self._end_of_epoch(validate)
-                    self._listeners.tell("on_epoch_end", epoch=epoch, metrics=metrics)
-            reason = self._stopped or ("fast_dev_run is done" if self.fast_dev_run else f"{until} are done")
-            self._listeners.tell("on_fit_end", reason=reason)
-            self.write("end", update=self.step.counters.updates, reason=reason)
+                with suppress(Left):
+                    for update in self.step.over(self._batches()):
+                        self._note(update)
+                        self._listeners.tell("on_update", update=update)
+                        if not self._goes_on(until):
+                            break
+                    if self.step.counters.epochs > epoch:  # else it was broken off
+                        metrics = self._end_of_epoch(validate)
+                        self._listeners.tell("on_epoch_end", epoch=epoch, metrics=metrics)
+            reason = self._stopped or ("fast_dev_run is done" if self.fast_dev_run else until.done())
+            self._end(reason)
         return reason
 
     def stop(self, reason: str) -> None:
@@ -140,8 +144,22 @@ class Trainer:
     def _batches(self) -> Iterator[Any]:
         """What is left of the epoch."""
         assert self._feed is not None
-        for batch, used in self._feed.epoch(self._epoch, back=not self.step.open):
+        for batch, used in self._unless_left(self._feed.epoch(self._epoch, back=not self.step.open)):
             yield Slices(moved(batch, self.device), used)
+
+    def _unless_left(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Batches until somebody wants us to leave. A signal to the whole group takes a loader's workers along."""
+        assert self._feed is not None
+        try:
+            for batch in batches:
+                yield batch
+                if self._interrupted and not self.step.waiting:
+                    raise Left
+        except (Exception, Left) as why:
+            if not self._interrupted:
+                raise
+            self._feed.mark(self.step.taken)  # what is in the open window need not come again
+            raise Left from why
 
     def _expected(self, until: Duration) -> int | None:
         """How many updates there will be in all, for the bar."""
@@ -166,11 +184,10 @@ class Trainer:
     def _write_progress(self) -> None:
         done, line = self.step.counters.updates, self._running.read()
         self.write("train", epoch=self._epoch, update=done, samples=self.step.counters.samples, **line)
-        text = f"loss {line['loss']:.4f}  {line['samples_per_second']:.0f} samples/s"
-        self._progress.update(self._epoch, done, text)
+        self._progress.update(self._epoch, done, line["loss"], line["samples_per_second"])
 
     def _end_of_epoch(self, validate: Iterable[Any] | None) -> dict[str, float]:
-        """The metrics of the epoch: those of validation, if there is any."""
+        """The metrics of the epoch: those of validation, if there is any. Who leaves in validation comes back to it."""
         if self._running.unread:
             self._write_progress()
         if not (self._running.begun or self.step.open):
@@ -178,18 +195,27 @@ class Trainer:
                 f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
                 f"epoch {self._epoch}, and tail='drop'. Use fewer, or tail='update' or 'carry'."
             )
+        found = {} if validate is None else self._validated(validate)
         epoch = self._epoch
         self._next_epoch()
         done, trained = self.step.counters.updates, self._running.read_epoch()
         self.write("epoch", epoch=epoch, update=done, **trained)
-        metrics = {"train_loss": trained["loss"]}
         if validate is not None:
-            found = self.evaluate(islice(validate, 1) if self.fast_dev_run else validate)
             self.write("validation", epoch=epoch, update=done, **found)
-            metrics |= found
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self._progress.line(f"epoch {epoch + 1}  {shown}")
+        metrics = {"train_loss": trained["loss"], **found}
+        self._progress.epoch(epoch, metrics)
         return {"loss": trained["loss"], **metrics}
+
+    def _validated(self, validate: Iterable[Any]) -> dict[str, float]:
+        batches = self._validation_batches(validate)
+        return self._evaluated(self._unless_left(islice(batches, 1) if self.fast_dev_run else batches))
+
+    def _end(self, reason: str) -> None:
+        """Saved by ModelCheckpoint before the last lines: a resumed run has none of them in its middle."""
+        self._listeners.tell("on_fit_end", reason=reason)
+        if self._running.unread:
+            self._write_progress()
+        self.write("end", update=self.step.counters.updates, reason=reason)
 
     # --- files -----------------------------------------------------------------------------------------------------
 
@@ -220,19 +246,30 @@ class Trainer:
     def _state(self, log: int) -> dict[str, Any]:
         assert self._feed is not None
         parts = {name: part.state_dict() for name, part in self._parts().items()}
-        if self.step.open and not parts["step"]["window"]["parts"]:
+        if self.step.waiting:
             raise CheckpointError(
                 "an open window must be saved as sums; found samples that wait for more, because a transform has to "
                 "see all at once. Use tail='update' or 'drop', or save in the middle of epochs: every='100up'."
             )
         own = {"epoch": self._epoch, "place": vars(self._feed.place), "log": log, "seed": self.seed}
-        return {**parts, "trainer": own, "random": random_state_dict()}
+        return {**parts, "trainer": own, "kinds": self._kinds(), "random": random_state_dict()}
+
+    def _kinds(self) -> dict[str, str]:
+        """What their states alone do not tell: torch would take those of another kind, and be wrong or fail later."""
+        parts = self._parts()
+        return {name: type(parts[name]).__name__ if name in parts else "none" for name in ("optimizer", "scheduler")}
 
     def _load(self, state: dict[str, Any]) -> int:
         """Returns how much of the log belongs to this state."""
         own = state["trainer"]
         if own["seed"] != self.seed:
             raise CheckpointError(f"a run must be resumed with its own seed {own['seed']}; found {self.seed}.")
+        for name, kind in self._kinds().items():
+            if kind != state["kinds"][name]:
+                raise CheckpointError(
+                    f"a run must be resumed with the {name} it was saved with, {state['kinds'][name]}; found {kind}. "
+                    "Take that one, or begin a run of another name."
+                )
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
         assert self._feed is not None
@@ -258,13 +295,15 @@ class Trainer:
         return parts
 
     def _open(self, loader: Iterable[Any], resume: bool) -> None:
-        self._stopped = None
         if self._feed is None:
             first = 1 if self.fast_dev_run else self.overfit
             self._feed = Feed(loader, self.seed, first, saved=self._files is not None)
+            self._epoch = self.step.counters.epochs
+        self.step.counters.epochs = self._epoch  # one more, if somebody left in validation: the epoch will end again
         self._feed.use(loader)
         if self._files is not None:
             self._files.open(resume, self._load)
+            self._files.check(self._state(0))
             self._files.describe(
                 started=datetime.now(UTC).isoformat(timespec="seconds"),
                 samplewise=version("samplewise"),
@@ -276,27 +315,31 @@ class Trainer:
 
     @contextmanager
     def _leaving_cleanly(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the training after the current update, with a checkpoint. A second Ctrl-C is a plain
+        """SIGTERM and Ctrl-C end the training after the current update or batch. A second Ctrl-C is a plain
         KeyboardInterrupt.
         """
-        before = {}
+        before: dict[int, Any] = {}
+        self._stopped, self._interrupted = None, False
 
         def leave(number: int, frame: Any) -> None:
-            if self._stopped is not None and number == signal.SIGINT:
+            if self._interrupted and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self.stop(signal.Signals(number).name)
             self._interrupted = True
+            if child := getattr(signal, "SIGCHLD", None):  # else torch raises, anywhere, since a worker was killed too
+                before.setdefault(child, signal.signal(child, signal.SIG_DFL))
 
-        self._interrupted = False
         if threading.current_thread() is threading.main_thread():
-            before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+            before |= {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
-            if self._interrupted and self._files is not None:
-                self.save()
+        except BaseException as error:
+            self._listeners.tell("on_error", error=error)
+            raise
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
+            self._interrupted = False
             self._progress.close()
             for feed in (self._feed, self._validation):
                 if feed is not None:
@@ -306,22 +349,23 @@ class Trainer:
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         """The loss, Σ losses / Σ counts over all batches, and the metrics. Modes of all modules are kept."""
-        total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        return self._evaluated(self._validation_batches(loader))
+
+    def _evaluated(self, batches: Iterable[Any]) -> dict[str, float]:
+        sums, outputs = Quotient(), Outputs(self.model)
         for metric in self._metrics.values():
             metric.reset()
-        with seeded(seed_of(self.seed)), self._evaluating() as outputs:  # training draws on as if nothing had been
-            for batch in self._validation_batches(loader):
+        with self._looking(), outputs:
+            for batch in batches:
+                outputs.clear()
                 with self.step.precision.autocast(self.device):
                     losses, counts = per_sample(self.step.loss_fn(self.model, batch))
-                total += losses.cpu().sum(dtype=torch.float64)
-                count += len(losses) if counts is None else counts.sum().cpu()
+                sums.add(losses, counts)
                 for metric in self._metrics.values():
-                    metric.update(outputs[-1], batch)
-        found = {name: metric.compute() for name, metric in self._metrics.items()}
-        return {"loss": float(total / count), **found}
+                    metric.update(outputs.last(), batch)
+        return {"loss": sums.value(), **results(self._metrics)}
 
     def _validation_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The same each time, whatever the loader draws."""
@@ -332,30 +376,39 @@ class Trainer:
         for batch, _ in self._validation.epoch(0):
             yield moved(batch, self.device)
 
-    @torch.no_grad()
-    def predict(self, loader: Iterable[Any]) -> Tensor:
-        """The model's outputs: of x for batches (x, y), of the batch itself otherwise."""
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """The model's outputs, on the CPU: of x for batches (x, y), of the batch itself otherwise. Tuples and dicts of
+        tensors come back as such, each tensor joined over all batches.
+        """
         found = []
-        with self._evaluating():
+        with self._looking():
             for batch in (moved(batch, self.device) for batch in loader):
-                found.append(self.model(batch[0] if isinstance(batch, (tuple, list)) else batch))
-        return torch.cat(found)
+                with self.step.precision.autocast(self.device):
+                    outputs = self.model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+                found.append(moved(outputs, torch.device("cpu")))
+        if not found:
+            raise BatchError(
+                "predict must be given samples; found none. Pass a list or a DataLoader that is not empty."
+            )
+        return joined(found)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[list[Any]]:
-        """Every module in eval mode, and each in its own afterwards; yields what the model returned last."""
-        restore, outputs = modes(self.model), [None]
-        for module in self.model.modules():
-            module.training = False
-        hook = self.model.register_forward_hook(lambda module, inputs, output: outputs.__setitem__(-1, output))
+    def _looking(self) -> Iterator[None]:
+        """Every module in eval mode and no graph; then each in its own mode, and all random numbers as before."""
+        modules = [self.model, *([self.step.loss_fn] if isinstance(self.step.loss_fn, nn.Module) else [])]
+        restore = modes(*modules)
         try:
-            yield outputs
+            for module in (module for root in modules for module in root.modules()):
+                module.training = False
+            with torch.no_grad(), seeded(seed_of(self.seed)):
+                yield
         finally:
-            hook.remove()
             restore()
 
 
-def _check_rehearsal(fast_dev_run: Any, overfit: Any) -> None:
+def _check_options(log_every: Any, fast_dev_run: Any, overfit: Any) -> None:
+    if type(log_every) is not int or log_every < 1:
+        raise ValueError(f"log_every must be a positive number of updates; found {log_every!r}.")
     if not isinstance(fast_dev_run, bool):
         raise ValueError(f"fast_dev_run must be True or False; found {fast_dev_run!r}.")
     if overfit is not None and (type(overfit) is not int or overfit < 1):

@@ -121,6 +121,11 @@ class Step:
         return self._window.open
 
     @property
+    def waiting(self) -> bool:
+        """Whether samples of the open window have not been computed yet: those are in no state."""
+        return bool(self._window.waiting)
+
+    @property
     def taken(self) -> int:
         """How many samples of the last batch have been taken, while it is not used up; then 0."""
         return 0 if self._rest is None else self._rest.taken
@@ -205,7 +210,8 @@ class Step:
         self._window = opened(state["window"]["parts"], state["window"]["failure"])
         self._buffers.remember()
         for name, total_so_far in state["window"]["sums"].items():
-            self._trained.named[name].grad = total_so_far.clone()
+            parameter = self._trained.named[name]
+            parameter.grad = total_so_far.to(parameter.device, copy=True)
 
     # --- filling a window ------------------------------------------------------------------------------------------
 
