@@ -87,6 +87,7 @@ class Gradients:
 
     @property
     def names(self) -> list[str]:
+        """Those of the parameters, in their order."""
         return list(self._parameters)
 
     def __len__(self) -> int:
@@ -166,6 +167,7 @@ class Gradients:
         return self._like_parameters(self._ask(lambda form, name: form.sum(per_name[name])))
 
     def mean(self) -> dict[str, Tensor]:
+        """name -> sum_i g_i / B."""
         return {name: total / len(self) for name, total in self.sum().items()}
 
     def second_moment(self) -> dict[str, Tensor]:
