@@ -2,8 +2,9 @@
 
     python benchmarks/loops.py        # make comparison, in an environment of its own; the table of docs/comparison.md
 
-accumulated   30 samples come in batches of 4 and an update is 4 batches, so that the second and last one has 14
-              samples. Are the parameters those of updates of 16 and 14 samples at once?
+short window  24 samples come in batches of 4 and an update is 4 batches, so that the last one has 2 batches. Are the
+              parameters those of updates of 16 and of 8 samples at once?
+short batch   the same with 30 samples: the last update has 4 batches, of which the last has 2 samples.
 resumed       12 batches an epoch, shuffled, Adam. The run dies after update 16, at which there is a checkpoint, and is
               started again. Is every sample of that epoch seen once, in the order of a run that did not die?
 in order      the same without shuffle.
@@ -119,6 +120,11 @@ class Samplewise(Library):
         trainer.fit(job.loader, epochs=job.epochs, resume=job.resume)
 
 
+class SamplewiseStateful(Samplewise):
+    name = "samplewise, StatefulDataLoader"
+    stateful = True
+
+
 # --------------------------------------------------------------------------------------- Lightning
 
 
@@ -229,6 +235,7 @@ class AccelerateStateful(Accelerate):
 
 LIBRARIES: list[Library] = [
     Samplewise(),
+    SamplewiseStateful(),
     Lightning(),
     LightningStateful(),
     Accelerate(),
@@ -240,20 +247,21 @@ LIBRARIES: list[Library] = [
 # ------------------------------------------------------------------------------------------- facts
 
 
-def accumulated(library: Library) -> str:
+def accumulated(library: Library, samples: int) -> str:
+    """How far it is from the update of all samples at once, in parts of the way that training went."""
     with tempfile.TemporaryDirectory() as directory:
-        job = Job(30, Path(directory), epochs=1, accumulate=4, loader_type=library.loader())
+        job = Job(samples, Path(directory), epochs=1, accumulate=4, loader_type=library.loader())
+        start = job.parameters()
         library.train(job)
-    wanted = Job(30, Path(directory))
-    for rows in (slice(0, 16), slice(16, 30)):
+    wanted = Job(samples, Path(directory))
+    for rows in (slice(0, 16), slice(16, samples)):
         x, y, _ = wanted.dataset[rows]
         wanted.optimizer.zero_grad()
         F.cross_entropy(wanted.model(x), y).backward()
         wanted.optimizer.step()
-    start = Job(30, Path(directory)).parameters()
-    moved = (wanted.parameters() - start).norm()
-    off = ((job.parameters() - wanted.parameters()).norm() / moved).item()
-    return "equal" if off < 1e-12 else f"off by {off:.0%} of the way"
+    way = (wanted.parameters() - start).norm()
+    off = ((job.parameters() - wanted.parameters()).norm() / way).item()
+    return "equal" if off < 1e-12 else f"off by {off:.0%}"
 
 
 @dataclass(frozen=True)
@@ -296,7 +304,8 @@ def poisoned(library: Library) -> str:
 
 
 FACTS: dict[str, Callable[[Library], str]] = {
-    "accumulated": accumulated,
+    "short window": lambda library: accumulated(library, samples=24),
+    "short batch": lambda library: accumulated(library, samples=30),
     "resumed": lambda library: resumed(library).samples,
     "in order": lambda library: resumed(library, shuffle=False).samples,
     "bit for bit": bit_for_bit,
