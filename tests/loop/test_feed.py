@@ -10,6 +10,7 @@ import random
 import numpy
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -28,6 +29,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import samplewise as sw
 from samplewise.loop import store
+from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.feed import Feed, Place
 from samplewise.loop.randomness import load_random_state, random_state_dict
 
@@ -506,3 +508,187 @@ def test_another_batch_size():
     feed.go_to(Place(batches=1, inside=3))
     with pytest.raises(sw.CheckpointError, match="found a batch of 2 samples, of which 3 have been used"):
         next(feed.epoch(0))
+
+
+# ------------------------------------------------------------- by the trainer
+
+X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Images(Dataset):
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, i):
+        return X[i] + 0.1 * torch.randn(6), i % 3, i
+
+
+class Order:
+    """The samples of each update; with `fails`, an error after so many."""
+
+    def __init__(self, fails=None):
+        self.updates, self.fails = [], fails
+
+    def on_update(self, update):
+        self.updates.append((update.index, update.losses.tolist()))
+        if self.fails == len(self.updates):
+            raise RuntimeError("on purpose")
+
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def trainer(run=None, callbacks=(), samples=9, loss_fn=loss_fn, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = sw.Step(model, optimizer, loss_fn, samples=samples, microbatch=4, audit=False, **options)
+    return sw.Trainer(step, run, callbacks, progress=False, device="cpu")
+
+
+def fit(trainer, loader, **options):
+    torch.manual_seed(5)
+    trainer.fit(loader, **options)
+
+
+def parameters(trainer):
+    return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
+
+
+IMAGES = {
+    "ours": lambda: DataLoader(Images(), batch_size=7, shuffle=True),
+    "its own": lambda: StatefulDataLoader(Images(), batch_size=7, shuffle=True),
+    "gone through": lambda: list(DataLoader(Images(), batch_size=7)),
+}
+
+
+@pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
+@pytest.mark.parametrize("tail", ["update", "drop", "carry"])
+@pytest.mark.parametrize("samples", [9, None, 40])
+def test_resumed_again_and_again(make, tail, samples, tmp_path):
+    """After every single update a new process, as it were."""
+    if samples == 40 and tail == "drop":
+        with pytest.raises(sw.BatchError, match="at least one update; found fewer than samples=40 samples in epoch 0"):
+            trainer(samples=samples, tail=tail).fit(make(), updates=1)
+        return
+    data = make()
+    whole = trainer(samples=samples, tail=tail, callbacks=[seen := Order()])
+    fit(whole, data, validate=make(), updates=9)
+    found = []
+    for updates in range(1, 10):
+        callbacks = [order := Order(), ModelCheckpoint(every="1up")]
+        part = trainer(tmp_path, callbacks, samples, tail=tail)
+        again = data if type(data) is list else make()
+        fit(part, again, validate=make(), updates=updates, resume=True)
+        found += order.updates
+    assert found == seen.updates
+    assert torch.equal(parameters(part), parameters(whole))
+    assert part.step.counters == whole.step.counters
+
+
+@pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
+@pytest.mark.parametrize("samples", [9, None])
+@pytest.mark.parametrize("same", [True, False], ids=["the same loader", "another"])
+def test_fit_goes_on_with_fit(make, samples, same):
+    data = make()
+    whole, parts = trainer(None, [seen := Order()], samples), trainer(None, [found := Order()], samples)
+    fit(whole, data, updates=9)
+    loaders = [data] * 9 if same or type(data) is list else [make() for _ in range(9)]
+    torch.manual_seed(5)
+    for updates, loader in enumerate(loaders, start=1):
+        parts.fit(loader, updates=updates)
+    assert found.updates == seen.updates
+    assert torch.equal(parameters(parts), parameters(whole))
+
+
+@pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
+@pytest.mark.parametrize("samples", [9, None])
+def test_after_an_error_of_a_callback(make, samples):
+    data = make()
+    whole, broken = trainer(None, [seen := Order()], samples), trainer(None, [found := Order(fails=3)], samples)
+    fit(whole, data, updates=9)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(broken, data, updates=9)
+    broken.fit(data, updates=9)
+    assert found.updates == seen.updates
+    assert torch.equal(parameters(broken), parameters(whole))
+
+
+@pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
+@pytest.mark.parametrize("calls", [1, 2, 5, 8])
+def test_after_an_error_in_the_model(make, calls):
+    """The window is given up; its samples come again."""
+    seen, left = [], calls
+
+    def failing(model, batch):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise RuntimeError("on purpose")
+        seen.extend(batch[2].tolist())
+        return loss_fn(model, batch)
+
+    data = make()
+    broken = trainer(callbacks=[order := Order()], loss_fn=failing)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        broken.fit(data, epochs=1)
+    del seen[len(order.updates) * 9 :]
+    broken.fit(data, epochs=1)
+    assert sorted(seen) == list(range(30))
+
+
+def test_a_generator():
+    data = DataLoader(Images(), batch_size=7)
+    whole, parts = trainer(samples=None), trainer(samples=None)
+    fit(whole, data, updates=4)
+    generator = (batch for batch, _ in Feed(data, 0).epoch(0))
+    torch.manual_seed(5)
+    for updates in (1, 3, 4):
+        parts.fit(generator, updates=updates)
+    assert torch.equal(parameters(parts), parameters(whole))
+    with pytest.raises(sw.BatchError, match="found a generator, which epoch 0 has used up"):
+        parts.fit(generator, updates=9)
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_the_first_update(tmp_path):
+    run = trainer(tmp_path, [order := Order()])
+    with pytest.raises(sw.CheckpointError, match="the state of a loader must be one that can be saved"):
+        run.fit(Unsaid(), epochs=1)
+    assert order.updates == []
+
+
+def test_carried_samples_that_wait_cannot_be_saved(tmp_path):
+    run = trainer(tmp_path, [ModelCheckpoint(every="1ep")], tail="carry", transforms=[sw.drop(largest=1)])
+    with pytest.raises(sw.CheckpointError, match="an open window must be saved as sums; found samples that wait"):
+        run.fit(IMAGES["ours"](), epochs=2)
+
+
+@pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
+def test_windows_that_a_transform_sees_as_a_whole(make, tmp_path):
+    data, options = make(), dict(tail="carry", transforms=[sw.drop(largest=1)])
+    whole = trainer(callbacks=[seen := Order()], **options)
+    fit(whole, data, updates=9)
+    found = []
+    for updates in range(1, 10):
+        part = trainer(tmp_path, [order := Order(), ModelCheckpoint(every="1up")], **options)
+        fit(part, data if type(data) is list else make(), updates=updates, resume=True)
+        found += order.updates
+    assert found == seen.updates
+
+
+def test_validation_is_the_same_each_time():
+    """Also where its order and its augmentation are drawn from a generator that is never reset."""
+    run = trainer()
+    loader = DataLoader(WithGenerators(), batch_size=3, shuffle=True, generator=torch.Generator())
+    run.step.loss_fn = lambda model, batch: batch[1].sum(1) * torch.rand(len(batch[0]))
+    assert run.evaluate(loader) == run.evaluate(loader) != trainer_of_another_seed(run).evaluate(loader)
+
+
+def trainer_of_another_seed(run):
+    return sw.Trainer(run.step, progress=False, device="cpu", seed=1)
+
+
+def test_validation_on_nothing():
+    with pytest.raises(sw.BatchError, match="an epoch must have at least one batch"):
+        trainer().evaluate([])
