@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
 
 import torch
@@ -19,24 +19,21 @@ from torch import nn
 from samplewise.batches import cut, length
 from samplewise.checking import check
 from samplewise.cli.arguments import Device, device_named
+from samplewise.cli.costs import PLAIN, Costs, Key, advice, measured, memory_is, table
 from samplewise.cli.recipe import Recipe, RecipeError, blaming
 from samplewise.cli.zoo import examine, precision_named
 from samplewise.engine.gradients import gradients
-from samplewise.engine.table import render
 from samplewise.errors import SamplewiseError
 from samplewise.loop.devices import moved
 from samplewise.losses import as_loss_fn, per_sample
+from samplewise.memory import free_memory
 from samplewise.step.mistakes import listed, training_batch_norms
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip
 
 SAMPLES = 16
 PATIENCE = 2.0  # seconds without a word
-ROUNDS = 30
-LONGEST = 5.0  # seconds of measuring, once each has been measured a few times
-FEWEST = 3
-KINDS: dict[str, tuple[Any, ...]] = {"plain": (), "with sw.clip(1.0)": (clip(1.0),)}
-Times = dict[tuple[str, int | None], float]  # (kind, microbatch) -> milliseconds
+KINDS: dict[str, tuple[Any, ...]] = {PLAIN: (), "with sw.clip(1.0)": (clip(1.0),)}
 
 
 @dataclass
@@ -80,7 +77,7 @@ def doctor(
 
     With a recipe, on one batch (at most 16 samples of it) and on copies of the model: compares each sample's gradient
     with one backward pass per sample, shows how each parameter's gradients are found, tells what the first update warns
-    of or refuses, and measures what an update costs, plain and with clipping, for several microbatches.
+    of or refuses, and measures the time and memory of an update, plain and with clipping, for several microbatches.
 
     With --zoo: compares the gradients of a few hundred small models, each of them hard in its own way, with one
     backward pass per sample, on your device and in the precision you train in.
@@ -106,8 +103,8 @@ def _consulted(recipe: Path, where: torch.device) -> bool:
         patient.batch = moved(patient.batch, where)
         _plan(patient)
         _first_update(patient)
-        times = _measure(patient)
-    _advise(patient, well, times)
+        costs = _measure(patient, where)
+    _advise(patient, well, costs)
     return well and not patient.complaints
 
 
@@ -161,58 +158,33 @@ def _first_update(patient: Patient) -> None:
         typer.echo("nothing to warn of")
 
 
-def _measure(patient: Patient) -> Times:
-    """Milliseconds per update; what is refused has none."""
-    typer.echo("\nMilliseconds per update")
+def _measure(patient: Patient, where: torch.device) -> Costs:
+    """Of an update; what is refused has no cost."""
+    typer.echo("\nTime and memory per update")
+    keys = _keys(patient)
     with _telling("measuring"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they have been told of
-        times = _interleaved({key: update for key in _sizes(patient) if (update := _ready(patient, *key))})
-    sizes = list(dict.fromkeys(size for _, size in _sizes(patient)))
-    cells = [(kind, *(_milliseconds(times.get((kind, size))) for size in sizes)) for kind in KINDS]
-    heads = ["all at once" if size is None else f"microbatch {size}" for size in sizes]
-    typer.echo(render(("update", *heads), cells, _how_many(patient)))
-    return times
+        ready = {key: step for key in keys if (step := _ready(patient, *key))}
+        updates = {key: partial(step, patient.batch) for key, step in ready.items()}
+        costs = measured(updates, {key: step.model for key, step in ready.items()}, where)
+    typer.echo(table(costs, keys, f"{_how_many(patient)}; MB: {memory_is(where)}"))
+    return costs
 
 
-def _sizes(patient: Patient) -> list[tuple[str, int | None]]:
+def _keys(patient: Patient) -> list[Key]:
     pieces = [size for size in dict.fromkeys(((patient.samples or 0) // 2, (patient.samples or 0) // 4)) if size]
     return [(kind, size) for kind in KINDS for size in (None, *pieces)]
 
 
-def _ready(patient: Patient, kind: str, microbatch: int | None) -> Callable[[], object] | None:
-    """An update that has been made once, or None if it is refused."""
+def _ready(patient: Patient, kind: str, microbatch: int | None) -> Step | None:
+    """A step that has been made once, or None if it is refused."""
     model, optimizer, loss = patient.twin()
     try:
         step = Step(model, optimizer, loss, microbatch=microbatch, transforms=KINDS[kind], audit=False)
         step(patient.batch)
     except SamplewiseError:
         return None
-    return lambda: step(patient.batch)
-
-
-def _interleaved(updates: dict[tuple[str, int | None], Callable[[], object]]) -> Times:
-    """The fastest of several, in turns: whatever else the machine does only adds to them."""
-    seconds: dict[tuple[str, int | None], list[float]] = {key: [] for key in updates}
-    began = perf_counter()
-    for done in range(ROUNDS):
-        if done >= FEWEST and perf_counter() - began > LONGEST:
-            break
-        for key, update in updates.items():
-            _wait()
-            started = perf_counter()
-            update()
-            _wait()
-            seconds[key].append(perf_counter() - started)
-    return {key: 1000 * min(found) for key, found in seconds.items()}
-
-
-def _wait() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
-def _milliseconds(time: float | None) -> str:
-    return "refused" if time is None else f"{time:.3g}"
+    return step
 
 
 def _how_many(patient: Patient) -> str:
@@ -224,14 +196,14 @@ def _how_many(patient: Patient) -> str:
 # --- the advice -------------------------------------------------------------------------------------------------------
 
 
-def _advise(patient: Patient, well: bool, times: Times) -> None:
+def _advise(patient: Patient, well: bool, costs: Costs) -> None:
     typer.echo("\nAdvice")
-    advice = [*_about_samples(patient, well), *_about_time(times)]
+    lines = [*_about_samples(patient, well), *advice(costs, patient.samples, patient.of, free_memory(patient.model))]
     if patient.complaints:
-        advice.append(f"See to what is refused or warned of above ({len(patient.complaints)}) before you train.")
+        lines.append(f"See to what is refused or warned of above ({len(patient.complaints)}) before you train.")
     elif well:
-        advice.append("All is well: nothing speaks against training with this recipe.")
-    for line in advice:
+        lines.append("All is well: nothing speaks against training with this recipe.")
+    for line in lines:
         typer.echo(f"- {line}")
 
 
@@ -243,23 +215,6 @@ def _about_samples(patient: Patient, well: bool) -> list[str]:
             "own. Use GroupNorm, or eval() for these modules; plain training without --clip works as it is."
         ]
     return [] if well else ["Do not rely on gradients of single samples: the check above says why."]
-
-
-def _about_time(times: Times) -> list[str]:
-    plain, clipped = (times.get((kind, None)) for kind in KINDS)
-    advice = []
-    if plain and clipped:
-        advice.append(f"An update that clips each sample takes {clipped / plain:.1f} times as long as a plain one.")
-    pieces = {size: time for (kind, size), time in times.items() if kind == "plain" and size is not None}
-    if plain and pieces:
-        size = max(pieces)
-        advice.append(
-            f"Microbatches of {size} take {pieces[size] / plain:.1f} times as long as all samples at once: "
-            "leave --microbatch away unless memory is short."
-            if pieces[size] > plain
-            else f"Microbatches of {size} are no slower than all samples at once, and need less memory."
-        )
-    return advice
 
 
 # --- saying things ----------------------------------------------------------------------------------------------------

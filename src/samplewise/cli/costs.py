@@ -1,0 +1,167 @@
+"""What an update costs in time and memory, and what follows from it; for samplewise doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from samplewise.engine.table import render
+from samplewise.memory import kept_for_backward
+
+ROUNDS = 30
+LONGEST = 5.0  # seconds of measuring, once each has been measured a few times
+FEWEST = 3
+MEGA = 1e6
+PLAIN = "plain"
+
+Key = tuple[str, int | None]  # kind of update, microbatch; None: all samples at once
+Updates = Mapping[Key, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Cost:
+    milliseconds: float
+    bytes: int | None  # None: cannot be counted
+
+
+Costs = dict[Key, Cost]
+
+
+def measured(updates: Updates, models: Mapping[Key, nn.Module], device: torch.device) -> Costs:
+    seconds = _interleaved(updates)
+    return {key: Cost(1000 * seconds[key], _memory(updates[key], models[key], device)) for key in updates}
+
+
+def _interleaved(updates: Updates) -> dict[Key, float]:
+    """The fastest of several, in turns: whatever else the machine does only adds to them."""
+    seconds: dict[Key, list[float]] = {key: [] for key in updates}
+    began = perf_counter()
+    for done in range(ROUNDS):
+        if done >= FEWEST and perf_counter() - began > LONGEST:
+            break
+        for key, update in updates.items():
+            _wait()
+            started = perf_counter()
+            update()
+            _wait()
+            seconds[key].append(perf_counter() - started)
+    return {key: min(found) for key, found in seconds.items()}
+
+
+def _wait() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _counts_all(device: torch.device) -> bool:
+    """Whether the allocator remembers its peak; elsewhere what the forward passes keep is all that can be counted."""
+    return device.type == "cuda"
+
+
+def _memory(update: Callable[[], object], model: nn.Module, device: torch.device) -> int | None:
+    """The most bytes at a time."""
+    if _counts_all(device):
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        update()
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        with kept_for_backward(model) as kept:
+            update()
+    except RuntimeError as error:
+        if "saved tensor hooks" in str(error):  # torch.func.grad and its kin do not let themselves be watched
+            return None
+        raise
+    return kept.most
+
+
+def memory_is(device: torch.device) -> str:
+    if _counts_all(device):
+        return "the peak of an update, beyond what was taken before it"
+    return "what the forward pass keeps for backward, weights not counted"
+
+
+# --- saying it --------------------------------------------------------------------------------------------------------
+
+
+def table(costs: Costs, keys: list[Key], title: str) -> str:
+    """A line per microbatch; what was refused has no cost."""
+    kinds, sizes = (list(dict.fromkeys(column)) for column in zip(*keys, strict=True))
+    header = ["at a time", *(f"{unit}, {kind}" for kind in kinds for unit in ("ms", "MB"))]
+    rows = [
+        ["all at once" if size is None else f"microbatch {size}", *_cells(costs.get((kind, size)) for kind in kinds)]
+        for size in sizes
+    ]
+    return render(header, rows, title)
+
+
+def _cells(costs: Iterator[Cost | None]) -> Iterator[str]:
+    for cost in costs:
+        yield from ("refused", "") if cost is None else (_three_digits(cost.milliseconds), _mega(cost.bytes))
+
+
+def _mega(size: float | None) -> str:
+    return "?" if size is None else _three_digits(size / MEGA)
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def advice(costs: Costs, samples: int | None, of: int | None, free: int) -> list[str]:
+    """`samples` of a batch `of` so many were measured, with so many bytes `free`."""
+    return [*_about_clipping(costs), *_about_microbatches(costs), *_about_the_batch(costs, samples, of, free)]
+
+
+def _about_clipping(costs: Costs) -> list[str]:
+    at_once = {kind: cost for (kind, size), cost in costs.items() if size is None}
+    return [
+        f"An update that clips each sample takes {cost.milliseconds / at_once[PLAIN].milliseconds:.1f} times as long "
+        "as a plain one."
+        for kind, cost in at_once.items()
+        if kind != PLAIN and PLAIN in at_once
+    ]
+
+
+def _pieces(costs: Costs) -> dict[int, Cost]:
+    return {size: cost for (kind, size), cost in costs.items() if kind == PLAIN and size is not None}
+
+
+def _about_microbatches(costs: Costs) -> list[str]:
+    whole, pieces = costs.get((PLAIN, None)), _pieces(costs)
+    if whole is None or not pieces:
+        return []
+    size = max(pieces)
+    time, memory = pieces[size].milliseconds / whole.milliseconds, _share(pieces[size], whole)
+    found = f"Microbatches of {size} take {time:.1f} times as long as all samples at once"
+    if memory is not None:
+        found += f" and {memory:.0%} of the memory"
+    if memory is not None and memory > 0.95:
+        return [f"{found}: leave --microbatch away."]
+    return [f"{found}: leave --microbatch away unless memory is short." if time >= 1.05 else f"{found}."]
+
+
+def _share(piece: Cost, whole: Cost) -> float | None:
+    return None if piece.bytes is None or not whole.bytes else piece.bytes / whole.bytes
+
+
+def _about_the_batch(costs: Costs, samples: int | None, of: int | None, free: int) -> list[str]:
+    """From two sizes, what each further sample adds."""
+    whole, pieces = costs.get((PLAIN, None)), _pieces(costs)
+    if whole is None or not pieces or samples is None or of is None or of == samples:
+        return []
+    size = max(pieces)
+    most, fewer = whole.bytes, pieces[size].bytes
+    if most is None or fewer is None:
+        return []
+    each = (most - fewer) / (samples - size)
+    total = most + each * (of - samples)
+    found = f"Each sample adds about {_mega(each)} MB, which makes {_mega(total)} MB for the batch of {of}"
+    return [f"{found}: more than half of what is free. Use --microbatch auto." if total > free / 2 else f"{found}."]
