@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samplewise.engine.finite import all_finite
 from samplewise.errors import LossesError, NonFiniteLossError, ParameterError
 
 Weights = Tensor | Mapping[str, Tensor]
@@ -57,9 +58,8 @@ def _check_parameter(name: str, p: Tensor) -> None:
 
 def check_losses(losses: Tensor) -> None:
     check_attached(losses)
-    finite = losses.detach().isfinite()
-    if not finite.all():
-        bad = (~finite).nonzero().flatten().tolist()
+    if not all_finite(losses):
+        bad = (~losses.detach().isfinite()).nonzero().flatten().tolist()
         raise NonFiniteLossError(
             f"losses must be finite; found {losses[bad[0]].item()} at sample {bad[0]} "
             f"({len(bad)} of {len(losses)} samples are NaN or infinite). "
@@ -110,9 +110,8 @@ def _check_weights(weights: object, samples: int, what: str) -> None:
     if not isinstance(weights, Tensor) or weights.shape != (samples,):
         found = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
         raise ParameterError(f"{what} must be a tensor of shape ({samples},), one value per sample; found {found}.")
-    finite = weights.detach().isfinite()
-    if not finite.all():
-        bad = int((~finite).nonzero()[0])
+    if not all_finite(weights):
+        bad = int((~weights.detach().isfinite()).nonzero()[0])
         raise ParameterError(f"{what} must be finite; found {weights[bad].item()} at sample {bad}. Mind norms of zero.")
 
 

@@ -14,6 +14,7 @@ from samplewise.engine.arguments import Weights, check_direction, check_losses, 
 from samplewise.engine.finite import finite_numbers, finite_tensors
 from samplewise.engine.forms import Form
 from samplewise.engine.graph import Graph, graph_alive
+from samplewise.engine.interaction import storage_of
 from samplewise.engine.plan import Plan
 from samplewise.engine.rowwise import as_matrix
 from samplewise.engine.sources import AsRows, OnePass, Reference, Source, make_plan
@@ -71,7 +72,7 @@ def _constants(graph: Graph, modules: Iterable[nn.Module]) -> set[int]:
     own += [v for node in graph.nodes if isinstance(v := getattr(node, "variable", None), nn.Parameter)]
     for module in modules:
         own += [*module.parameters(), *module.buffers()]
-    return {tensor.untyped_storage().data_ptr() for tensor in own}
+    return {storage_of(tensor) for tensor in own}
 
 
 class Gradients:

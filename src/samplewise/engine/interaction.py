@@ -84,10 +84,15 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
         yield from (t for t in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(t, Tensor))
 
 
+def storage_of(tensor: Tensor) -> int:
+    """The same for all views of one storage, also where nothing is stored because it is only traced."""
+    return tensor.untyped_storage()._cdata
+
+
 def _may_be_data(tensor: Tensor, samples: int, constants: set[int]) -> bool:
     if tensor.requires_grad or tensor.dtype is torch.bool or tensor.dim() == 0:
         return False
-    if tensor.untyped_storage().data_ptr() in constants:
+    if storage_of(tensor) in constants:
         return False
     # A slice of sample data betrays itself by what it was cut from.
     return any(samples in (t.shape[:-1] if t.dim() > 1 else t.shape) for t in (tensor, tensor._base) if t is not None)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from samplewise.engine import rowwise
+from samplewise.engine.finite import traced
 from samplewise.engine.forms import Form, total
 from samplewise.engine.rowwise import as_matrix, flat_squared_norms
 
@@ -223,17 +224,22 @@ class Outer(Form):
 
 def _worth_summing(weights: Tensor | None) -> Tensor | None:
     """The samples whose weight is not zero, if enough of the others can be left out to pay for taking them apart."""
-    if weights is None or weights.requires_grad or weights.device.type != "cpu":
+    if weights is None or weights.requires_grad or weights.device.type != "cpu" or traced(weights):
         return None  # a device would have to be waited for
     kept = weights.nonzero().flatten()
     return kept if len(kept) <= ENOUGH_LEFT * len(weights) else None
 
 
 def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor]) -> Tensor:
-    """(b, ...) -> (b,): the sum over pairs of tokens; samples in which it cancels are computed `exactly` instead."""
+    """(b, ...) -> (b,): the sum over pairs of tokens; samples in which it cancels are computed `exactly` instead. Where
+    that cannot be decided while it is traced they are NaN, which makes whoever compiles it compute them otherwise.
+    """
     dims = tuple(range(1, pairs.dim()))
     found, size = pairs.sum(dims), pairs.detach().abs().sum(dims)
-    lost = (found.detach() < CANCELLED * size).nonzero().flatten()
+    cancelled = found.detach() < CANCELLED * size
+    if traced(found):
+        return torch.where(cancelled, torch.nan, found)
+    lost = cancelled.nonzero().flatten()
     return found.index_copy(0, lost, exactly(lost)) if len(lost) else found
 
 

@@ -35,13 +35,16 @@ class Audit:
         self.evaluation, self.every, self.own_gradients = evaluation, every, own_gradients
         self._excused = False
 
+    def due(self, update: int) -> bool:
+        return type(self.every) is int and update % self.every == 0
+
     def look(self, piece: Any, first: bool, update: int) -> None:
         """Called with the first piece of every window."""
         if first and self.every is not False:
             total = length(piece)
             few = cut(piece, 0, FEW) if total is not None and total > FEW else piece
             self._settle(self._compare(few, first, update), few)
-        elif self.every and update % self.every == 0:
+        elif self.due(update):
             self._settle(self._compare(piece, first, update), piece)
 
     def _settle(self, difference: str | None, piece: Any) -> None:

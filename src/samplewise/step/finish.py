@@ -39,7 +39,7 @@ class Finish:
         self._may_mask = on_nonfinite == "raise" and not precision.scales
 
     def __call__(self, window: Window) -> Outcome:
-        rates = [lr.clone() if isinstance(lr := group["lr"], Tensor) else lr for group in self.optimizer.param_groups]
+        rates = self.rates()
         masks = self.masks
         if window.failure is None:
             self._divide(window)
@@ -55,10 +55,24 @@ class Finish:
             mask = self._unread = Mask(self.trained.gradients(), window.parts, self._unread)
         if self.max_grad_norm is not None:
             sizes = sizes or self._sizes(())
-            # as torch.nn.utils.clip_grad_norm_ does it
-            torch._foreach_mul_(self.trained.gradients(), (self.max_grad_norm / (sizes.norm() + 1e-6)).clamp(max=1))
+            self._bound(sizes)
         self._change(mask)
         return Outcome(False, rates, self._norm(sizes), mask)
+
+    def rates(self) -> list[Any]:
+        """The learning rates of the optimizer's groups, now."""
+        return [lr.clone() if isinstance(lr := group["lr"], Tensor) else lr for group in self.optimizer.param_groups]
+
+    def prepare(self, window: Window) -> None:
+        """The gradients as the optimizer will see them, whatever they are."""
+        self._divide(window)
+        if self.max_grad_norm is not None:
+            self._bound(self._sizes(()))
+
+    def _bound(self, sizes: Sizes) -> None:
+        """As torch.nn.utils.clip_grad_norm_ does it."""
+        assert self.max_grad_norm is not None
+        torch._foreach_mul_(self.trained.gradients(), (self.max_grad_norm / (sizes.norm() + 1e-6)).clamp(max=1))
 
     @property
     def masks(self) -> bool:

@@ -6,26 +6,41 @@ from typing import Any
 
 from samplewise.batches import cut, length
 
+UNKNOWN = -1
+
 
 class Slices:
-    """Takes pieces off a batch, of which the first `taken` samples have gone before. One that cannot be cut is taken
-    whole.
-    """
+    """Takes pieces off a batch, from row `taken` on. One that cannot be cut is taken whole."""
 
-    __slots__ = ("_batch", "_length", "empty", "taken")
+    __slots__ = ("_length", "batch", "empty", "taken")
 
     def __init__(self, batch: Any, taken: int = 0):
-        self._batch, self.taken, self.empty = batch, taken, False
-        self._length = length(batch) if taken else None
+        self.batch, self.taken, self.empty = batch, taken, False
+        self._length: int | None = UNKNOWN
+
+    @property
+    def rows(self) -> int | None:
+        """Of the whole batch; None if it cannot be cut. A batch that is taken whole need not be looked at."""
+        if self._length == UNKNOWN:
+            self._length = length(self.batch)
+        return self._length
+
+    @property
+    def left(self) -> int:
+        """Rows that have not been taken; none, if it cannot be cut."""
+        return (self.rows or self.taken) - self.taken
+
+    def skip(self, rows: int) -> None:
+        """Somebody has taken so many."""
+        self.taken += rows
+        self.empty = self.taken == self.rows
 
     def take(self, limit: int | None) -> tuple[Any, int | None]:
         """The next piece, of at most so many samples, and how many it has; None where only the losses can tell."""
-        if self._length is None and limit is not None:  # a batch that is taken whole need not be looked at
-            self._length = length(self._batch)
-        if self._length is None:
+        total, start = None if limit is None and self.taken == 0 else self.rows, self.taken
+        if total is None:
             self.empty = True
-            return self._batch, None
-        start, total = self.taken, self._length
+            return self.batch, None
         stop = total if limit is None else min(start + limit, total)
         self.taken, self.empty = stop, stop == total
-        return (cut(self._batch, start, stop, total) if (start, stop) != (0, total) else self._batch), stop - start
+        return (cut(self.batch, start, stop, total) if (start, stop) != (0, total) else self.batch), stop - start

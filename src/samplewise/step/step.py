@@ -16,6 +16,7 @@ from samplewise.errors import BatchError, LossesError, NonFiniteGradientError, N
 from samplewise.losses import as_loss_fn
 from samplewise.replay import Buffers
 from samplewise.step.audit import Audit
+from samplewise.step.compiled.compiling import Compiling, Made
 from samplewise.step.evaluation import Evaluation
 from samplewise.step.finish import Finish
 from samplewise.step.grouping import Grouped
@@ -29,7 +30,7 @@ from samplewise.step.recall import Recall
 from samplewise.step.rules import Rule, as_optimizer
 from samplewise.step.slices import Slices
 from samplewise.step.summing import Plain, Summing, Weighted
-from samplewise.step.update import Totals, Update
+from samplewise.step.update import Outcome, Totals, Update
 from samplewise.step.window import Counters, Window, nothing_known, opened
 from samplewise.transforms.chain import as_chain
 
@@ -61,6 +62,9 @@ class Step:
     scheduler: steps once per update.
     on_nonfinite: "raise" before the update, "skip" it, or "ignore".
     audit: every so many updates one sample is computed alone and compared. None: at the first update. False: never.
+    compile: True makes forward pass, backward pass, transforms and the optimizer's rule one compiled graph, from the
+    second update on; "auto" does so where updates have one sample, after a thousand of them. Where that cannot be done
+    the step goes on as it is.
     record: {"norms"} to know `update.norms` where no transform needs them.
 
     If anything raises, the open window is given up, and parameters, optimizer and buffers are as before it.
@@ -81,6 +85,7 @@ class Step:
         *,
         on_nonfinite: str = "raise",
         audit: int | bool | None = None,
+        compile: bool | str = "auto",
         record: Collection[str] = (),
     ):
         check_options(samples, tail, on_nonfinite, max_grad_norm, record)
@@ -100,12 +105,16 @@ class Step:
             self._trained, optimizer, scheduler, self.precision, self.transforms.on_sum, max_grad_norm, on_nonfinite
         )
         self._audit = Audit(self._evaluation, audit, self.transforms.measures)
+        self._compiling = Compiling(
+            compile, self._evaluation, self._finish, self._microbatch, self.transforms, self.record, self._pause
+        )
         self._buffers = Buffers(modules)
         self._summing = self._make_summing()
         self._window = Window()
         self._rest: Slices | None = None  # of the last batch, while it is not used up
         self._first = self._unseen = True  # window, gradients
         self._recall: Recall | None = None
+        self._alone = False  # nobody looks in between
 
     @property
     def optimizer(self) -> Any:
@@ -128,7 +137,7 @@ class Step:
     @property
     def taken(self) -> int:
         """How many samples of the last batch have been taken, while it is not used up; then 0."""
-        return 0 if self._rest is None else self._rest.taken
+        return 0 if self._rest is None else self._rest.start
 
     # --- driving it ------------------------------------------------------------------------------------------------
 
@@ -150,9 +159,12 @@ class Step:
 
     def run(self, loader: Iterable[Any]) -> Totals:
         """All updates of `over(loader)`, added up."""
-        totals = Totals()
-        for update in self.over(loader):
-            totals.add(update)
+        totals, self._alone = Totals(), True
+        try:
+            for update in self.over(loader):
+                totals.add(update)
+        finally:
+            self._alone = False
         return totals
 
     def __call__(self, batch: Any) -> list[Update]:
@@ -198,6 +210,7 @@ class Step:
             "counters": asdict(self.counters),
             "precision": self.precision.state_dict(),
             "microbatch": self._microbatch.size,
+            "compiling": self._compiling.state_dict(),
             "window": {"parts": parts, "sums": sums, "failure": self._window.failure_state()},
         }
 
@@ -207,6 +220,7 @@ class Step:
         self.precision.load_state_dict(state["precision"])
         if self._microbatch.automatic:
             self._microbatch.size = state["microbatch"]
+        self._compiling.load_state_dict(state["compiling"])
         self._window = opened(state["window"]["parts"], state["window"]["failure"])
         self._buffers.remember()
         for name, total_so_far in state["window"]["sums"].items():
@@ -218,9 +232,39 @@ class Step:
     def _use_up(self) -> Iterator[Update]:
         """The updates that what is left of the last batch completes."""
         while self._rest is not None:
+            if not self._window.open and self._compiling.due(self.counters.updates, self.samples):
+                yield from self._compiled(self._rest)
             update = self._fill()
             if update is not None:
                 yield update
+
+    def _compiled(self, rest: Slices) -> Iterator[Update]:
+        """As many as can be made by compiled code. In blocks, they are told of as one."""
+        make = self._compiling.blocks if self._alone else self._compiling.updates
+        self._trained.follow()
+        self._trained.clear()
+        for made in make(rest, self.samples):
+            update = self._told(made)
+            if rest.empty:
+                self._rest = None
+            yield update
+            if self._rest is not rest or self._window.open:
+                return
+
+    def _pause(self) -> bool:
+        """Whether the next update is one to look at."""
+        return self._audit.due(self.counters.updates)
+
+    def _told(self, made: Made) -> Update:
+        outcome = Outcome(False, made.lr, lambda: torch.tensor(made.norm))
+        counters, count = self.counters, len(made.part)
+        update = Update(counters.updates, count, outcome, [made.part], self._asked_late, made.updates)
+        update.seconds = made.seconds
+        counters.updates += made.updates
+        counters.microbatches += made.updates
+        counters.samples += count
+        self._recall = None
+        return update
 
     def _fill(self) -> Update | None:
         """Takes pieces until an update is complete or the batch is used up."""

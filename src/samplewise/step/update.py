@@ -45,12 +45,18 @@ class Update:
     grad_norm of the update's gradient, before `max_grad_norm`
     """
 
-    __slots__ = ("_asked_late", "_outcome", "_parts", "index", "samples", "seconds")
+    __slots__ = ("_asked_late", "_outcome", "_parts", "index", "samples", "seconds", "updates")
 
     def __init__(
-        self, index: int, samples: int, outcome: Outcome, parts: list[Part], asked_late: Callable[[Update], Tensor]
+        self,
+        index: int,
+        samples: int,
+        outcome: Outcome,
+        parts: list[Part],
+        asked_late: Callable[[Update], Tensor],
+        updates: int = 1,  # more, where several were made at once
     ):
-        self.index, self.samples, self.seconds = index, samples, 0.0
+        self.index, self.samples, self.seconds, self.updates = index, samples, 0.0, updates
         self._outcome, self._parts, self._asked_late = outcome, parts, asked_late
 
     @property
@@ -115,7 +121,7 @@ class Totals:
         self._count: Tensor | int = 0
 
     def add(self, update: Update) -> None:
-        self.updates += not update.skipped
+        self.updates += 0 if update.skipped else update.updates
         self.skipped += update.skipped
         self.samples += update.samples
         self.seconds += update.seconds

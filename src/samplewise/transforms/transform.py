@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.engine.finite import all_finite
 from samplewise.errors import TransformError
 from samplewise.transforms.numbers import Numbers, PerSample
 from samplewise.transforms.reference import Reference
@@ -50,7 +51,7 @@ class SampleTransform:
             raise TransformError(f"{self} must answer with {what}, a tensor of shape ({samples},); found {kind}.")
         found = found.detach()
         found = found if found.is_floating_point() else found.to(torch.get_default_dtype())
-        if not found.isfinite().all():
+        if not all_finite(found):
             bad = int((~found.isfinite()).nonzero()[0])
             raise TransformError(
                 f"{self} must answer with finite coefficients; found {found[bad].item()} at sample {bad}."

@@ -1,0 +1,91 @@
+"""Which numbers of the optimizer's formula go to which parameter, and where the optimizer counts its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from samplewise.step.compiled.cells import cells
+from samplewise.step.compiled.formulas import Formula, Group
+from samplewise.step.compiled.problems import CannotCompile
+
+
+@dataclass
+class Cohort:
+    """Parameters of one group that have made equally many steps: they share the numbers of the formula."""
+
+    group: Group
+    step: float
+    names: list[str] = field(default_factory=list)
+    counters: list[tuple[Any, Tensor]] = field(default_factory=list)  # the optimizer's own counts
+
+
+class Cohorts:
+    """`states`: the tensors that the optimizer keeps, by parameter and name."""
+
+    def __init__(self, formula: Formula, optimizer: Any, names: dict[int, str]):
+        """`names` are those of the parameters that have gradients, by id."""
+        self.formula = formula
+        self.states: dict[tuple[str, str], Tensor] = {}
+        self._all: list[Cohort] = []
+        for group in optimizer.param_groups:
+            found: dict[float, Cohort] = {}
+            for p in (p for p in group["params"] if id(p) in names):
+                state = optimizer.state.get(p, {}) if hasattr(optimizer, "state") else {}
+                self._keep(names[id(p)], p, group, state)
+                step = state.get("step")
+                count = 0.0 if step is None else float(step)
+                cohort = found.setdefault(count, Cohort(group, count))
+                cohort.names.append(names[id(p)])
+                cohort.counters += [] if step is None else [(cells(step), step)]
+            self._all += found.values()
+        self.width = len(self.numbers())
+
+    def _keep(self, name: str, p: Tensor, group: Group, state: dict[str, Any]) -> None:
+        for key in self.formula.states(group):
+            kept = state.get(key)
+            if not isinstance(kept, Tensor) or kept.shape != p.shape:
+                raise CannotCompile("the optimizer has no state for some parameter yet")
+            self.states[name, key] = kept
+
+    def numbers(self, ahead: int = 0) -> list[float]:
+        """For the next update but `ahead`."""
+        return [number for c in self._all for number in self.formula.numbers(c.group, c.step + 1 + ahead)]
+
+    def advance(self, updates: int) -> None:
+        for cohort in self._all:
+            cohort.step += updates
+            for cell, _ in cohort.counters:
+                cell[0] = cohort.step
+
+    def reread(self) -> None:
+        """Should somebody else have set the optimizer's counts."""
+        for cohort in self._all:
+            cohort.step = cohort.counters[0][0][0] if cohort.counters else 0.0
+
+    def apply(
+        self,
+        trained: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        states: dict[tuple[str, str], Tensor],
+        numbers: Tensor,
+    ) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]:
+        """New parameters and new states."""
+        new, kept, start = dict(trained), dict(states), 0
+        for cohort in self._all:
+            width = len(self.formula.numbers(cohort.group, 1))
+            some = numbers[start : start + width].unbind()
+            start += width
+            for name in cohort.names:
+                mine = {key: tensor for (owner, key), tensor in states.items() if owner == name}
+                of_type = [number.to(trained[name].dtype) for number in some]
+                new[name], changed = self.formula.apply(cohort.group, trained[name], gradients[name], mine, of_type)
+                kept.update({(name, key): tensor for key, tensor in changed.items()})
+        return new, kept
+
+    def shape(self) -> Sequence[Any]:
+        """What the code depends on."""
+        return [self.formula.shape_of(cohort.group) for cohort in self._all]

@@ -1,0 +1,255 @@
+"""When an update is compiled, when its code may be used, and what becomes of it otherwise.
+
+An update is compiled for the structure and shape of its samples. Before its code is used for the first time, the update
+is made both ways and compared. Whenever it cannot be used, the step goes on uncompiled, and says so once if it was told
+to compile.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from samplewise.batches import cut, leaves
+from samplewise.errors import TrainingWarning
+from samplewise.step.compiled.cohorts import Cohorts
+from samplewise.step.compiled.formulas import formula_of
+from samplewise.step.compiled.guards import Guards
+from samplewise.step.compiled.problems import CannotCompile
+from samplewise.step.compiled.program import Program
+from samplewise.step.compiled.rows import has_rows, signature
+from samplewise.step.compiled.tracing import Tensors, trace_backward
+from samplewise.step.compiled.trial import agrees
+from samplewise.step.compiled.whole import Whole
+from samplewise.step.evaluation import Evaluation
+from samplewise.step.finish import Finish
+from samplewise.step.microbatch import Microbatch
+from samplewise.step.parts import Part
+from samplewise.step.slices import Slices
+from samplewise.step.summing import Weighted
+from samplewise.transforms.chain import Chain
+
+AUTO_AFTER = 1000  # updates of one sample: by then it will go on for a while
+SHAPES = 4  # of samples that are compiled
+CHANGES = 8  # of the model or the optimizer after which it is compiled again
+TINY = 2**11  # parameters up to which several updates are worth one call
+BLOCK = 16
+PATIENCE = 2.0  # seconds without a word
+
+
+class Made(NamedTuple):
+    """Compiled updates that have been made: one, or for `blocks` several."""
+
+    part: Part
+    updates: int
+    norm: float  # of the last one's gradient
+    lr: list[Any]
+    seconds: float
+
+
+class Compiling:
+    """`due` tells whether compiled updates are wanted by now; `updates` makes them, as long as it can."""
+
+    def __init__(
+        self,
+        mode: bool | str,
+        evaluation: Evaluation,
+        finish: Finish,
+        microbatch: Microbatch,
+        chain: Chain,
+        record: set[str],
+        pause: Callable[[], bool],
+    ):
+        """`pause`: whether the next update is to be made uncompiled."""
+        if mode not in (True, False, "auto"):
+            raise ValueError(f"compile must be True, False or 'auto'; found {mode!r}.")
+        self.mode, self.evaluation, self.finish, self.microbatch = mode, evaluation, finish, microbatch
+        self.chain, self.record, self.pause = chain, record, pause
+        self.tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+        self._given_up: str | None = None
+        self._known: list[str] = []  # shapes of samples
+        self._guards: Guards | None = None
+        self._programs: dict[Any, Program | None] = {}
+        self._changes = 0
+
+    def due(self, updates: int, samples: int | None) -> bool:
+        """After the first update, which is looked at for mistakes and gives the optimizer its state."""
+        if self._given_up is not None or not self.mode:
+            return False
+        return updates >= (1 if self.mode is True else AUTO_AFTER) and (self.mode is True or samples == 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"known": list(self._known), "given_up": self._given_up}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._known, self._given_up = list(state["known"]), state["given_up"]
+        self._programs, self._guards = {}, None
+
+    # --- making updates --------------------------------------------------------------------------------------------
+
+    def updates(self, rest: Slices, samples: int | None) -> Iterator[Made]:
+        """One after the other, until the batch is used up or the next one must be made uncompiled."""
+        size = samples or rest.left
+        program = self._program_for(rest, size)
+        while program is not None and not rest.empty and rest.left >= size and not self.pause() and self._hold():
+            made = self._make(program, rest, size)
+            if made is None:
+                return
+            yield made
+
+    def blocks(self, rest: Slices, samples: int | None) -> Iterator[Made]:
+        """The same for whoever does not look in between."""
+        size = samples or rest.left
+        program = self._program_for(rest, size)
+        if program is None or not self._hold():
+            return
+        several = self._program_for(rest, size, BLOCK) if self._worth_blocks(program, rest, size) else None
+        while several is not None and rest.left >= size * BLOCK:
+            made = self._make(several, rest, size)
+            if made is None or made.updates < BLOCK:
+                return
+            yield made
+        while not rest.empty and rest.left >= size and not self.pause():
+            made = self._make(program, rest, size)
+            if made is None:
+                return
+            yield made
+
+    def _worth_blocks(self, program: Program, rest: Slices, size: int) -> bool:
+        tiny = sum(p.numel() for p in self.evaluation.trained.named.values()) <= TINY
+        plain = not (self.chain.weighs or self.record) and self.finish.scheduler is None
+        return tiny and plain and program.whole.cohorts is not None and rest.left >= size * BLOCK
+
+    def _make(self, program: Program, rest: Slices, size: int) -> Made | None:
+        started = perf_counter()
+        rates = self.finish.rates()
+        made, results = program(rest.taken)
+        if not made:
+            return None
+        if program.whole.cohorts is None:
+            program.hand_over(results)
+            self.finish.optimizer.step()
+        if self.finish.scheduler is not None:
+            self.finish.scheduler.step()
+        rest.skip(made * size)
+        part = program.part(results, made)
+        return Made(part, made, program.norm(made - 1), rates, perf_counter() - started)
+
+    def _hold(self) -> bool:
+        if self._guards is not None and self._guards.hold():
+            return True
+        self._programs, self._guards, self._changes = {}, None, self._changes + 1
+        if self._changes > CHANGES:
+            self._give_up(f"the model or the optimizer has been changed {self._changes} times")
+        return False
+
+    # --- compiling -------------------------------------------------------------------------------------------------
+
+    def _program_for(self, rest: Slices, size: int, block: int = 1) -> Program | None:
+        """None if this is to be made uncompiled."""
+        if not 0 < size <= rest.left:
+            return None
+        try:
+            key = signature(rest.batch, rest.rows), size, block, tuple(self.record)
+            if key not in self._programs:
+                self._programs[key] = self._compiled(rest, key) if self._admitted(repr(key[:2])) else None
+        except Exception as problem:  # of tracing or compiling: nothing has been changed
+            self._give_up(_in_short(problem))
+            return None
+        program = self._programs[key]
+        if program is not None:
+            program.feed(rest.batch)
+        return program
+
+    def _admitted(self, shape: str) -> bool:
+        if shape in self._known:
+            return True
+        if len(self._known) == SHAPES:
+            self._say(f"of more than {SHAPES} shapes of samples the others stay uncompiled: found another one")
+            return False
+        self._known.append(shape)
+        return True
+
+    def _compiled(self, rest: Slices, key: Any) -> Program | None:
+        _, size, block, record = key
+        self._check_settings(size)
+        example = cut(rest.batch, rest.taken, rest.taken + size, rest.rows)
+        evaluation, optimizer = self.evaluation, self.finish.optimizer
+        with (
+            self._telling(f"compiling an update of {size} sample{'s' * (size > 1)}"),
+            torch.autograd.set_grad_enabled(True),
+        ):
+            functions = [evaluation.loss_fn, *(t.answer for t in self.chain.samples.transforms)]
+            guards = Guards(evaluation.modules, functions, optimizer)
+            evaluation.trained.clear()
+            tensors = Tensors.of(evaluation)
+            with guards.undisturbed():
+                summing = Weighted(evaluation, self.chain, "norms" in record)
+                backward = trace_backward(evaluation, summing, tensors, example)
+            formula = formula_of(optimizer)
+            names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
+            cohorts = None if formula is None else Cohorts(formula, optimizer, names)
+            chosen = [has_rows(leaf, rest.rows) for leaf in leaves(rest.batch) if isinstance(leaf, torch.Tensor)]
+            whole = Whole(backward, cohorts, size, chosen, self.finish.max_grad_norm, self.finish.checks, block)
+            program = Program(whole, tensors, example)
+        guards.bind([*tensors.trained.values(), *program.states, *tensors.others], program.shape)
+        program.feed(rest.batch)
+        if block == 1 and not agrees(program, evaluation, self.finish, self.chain, record, example, rest.taken):
+            raise CannotCompile("compiled and uncompiled update differ")
+        self._guards = guards
+        return program
+
+    def _check_settings(self, size: int) -> None:
+        """What is known to be impossible, or not to pay."""
+        modules = [m for root in self.evaluation.modules for m in root.modules()]
+        reasons = {
+            "the parameters are not in main memory": self.evaluation.trained.device.type != "cpu",
+            "there is a loss scale": self.evaluation.precision.scales,
+            "a window is computed in microbatches": self.microbatch.automatic or (self.microbatch.size or size) < size,
+            "transforms group samples, look at references or add noise": bool(
+                self.chain.grouping or self.chain.samples.references or self.chain.on_sum
+            ),
+            "recurrent layers are no faster compiled": any(isinstance(m, nn.RNNBase) for m in modules),
+            "the model has been compiled by torch.compile": any(hasattr(m, "_orig_mod") for m in modules),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise CannotCompile(reason)
+
+    # --- saying things ---------------------------------------------------------------------------------------------
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up, self._programs, self._guards = reason, {}, None
+        self._say(f"updates stay uncompiled: {reason}")
+
+    def _say(self, what: str) -> None:
+        if self.mode is True:
+            warnings.warn(
+                f"{what}. Training goes on, with the same numbers and at the usual speed.", TrainingWarning, 2
+            )
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Says what takes so long, once it does."""
+        timer = threading.Timer(PATIENCE, lambda: self.tell(f"{what} ..."))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def _in_short(problem: Exception) -> str:
+    if isinstance(problem, CannotCompile):
+        return str(problem)
+    said = str(problem).strip().partition("\n")[0][:200] or "no reason given"
+    return f"{type(problem).__name__}: {said}".rstrip(".")

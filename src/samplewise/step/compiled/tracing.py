@@ -1,0 +1,237 @@
+"""Forward and backward pass of one window as a graph: from parameters, other tensors of the modules and a piece of data
+to losses, what else is known of the samples, and the gradient of the update.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from samplewise.batches import leaves, map_leaves
+from samplewise.engine.arguments import check_attached
+from samplewise.engine.gradients import gradients_of
+from samplewise.errors import SamplesMayInteractWarning
+from samplewise.step.compiled import inductor
+from samplewise.step.compiled.decompositions import DECOMPOSITIONS
+from samplewise.step.compiled.problems import CannotCompile
+from samplewise.step.evaluation import Evaluation
+from samplewise.step.parts import Part, total
+from samplewise.step.summing import OfNumbers, as_part, counts_of
+from samplewise.transforms.numbers import Numbers
+
+VIEWS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("alias", "permute", "t", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "detach")
+} | {torch.ops.aten.transpose.int, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of the modules: `trained`, by name, and the `others`, each where it is found."""
+
+    trained: dict[str, Tensor]
+    others: list[Tensor]
+    places: list[tuple[nn.Module, str, Tensor]]
+
+    @classmethod
+    def of(cls, evaluation: Evaluation) -> Tensors:
+        trained = evaluation.trained.wanted()
+        places = [
+            (module, name, tensor)
+            for module in evaluation.modules
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        ]
+        if {id(p) for p in trained.values()} - {id(tensor) for _, _, tensor in places}:
+            raise CannotCompile("the optimizer has tensors that are no parameters of the model")
+        ours = {id(p) for p in trained.values()}
+        others = {id(tensor): tensor for _, _, tensor in places if id(tensor) not in ours}
+        return cls(trained, list(others.values()), places)
+
+    def replaced(self, stack: ExitStack, trained: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        originals = [*self.trained.values(), *self.others]
+        new = {id(a): b for a, b in zip(originals, [*trained, *others], strict=True)}
+        for root in dict.fromkeys(module for module, _, _ in self.places):
+            here = {name: new[id(tensor)] for module, name, tensor in self.places if module is root}
+            stack.enter_context(inductor.parameters_replaced(root, here))
+
+
+@dataclass
+class Backward:
+    """The graph, and what its results are. `reached`: names of the trained parameters that have a gradient. `moving`:
+    which of the other tensors it changes. `factors`: for gradients that are a column times a row, those two.
+    """
+
+    graph: fx.GraphModule
+    trained: list[str]
+    columns: list[str]  # of the Part that comes first
+    weights_by_name: list[str]  # empty unless the coefficients are a dict
+    reached: list[str]
+    constants: list[Tensor]  # the graph's last inputs
+    moving: list[int] = field(default_factory=list)
+    factors: dict[str, tuple[int, int]] = field(default_factory=dict)  # places among the results
+
+    def part(self, results: Sequence[Tensor]) -> Part:
+        """The first results, with their names."""
+        known: dict[str, Any] = dict(zip(self.columns, results, strict=False))
+        if self.weights_by_name:
+            start = len(self.columns)
+            known["weights"] = dict(zip(self.weights_by_name, results[start:], strict=False))
+        return Part(**known)
+
+    @property
+    def known(self) -> int:
+        return len(self.columns) + len(self.weights_by_name)
+
+    def gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.reached, results[self.known :], strict=False))
+
+
+def trace_backward(evaluation: Evaluation, summing: OfNumbers, tensors: Tensors, piece: Any) -> Backward:
+    """`piece` is an example."""
+    said: dict[str, list[str]] = {}
+
+    def run(*flat: Tensor) -> list[Tensor]:
+        inputs = iter(flat)
+        wanted = {name: next(inputs).detach().requires_grad_() for name in tensors.trained}
+        others = [next(inputs) for _ in tensors.others]
+        example = map_leaves(piece, lambda leaf: next(inputs) if isinstance(leaf, Tensor) else leaf)
+        with ExitStack() as stack:
+            tensors.replaced(stack, list(wanted.values()), others)
+            part, gradients = _computed(evaluation, summing, wanted, example)
+        columns = {name: column for name in Part.__slots__ if (column := getattr(part, name)) is not None}
+        weights = columns.pop("weights") if isinstance(part.weights, dict) else {}
+        said.update(columns=list(columns), weights=list(weights), reached=list(gradients))
+        return [*columns.values(), *weights.values(), *gradients.values()]
+
+    examples = [*tensors.trained.values(), *tensors.others, *(t for t in leaves(piece) if isinstance(t, Tensor))]
+    examples = [t.detach() for t in examples]
+    graph = inductor.trace(run, examples, DECOMPOSITIONS)
+    found = Backward(graph, list(tensors.trained), said["columns"], said["weights"], said["reached"], _lifted(graph))
+    first = len(tensors.trained)
+    found.moving = [k - first for k in sorted(_changed(graph))]
+    if any(not 0 <= k < len(tensors.others) for k in found.moving):
+        raise CannotCompile("the model changes its parameters or its data in place")
+    _find_factors(found)
+    return found
+
+
+def _computed(
+    evaluation: Evaluation, summing: OfNumbers, wanted: dict[str, Tensor], piece: Any
+) -> tuple[Part, dict[str, Tensor]]:
+    """What is known of the samples, and the gradient of the window that they are."""
+    losses, counts = evaluation.losses(piece)
+    check_attached(losses)
+    if losses.dtype not in (torch.float32, torch.float64):
+        raise CannotCompile(f"losses are {losses.dtype}")
+    reached = _reached(losses, wanted)
+    if not (summing.chain.weighs or summing.record_norms):
+        part = Part(losses.detach(), counts)
+        return part, _weighted(losses, reached, torch.ones_like(losses) / total([part]))
+    numbers = Numbers(losses.detach(), counts_of(losses, counts), piece, torch.arange(len(losses)))
+    g = None
+    if summing.chain.samples.measures or summing.record_norms:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SamplesMayInteractWarning)
+            g = gradients_of(losses, wanted, evaluation.modules).prepare()
+        numbers = summing.measured(g, numbers, summing.chain.samples, summing.record_norms)
+    (numbers,) = summing.chain.samples.weigh([numbers])
+    part = as_part(numbers)
+    if g is None and not isinstance(numbers.coefficients, dict):
+        return part, _weighted(losses, reached, numbers.weights / total([part]))
+    g = gradients_of(losses, wanted, evaluation.modules) if g is None else g
+    sums = g.sum(numbers.coefficients)
+    return part, {name: sums[name] / total([part]) for name in reached}
+
+
+def _reached(losses: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = torch.autograd.grad(losses.sum(), list(wanted.values()), retain_graph=True, allow_unused=True)
+    return {name: p for (name, p), g in zip(wanted.items(), found, strict=True) if g is not None}
+
+
+def _weighted(losses: Tensor, reached: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
+    found = torch.autograd.grad(losses, list(reached.values()), weights.to(losses.dtype), retain_graph=True)
+    return dict(zip(reached, found, strict=True))
+
+
+# --- reading the graph ------------------------------------------------------------------------------------------------
+
+
+def _lifted(graph: fx.GraphModule) -> list[Tensor]:
+    """Tensors from elsewhere become inputs, so that whoever changes them is heard."""
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    found: list[Tensor] = []
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        tensor = getattr(graph, str(node.target))
+        if not isinstance(tensor, Tensor):
+            raise CannotCompile("the graph has something that is neither a tensor nor a number")
+        with graph.graph.inserting_after(last):
+            last = graph.graph.placeholder(f"constant_{len(found)}")
+        last.meta["val"] = tensor
+        node.replace_all_uses_with(last)
+        graph.graph.erase_node(node)
+        found.append(tensor)
+    graph.recompile()
+    return found
+
+
+def _changed(graph: fx.GraphModule) -> set[int]:
+    """Which of its inputs it changes."""
+    inputs = {node: k for k, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
+    return {
+        inputs[origin]
+        for node in graph.graph.nodes
+        for argument in _written(node)
+        if (origin := _origin(argument)) in inputs
+    }
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    schema = getattr(node.target, "_schema", None)
+    for k, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(given, fx.Node):
+                yield given
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What it is a view of, or the same as."""
+    while node.op == "call_function" and _aliases(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _aliases(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def _find_factors(backward: Backward) -> None:
+    """Adds columns and rows of products to the results."""
+    (output,) = (node for node in backward.graph.graph.nodes if node.op == "output")
+    results = list(output.args[0])
+    for k, name in enumerate(backward.reached, backward.known):
+        pair = _column_and_row(results[k])
+        if pair is not None:
+            backward.factors[name] = (len(results), len(results) + 1)
+            results += pair
+    output.args = (tuple(results),)
+    backward.graph.recompile()
+
+
+def _column_and_row(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    while node.target in VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    if node.target is not torch.ops.aten.mul.Tensor:
+        return None
+    left, right = node.args
+    if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
+        return None
+    a, b = left.meta["val"].shape, right.meta["val"].shape
+    return (left, right) if len(a) == len(b) == 2 and a[1] == b[0] == 1 else None
