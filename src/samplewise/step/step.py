@@ -137,7 +137,7 @@ class Step:
     @property
     def taken(self) -> int:
         """How many samples of the last batch have been taken, while it is not used up; then 0."""
-        return 0 if self._rest is None else self._rest.start
+        return 0 if self._rest is None else self._rest.taken
 
     # --- driving it ------------------------------------------------------------------------------------------------
 
