@@ -1,13 +1,16 @@
 """Everything we show runs: code blocks of the documents, example scripts, the public names."""
 
+import itertools
 import re
 import runpy
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 import samplewise
 import samplewise.errors
@@ -130,6 +133,52 @@ def test_every_example_has_its_section_in_how_to():
 
 def test_the_picture_is_small():
     assert (ROOT / "docs" / "picture.png").stat().st_size < PICTURE_KILOBYTES * 1024
+
+
+# -------------------------------------------------------------------------------------------------------- comparison
+
+
+def _table(text: str, start: str):
+    """Rows of the first table whose first row begins so, as lists of cells without their emphasis."""
+    lines = text[text.index(start) :].splitlines()
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[re.sub(r"\*\*|\\|`", "", cell).strip() for cell in row.split("|")[1:-1]] for row in rows]
+
+
+def _tally():
+    """Of docs/comparison.md: column -> how often each word stands in it."""
+    heads, _, *rows = _table((ROOT / "docs" / "comparison.md").read_text(), "| | samplewise | Opacus hooks")
+    return {head: Counter(row[k] for row in rows) for k, head in enumerate(heads) if head}
+
+
+def test_the_readme_counts_as_the_comparison_does():
+    rows = {row[0]: row[1:] for row in _table((ROOT / "README.md").read_text(), "| | samplewise | Opacus 1.6 hooks")}
+    columns = ["samplewise", "Opacus hooks", "Opacus ghost", "BackPACK", "vmap(grad)"]
+    assert [head.replace(" 1.6", "").replace(" 1.7", "") for head in rows[""]] == columns
+    for k, name in enumerate(columns):
+        words = _tally()[name]
+        assert rows["right"][k].partition(" + ")[0] == str(words["right"])
+        assert rows["right"][k].partition(" + ")[2].partition(" ")[0] == (str(words["right*"] or ""))
+        assert rows["error"][k] == str(words["error"])
+        assert rows["the replaced layers compute something else"][k] == str(words["other"] or "")
+        assert rows["wrong numbers, no error"][k] == str(words["WRONG"])
+
+
+@pytest.fixture
+def comparison(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield runpy.run_path(str(ROOT / "benchmarks" / "comparison.py"))
+    torch.set_default_dtype(before)
+
+
+def test_our_column_of_the_comparison_is_true(comparison):
+    """The others' need their libraries: `make comparison`."""
+    text = (ROOT / "docs" / "comparison.md").read_text()
+    shown = {row[0]: row[1] for row in _table(text, "| MLP |")}
+    found = {case.name: comparison["COLUMNS"]["samplewise"](case).word for case in comparison["CASES"]}
+    assert found == shown
 
 
 # --------------------------------------------------------------------------------------------------------- reference
