@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from small import X, Y, loader, log, make, parameters
-from test_resume import SCRIPT, assert_same, ended, start
+from test_resume import assert_same, ended, running, to_the_end
 
 import samplewise as sw
 from samplewise.loop import store
@@ -254,18 +253,17 @@ def test_in_a_thread(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_workers_too(tmp_path, number):
     """As a terminal sends Ctrl-C, and a cluster SIGTERM: to the whole group."""
-    whole = start(tmp_path / "whole")
-    process = start(tmp_path / "run", pause=0.05)
-    while not list(tmp_path.glob("run/checkpoints/*.ckpt")):
-        assert process.poll() is None
-        time.sleep(0.02)
-    os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors.decode()
-    assert '"reason": "' + signal.Signals(number).name in (tmp_path / "run" / "log.jsonl").read_text()
-    subprocess.run([sys.executable, str(SCRIPT), str(tmp_path / "run")], check=True, timeout=120)
-    whole.communicate(timeout=120)
-    assert_same(ended(tmp_path / "run"), ended(tmp_path / "whole"))
+    run = tmp_path / "run"
+    with running(run, "plain", pause=0.05) as process:
+        while not list(run.glob("checkpoints/*.ckpt")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.killpg(process.pid, number)
+        assert process.wait(timeout=60) == 0, (run / "errors.txt").read_text()
+    assert f'"reason": "{signal.Signals(number).name}"' in (run / "log.jsonl").read_text()
+    for directory in (run, tmp_path / "whole"):
+        to_the_end(directory, "plain")
+    assert_same(ended(run), ended(tmp_path / "whole"))
 
 
 def test_two_checkpoints_in_one_run_keep_their_own_best(tmp_path):

@@ -184,8 +184,8 @@ class FakeRun:
         assert not self.finished
         self.lines.append((step, values))
 
-    def finish(self):
-        self.finished = True
+    def finish(self, exit_code):
+        self.finished, self.failed = True, exit_code != 0
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def started(monkeypatch):
     wandb, mlflow = ModuleType("wandb"), ModuleType("mlflow")
     wandb.init = mlflow.start_run = start
     mlflow.log_metrics = lambda values, step: found[-1][1].log(values, step)
-    mlflow.end_run = lambda: found[-1][1].finish()
+    mlflow.end_run = lambda status: found[-1][1].finish({"FINISHED": 0, "FAILED": 1}[status])
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     return found
@@ -225,12 +225,13 @@ def test_services(started, tmp_path, logger, again):
 
 
 @pytest.mark.parametrize("logger", [WandB, MLflow])
-def test_a_fit_that_raised_is_finished_before_the_next(started, logger):
+def test_a_fit_that_raises_is_finished_as_failed(started, logger):
     trainer = make(None, [logger(), CrashAt(2, "train")])
     with pytest.raises(Crash):
         trainer.fit(LOADER, epochs=1)
+    assert [run.finished for _, run in started] == [True]
     trainer.fit(LOADER, epochs=1)
-    assert [run.finished for _, run in started] == [True, True]
+    assert [run.failed for _, run in started] == [True, False]
 
 
 # ------------------------------------------------------------- what they need

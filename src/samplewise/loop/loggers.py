@@ -31,15 +31,15 @@ class Logger(ABC):
             self._add(kind, fields, fields.get("update", trainer.step.counters.updates))
 
     def on_fit_end(self) -> None:
-        self._close()
+        self._close(failed=False)
 
     def on_error(self) -> None:
-        self._close()
+        self._close(failed=True)
 
-    def _close(self) -> None:
+    def _close(self, failed: bool) -> None:
         was_open, self._is_open = self._is_open, False
         if was_open:
-            self._finish()
+            self._finish(failed)
 
     @abstractmethod
     def _begin(self, trainer: Any) -> None: ...
@@ -48,7 +48,7 @@ class Logger(ABC):
     def _add(self, kind: str, fields: dict[str, Any], update: int) -> None: ...
 
     @abstractmethod
-    def _finish(self) -> None: ...
+    def _finish(self, failed: bool) -> None: ...
 
 
 class TensorBoard(Logger):
@@ -74,7 +74,7 @@ class TensorBoard(Logger):
             writer.add_scalar(name, value, update)
         writer.flush()  # can be looked at while it runs
 
-    def _finish(self) -> None:
+    def _finish(self, failed: bool) -> None:
         writer: Any = self._writer
         writer.close()
 
@@ -113,7 +113,7 @@ class CSV(Logger):
                 rows.writerow(columns)
             rows.writerow([_cell(fields[name]) if name in fields else "" for name in columns])
 
-    def _finish(self) -> None: ...
+    def _finish(self, failed: bool) -> None: ...
 
 
 class Service(Logger):
@@ -144,8 +144,8 @@ class WandB(Service):
         if scalars := _scalars(kind, fields):
             self._run.log(scalars, step=update)
 
-    def _finish(self) -> None:
-        self._run.finish()
+    def _finish(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class MLflow(Service):
@@ -162,8 +162,8 @@ class MLflow(Service):
         if scalars := _scalars(kind, fields):
             self._mlflow.log_metrics(scalars, step=update)
 
-    def _finish(self) -> None:
-        self._mlflow.end_run()
+    def _finish(self, failed: bool) -> None:
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
 # --- what they share -----------------------------------------------------------------------------------------------

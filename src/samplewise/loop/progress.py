@@ -43,28 +43,30 @@ class Bar:
     def __init__(self, total: int | None, done: int) -> None:
         from rich import progress
         from rich.console import Console
+        from rich.table import Column
 
         self._bar = progress.Progress(
-            progress.TextColumn("epoch {task.fields[epoch]}"),
-            progress.BarColumn(bar_width=20),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("updates, left"),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[text]}", markup=False),
+            progress.TextColumn("epoch {task.fields[epoch]}", table_column=Column(no_wrap=True)),
+            progress.BarColumn(bar_width=10),
+            progress.MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            # The one that is cut short where the terminal is narrow.
+            progress.TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
             console=Console(stderr=True),
+            expand=True,
         )
         self._metrics = ""
         self._task = self._bar.add_task("", total=total, completed=done, epoch=1, text="")
         self._bar.start()
 
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
-        text = f"loss {shown(loss)}  {speed:.0f} samples/s  {self._metrics}".rstrip()
+        text = f"loss {shown(loss)}  {self._metrics}{speed:.0f} samples/s"
         self._bar.update(self._task, completed=done, epoch=epoch + 1, text=text)
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
         self._bar.console.print(f"epoch {epoch + 1}  {named(metrics)}", highlight=False, markup=False)
-        found = {name: value for name, value in metrics.items() if name != "train_loss"}
-        self._metrics = f"(validation: {named(found)})" if found else ""
+        measured = {name: value for name, value in metrics.items() if name not in ("train_loss", "loss")}
+        self._metrics = named(measured) + "  " if measured else ""
 
     def close(self) -> None:
         self._bar.stop()
