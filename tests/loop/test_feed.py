@@ -353,10 +353,10 @@ def leave(worker):
     get_worker_info().dataset.left = worker + 10
 
 
-@pytest.mark.parametrize("living_on", [False, True])
-def test_workers_that_live_on(living_on):
+@pytest.mark.parametrize(("kind", "living_on"), [(DataLoader, False), (DataLoader, True), (StatefulDataLoader, False)])
+def test_workers_that_live_on(kind, living_on):
     options = dict(batch_size=1, num_workers=2, persistent_workers=living_on, worker_init_fn=leave)
-    feed = Feed(DataLoader(Told(), **options), seed=7)
+    feed = Feed(kind(Told(), **options), seed=7)
     processes = []
     for epoch in range(2):
         batches = [batch for batch, _ in feed.epoch(epoch)]
@@ -500,6 +500,17 @@ def test_another_kind_of_loader(begun, resumed):
         assert next(other.epoch(0))[1] == 1
         return
     with pytest.raises(sw.CheckpointError, match=f"of the kind it was begun with, one {begun}; found one {resumed}"):
+        next(other.epoch(0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_number_of_workers(workers):
+    feed = Feed(StatefulDataLoader(Samples(), batch_size=2, num_workers=1), seed=7)
+    batches = feed.epoch(0)
+    next(batches), feed.mark(0), next(batches), feed.mark(0)
+    other = Feed(StatefulDataLoader(Samples(), batch_size=2, num_workers=workers), seed=7)
+    other.go_to(feed.place)
+    with pytest.raises(sw.CheckpointError, match=r"a loader must take up the state it was saved with; .* of workers"):
         next(other.epoch(0))
 
 
@@ -665,6 +676,31 @@ def test_carried_samples_that_wait_cannot_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
+@pytest.mark.parametrize("transforms", [[], [sw.clip(1.0)]], ids=["plain", "clip"])
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_saved_in_the_middle_of_a_window(make, transforms, batches, tmp_path):
+    data, options = make(), dict(samples=20, transforms=transforms)
+    whole, saving = trainer(**options), trainer(tmp_path, **options)
+    fit(whole, data, epochs=2)
+    own = saving._batches
+
+    def broken_off():
+        for k, batch in enumerate(own(), start=1):
+            yield batch
+            if k == batches:
+                saving.save()
+                raise RuntimeError("on purpose")
+
+    saving._batches = broken_off
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(saving, data if type(data) is list else make(), epochs=1)
+    part = trainer(tmp_path, **options)
+    fit(part, data if type(data) is list else make(), epochs=2, resume=True)
+    assert torch.equal(parameters(part), parameters(whole))
+    assert part.step.counters == whole.step.counters
+
+
+@pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
 def test_windows_that_a_transform_sees_as_a_whole(make, tmp_path):
     data, options = make(), dict(tail="carry", transforms=[sw.drop(largest=1)])
     whole = trainer(callbacks=[seen := Order()], **options)
@@ -687,6 +723,22 @@ def test_validation_is_the_same_each_time():
 
 def trainer_of_another_seed(run):
     return sw.Trainer(run.step, progress=False, device="cpu", seed=1)
+
+
+@pytest.mark.parametrize("make", [IMAGES["ours"], IMAGES["its own"]])
+def test_validation_on_the_training_data_in_the_middle_of_an_epoch(make, tmp_path):
+    class Looking:
+        def on_update(self, trainer):
+            trainer.evaluate(data)
+
+    data = make()
+    whole = trainer()
+    fit(whole, data, updates=9)
+    for updates in range(1, 10):
+        data = make()
+        part = trainer(tmp_path, [Looking(), ModelCheckpoint(every="1up")])
+        fit(part, data, updates=updates, resume=True)
+    assert torch.equal(parameters(part), parameters(whole))
 
 
 def test_validation_on_nothing():

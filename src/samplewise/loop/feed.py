@@ -35,13 +35,18 @@ class Feed:
             ...
             feed.mark(taken)                       after an update: all is used; of this batch, so many samples
 
-    `place` is that of the first sample that has gone into no update yet.
+    `here(taken)` is the place of the next sample, `place` that of the first one that has gone into no update.
     """
 
-    def __init__(self, loader: Iterable[Any], seed: int, first: int | None = None, saved: bool = False):
-        """`first`: every epoch is made of the first so many batches of epoch 0. `saved`: places will go into files."""
-        self.loader, self.seed, self.first = loader, seed, first
-        self._source, self._unchecked = source_of(loader, seed), saved
+    def __init__(
+        self, loader: Iterable[Any], seed: int, first: int | None = None, saved: bool = False, apart: bool = False
+    ):
+        """`first`: every epoch is made of the first so many batches of epoch 0. `saved`: places will go into files.
+        `apart`: the loader may be in use elsewhere.
+        """
+        self.seed, self.first, self.saved, self.apart = seed, first, saved, apart
+        self.loader: Iterable[Any] = ()
+        self.use(loader)
         self.go_to(Place())
 
     def go_to(self, place: Place) -> None:
@@ -52,21 +57,23 @@ class Feed:
     def use(self, loader: Iterable[Any]) -> None:
         """Goes on in the same place of another loader."""
         if loader is not self.loader:
-            self._start, self._last = self._after(), None
-            self.loader, self._source = loader, source_of(loader, self.seed)
+            self.loader, self._source = loader, source_of(loader, self.seed, self.apart)
+            self._unchecked = self.saved
+
+    def here(self, taken: int) -> Place:
+        return replace(self._last, inside=taken) if taken and self._last is not None else self._after()
 
     @property
     def place(self) -> Place:
         return self._mark or self._after()
 
     def mark(self, taken: int) -> None:
-        self._mark = replace(self._last, inside=taken) if taken and self._last is not None else None
+        self._mark = self.here(taken) if taken else None
 
     def epoch(self, number: int, back: bool = False) -> Iterator[tuple[Any, int]]:
         """What is left of the epoch; `back`: what went into no update comes again."""
-        at = self.place if back else self._after()
-        self.go_to(at)
-        at = self._of_this_kind(at)
+        at = self._of_this_kind(self.place if back else self._after())
+        self._start, self._last, self._mark = at, None, None if back else self._mark
         batches = self._source.enter(number if self.first is None else 0, at.batches, at.state)
         self._check_state()
         while (self.first is None or at.batches < self.first) and (batch := next(batches, END)) is not END:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from samplewise.errors import BatchError
+from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.seeding import Stream, Unveiling, parts_of, seed_generators, seed_of, seeded_samples
 from samplewise.replay import random_state
 
@@ -42,9 +42,10 @@ class Source(Protocol):
         """Lets workers go."""
 
 
-def source_of(loader: Iterable[Any], seed: int) -> Source:
+def source_of(loader: Iterable[Any], seed: int, apart: bool = False) -> Source:
+    """`apart`: the loader may be in use elsewhere, so that its state must not be touched."""
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        return Stateful(loader, seed)
+        return Stateful(_like(loader) if apart and isinstance(loader, DataLoader) else loader, seed)
     return Ordered(loader, seed) if is_ordered(loader) else Replayed(loader, seed)
 
 
@@ -79,7 +80,8 @@ class Ordered:
         self._samples.epoch.fill_(epoch)
         self._order.begin(epoch, seed, skip)
         self._loader.generator.manual_seed(seed)
-        return self._apart(iter(self._loader))
+        batches = iter(self._loader)
+        return batches if self._loader.num_workers else self._apart(batches)
 
     def _apart(self, batches: Iterator[Any]) -> Iterator[Any]:
         batch = None
@@ -111,8 +113,9 @@ class Order:
 
     def __iter__(self) -> Iterator[Any]:
         stream = Stream(self._seed)
+        sampler = self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler
         with stream:
-            drawn = islice(map(_kept, self._loader._index_sampler), self._skip, None)
+            drawn = islice(map(_kept, sampler), self._skip, None)
         while True:
             with stream:
                 some = list(islice(drawn, CHUNK))
@@ -140,10 +143,16 @@ class Stateful:
         self._stream = Stream(seed)
         tell(self._loader, epoch, seed)
         self.close()
-        if state is not None:
-            self._loader.load_state_dict(copy.deepcopy(state["loader"]))
-        with self._stream, self._lending(epoch):
-            batches = iter(self._loader)
+        try:
+            if state is not None:
+                self._loader.load_state_dict(copy.deepcopy(state["loader"]))
+            with self._stream, self._lending(epoch):
+                batches = iter(self._loader)
+        except AssertionError as why:  # all that torchdata says of another number of workers
+            raise CheckpointError(
+                "a loader must take up the state it was saved with; found that it does not. Pass a loader with the "
+                "same data, samplers and number of workers."
+            ) from why
         self._batches = 0
         if state is not None:
             self._stream.state, self._batches = state["random"], state["batches"]
@@ -159,14 +168,14 @@ class Stateful:
 
     @contextmanager
     def _lending(self, epoch: int) -> Iterator[None]:
-        """The loader makes its workers from seeded samples."""
-        if self._samples is None:
-            yield
-            return
-        self._samples.epoch.fill_(epoch)
-        own = vars(self._loader)
-        theirs = {name: own[name] for name in ("dataset", "worker_init_fn")}
-        own.update(dataset=self._samples, worker_init_fn=Unveiling(self._loader.worker_init_fn))
+        """A DataLoader makes its workers from seeded samples."""
+        changes: dict[str, Any] = {"in_order": True} if self._workers else {}
+        if self._samples is not None:
+            self._samples.epoch.fill_(epoch)
+            changes |= {"dataset": self._samples, "worker_init_fn": Unveiling(self._loader.worker_init_fn)}
+        own = vars(self._loader) if changes else {}
+        theirs = {name: own[name] for name in changes}
+        own.update(changes)
         try:
             yield
         finally:
@@ -205,7 +214,7 @@ class Replayed:
         stream = Stream(seed)
         with stream:
             batches = iter(self._fresh())
-        rest = self._counted(_within(stream, batches))
+        rest = self._counted(batches if type(self._loader) in (list, tuple) else _within(stream, batches))
         for _ in range(skip - self._taken if self._once else skip):
             next(rest, None)
         return rest

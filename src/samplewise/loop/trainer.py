@@ -251,7 +251,7 @@ class Trainer:
                 "an open window must be saved as sums; found samples that wait for more, because a transform has to "
                 "see all at once. Use tail='update' or 'drop', or save in the middle of epochs: every='100up'."
             )
-        own = {"epoch": self._epoch, "place": vars(self._feed.place), "log": log, "seed": self.seed}
+        own = {"epoch": self._epoch, "place": vars(self._feed.here(self.step.taken)), "log": log, "seed": self.seed}
         return {**parts, "trainer": own, "kinds": self._kinds(), "random": random_state_dict()}
 
     def _kinds(self) -> dict[str, str]:
@@ -370,7 +370,7 @@ class Trainer:
     def _validation_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The same each time, whatever the loader draws."""
         if self._validation is None:
-            self._validation = Feed(loader, self.seed)
+            self._validation = Feed(loader, self.seed, apart=True)
         self._validation.use(loader)
         self._validation.go_to(Place())
         for batch, _ in self._validation.epoch(0):
