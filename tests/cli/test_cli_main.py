@@ -42,7 +42,15 @@ def test_a_process_ends_with_the_same_code():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], ["Begin with a recipe", "Train what a recipe describes.", "Look at a recipe before it is trained, or at"]),
+        (
+            [],
+            [
+                "Begin with a recipe",
+                "Train what a recipe describes.",
+                "Find wrong labels by their gradients.",
+                "Look at a recipe before it is trained, or at",
+            ],
+        ),
         (["train"], ["--resume", "loss(model, batch)", "cross entropy", "AdamW", "runs/<name"]),
         (["doctor"], ["The exit code is 0 if all is well"]),
         (["report"], ["report.html"]),

@@ -81,6 +81,47 @@ def test_the_doctor_shows_them_too(recipe):
     assert result.exit_code == 1
 
 
+FAILING_IN_A_WORKER = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        return torch.zeros(6), label(i)
+
+
+def label(i):
+    if i == 13:
+        raise ValueError("no label\\nfor 13")
+    return 0
+
+
+def model():
+    return torch.nn.Linear(6, 3)
+
+
+def data():
+    return DataLoader(Samples(), batch_size=5, num_workers=1)
+"""
+
+
+def test_what_fails_in_a_worker(recipe):
+    result = process("train", recipe(FAILING_IN_A_WORKER))
+    assert result.stderr.splitlines() == [
+        "recipe.py:11: in __getitem__",
+        "    return torch.zeros(6), label(i)",
+        "recipe.py:16: in label",
+        '    raise ValueError("no label\\nfor 13")',
+        "ValueError: no label",
+        "for 13",
+    ]
+    assert result.returncode == 1
+
+
 def test_our_own_errors_say_what_to_do(recipe):
     text = HEALTHY + "\n\ndef loss(model, batch):\n    return model(batch[0]).sum()\n"
     result = command("train", recipe(text), "--clip", 1)
@@ -91,7 +132,7 @@ def test_our_own_errors_say_what_to_do(recipe):
 def test_a_missing_file():
     result = command("train", "none.py")
     assert one_line(result) == "none.py: a recipe must be a Python file; found none: No such file or directory."
-    assert result.exit_code == 1
+    assert result.exit_code == 2  # the argument is wrong, not the recipe
 
 
 def test_neighbours_can_be_imported(recipe):

@@ -98,6 +98,13 @@ def test_a_run_is_not_overwritten(recipe):
     assert result.exit_code == 2
 
 
+def test_a_run_that_is_a_file(recipe):
+    Path("taken").touch()
+    result = command("train", recipe(HEALTHY), "--run", "taken")
+    assert one_line(result) == "samplewise: Invalid value for --run: must be a directory; found a file, taken."
+    assert result.exit_code == 2
+
+
 def test_a_signal_saves_and_leaves(recipe):
     result = process("train", recipe(HEALTHY + TERMINATED), "--epochs", 50)
     assert result.returncode == 128 + 15

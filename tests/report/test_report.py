@@ -188,6 +188,13 @@ def test_each_parameter_group_has_its_learning_rate(report):
     assert "group 0" in shown.text and "group 1" in shown.text
 
 
+def test_lines_of_the_learning_rate_monitor_are_known(report):
+    rates = [dict(kind="lr", update=update, rates=[0.1, 0.2 / update]) for update in range(1, 5)]
+    shown = report([*rates, train(4)])
+    assert len(shown.charts["Learning rate"]) == 2
+    assert "does not know" not in shown.text
+
+
 def test_it_is_written_where_it_is_asked_for(tmp_path):
     (tmp_path / "log.jsonl").touch()
     assert write_report(tmp_path) == tmp_path / "report.html"

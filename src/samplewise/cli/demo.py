@@ -23,9 +23,10 @@ Batch = tuple[Tensor, Tensor]
 
 
 def demo() -> None:
-    """Train a small net on digits of which a tenth have a wrong label, and find those.
+    """Find wrong labels by their gradients.
 
-    Takes less than a minute, on data that ship inside scikit-learn. The run is kept under runs/.
+    Trains a small net on digits of which a tenth have a wrong label, and shows which ones stand out and what it costs
+    to know. Takes less than a minute, on data that ship inside scikit-learn. The run is kept under runs/.
     """
     torch.manual_seed(0)
     x, y, wrong, held_out = digits()

@@ -41,7 +41,7 @@ class OneLine(TyperGroup):
             code = error.exit_code
         except RecipeError as error:
             typer.echo(str(error), err=True)
-            code = 1
+            code = error.code
         sys.exit(code or 0)
 
 

@@ -9,6 +9,7 @@ def metrics(): ...               name -> function (outputs, batch); default none
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 import traceback
@@ -30,6 +31,14 @@ NEEDED = {"model": "returns the model", "data": "returns a loader, or (loader, v
 
 class RecipeError(Exception):
     """Something in the recipe fails; the message is all that the user need see."""
+
+    code = 1
+
+
+class NoRecipeError(RecipeError):
+    """The argument is wrong."""
+
+    code = 2
 
 
 class Recipe:
@@ -104,7 +113,7 @@ def _load(path: Path) -> ModuleType:
     try:
         source = path.read_bytes()
     except OSError as why:
-        raise RecipeError(f"{path}: a recipe must be a Python file; found none: {why.strerror}.") from why
+        raise NoRecipeError(f"{path}: a recipe must be a Python file; found none: {why.strerror}.") from why
     name = path.stem if path.stem not in sys.modules else f"recipe_{path.stem}"
     module = ModuleType(name)
     module.__file__ = str(path)
@@ -128,15 +137,22 @@ def _load(path: Path) -> ModuleType:
 
 def _shown(error: Exception, path: Path) -> str:
     """The lines that the user has written, and the message."""
-    lines = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        if _is_users(frame.filename):
-            lines += [f"{frame.filename}:{frame.lineno}: in {frame.name}", f"    {frame.line}"]
+    frames, message = _in_worker(str(error))
+    if not message:
+        found = traceback.extract_tb(error.__traceback__)
+        frames = [(frame.filename, str(frame.lineno), frame.name, str(frame.line)) for frame in found]
+        message = "".join(traceback.format_exception_only(error)).strip().removeprefix("samplewise.errors.")
+    lines = [f"{file}:{line}: in {name}\n    {code}" for file, line, name, code in frames if _is_users(file)]
     if not lines and not isinstance(error, SamplewiseError):  # their messages tell what to do by themselves
         lines = [f"{path}: with what it returns:"]
-    return "\n".join(
-        [*lines, "".join(traceback.format_exception_only(error)).strip().removeprefix("samplewise.errors.")]
-    )
+    return "\n".join([*lines, message])
+
+
+def _in_worker(text: str) -> tuple[list[tuple[str, str, str, str]], str]:
+    """What a loader's worker has sent is a traceback in words: file, line, function and code of each frame; message."""
+    _, there, told = text.partition("Original Traceback (most recent call last):\n")
+    frames = re.findall(r'^  File "(.*)", line (\d+), in (.*)\n    (.*)', told, re.MULTILINE)
+    return frames, re.split(r"^  File .*\n(?:    .*\n)*", told, flags=re.MULTILINE)[-1].strip() if there else ""
 
 
 def _is_users(filename: str) -> bool:

@@ -103,6 +103,8 @@ def _bound(clip: float) -> float:
 
 
 def _directory(run: Path, resume: bool) -> Path:
+    if run.exists() and not run.is_dir():
+        raise typer.BadParameter(f"must be a directory; found a file, {run}.", param_hint="--run")
     if not resume and any((run / "checkpoints").glob("*.ckpt")):
         raise typer.BadParameter(
             f"a run must have a directory of its own; found checkpoints in {run}. "

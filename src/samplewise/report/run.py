@@ -36,6 +36,7 @@ class Run:
     train: list[Line] = field(default_factory=list)
     validation: list[Line] = field(default_factory=list)
     epoch: list[Line] = field(default_factory=list)
+    lr: list[Line] = field(default_factory=list)  # of LRMonitor
     end: Line | None = None  # the last line, if it says that the run ended: it may have gone on after others
     left_out: list[str] = field(default_factory=list)  # one sentence a reason
 
@@ -60,7 +61,8 @@ class Run:
 
     def learning_rates(self) -> list[Curve]:
         """One curve for each parameter group; `lr` is a list where there is more than one."""
-        lists = [(line, lr if isinstance(lr := line.get("lr"), list) else [lr]) for line in self.train]
+        lines = max(self.train, [{**line, "lr": line.get("rates")} for line in self.lr], key=len)
+        lists = [(line, lr if isinstance(lr := line.get("lr"), list) else [lr]) for line in lines]
         groups = max((len(lrs) for _, lrs in lists), default=0)
         by_group = [[{**line, "lr": lrs[g]} for line, lrs in lists if g < len(lrs)] for g in range(groups)]
         return [curve(lines, "lr", f"group {g}") for g, lines in enumerate(by_group)]
@@ -106,7 +108,7 @@ def _read_about(run: Run) -> None:
 
 
 def _read_log(run: Run, log: Path) -> None:
-    kinds: dict[str, list[Line]] = {"train": run.train, "validation": run.validation, "epoch": run.epoch, "end": []}
+    kinds = {"train": run.train, "validation": run.validation, "epoch": run.epoch, "lr": run.lr, "end": []}
     unreadable, unknown, cut = 0, 0, False
     for text in _filled_lines(log):
         line = _parse(text)
