@@ -1,7 +1,10 @@
 """`Trainer`: the loop and what hangs on it."""
 
 import copy
+import io
 import json
+import math
+import re
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import samplewise as sw
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
 from samplewise.loop.metrics import accuracy
+from samplewise.loop.progress import make_progress
 from samplewise.loop.store import read
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
@@ -182,8 +186,92 @@ def test_early_stopping():
 
 
 def test_a_metric_that_is_not_there():
-    with pytest.raises(KeyError, match="monitor must be one of loss, train_loss; found 'f1'"):
+    with pytest.raises(ValueError, match=r"^monitor must be one of loss, train_loss; found 'f1'"):
         make(callbacks=[EarlyStopping("f1")]).fit(loader(), epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: EarlyStopping(patience=0), "patience must be a positive number of epochs; found 0"),
+        (lambda: EarlyStopping(mode="low"), "mode must be 'min' or 'max'; found 'low'"),
+        (lambda: ModelCheckpoint(best=-1), "best must be how many models to keep, 0 or more; found -1"),
+        (lambda: LRMonitor(every=0), "every must be a positive number of updates; found 0"),
+        (lambda: make(log_every=0), "log_every must be a positive number of updates; found 0"),
+    ],
+)
+def test_options_that_make_no_sense(make_it, message):
+    with pytest.raises(ValueError, match=message):
+        make_it()
+
+
+class Half:
+    def on_update(self): ...
+    def state_dict(self): ...
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: sw.Trainer(nn.Linear(2, 2)), r"step must be a samplewise Step; found Linear\. Make one: sw\.Step"),
+        (lambda: make(callbacks=EarlyStopping()), "callbacks must be a list of objects; found EarlyStopping"),
+        (lambda: make(metrics=[accuracy]), "metrics must be a dict of names and metrics; found list"),
+        (lambda: make(callbacks=[Half()]), "must have state_dict and load_state_dict, or neither; Half has one"),
+    ],
+)
+def test_what_a_trainer_is_made_of(make_it, message):
+    with pytest.raises(TypeError, match=message):
+        make_it()
+
+
+class NanNow:
+    """Spoils the second update."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, model, batch):
+        self.calls += torch.is_grad_enabled() and model.training
+        return loss_fn(model, batch) * (float("nan") if self.calls == 2 else 1.0)
+
+
+def test_nan_is_shown_as_nan_and_skipped_updates_are_counted(tmp_path, capsys):
+    model = nn.Linear(6, 3)
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), NanNow(), on_nonfinite="skip", audit=False)
+    trainer = sw.Trainer(step, tmp_path, [LRMonitor(every=1)], log_every=1, device="cpu")
+    trainer.fit(loader(), validate=[(X * float("nan"), Y)], epochs=1)
+    lines = log(tmp_path)
+    assert [line["update"] for line in lines if line["kind"] == "lr"] == [1, 2, 3, 4]
+    assert sum(line["skipped"] for line in lines if line["kind"] == "train") == 1
+    assert '"loss": NaN' in (tmp_path / "log.jsonl").read_text()
+    assert "loss NaN" in capsys.readouterr().err
+
+
+def test_tensors_and_numpy_in_the_log(tmp_path):
+    class Writer:
+        def on_fit_start(self, trainer):
+            trainer.write("mine", a=torch.tensor(1.5), b=torch.arange(2), c=torch.ones(1).numpy()[0])
+
+    make(tmp_path, [Writer()]).fit(loader(), epochs=1)
+    assert log(tmp_path)[0] == {"kind": "mine", "a": 1.5, "b": [0, 1], "c": 1.0}
+
+
+def test_a_bar_that_fits_into_eighty_columns(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    bar = make_progress(True, total=1000, done=0)
+    bar.epoch(0, {"train_loss": 1.0, "loss": math.nan, "accuracy": 0.9333})
+    bar.update(1, 500, 0.8799, 1234.5)
+    bar.close()
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).strip().splitlines()[-1]
+    assert re.search(r"epoch 2 .* 500/1000 .* loss 0\.8799  12\d\d samples/s  accuracy 0\.9333", last)
+    assert "epoch 1  train_loss 1  loss NaN  accuracy 0.9333" in screen.getvalue()
 
 
 def test_max_time():

@@ -19,7 +19,7 @@ def _better(mode: str) -> int:
 
 def _monitored(metrics: dict[str, float], name: str) -> float:
     if name not in metrics:
-        raise KeyError(f"monitor must be one of {', '.join(metrics)}; found {name!r}.")
+        raise ValueError(f"monitor must be one of {', '.join(metrics)}; found {name!r}.")
     return metrics[name]
 
 
@@ -27,6 +27,8 @@ class EarlyStopping:
     """Stops when a metric has not become better for so many epochs. NaN is never better."""
 
     def __init__(self, monitor: str = "loss", patience: int = 3, mode: str = "min", min_delta: float = 0.0):
+        if type(patience) is not int or patience < 1:
+            raise ValueError(f"patience must be a positive number of epochs; found {patience!r}.")
         self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
         self._sign = _better(mode)
         self._best, self._waited = math.inf, 0

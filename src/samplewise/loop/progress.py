@@ -47,7 +47,7 @@ class Bar:
 
         self._bar = progress.Progress(
             progress.TextColumn("epoch {task.fields[epoch]}", table_column=Column(no_wrap=True)),
-            progress.BarColumn(bar_width=10),
+            progress.BarColumn(bar_width=8),
             progress.MofNCompleteColumn(table_column=Column(no_wrap=True)),
             progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
             # The one that is cut short where the terminal is narrow.
@@ -60,13 +60,13 @@ class Bar:
         self._bar.start()
 
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
-        text = f"loss {shown(loss)}  {self._metrics}{speed:.0f} samples/s"
+        text = f"loss {shown(loss)}  {speed:.0f} samples/s  {self._metrics}"
         self._bar.update(self._task, completed=done, epoch=epoch + 1, text=text)
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
         self._bar.console.print(f"epoch {epoch + 1}  {named(metrics)}", highlight=False, markup=False)
         measured = {name: value for name, value in metrics.items() if name not in ("train_loss", "loss")}
-        self._metrics = named(measured) + "  " if measured else ""
+        self._metrics = named(measured)
 
     def close(self) -> None:
         self._bar.stop()

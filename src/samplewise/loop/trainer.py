@@ -67,6 +67,7 @@ class Trainer:
         fast_dev_run: bool = False,
         overfit: int | None = None,
     ):
+        _check_given(step, callbacks, metrics)
         _check_options(log_every, fast_dev_run, overfit)
         self.fast_dev_run, self.overfit = fast_dev_run, overfit
         self.step, self.model, self.seed, self.log_every = step, step.model, seed, log_every
@@ -404,6 +405,17 @@ class Trainer:
                 yield
         finally:
             restore()
+
+
+def _check_given(step: Any, callbacks: Any, metrics: Any) -> None:
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"step must be a samplewise Step; found {type(step).__name__}. Make one: sw.Step(model, optimizer, loss)."
+        )
+    if not isinstance(callbacks, Iterable):
+        raise TypeError(f"callbacks must be a list of objects; found {type(callbacks).__name__}. Put it into a list.")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict of names and metrics; found {type(metrics).__name__}. Name them.")
 
 
 def _check_options(log_every: Any, fast_dev_run: Any, overfit: Any) -> None:
