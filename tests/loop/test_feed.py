@@ -425,6 +425,18 @@ def test_a_loader_whose_own_way_is_gone_through():
     assert [batch.tolist() for batch, _ in feed.epoch(0)] == [[4, 5], [2, 3], [0, 1]]
 
 
+def test_a_sampler_that_hands_out_one_list():
+    class Growing(Sampler):
+        def __iter__(self):
+            batch = []
+            for i in range(3):
+                batch.append(i)
+                yield batch
+
+    batches = Feed(DataLoader(Samples(), batch_sampler=Growing()), seed=7).epoch(0)
+    assert [batch[0].tolist() for batch, _ in batches] == [[0], [0, 1], [0, 1, 2]]
+
+
 def test_an_order_without_end():
     class Forever(Sampler):
         def __iter__(self):
@@ -627,7 +639,7 @@ def test_after_an_error_of_a_callback(make, samples):
 
 
 @pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
-@pytest.mark.parametrize("calls", [1, 2, 5, 8])
+@pytest.mark.parametrize("calls", [1, 2, 5, 6, 8])
 def test_after_an_error_in_the_model(make, calls):
     """The window is given up; its samples come again."""
     seen, left = [], calls
@@ -642,8 +654,13 @@ def test_after_an_error_in_the_model(make, calls):
 
     data = make()
     broken = trainer(callbacks=[order := Order()], loss_fn=failing)
+
+    def fit_in_parts():
+        for until in (dict(updates=1), dict(updates=2), dict(epochs=1)):  # a window may be open from one to the next
+            broken.fit(data, **until)
+
     with pytest.raises(RuntimeError, match="on purpose"):
-        broken.fit(data, epochs=1)
+        fit_in_parts()
     del seen[len(order.updates) * 9 :]
     broken.fit(data, epochs=1)
     assert sorted(seen) == list(range(30))
@@ -734,7 +751,7 @@ def test_validation_on_the_training_data_in_the_middle_of_an_epoch(make, tmp_pat
     data = make()
     whole = trainer()
     fit(whole, data, updates=9)
-    for updates in range(1, 10):
+    for updates in (3, 7, 9):
         data = make()
         part = trainer(tmp_path, [Looking(), ModelCheckpoint(every="1up")])
         fit(part, data, updates=updates, resume=True)

@@ -73,7 +73,7 @@ class Feed:
     def epoch(self, number: int, back: bool = False) -> Iterator[tuple[Any, int]]:
         """What is left of the epoch; `back`: what went into no update comes again."""
         at = self._of_this_kind(self.place if back else self._after())
-        self._start, self._last, self._mark = at, None, None if back else self._mark
+        self._start, self._last = at, None
         batches = self._source.enter(number if self.first is None else 0, at.batches, at.state)
         self._check_state()
         while (self.first is None or at.batches < self.first) and (batch := next(batches, END)) is not END:
