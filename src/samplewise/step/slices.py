@@ -33,7 +33,7 @@ class Slices:
     def skip(self, rows: int) -> None:
         """Somebody has taken so many."""
         self.taken += rows
-        self.empty = self.taken == self.rows
+        self.empty = self.taken == self._length
 
     def take(self, limit: int | None) -> tuple[Any, int | None]:
         """The next piece, of at most so many samples, and how many it has; None where only the losses can tell."""

@@ -16,7 +16,7 @@ from samplewise.errors import BatchError, LossesError, NonFiniteGradientError, N
 from samplewise.losses import as_loss_fn
 from samplewise.replay import Buffers
 from samplewise.step.audit import Audit
-from samplewise.step.compiled.compiling import Compiling, Made
+from samplewise.step.compiled.compiling import Compiling
 from samplewise.step.evaluation import Evaluation
 from samplewise.step.finish import Finish
 from samplewise.step.grouping import Grouped
@@ -244,7 +244,7 @@ class Step:
         self._trained.follow()
         self._trained.clear()
         for made in make(rest, self.samples):
-            update = self._told(made)
+            update = self._told(*made)
             if rest.empty:
                 self._rest = None
             yield update
@@ -255,13 +255,13 @@ class Step:
         """Whether the next update is one to look at."""
         return self._audit.due(self.counters.updates)
 
-    def _told(self, made: Made) -> Update:
-        outcome = Outcome(False, made.lr, lambda: torch.tensor(made.norm))
-        counters, count = self.counters, len(made.part)
-        update = Update(counters.updates, count, outcome, [made.part], self._asked_late, made.updates)
-        update.seconds = made.seconds
-        counters.updates += made.updates
-        counters.microbatches += made.updates
+    def _told(self, part: Part, made: int, norm: float, lr: list[Any], seconds: float) -> Update:
+        counters, count = self.counters, len(part)
+        outcome = Outcome(False, lr, lambda: torch.tensor(norm, dtype=torch.float64))
+        update = Update(counters.updates, count, outcome, [part], self._asked_late, made)
+        update.seconds = seconds
+        counters.updates += made
+        counters.microbatches += made
         counters.samples += count
         self._recall = None
         return update

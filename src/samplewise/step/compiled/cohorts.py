@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from samplewise.step.compiled.cells import cells
-from samplewise.step.compiled.formulas import Formula, Group
+from samplewise.step.compiled.formulas import Formula, Group, hooks_of
 from samplewise.step.compiled.problems import CannotCompile
 
 
@@ -18,9 +18,13 @@ class Cohort:
     """Parameters of one group that have made equally many steps: they share the numbers of the formula."""
 
     group: Group
-    step: float
     names: list[str] = field(default_factory=list)
     counters: list[tuple[Any, Tensor]] = field(default_factory=list)  # the optimizer's own counts
+
+    @property
+    def step(self) -> float:
+        """Read again each time: others may have made some."""
+        return self.counters[0][0][0] if self.counters else 0.0
 
 
 class Cohorts:
@@ -31,6 +35,7 @@ class Cohorts:
         self.formula = formula
         self.states: dict[tuple[str, str], Tensor] = {}
         self._all: list[Cohort] = []
+        self._hooks = hooks_of(optimizer)
         for group in optimizer.param_groups:
             found: dict[float, Cohort] = {}
             for p in (p for p in group["params"] if id(p) in names):
@@ -38,7 +43,7 @@ class Cohorts:
                 self._keep(names[id(p)], p, group, state)
                 step = state.get("step")
                 count = 0.0 if step is None else float(step)
-                cohort = found.setdefault(count, Cohort(group, count))
+                cohort = found.setdefault(count, Cohort(group))
                 cohort.names.append(names[id(p)])
                 cohort.counters += [] if step is None else [(cells(step), step)]
             self._all += found.values()
@@ -57,14 +62,9 @@ class Cohorts:
 
     def advance(self, updates: int) -> None:
         for cohort in self._all:
-            cohort.step += updates
+            step = cohort.step + updates
             for cell, _ in cohort.counters:
-                cell[0] = cohort.step
-
-    def reread(self) -> None:
-        """Should somebody else have set the optimizer's counts."""
-        for cohort in self._all:
-            cohort.step = cohort.counters[0][0][0] if cohort.counters else 0.0
+                cell[0] = step
 
     def apply(
         self,
@@ -87,5 +87,5 @@ class Cohorts:
         return new, kept
 
     def shape(self) -> Sequence[Any]:
-        """What the code depends on."""
-        return [self.formula.shape_of(cohort.group) for cohort in self._all]
+        """What the code depends on. Hooks can only be called by the optimizer itself."""
+        return [self.formula.shape_of(cohort.group) for cohort in self._all] + [*map(bool, self._hooks)]

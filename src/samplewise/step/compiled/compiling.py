@@ -12,11 +12,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from samplewise.batches import cut, leaves
 from samplewise.errors import TrainingWarning
@@ -41,18 +42,14 @@ AUTO_AFTER = 1000  # updates of one sample: by then it will go on for a while
 SHAPES = 4  # of samples that are compiled
 CHANGES = 8  # of the model or the optimizer after which it is compiled again
 TINY = 2**11  # parameters up to which several updates are worth one call
-BLOCK = 16
+BLOCK = 8
 PATIENCE = 2.0  # seconds without a word
 
 
-class Made(NamedTuple):
-    """Compiled updates that have been made: one, or for `blocks` several."""
-
-    part: Part
-    updates: int
-    norm: float  # of the last one's gradient
-    lr: list[Any]
-    seconds: float
+Made = tuple[Part, int, float, list[Any], float]
+"""Updates that have been made: what is known of their samples, how many updates, the norm of the last one's gradient,
+learning rates, seconds.
+"""
 
 
 class Compiling:
@@ -78,7 +75,7 @@ class Compiling:
         self._known: list[str] = []  # shapes of samples
         self._guards: Guards | None = None
         self._programs: dict[Any, Program | None] = {}
-        self._changes = 0
+        self._changes, self._full = 0, False
 
     def due(self, updates: int, samples: int | None) -> bool:
         """After the first update, which is looked at for mistakes and gives the optimizer its state."""
@@ -97,40 +94,38 @@ class Compiling:
 
     def updates(self, rest: Slices, samples: int | None) -> Iterator[Made]:
         """One after the other, until the batch is used up or the next one must be made uncompiled."""
-        size = samples or rest.left
+        size, end = samples or rest.left, rest.rows or 0
         program = self._program_for(rest, size)
-        while program is not None and not rest.empty and rest.left >= size and not self.pause() and self._hold():
-            made = self._make(program, rest, size)
+        while program is not None and rest.taken + size <= end and not self.pause():
+            made = self._make(program, rest)
             if made is None:
                 return
             yield made
+            if not self._hold():
+                return
 
     def blocks(self, rest: Slices, samples: int | None) -> Iterator[Made]:
         """The same for whoever does not look in between."""
-        size = samples or rest.left
+        size, end = samples or rest.left, rest.rows or 0
         program = self._program_for(rest, size)
-        if program is None or not self._hold():
-            return
         several = self._program_for(rest, size, BLOCK) if self._worth_blocks(program, rest, size) else None
-        while several is not None and rest.left >= size * BLOCK:
-            made = self._make(several, rest, size)
-            if made is None or made.updates < BLOCK:
-                return
-            yield made
-        while not rest.empty and rest.left >= size and not self.pause():
-            made = self._make(program, rest, size)
-            if made is None:
-                return
-            yield made
+        for one, width in ((several, size * BLOCK), (program, size)):
+            while one is not None and rest.taken + width <= end and not self.pause():
+                made = self._make(one, rest)
+                if made is None:
+                    return
+                yield made
+                if made[1] < one.whole.block:
+                    return
 
-    def _worth_blocks(self, program: Program, rest: Slices, size: int) -> bool:
+    def _worth_blocks(self, program: Program | None, rest: Slices, size: int) -> bool:
         tiny = sum(p.numel() for p in self.evaluation.trained.named.values()) <= TINY
         plain = not (self.chain.weighs or self.record) and self.finish.scheduler is None
-        return tiny and plain and program.whole.cohorts is not None and rest.left >= size * BLOCK
+        known = program is not None and program.whole.cohorts is not None
+        return tiny and plain and known and rest.left >= size * BLOCK
 
-    def _make(self, program: Program, rest: Slices, size: int) -> Made | None:
-        started = perf_counter()
-        rates = self.finish.rates()
+    def _make(self, program: Program, rest: Slices) -> Made | None:
+        started, rates = perf_counter(), self.finish.rates()
         made, results = program(rest.taken)
         if not made:
             return None
@@ -139,9 +134,8 @@ class Compiling:
             self.finish.optimizer.step()
         if self.finish.scheduler is not None:
             self.finish.scheduler.step()
-        rest.skip(made * size)
-        part = program.part(results, made)
-        return Made(part, made, program.norm(made - 1), rates, perf_counter() - started)
+        rest.skip(made * program.whole.samples)
+        return program.part(results, made), made, program.norm(made - 1), rates, perf_counter() - started
 
     def _hold(self) -> bool:
         if self._guards is not None and self._guards.hold():
@@ -157,10 +151,14 @@ class Compiling:
         """None if this is to be made uncompiled."""
         if not 0 < size <= rest.left:
             return None
+        record = frozenset(self.record)
         try:
-            key = signature(rest.batch, rest.rows), size, block, tuple(self.record)
+            shape = signature(rest.batch, rest.rows), size
+            key = *shape, block, record
+            if self._programs and not self._hold():
+                return None
             if key not in self._programs:
-                self._programs[key] = self._compiled(rest, key) if self._admitted(repr(key[:2])) else None
+                self._programs[key] = self._compiled(rest, size, block, record) if self._admitted(repr(shape)) else None
         except Exception as problem:  # of tracing or compiling: nothing has been changed
             self._give_up(_in_short(problem))
             return None
@@ -173,39 +171,38 @@ class Compiling:
         if shape in self._known:
             return True
         if len(self._known) == SHAPES:
-            self._say(f"of more than {SHAPES} shapes of samples the others stay uncompiled: found another one")
+            if not self._full:
+                self._say(f"samples of more than {SHAPES} shapes stay uncompiled: found another one")
+            self._full = True
             return False
         self._known.append(shape)
         return True
 
-    def _compiled(self, rest: Slices, key: Any) -> Program | None:
-        _, size, block, record = key
+    def _compiled(self, rest: Slices, size: int, block: int, record: frozenset[str]) -> Program:
         self._check_settings(size)
         example = cut(rest.batch, rest.taken, rest.taken + size, rest.rows)
-        evaluation, optimizer = self.evaluation, self.finish.optimizer
-        with (
-            self._telling(f"compiling an update of {size} sample{'s' * (size > 1)}"),
-            torch.autograd.set_grad_enabled(True),
-        ):
-            functions = [evaluation.loss_fn, *(t.answer for t in self.chain.samples.transforms)]
-            guards = Guards(evaluation.modules, functions, optimizer)
-            evaluation.trained.clear()
-            tensors = Tensors.of(evaluation)
-            with guards.undisturbed():
-                summing = Weighted(evaluation, self.chain, "norms" in record)
-                backward = trace_backward(evaluation, summing, tensors, example)
-            formula = formula_of(optimizer)
-            names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
-            cohorts = None if formula is None else Cohorts(formula, optimizer, names)
-            chosen = [has_rows(leaf, rest.rows) for leaf in leaves(rest.batch) if isinstance(leaf, torch.Tensor)]
-            whole = Whole(backward, cohorts, size, chosen, self.finish.max_grad_norm, self.finish.checks, block)
-            program = Program(whole, tensors, example)
-        guards.bind([*tensors.trained.values(), *program.states, *tensors.others], program.shape)
+        self.evaluation.trained.clear()
+        with self._telling(f"compiling an update of {size} sample{'s' * (size > 1)}"), _quietly():
+            guards, tensors, whole = self._traced(rest, example, record)
+            program = Program(replace(whole, samples=size, block=block), tensors, example)
+        guards.bind(list(tensors.trained.values()), [*program.states, *tensors.others], program.shape)
         program.feed(rest.batch)
-        if block == 1 and not agrees(program, evaluation, self.finish, self.chain, record, example, rest.taken):
+        if block == 1 and not agrees(program, self.evaluation, self.finish, self.chain, record, example, rest.taken):
             raise CannotCompile("compiled and uncompiled update differ")
         self._guards = guards
         return program
+
+    def _traced(self, rest: Slices, example: Any, record: frozenset[str]) -> tuple[Guards, Tensors, Whole]:
+        evaluation, optimizer = self.evaluation, self.finish.optimizer
+        functions = [evaluation.loss_fn, *(t.answer for t in self.chain.samples.transforms)]
+        guards, tensors = Guards(evaluation.modules, functions, optimizer), Tensors.of(evaluation)
+        with guards.undisturbed():
+            backward = trace_backward(evaluation, Weighted(evaluation, self.chain, "norms" in record), tensors, example)
+        formula = formula_of(optimizer)
+        names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
+        cohorts = None if formula is None else Cohorts(formula, optimizer, names)
+        chosen = [has_rows(leaf, rest.rows) for leaf in leaves(rest.batch) if isinstance(leaf, Tensor)]
+        return guards, tensors, Whole(backward, cohorts, chosen, self.finish.max_grad_norm, self.finish.checks)
 
     def _check_settings(self, size: int) -> None:
         """What is known to be impossible, or not to pay."""
@@ -246,6 +243,14 @@ class Compiling:
             yield
         finally:
             timer.cancel()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Tracer and compiler warn of themselves, and the model has been heard uncompiled."""
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _in_short(problem: Exception) -> str:

@@ -117,9 +117,15 @@ def formula_of(optimizer: Any) -> Formula | None:
     """None where only the optimizer itself knows: of subclasses, and of options that change more than numbers."""
     if isinstance(optimizer, ByRule):
         return Bare() if isinstance(optimizer.rule, Descent) else None
+    if any(hooks_of(optimizer)):
+        return None
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return None
     return FORMULAS.get(type(optimizer))
+
+
+def hooks_of(optimizer: Any) -> list[Any]:
+    return [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
 
 
 def _decoupled(group: Group) -> bool:

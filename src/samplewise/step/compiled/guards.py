@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -26,56 +28,59 @@ from samplewise.step.compiled.problems import CannotCompile
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ANYWHERE = [getattr(nn_module, f"_global{name}") for name in HOOKS if hasattr(nn_module, f"_global{name}")]
+values, requires_grad, hooks_of = methodcaller("values"), attrgetter("requires_grad"), attrgetter("_backward_hooks")
 
 
 class Guards:
-    """`hold()` is asked before every update that the user may have done something before."""
+    """`hold()` is asked before every update that somebody may have done something before: in a few microseconds."""
 
     def __init__(self, modules: Sequence[nn.Module], functions: Iterable[Any], optimizer: Any):
         every = [module for root in modules for module in root.modules()]
-        inside = [kept for m in every for kept in (vars(m), m._parameters, m._buffers, m._modules) if kept]
-        self._seen = [Seen(kept) for kept in inside]
+        self._modules = Seen([kept for m in every for kept in (vars(m), m._parameters, m._buffers, m._modules) if kept])
+        self._optimizer, self._state = optimizer, getattr(optimizer, "state", {})
+        self._states = Seen([self._state, *self._state.values()])
+        self._groups = Seen(optimizer.param_groups)
+        self._params = [[*map(id, group["params"])] for group in optimizer.param_groups]
         self._named = [look for function in functions for look in looked_up(function)]
         self._found = [look() for look in self._named]
         self._hooks = [*ANYWHERE, *(getattr(m, name) for m in every for name in HOOKS)]
-        self._hooks += [
-            getattr(optimizer, name, {}) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        ]
-        self._optimizer, self._groups = optimizer, [list(g["params"]) for g in optimizer.param_groups]
-        self._states = (
-            [Seen(optimizer.state), *map(Seen, optimizer.state.values())] if hasattr(optimizer, "state") else []
-        )
-        self._state = getattr(optimizer, "state", None)
         self._autocast = _autocast()
-        self._tensors: list[Tensor] = []
-        self._addresses: list[tuple[int, bool]] = []
         if any(self._hooks):
-            raise CannotCompile("modules or the optimizer have hooks")
+            raise CannotCompile("modules have hooks")
 
-    def bind(self, tensors: Sequence[Tensor], settings: Callable[[], Any]) -> None:
-        """The tensors that the code is given: where they are in memory, and whether they are trained, must stay. And
-        settings that the code depends on.
+    def bind(self, trained: Sequence[Tensor], others: Sequence[Tensor], settings: Callable[[], Any]) -> None:
+        """The tensors that the code is given: where they are in memory, and which are trained, must stay. And settings
+        that the code depends on.
         """
-        self._settings, self._set = settings, settings()
-        if any(t._backward_hooks for t in tensors):
+        if any(map(hooks_of, trained)):
             raise CannotCompile("parameters have hooks")
-        self._tensors, self._addresses = list(tensors), [(t.data_ptr(), t.requires_grad) for t in tensors]
+        self._trained, self._tensors = list(trained), [*trained, *others]
+        self._frozen = [t for t in others if isinstance(t, nn.Parameter)]
+        self._places = [*map(Tensor.data_ptr, self._tensors)]
+        self._settings, self._set = settings, settings()
 
     def hold(self) -> bool:
-        optimizer = self._optimizer
         return (
-            not any(self._hooks)
-            and [(t.data_ptr(), t.requires_grad) for t in self._tensors] == self._addresses
-            and all(seen.same() for seen in self._seen)
-            and getattr(optimizer, "state", None) is self._state
-            and all(seen.same() for seen in self._states)
-            and all(map(_same_items, (g["params"] for g in optimizer.param_groups), self._groups))
-            and len(optimizer.param_groups) == len(self._groups)
-            and all(map(_alike, (look() for look in self._named), self._found))
-            and not any(t._backward_hooks for t in self._tensors)
-            and self._settings() == self._set
+            [*map(Tensor.data_ptr, self._tensors)] == self._places
+            and all(map(requires_grad, self._trained))
+            and not any(map(requires_grad, self._frozen))
+            and not any(map(hooks_of, self._trained))
+            and not any(self._hooks)
+            and self._modules.same()
+            and getattr(self._optimizer, "state", self._state) is self._state
+            and self._states.same()
+            and (self._groups.identical() or self._still_set())
+            and (not self._named or all(map(_alike, (look() for look in self._named), self._found)))
             and _autocast() == self._autocast
         )
+
+    def _still_set(self) -> bool:
+        """Another learning rate is no change."""
+        groups = self._optimizer.param_groups
+        same = [[*map(id, group["params"])] for group in groups] == self._params and self._settings() == self._set
+        if same:
+            self._groups = Seen(groups)
+        return same
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -87,37 +92,49 @@ class Guards:
             yield
             if random.getstate() != python or (numpy is not None and str(numpy.get_state()) != str(drawn)):
                 raise CannotCompile("the model draws random numbers from Python or NumPy")
-            if not all(seen.same() for seen in self._seen):
+            if not self._modules.same():
                 raise CannotCompile("the model changes its own attributes in the forward pass")
         finally:
             restore()
-            for seen in self._seen:
-                seen.restore()
+            self._modules.restore()
 
 
 class Seen:
-    """A dict, and what was in it."""
+    """Dicts, and what was in them. Mostly the very same objects are still there, which is quickly seen."""
 
-    __slots__ = ("_ids", "_kept", "_now")
+    __slots__ = ("_all", "_dicts", "_kept")
 
-    def __init__(self, now: dict[Any, Any]):
-        self._now, self._kept = now, dict(now)
-        self._ids = [*map(id, now.values())]
+    def __init__(self, dicts: Sequence[dict[Any, Any]]):
+        self._dicts = dicts
+        self._note()
+
+    def _note(self) -> None:
+        self._kept, self._all = [dict(now) for now in self._dicts], self._look()
+
+    def _look(self) -> list[Any]:
+        return [*chain.from_iterable(map(values, self._dicts))]
+
+    def identical(self) -> bool:
+        now = self._look()
+        return len(now) == len(self._all) and all(map(is_, now, self._all))
 
     def same(self) -> bool:
-        ids = [*map(id, self._now.values())]
-        if ids == self._ids:
+        """Plain values may be equal instead."""
+        if self.identical():
             return True
-        kept = self._kept
-        same = self._now.keys() == kept.keys() and all(_alike(value, kept[key]) for key, value in self._now.items())
+        same = all(
+            now.keys() == then.keys() and all(_alike(value, then[key]) for key, value in now.items())
+            for now, then in zip(self._dicts, self._kept, strict=True)
+        )
         if same:
-            self._ids, self._kept = ids, dict(self._now)
+            self._note()
         return same
 
     def restore(self) -> None:
-        if [*map(id, self._now.values())] != self._ids:
-            self._now.clear()
-            self._now.update(self._kept)
+        if not self.identical():
+            for now, then in zip(self._dicts, self._kept, strict=True):
+                now.clear()
+                now.update(then)
 
 
 def looked_up(function: Any, depth: int = 3) -> Iterator[Callable[[], Any]]:
@@ -160,9 +177,6 @@ def _alike(now: Any, then: Any) -> bool:
     return now is then or (type(now) is type(then) and isinstance(now, PLAIN) and now == then)
 
 
-def _same_items(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
-
-
 def _autocast() -> tuple[Any, ...]:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    on = torch.is_autocast_enabled("cpu")
+    return on, torch.get_autocast_dtype("cpu") if on else None

@@ -110,11 +110,6 @@ class Program:
         for name, gradient in self.gradients(results).items():
             self._trained[name].grad = gradient
 
-    def forget(self) -> None:
-        """Nothing that was called counts."""
-        if self.whole.cohorts is not None:
-            self.whole.cohorts.reread()
-
     def shape(self) -> Sequence[Any]:
         """What of the optimizer's settings the code depends on."""
         return () if self.whole.cohorts is None else self.whole.cohorts.shape()

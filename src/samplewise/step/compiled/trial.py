@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def agrees(
     evaluation: Evaluation,
     finish: Finish,
     chain: Chain,
-    record: Sequence[str],
+    record: Collection[str],
     piece: Any,
     start: int,
 ) -> bool:
@@ -61,7 +61,6 @@ def agrees(
         return True
     finally:
         undo()
-        program.forget()
     if not made:
         return True
     same = torch.allclose(program.part(results, made).losses, losses, rtol=LOSSES, atol=LOSSES)
@@ -70,7 +69,7 @@ def agrees(
 
 
 def _uncompiled(
-    evaluation: Evaluation, finish: Finish, chain: Chain, record: Sequence[str], piece: Any
+    evaluation: Evaluation, finish: Finish, chain: Chain, record: Collection[str], piece: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """The losses, and the gradients in `.grad`."""
     weighs = chain.weighs or "norms" in record

@@ -50,10 +50,10 @@ class Whole:
 
     backward: Backward
     cohorts: Cohorts | None  # None: the optimizer does it, and is given the gradients
-    samples: int
     chosen: list[bool]
     max_grad_norm: float | None
     checks: bool
+    samples: int = 1
     block: int = 1
 
     def __call__(self, given: Inputs) -> tuple[Tensor, ...]:
