@@ -106,17 +106,14 @@ class Samplewise(Library):
         from samplewise.loop.callbacks import ModelCheckpoint
 
         def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+            # As the next update begins: the checkpoint is made after all other callbacks.
+            job.maybe_die(step.counters.updates)
             x, y, index = batch
             job.look(index)
             return F.cross_entropy(model(x), y, reduction="none")
 
-        class Dies:
-            def on_update(self, step: Any) -> None:
-                job.maybe_die(step.counters.updates)
-
         step = sw.Step(job.model, job.optimizer, loss_fn, samples=4 * job.accumulate, audit=False)
-        callbacks = [ModelCheckpoint(every="1up"), Dies()]
-        trainer = sw.Trainer(step, job.directory, callbacks, progress=False)
+        trainer = sw.Trainer(step, job.directory, [ModelCheckpoint(every="1up")], progress=False)
         trainer.fit(job.loader, epochs=job.epochs, resume=job.resume)
 
 

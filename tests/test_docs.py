@@ -165,20 +165,31 @@ def test_the_readme_counts_as_the_comparison_does():
 
 
 @pytest.fixture
-def comparison(monkeypatch):
+def benchmark(monkeypatch):
+    """The names of a script among the benchmarks, to be used in float64 as it does."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    yield runpy.run_path(str(ROOT / "benchmarks" / "comparison.py"))
+    yield lambda name: runpy.run_path(str(ROOT / "benchmarks" / name))
     torch.set_default_dtype(before)
 
 
-def test_our_column_of_the_comparison_is_true(comparison):
-    """The others' need their libraries: `make comparison`."""
-    text = (ROOT / "docs" / "comparison.md").read_text()
+# What is said of others needs their libraries: `make comparison`.
+
+
+def test_our_column_of_the_comparison_is_true(benchmark):
+    comparison, text = benchmark("comparison.py"), (ROOT / "docs" / "comparison.md").read_text()
     shown = {row[0]: row[1] for row in _table(text, "| MLP |")}
     found = {case.name: comparison["COLUMNS"]["samplewise"](case).word for case in comparison["CASES"]}
     assert found == shown
+
+
+def test_our_row_of_the_training_loops_is_true(benchmark):
+    loops, text = benchmark("loops.py"), (ROOT / "docs" / "comparison.md").read_text()
+    heads, _, ours, *_ = _table(text, "| | short window |")
+    found = [fact(loops["LIBRARIES"][0]) for fact in loops["FACTS"].values()]
+    assert heads[1:] == list(loops["FACTS"])
+    assert ours == ["samplewise", *(word.replace("NonFiniteLossError", "error") for word in found)]
 
 
 # --------------------------------------------------------------------------------------------------------- reference
