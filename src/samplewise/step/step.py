@@ -106,7 +106,14 @@ class Step:
         )
         self._audit = Audit(self._evaluation, audit, self.transforms.measures)
         self._compiling = Compiling(
-            compile, self._evaluation, self._finish, self._microbatch, self.transforms, self.record, self._pause
+            compile,
+            self._evaluation,
+            self._finish,
+            self._microbatch,
+            self.transforms,
+            self.record,
+            self._pause,
+            bool(audit),
         )
         self._buffers = Buffers(modules)
         self._summing = self._make_summing()
@@ -255,8 +262,8 @@ class Step:
         """Whether the next update is one to look at."""
         return self._audit.due(self.counters.updates)
 
-    def _told(self, part: Part, made: int, norm: float, lr: list[Any], seconds: float) -> Update:
-        counters, count = self.counters, len(part)
+    def _told(self, part: Part, count: int, made: int, norm: float, lr: list[Any], seconds: float) -> Update:
+        counters = self.counters
         outcome = Outcome(False, lr, lambda: torch.tensor(norm, dtype=torch.float64))
         update = Update(counters.updates, count, outcome, [part], self._asked_late, made)
         update.seconds = seconds

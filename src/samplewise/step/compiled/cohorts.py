@@ -56,9 +56,14 @@ class Cohorts:
                 raise CannotCompile("the optimizer has no state for some parameter yet")
             self.states[name, key] = kept
 
-    def numbers(self, ahead: int = 0) -> list[float]:
-        """For the next update but `ahead`."""
-        return [number for c in self._all for number in self.formula.numbers(c.group, c.step + 1 + ahead)]
+    def numbers(self, updates: int = 1) -> list[float]:
+        """For the next updates, one after the other."""
+        return [
+            number
+            for k in range(updates)
+            for c in self._all
+            for number in self.formula.numbers(c.group, c.step + 1 + k)
+        ]
 
     def advance(self, updates: int) -> None:
         for cohort in self._all:

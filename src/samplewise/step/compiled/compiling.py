@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -26,6 +25,7 @@ from samplewise.step.compiled.formulas import formula_of
 from samplewise.step.compiled.guards import Guards
 from samplewise.step.compiled.problems import CannotCompile
 from samplewise.step.compiled.program import Program
+from samplewise.step.compiled.recording import CHUNK
 from samplewise.step.compiled.rows import has_rows, signature
 from samplewise.step.compiled.tracing import Tensors, trace_backward
 from samplewise.step.compiled.trial import agrees
@@ -41,14 +41,12 @@ from samplewise.transforms.chain import Chain
 AUTO_AFTER = 1000  # updates of one sample: by then it will go on for a while
 SHAPES = 4  # of samples that are compiled
 CHANGES = 8  # of the model or the optimizer after which it is compiled again
-TINY = 2**11  # parameters up to which several updates are worth one call
-BLOCK = 8
 PATIENCE = 2.0  # seconds without a word
 
 
-Made = tuple[Part, int, float, list[Any], float]
-"""Updates that have been made: what is known of their samples, how many updates, the norm of the last one's gradient,
-learning rates, seconds.
+Made = tuple[Part, int, int, float, list[Any], float]
+"""Updates that have been made: what is known of their samples, how many those are, how many updates, the norm of the
+last one's gradient, learning rates, seconds.
 """
 
 
@@ -64,18 +62,20 @@ class Compiling:
         chain: Chain,
         record: set[str],
         pause: Callable[[], bool],
+        pauses: bool,
     ):
-        """`pause`: whether the next update is to be made uncompiled."""
+        """`pause`: whether the next update is to be made uncompiled; `pauses`: whether one ever is."""
         if mode not in (True, False, "auto"):
             raise ValueError(f"compile must be True, False or 'auto'; found {mode!r}.")
         self.mode, self.evaluation, self.finish, self.microbatch = mode, evaluation, finish, microbatch
-        self.chain, self.record, self.pause = chain, record, pause
+        self.chain, self.record, self.pause, self.pauses = chain, record, pause, pauses
         self.tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         self._given_up: str | None = None
         self._known: list[str] = []  # shapes of samples
         self._guards: Guards | None = None
         self._programs: dict[Any, Program | None] = {}
         self._changes, self._full = 0, False
+        self._era, self._rates = 0, finish.rates()  # of the optimizer's numbers
 
     def due(self, updates: int, samples: int | None) -> bool:
         """After the first update, which is looked at for mistakes and gives the optimizer its state."""
@@ -108,34 +108,38 @@ class Compiling:
         """The same for whoever does not look in between."""
         size, end = samples or rest.left, rest.rows or 0
         program = self._program_for(rest, size)
-        several = self._program_for(rest, size, BLOCK) if self._worth_blocks(program, rest, size) else None
-        for one, width in ((several, size * BLOCK), (program, size)):
-            while one is not None and rest.taken + width <= end and not self.pause():
-                made = self._make(one, rest)
-                if made is None:
-                    return
-                yield made
-                if made[1] < one.whole.block:
-                    return
-
-    def _worth_blocks(self, program: Program | None, rest: Slices, size: int) -> bool:
-        tiny = sum(p.numel() for p in self.evaluation.trained.named.values()) <= TINY
-        plain = not (self.chain.weighs or self.record) and self.finish.scheduler is None
-        known = program is not None and program.whole.cohorts is not None
-        return tiny and plain and known and rest.left >= size * BLOCK
+        several = program is not None and program.can_make_many and self.finish.scheduler is None
+        while program is not None and rest.taken + size <= end and not self.pause():
+            wanted = min((end - rest.taken) // size, CHUNK) if several and not self.pauses else 1
+            made = self._make_many(program, rest, wanted) if wanted > 1 else self._make(program, rest)
+            if made is None:
+                return
+            yield made
+            if made[2] < wanted:
+                return
 
     def _make(self, program: Program, rest: Slices) -> Made | None:
-        started, rates = perf_counter(), self.finish.rates()
-        made, results = program(rest.taken)
-        if not made:
+        started = perf_counter()
+        if self._guards is None or self._guards.renumbered():
+            self._era, self._rates = self._era + 1, self.finish.rates()
+        results = program(rest.taken, self._era)
+        if results is None:
             return None
         if program.whole.cohorts is None:
             program.hand_over(results)
             self.finish.optimizer.step()
         if self.finish.scheduler is not None:
             self.finish.scheduler.step()
+        rest.skip(program.whole.samples)
+        return program.part(results), program.count, 1, program.norm(), self._rates, perf_counter() - started
+
+    def _make_many(self, program: Program, rest: Slices, updates: int) -> Made | None:
+        started, rates = perf_counter(), self.finish.rates()
+        made, results = program.many(rest.taken, updates)
+        if not made:
+            return None
         rest.skip(made * program.whole.samples)
-        return program.part(results, made), made, program.norm(made - 1), rates, perf_counter() - started
+        return program.part(results), program.count * made, made, program.norm(), rates, perf_counter() - started
 
     def _hold(self) -> bool:
         if self._guards is not None and self._guards.hold():
@@ -147,18 +151,18 @@ class Compiling:
 
     # --- compiling -------------------------------------------------------------------------------------------------
 
-    def _program_for(self, rest: Slices, size: int, block: int = 1) -> Program | None:
+    def _program_for(self, rest: Slices, size: int) -> Program | None:
         """None if this is to be made uncompiled."""
         if not 0 < size <= rest.left:
             return None
         record = frozenset(self.record)
         try:
             shape = signature(rest.batch, rest.rows), size
-            key = *shape, block, record
+            key = *shape, record
             if self._programs and not self._hold():
                 return None
             if key not in self._programs:
-                self._programs[key] = self._compiled(rest, size, block, record) if self._admitted(repr(shape)) else None
+                self._programs[key] = self._compiled(rest, size, record) if self._admitted(repr(shape)) else None
         except Exception as problem:  # of tracing or compiling: nothing has been changed
             self._give_up(_in_short(problem))
             return None
@@ -178,21 +182,21 @@ class Compiling:
         self._known.append(shape)
         return True
 
-    def _compiled(self, rest: Slices, size: int, block: int, record: frozenset[str]) -> Program:
+    def _compiled(self, rest: Slices, size: int, record: frozenset[str]) -> Program:
         self._check_settings(size)
         example = cut(rest.batch, rest.taken, rest.taken + size, rest.rows)
         self.evaluation.trained.clear()
         with self._telling(f"compiling an update of {size} sample{'s' * (size > 1)}"), _quietly():
-            guards, tensors, whole = self._traced(rest, example, record)
-            program = Program(replace(whole, samples=size, block=block), tensors, example)
+            guards, tensors, whole = self._traced(rest, size, example, record)
+            program = Program(whole, tensors, example)
         guards.bind(list(tensors.trained.values()), [*program.states, *tensors.others], program.shape)
         program.feed(rest.batch)
-        if block == 1 and not agrees(program, self.evaluation, self.finish, self.chain, record, example, rest.taken):
+        if not agrees(program, self.evaluation, self.finish, self.chain, record, example, rest.taken):
             raise CannotCompile("compiled and uncompiled update differ")
-        self._guards = guards
+        self._guards, self._era, self._rates = guards, self._era + 1, self.finish.rates()
         return program
 
-    def _traced(self, rest: Slices, example: Any, record: frozenset[str]) -> tuple[Guards, Tensors, Whole]:
+    def _traced(self, rest: Slices, size: int, example: Any, record: frozenset[str]) -> tuple[Guards, Tensors, Whole]:
         evaluation, optimizer = self.evaluation, self.finish.optimizer
         functions = [evaluation.loss_fn, *(t.answer for t in self.chain.samples.transforms)]
         guards, tensors = Guards(evaluation.modules, functions, optimizer), Tensors.of(evaluation)
@@ -202,7 +206,7 @@ class Compiling:
         names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
         cohorts = None if formula is None else Cohorts(formula, optimizer, names)
         chosen = [has_rows(leaf, rest.rows) for leaf in leaves(rest.batch) if isinstance(leaf, Tensor)]
-        return guards, tensors, Whole(backward, cohorts, chosen, self.finish.max_grad_norm, self.finish.checks)
+        return guards, tensors, Whole(backward, cohorts, size, chosen, self.finish.max_grad_norm, self.finish.checks)
 
     def _check_settings(self, size: int) -> None:
         """What is known to be impossible, or not to pay."""

@@ -18,7 +18,11 @@ State = dict[str, Tensor]
 
 
 class Formula(ABC):
-    """For one of the optimizer's groups. What `shape_of` tells is part of the code; what `numbers` are is not."""
+    """For one of the optimizer's groups. What `shape_of` tells is part of the code; what `numbers` are is not. `ages`:
+    whether they depend on the number of steps.
+    """
+
+    ages = False
 
     @abstractmethod
     def shape_of(self, group: Group) -> tuple[Any, ...]:
@@ -64,6 +68,8 @@ class SGD(Formula):
 
 class Adam(Formula):
     """And AdamW, which is Adam with `decoupled_weight_decay`."""
+
+    ages = True
 
     def shape_of(self, group: Group) -> tuple[Any, ...]:
         return _decoupled(group), bool(group["weight_decay"]), bool(group["amsgrad"]), bool(group["maximize"])

@@ -14,8 +14,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -28,59 +26,60 @@ from samplewise.step.compiled.problems import CannotCompile
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ANYWHERE = [getattr(nn_module, f"_global{name}") for name in HOOKS if hasattr(nn_module, f"_global{name}")]
-values, requires_grad, hooks_of = methodcaller("values"), attrgetter("requires_grad"), attrgetter("_backward_hooks")
+OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
 
 
 class Guards:
     """`hold()` is asked before every update that somebody may have done something before: in a few microseconds."""
 
     def __init__(self, modules: Sequence[nn.Module], functions: Iterable[Any], optimizer: Any):
-        every = [module for root in modules for module in root.modules()]
-        self._modules = Seen([kept for m in every for kept in (vars(m), m._parameters, m._buffers, m._modules) if kept])
-        self._optimizer, self._state = optimizer, getattr(optimizer, "state", {})
-        self._states = Seen([self._state, *self._state.values()])
-        self._groups = Seen(optimizer.param_groups)
-        self._params = [[*map(id, group["params"])] for group in optimizer.param_groups]
-        self._named = [look for function in functions for look in looked_up(function)]
-        self._found = [look() for look in self._named]
-        self._hooks = [*ANYWHERE, *(getattr(m, name) for m in every for name in HOOKS)]
-        self._autocast = _autocast()
+        self._modules = [module for root in modules for module in root.modules()]
+        self._kept = [dict(vars(module)) for module in self._modules]
+        self._hooks = [*ANYWHERE, *(getattr(m, name) for m in self._modules for name in HOOKS)]
         if any(self._hooks):
             raise CannotCompile("modules have hooks")
+        self._fixed, self._numbers = Expression(), Expression()
+        for module in self._modules:
+            self._fixed.items(vars(module), [key for key in vars(module) if key not in OF_EVERY_MODULE])
+            for kept in (module._modules, module._parameters, module._buffers):
+                self._fixed.items(kept, list(kept))
+        for look in (look for function in functions for look in looked_up(function)):
+            self._fixed.add("{}()", look)
+        self._fixed.add("any({})", self._hooks)
+        self._fixed.add("autocast('cpu')", autocast=torch.is_autocast_enabled)
+        self._fixed.add("autocast_type('cpu')", autocast_type=torch.get_autocast_dtype)
+        self._fixed.add("len({}.param_groups)", optimizer)
+        for group in optimizer.param_groups:
+            self._fixed.equal("[*map(id, {})]" if len(group["params"]) < 100 else "len({})", group["params"])
+            self._fixed.items(group, ["params"])
+            self._numbers.items(group, [key for key in group if key != "params"])
+        if hasattr(optimizer, "state"):
+            self._fixed.add("{}.state", optimizer)
+            self._fixed.equal("[*map(id, {}.values())]", optimizer.state)
+            for state in optimizer.state.values():
+                self._fixed.items(state, list(state))
 
     def bind(self, trained: Sequence[Tensor], others: Sequence[Tensor], settings: Callable[[], Any]) -> None:
         """The tensors that the code is given: where they are in memory, and which are trained, must stay. And settings
         that the code depends on.
         """
-        if any(map(hooks_of, trained)):
-            raise CannotCompile("parameters have hooks")
-        self._trained, self._tensors = list(trained), [*trained, *others]
-        self._frozen = [t for t in others if isinstance(t, nn.Parameter)]
-        self._places = [*map(Tensor.data_ptr, self._tensors)]
+        for tensor in (*trained, *others):
+            self._fixed.equal("{}.data_ptr()", tensor)
+            if isinstance(tensor, nn.Parameter):
+                self._fixed.add("{}.requires_grad", tensor)
+                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                    raise CannotCompile("parameters have hooks")
+                self._fixed.add("{}._backward_hooks", tensor)
+                self._fixed.add("{}._post_accumulate_grad_hooks", tensor)
         self._settings, self._set = settings, settings()
 
     def hold(self) -> bool:
-        return (
-            [*map(Tensor.data_ptr, self._tensors)] == self._places
-            and all(map(requires_grad, self._trained))
-            and not any(map(requires_grad, self._frozen))
-            and not any(map(hooks_of, self._trained))
-            and not any(self._hooks)
-            and self._modules.same()
-            and getattr(self._optimizer, "state", self._state) is self._state
-            and self._states.same()
-            and (self._groups.identical() or self._still_set())
-            and (not self._named or all(map(_alike, (look() for look in self._named), self._found)))
-            and _autocast() == self._autocast
-        )
+        same = self._fixed.identical() or self._fixed.holds()
+        return same and (self._numbers.identical() or self._settings() == self._set)
 
-    def _still_set(self) -> bool:
-        """Another learning rate is no change."""
-        groups = self._optimizer.param_groups
-        same = [[*map(id, group["params"])] for group in groups] == self._params and self._settings() == self._set
-        if same:
-            self._groups = Seen(groups)
-        return same
+    def renumbered(self) -> bool:
+        """Whether the optimizer's numbers may be others than when it was last asked."""
+        return not self._numbers.identical() and self._numbers.note()
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -92,49 +91,72 @@ class Guards:
             yield
             if random.getstate() != python or (numpy is not None and str(numpy.get_state()) != str(drawn)):
                 raise CannotCompile("the model draws random numbers from Python or NumPy")
-            if not self._modules.same():
+            if not (self._fixed.identical() or self._fixed.holds()):
                 raise CannotCompile("the model changes its own attributes in the forward pass")
         finally:
             restore()
-            self._modules.restore()
+            for module, then in zip(self._modules, self._kept, strict=True):
+                if [*map(id, vars(module).values())] != [*map(id, then.values())]:
+                    vars(module).clear()
+                    vars(module).update(then)
 
 
-class Seen:
-    """Dicts, and what was in them. Mostly the very same objects are still there, which is quickly seen."""
+SAME = """
+def same():
+    try:
+        return {}
+    except (LookupError, AttributeError):  # something has gone
+        return False
+"""
 
-    __slots__ = ("_all", "_dicts", "_kept")
 
-    def __init__(self, dicts: Sequence[dict[Any, Any]]):
-        self._dicts = dicts
-        self._note()
+class Expression:
+    """Places to look at and what was found there, checked by one expression: a function call for each would take
+    longer than a small update does.
+    """
 
-    def _note(self) -> None:
-        self._kept, self._all = [dict(now) for now in self._dicts], self._look()
+    def __init__(self) -> None:
+        self._names: dict[str, Any] = {}
+        self._checks: list[tuple[str, str, str]] = []  # where, how to compare, the name of what was there
+        self.identical: Callable[[], bool] = self._first
 
-    def _look(self) -> list[Any]:
-        return [*chain.from_iterable(map(values, self._dicts))]
+    def add(self, where: str, what: Any = None, how: str = "is", **names: Any) -> None:
+        """`where` is Python, with {} for `what`."""
+        thing, then = f"thing{len(self._names)}", f"then{len(self._names)}"
+        self._names.update({thing: what, **names})
+        where = where.replace("{}", thing)
+        self._names[then] = eval(where, self._names)
+        self._checks.append((where, how, then))
+        self.identical = self._first
 
-    def identical(self) -> bool:
-        now = self._look()
-        return len(now) == len(self._all) and all(map(is_, now, self._all))
+    def equal(self, where: str, what: Any) -> None:
+        self.add(where, what, "==")
 
-    def same(self) -> bool:
-        """Plain values may be equal instead."""
-        if self.identical():
-            return True
-        same = all(
-            now.keys() == then.keys() and all(_alike(value, then[key]) for key, value in now.items())
-            for now, then in zip(self._dicts, self._kept, strict=True)
-        )
-        if same:
-            self._note()
-        return same
+    def items(self, container: dict[str, Any], keys: Iterable[str]) -> None:
+        for key in keys:
+            self.add("{}[" + repr(key) + "]", container)
 
-    def restore(self) -> None:
-        if not self.identical():
-            for now, then in zip(self._dicts, self._kept, strict=True):
-                now.clear()
-                now.update(then)
+    def _first(self) -> bool:
+        """Whether all that was found are the very same objects: writes the function that tells, and asks it."""
+        checks = " and ".join(f"{where} {how} {then}" for where, how, then in self._checks) or "True"
+        exec(SAME.format(checks), self._names)
+        self.identical = self._names["same"]
+        return self.identical()
+
+    def holds(self) -> bool:
+        """The same objects, or plain values that are equal."""
+        try:
+            now = [eval(where, self._names) for where, _, _ in self._checks]
+        except (LookupError, AttributeError):
+            return False
+        then = [(how, self._names[name]) for _, how, name in self._checks]
+        alike = all(a == b if how == "==" else _alike(a, b) for a, (how, b) in zip(now, then, strict=True))
+        return alike and self.note()
+
+    def note(self) -> bool:
+        """What is there now is what was there."""
+        self._names.update({then: eval(where, self._names) for where, _, then in self._checks})
+        return True
 
 
 def looked_up(function: Any, depth: int = 3) -> Iterator[Callable[[], Any]]:
@@ -175,8 +197,3 @@ def _content(cell: Any) -> Any:
 
 def _alike(now: Any, then: Any) -> bool:
     return now is then or (type(now) is type(then) and isinstance(now, PLAIN) and now == then)
-
-
-def _autocast() -> tuple[Any, ...]:
-    on = torch.is_autocast_enabled("cpu")
-    return on, torch.get_autocast_dtype("cpu") if on else None

@@ -6,8 +6,10 @@ So there are no guards here: `samplewise.step.compiled.guards` has those that an
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -45,6 +47,26 @@ def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterat
         yield
 
 
+def is_kernel(thing: Any) -> bool:
+    """Whether the compiler's wrapper has it from a library that it has compiled."""
+    return type(thing) is BuiltinFunctionType and thing.__name__ == "kernel" and hasattr(thing.__self__, "__file__")
+
+
+def address_of(kernel: Any) -> int:
+    """Of its C function."""
+    library = ctypes.CDLL(kernel.__self__.__file__)
+    found = ctypes.cast(library.kernel, ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
+def load_c(source: str) -> Any:
+    """A library made from C++, compiled once and for all runs."""
+    from torch._inductor.codecache import CppCodeCache
+
+    return CppCodeCache.load(source)
+
+
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int, wrapper_in_cpp: bool) -> Compiled:
     """Machine code that takes a list of tensors of just these types and shapes, which it does not check."""
     from torch._inductor import config
@@ -56,6 +78,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int,
         "cpp_wrapper_build_separate": wrapper_in_cpp,
         "size_asserts": False,
         "assert_indirect_indexing": False,  # rows are found by number, whatever number of rows there are
+        "realize_reads_threshold": 16,  # a new state is read by two, and must not become a tensor for that
         "compile_threads": 1,  # there is one thing to compile: no pool of processes
         "fallback_random": True,  # dropout draws as it does uncompiled
     }

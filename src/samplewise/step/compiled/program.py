@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from math import isfinite, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from samplewise.batches import leaves
 from samplewise.step.compiled import inductor
 from samplewise.step.compiled.cells import cells
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
+from samplewise.step.compiled.recording import CHUNK, Recording, record
 from samplewise.step.compiled.tracing import Tensors
 from samplewise.step.compiled.whole import Inputs, Whole
 from samplewise.step.parts import Part
@@ -29,13 +31,14 @@ class Program:
         width = 0 if cohorts is None else cohorts.width
         self._cells = [
             torch.zeros(1, dtype=torch.int64),
-            torch.zeros(whole.block, dtype=torch.float64),
-            torch.zeros(whole.block * width, dtype=torch.float64),
+            torch.zeros(1, dtype=torch.float64),
+            torch.zeros(width, dtype=torch.float64),
         ]
-        self._start, self._flags, self._numbers = map(cells, self._cells)
-        self._written: list[float] = []
+        self._start, self._flag, self._numbers = map(cells, self._cells)
+        self._era = -1
         states = self.states = [] if cohorts is None else list(cohorts.states.values())
-        self._trained = tensors.trained
+        self._trained, self.count = tensors.trained, whole.backward.samples
+        self._losses_only = whole.backward.known == 1
         bound = Inputs(
             [p.detach() for p in tensors.trained.values()],
             [s.detach() for s in states],
@@ -51,6 +54,14 @@ class Program:
             *(tensors.others[k] for k in whole.backward.moving),
         ]
         self._run = self._compile(bound._replace(batch=self._nominal(example)), tensors)
+        self._recording: Recording | None = None
+        self._views: list[tuple[Tensor, ...]] = []  # of the results to come, the next one last
+
+    def record(self) -> None:
+        """From now on, a call is its kernels and nothing else, if that can be. Makes an update to see them."""
+        found = record(self._run, [*self._bound, *self._batch]) if self.whole.cohorts is not None else None
+        if found is not None and self.whole.checks:
+            self._recording = Recording(*found, self._cells, self._batch)
 
     def _nominal(self, example: Any) -> list[Tensor]:
         given = [leaf for leaf in leaves(example) if isinstance(leaf, Tensor)]
@@ -74,33 +85,62 @@ class Program:
     def feed(self, batch: Any) -> None:
         """The batch that the next calls read from."""
         self._batch = [leaf.contiguous() for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+        if self._recording is not None:
+            self._recording.feed(self._batch)
 
-    def __call__(self, start: int) -> tuple[int, Sequence[Tensor]]:
-        """How many updates were made, and what is known of their samples; the next one could not be."""
-        cohorts, block = self.whole.cohorts, self.whole.block
+    def __call__(self, start: int, era: int) -> Sequence[Tensor] | None:
+        """Makes the update that begins at row `start`, and returns what is known of its samples; None if it was not
+        finite. `era`: within one the optimizer's settings are the same.
+        """
+        cohorts = self.whole.cohorts
+        if self._recording is not None:
+            return self._replayed(self._recording, start, era)
         self._start[0] = start
-        if cohorts is not None:
-            numbers = cohorts.numbers()
-            for ahead in range(1, block):
-                numbers += cohorts.numbers(ahead)
-            if numbers != self._written:
-                self._numbers[:] = self._written = numbers
+        if cohorts is not None and (era != self._era or cohorts.formula.ages):
+            self._numbers[:], self._era = cohorts.numbers(), era
         results = self._run([*self._bound, *self._batch])
-        made = 0
-        while made < block and (not self.whole.checks or math.isfinite(self._flags[made])):
-            made += 1
-        if made and cohorts is not None:
-            cohorts.advance(made)
-        torch.autograd.graph.increment_version(self._changed)
-        return made, results
+        if self.whole.checks and not isfinite(self._flag[0]):
+            return None
+        if cohorts is not None and cohorts.formula.ages:
+            cohorts.advance(1)
+        increment_version(self._changed)
+        return results
 
-    def part(self, results: Sequence[Tensor], updates: int) -> Part:
-        """What is known of the samples of the first so many updates."""
-        found = self.whole.backward.part(results)
-        if updates == self.whole.block:
-            return found
-        samples = updates * self.whole.samples
-        return Part(found.losses[:samples], None if found.counts is None else found.counts[:samples])
+    def _replayed(self, recording: Recording, start: int, era: int) -> Sequence[Tensor] | None:
+        cohorts = self.whole.cohorts
+        assert cohorts is not None
+        if era != self._era or cohorts.formula.ages:
+            recording.numbers[: cohorts.width], self._era = cohorts.numbers(), era
+        if not self._views:
+            columns = recording.fresh_columns()
+            self._views = [*zip(*(column.unbind() for column in columns), strict=True)][::-1]
+        if not recording(start, self.whole.samples, 1, CHUNK - len(self._views)):
+            return None
+        if cohorts.formula.ages:
+            cohorts.advance(1)
+        increment_version(self._changed)
+        return self._views.pop()
+
+    def many(self, start: int, updates: int) -> tuple[int, Sequence[Tensor]]:
+        """At most CHUNK updates at once, of which it returns how many were made before one was not finite."""
+        recording, cohorts = self._recording, self.whole.cohorts
+        assert recording is not None and cohorts is not None
+        numbers = cohorts.numbers(updates)
+        recording.numbers[: len(numbers)], self._era, self._views = numbers, -1, []
+        columns = recording.fresh_columns()
+        made = recording(start, self.whole.samples, updates, 0)
+        if cohorts.formula.ages:
+            cohorts.advance(made)
+        increment_version(self._changed)
+        return made, [column[:made].flatten(0, 1) for column in columns]
+
+    @property
+    def can_make_many(self) -> bool:
+        return self._recording is not None
+
+    def part(self, results: Sequence[Tensor]) -> Part:
+        """What is known of the samples."""
+        return Part(results[0]) if self._losses_only else self.whole.backward.part(results)
 
     def gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
         """Those of the update, where the optimizer is to make it."""
@@ -114,6 +154,6 @@ class Program:
         """What of the optimizer's settings the code depends on."""
         return () if self.whole.cohorts is None else self.whole.cohorts.shape()
 
-    def norm(self, k: int = 0) -> float:
+    def norm(self) -> float:
         """Of the gradient of the last update made, before `max_grad_norm`."""
-        return math.sqrt(self._flags[k])
+        return sqrt(self._flag[0])

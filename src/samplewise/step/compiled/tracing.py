@@ -73,13 +73,12 @@ class Backward:
     weights_by_name: list[str]  # empty unless the coefficients are a dict
     reached: list[str]
     constants: list[Tensor]  # the graph's last inputs
+    samples: int  # whose losses it gives
     moving: list[int] = field(default_factory=list)
     factors: dict[str, tuple[int, int]] = field(default_factory=dict)  # places among the results
 
     def part(self, results: Sequence[Tensor]) -> Part:
         """The first results, with their names."""
-        if self.known == 1:  # in a hurry
-            return Part(results[0])
         known: dict[str, Any] = dict(zip(self.columns, results, strict=False))
         if self.weights_by_name:
             start = len(self.columns)
@@ -96,7 +95,7 @@ class Backward:
 
 def trace_backward(evaluation: Evaluation, summing: OfNumbers, tensors: Tensors, piece: Any) -> Backward:
     """`piece` is an example."""
-    said: dict[str, list[str]] = {}
+    said: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
         inputs = iter(flat)
@@ -108,13 +107,15 @@ def trace_backward(evaluation: Evaluation, summing: OfNumbers, tensors: Tensors,
             part, gradients = _computed(evaluation, summing, wanted, example)
         columns = {name: column for name in Part.__slots__ if (column := getattr(part, name)) is not None}
         weights = columns.pop("weights") if isinstance(part.weights, dict) else {}
-        said.update(columns=list(columns), weights=list(weights), reached=list(gradients))
+        said.update(columns=list(columns), weights=list(weights), reached=list(gradients), samples=len(part))
         return [*columns.values(), *weights.values(), *gradients.values()]
 
     examples = [*tensors.trained.values(), *tensors.others, *(t for t in leaves(piece) if isinstance(t, Tensor))]
     examples = [t.detach() for t in examples]
     graph = inductor.trace(run, examples, DECOMPOSITIONS)
-    found = Backward(graph, list(tensors.trained), said["columns"], said["weights"], said["reached"], _lifted(graph))
+    found = Backward(
+        graph, list(tensors.trained), said["columns"], said["weights"], said["reached"], _lifted(graph), said["samples"]
+    )
     first = len(tensors.trained)
     found.moving = [k - first for k in sorted(_changed(graph))]
     if any(not 0 <= k < len(tensors.others) for k in found.moving):

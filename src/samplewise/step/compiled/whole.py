@@ -41,73 +41,57 @@ class Values(NamedTuple):
     trained: dict[str, Tensor]
     states: dict[tuple[str, str], Tensor]
     others: list[Tensor]
-    alive: Tensor | None  # whether all was finite so far; None: nobody looks
 
 
 @dataclass
 class Whole:
-    """`block` updates of `samples` each, one after the other. `chosen`: which tensors of the batch have rows."""
+    """One update of `samples` rows. `chosen`: which tensors of the batch have rows."""
 
     backward: Backward
     cohorts: Cohorts | None  # None: the optimizer does it, and is given the gradients
+    samples: int
     chosen: list[bool]
     max_grad_norm: float | None
     checks: bool
-    samples: int = 1
-    block: int = 1
 
     def __call__(self, given: Inputs) -> tuple[Tensor, ...]:
-        start, _, numbers = given.cells
+        start, flag, numbers = given.cells
         states = {} if self.cohorts is None else dict(zip(self.cohorts.states, given.states, strict=True))
-        trained = dict(zip(self.backward.trained, given.trained, strict=True))
-        now = Values(trained, states, given.others, None)
-        results, found = [], []
-        for k, these in enumerate(numbers.chunk(self.block) if numbers.numel() else [numbers] * self.block):
-            rows = self._rows(given.batch, start + k * self.samples)
-            now, known, flag = self._update(now, rows, given.constants, these)
-            results.append(known)
-            found.append(flag)
-        self._write(given, now, torch.stack(found))
-        return tuple(torch.cat(column) if self.block > 1 else column[0] for column in zip(*results, strict=True))
+        before = Values(dict(zip(self.backward.trained, given.trained, strict=True)), states, given.others)
+        moving = self.backward.moving
+        others = [t.clone() if k in moving else t for k, t in enumerate(given.others)]  # changed by the model itself
+        run: Any = fx.Interpreter(self.backward.graph).run
+        results = run(*given.trained, *others, *self._rows(given.batch, start), *given.constants)
+        known = list(results[: self.backward.known])
+        gradients, size = self._gradients(results)
+        doubts = [_doubt(name, t) for name, t in zip(self.backward.columns, known, strict=False)]
+        size = total([size, *doubts])
+        flag.copy_(size.reshape(1))
+        after = before._replace(others=others)
+        if self.cohorts is not None:
+            after = Values(*self.cohorts.apply(before.trained, gradients, states, numbers), others)
+        self._write(before, after, size)
+        return (*known, *(gradients.values() if self.cohorts is None else ()))
 
     def _rows(self, batch: Sequence[Tensor], start: Tensor) -> list[Tensor]:
         places = start if self.samples == 1 else start + torch.arange(self.samples)
         return [t.index_select(0, places) if rows else t for t, rows in zip(batch, self.chosen, strict=True)]
 
-    def _update(
-        self, now: Values, rows: Sequence[Tensor], constants: Sequence[Tensor], numbers: Tensor
-    ) -> tuple[Values, list[Tensor], Tensor]:
-        moving = self.backward.moving
-        others = [t.clone() if k in moving else t for k, t in enumerate(now.others)]  # changed by the model itself
-        run: Any = fx.Interpreter(self.backward.graph).run
-        results = run(*now.trained.values(), *others, *rows, *constants)
+    def _gradients(self, results: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Those that the optimizer sees, and their squared norm before `max_grad_norm`."""
         gradients = self.backward.gradients(results)
         square = self._square(gradients, results)
-        known = list(results[: self.backward.known])
-        flag = square + sum(self._doubt(name, t) for name, t in zip(self.backward.columns, known, strict=False))
         if self.max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_ does it
-            scale = (self.max_grad_norm / (square.sqrt() + 1e-6)).clamp(max=1)
+            scale = stored((self.max_grad_norm / (square.sqrt() + 1e-6)).clamp(max=1))
             gradients = {name: g * scale.to(g.dtype) for name, g in gradients.items()}
-        if self.cohorts is None:
-            return Values(now.trained, now.states, others, None), known + list(gradients.values()), flag
-        trained, states = self.cohorts.apply(now.trained, gradients, now.states, numbers)
-        return self._kept(now, Values(trained, states, others, flag.isfinite())), known, flag
+        return gradients, square
 
-    def _kept(self, before: Values, after: Values) -> Values:
+    def _write(self, before: Values, after: Values, size: Tensor) -> None:
         """Unless all is finite, everything stays as it was."""
-        if not self.checks or after.alive is None:
-            return after._replace(alive=None)
-        alive = after.alive if before.alive is None else before.alive & after.alive
-
-        def chosen(new: Tensor, old: Tensor) -> Tensor:
-            return new if new is old else torch.where(alive, new, old)
-
-        return Values(
-            {name: chosen(p, before.trained[name]) for name, p in after.trained.items()},
-            {key: chosen(s, before.states[key]) for key, s in after.states.items()},
-            [chosen(a, b) for a, b in zip(after.others, before.others, strict=True)],
-            alive,
-        )
+        finite = stored(size.isfinite())
+        pairs = zip(_all(before), _all(after), strict=True)
+        for old, new in [(old, new) for old, new in pairs if new is not old]:
+            old.copy_(torch.where(finite, new, old) if self.checks else new)
 
     def _square(self, gradients: dict[str, Tensor], results: Sequence[Tensor]) -> Tensor:
         """The squared norm of the gradient. Of a column times a row it is that of the column times that of the row."""
@@ -118,22 +102,21 @@ class Whole:
             squares.append(sums[0] * sums[1] if len(sums) == 2 else sums[0])
         return total(square.double() for square in squares)
 
-    def _doubt(self, column: str, values: Tensor) -> Tensor:
-        """Zero, if these numbers are fit for an update."""
-        if column == "counts":
-            return torch.where((values.min() < 0) | (values.sum() == 0), torch.nan, 0.0)
-        return (values * 0).sum().double()
 
-    def _write(self, given: Inputs, now: Values, flags: Tensor) -> None:
-        given.cells[1].copy_(flags)
-        if self.cohorts is not None:
-            for old, new in zip(given.trained, now.trained.values(), strict=True):
-                if new is not old:
-                    old.copy_(new)
-            for old, new in zip(given.states, now.states.values(), strict=True):
-                old.copy_(new)
-        for k in self.backward.moving:
-            given.others[k].copy_(now.others[k])
+def _all(values: Values) -> list[Tensor]:
+    return [*values.trained.values(), *values.states.values(), *values.others]
+
+
+def _doubt(column: str, values: Tensor) -> Tensor:
+    """Zero, if these numbers are fit for an update."""
+    if column == "counts":
+        return torch.where((values.min() < 0) | (values.sum() == 0), torch.nan, 0.0).double()
+    return (values * 0).sum().double()
+
+
+def stored(t: Tensor) -> Tensor:
+    """The same, kept in memory by the compiler instead of computed anew for every element of what it is part of."""
+    return t.as_strided(t.shape, t.stride())
 
 
 def _square(t: Tensor) -> Tensor:
