@@ -200,23 +200,24 @@ def tiny():
     return nn.Linear(5, 3).double()
 
 
-def test_run_makes_tiny_updates_in_blocks():
+def test_run_makes_many_updates_at_once():
     pair = Pair(tiny, OPTIMIZERS["adam"], samples=1)
     plain, quick = pair.run([data(70), data(3), data(41)], way="run")
-    blocks = [key[2] for key in pair.quick._compiling._programs]
-    assert blocks == [1, compiling.BLOCK]
+    (program,) = pair.quick._compiling._programs.values()
+    assert program.can_make_many
     pair.assert_same()
     assert (plain.updates, plain.samples) == (quick.updates, quick.samples) == (114, 114)
     assert math.isclose(plain.loss, quick.loss, rel_tol=1e-10)
 
 
-def test_a_block_stops_at_what_is_not_finite():
+def test_many_updates_stop_at_what_is_not_finite():
     x, y = data(60)
     x[37, 2] = math.nan
+    x[38, 2] = math.nan
     pair = Pair(tiny, OPTIMIZERS["nesterov"], samples=1, on_nonfinite="skip")
     plain, quick = pair.run([(x, y)], way="run")
     pair.assert_same()
-    assert (quick.updates, quick.skipped) == (plain.updates, plain.skipped) == (59, 1)
+    assert (quick.updates, quick.skipped) == (plain.updates, plain.skipped) == (58, 2)
 
 
 # --- what the user may do in between ----------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Compiling:
         """One after the other, until the batch is used up or the next one must be made uncompiled."""
         size, end = samples or rest.left, rest.rows or 0
         program = self._program_for(rest, size)
-        while program is not None and rest.taken + size <= end and not self.pause():
+        while program is not None and rest.taken + size <= end and not (self.pauses and self.pause()):
             made = self._make(program, rest)
             if made is None:
                 return

@@ -46,11 +46,11 @@ class Guards:
         for look in (look for function in functions for look in looked_up(function)):
             self._fixed.add("{}()", look)
         self._fixed.add("any({})", self._hooks)
-        self._fixed.add("autocast('cpu')", autocast=torch.is_autocast_enabled)
-        self._fixed.add("autocast_type('cpu')", autocast_type=torch.get_autocast_dtype)
+        self._fixed.names(autocast=torch.is_autocast_enabled, autocast_type=torch.get_autocast_dtype)
+        self._fixed.add("autocast('cpu') and autocast_type('cpu')")
         self._fixed.add("len({}.param_groups)", optimizer)
         for group in optimizer.param_groups:
-            self._fixed.equal("[*map(id, {})]" if len(group["params"]) < 100 else "len({})", group["params"])
+            self._fixed.add("len({})", group["params"])
             self._fixed.items(group, ["params"])
             self._numbers.items(group, [key for key in group if key != "params"])
         if hasattr(optimizer, "state"):
@@ -120,10 +120,14 @@ class Expression:
         self._checks: list[tuple[str, str, str]] = []  # where, how to compare, the name of what was there
         self.identical: Callable[[], bool] = self._first
 
-    def add(self, where: str, what: Any = None, how: str = "is", **names: Any) -> None:
+    def names(self, **known: Any) -> None:
+        """For use in what is added."""
+        self._names.update(known)
+
+    def add(self, where: str, what: Any = None, how: str = "is") -> None:
         """`where` is Python, with {} for `what`."""
         thing, then = f"thing{len(self._names)}", f"then{len(self._names)}"
-        self._names.update({thing: what, **names})
+        self._names[thing] = what
         where = where.replace("{}", thing)
         self._names[then] = eval(where, self._names)
         self._checks.append((where, how, then))
@@ -138,7 +142,7 @@ class Expression:
 
     def _first(self) -> bool:
         """Whether all that was found are the very same objects: writes the function that tells, and asks it."""
-        checks = " and ".join(f"{where} {how} {then}" for where, how, then in self._checks) or "True"
+        checks = " and ".join(f"({where}) {how} {then}" for where, how, then in self._checks) or "True"
         exec(SAME.format(checks), self._names)
         self.identical = self._names["same"]
         return self.identical()

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from samplewise.engine.forms import total
 from samplewise.step.compiled.cohorts import Cohorts
+from samplewise.step.compiled.decompositions import stored
 from samplewise.step.compiled.tracing import Backward
 
 
@@ -112,11 +113,6 @@ def _doubt(column: str, values: Tensor) -> Tensor:
     if column == "counts":
         return torch.where((values.min() < 0) | (values.sum() == 0), torch.nan, 0.0).double()
     return (values * 0).sum().double()
-
-
-def stored(t: Tensor) -> Tensor:
-    """The same, kept in memory by the compiler instead of computed anew for every element of what it is part of."""
-    return t.as_strided(t.shape, t.stride())
 
 
 def _square(t: Tensor) -> Tensor:
