@@ -1,17 +1,40 @@
 """samplewise doctor."""
 
 import re
+import time
 
 import pytest
 from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
 from samplewise.cli import costs, doctor
+from samplewise.step.compiled import compiling
+from samplewise.step.compiled.problems import CannotCompile
+
+GRAPHS = """
+class Graph:
+    def __init__(self):
+        self.x, self.y = torch.randn(4, 6), torch.randint(3, (4,))
+
+
+def data():
+    return [Graph()]
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch.x.to(model[0].weight)), batch.y, reduction="none")
+"""
+
+
+def _busy(*_):
+    raise CannotCompile("the compiler is on holiday")
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
+    """Without compiling, which takes seconds: `test_as_a_process` does it."""
     monkeypatch.setattr(costs, "ROUNDS", 3)
     monkeypatch.setattr(doctor, "PATIENCE", 60.0)
+    monkeypatch.setattr(compiling, "trace_backward", _busy)
 
 
 def test_a_healthy_recipe(recipe):
@@ -24,6 +47,7 @@ def test_a_healthy_recipe(recipe):
     assert "The first update\nnothing to warn of\n" in said
     assert "Time and memory per update\n16 samples of a batch of 20; MB: what the forward pass keeps for backw" in said
     assert "at a time     ms, plain  MB, plain  ms, with sw.clip(1.0)  MB, with sw.clip(1.0)\n" in said
+    assert re.search(r"^Time per update of one sample\neager +[\d.]+ µs\nuncompiled: the compiler is on ho", said, re.M)
     assert "- An update that clips each sample takes " in said
     assert re.search(r"^- Microbatches of 8 take \S+ times as long as all samples at once and 50% of the", said, re.M)
     assert re.search(r"^- Each sample adds about \S+ MB, which makes \S+ MB for the batch of 20\.$", said, re.M)
@@ -61,6 +85,7 @@ def test_batch_norm_in_training_mode(recipe):
     assert said.startswith("engine against the loop, float64, 16 samples: NOT OK\nrefused: the loss of a sample must ")
     assert "The plan\nrefused, as above\n" in said
     assert "refused, with sw.clip(1.0): the loss of a sample must not depend on other samples" in said
+    assert "one sample\nnot possible: ValueError: Expected more than 1 value per channel when training, got" in said
     assert "- BatchNorm in training mode mixes samples (module 1). A sample then has no gradient of its own." in said
     assert "All is well" not in said
 
@@ -97,4 +122,18 @@ def test_it_says_what_takes_so_long(recipe, monkeypatch):
 def test_as_a_process(recipe):
     result = process("doctor", recipe(HEALTHY))
     assert result.returncode == 0
+    assert re.search(r"^Time per update of one sample\neager +[\d.]+ µs\ncompiled +[\d.]+ µs\n\n", result.stdout, re.M)
     assert "All is well" in result.stdout
+
+
+def test_it_says_that_it_compiles(recipe, monkeypatch):
+    monkeypatch.setattr(compiling, "PATIENCE", 0.0)
+    monkeypatch.setattr(compiling, "trace_backward", lambda *_: time.sleep(0.5) or _busy())
+    result = command("doctor", recipe(HEALTHY))
+    assert result.stderr == "... compiling an update of 1 sample\n"
+
+
+def test_a_batch_that_cannot_be_cut_has_no_updates_of_one_sample(recipe):
+    result = command("doctor", recipe(HEALTHY.split("def data")[0] + GRAPHS))
+    assert "a batch that cannot be cut; MB" in result.stdout
+    assert "one sample\n" not in result.stdout

@@ -7,6 +7,7 @@ import pytest
 from recipes import HEALTHY, command, one_line, process
 
 from samplewise.loop.store import Checkpoints
+from samplewise.step.compiled.compiling import Compiling
 
 ACCURACY = "\n\ndef metrics():\n    return {'accuracy': lambda out, batch: (out.argmax(1) == batch[1]).float()}\n"
 TERMINATED = """
@@ -69,6 +70,22 @@ def test_samples_microbatch_clip_and_updates(recipe):
 
 def test_the_microbatch_may_be_found(recipe):
     assert command("train", recipe(HEALTHY), "--microbatch", "auto").exit_code == 0
+
+
+@pytest.mark.parametrize(("option", "mode"), [(["--compile"], True), (["--no-compile"], False), ([], "auto")])
+def test_compiling_is_handed_on(recipe, monkeypatch, option, mode):
+    modes = []
+    monkeypatch.setattr(Compiling, "due", lambda self, updates, samples: modes.append(self.mode))
+    assert command("train", recipe(HEALTHY), *option).exit_code == 0
+    assert set(modes) == {mode}
+
+
+def test_what_cannot_be_compiled_is_told_in_one_line(recipe):
+    """Clipping is part of the graph; microbatches are not."""
+    result = process("train", recipe(HEALTHY), "--compile", "--microbatch", 7)
+    assert result.stderr.startswith("warning: updates stay uncompiled: a window is computed in microbatches. Training")
+    assert result.stdout.startswith("1 epoch is done: 3 updates in all\n")
+    assert result.returncode == 0
 
 
 def test_a_seed_is_a_run(recipe):

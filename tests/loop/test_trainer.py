@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import time
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCh
 from samplewise.loop.metrics import accuracy
 from samplewise.loop.progress import make_progress
 from samplewise.loop.store import read
+from samplewise.step.compiled import compiling
+from samplewise.step.compiled.problems import CannotCompile
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(30) % 3
@@ -267,11 +270,13 @@ def test_a_bar_that_fits_into_eighty_columns(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     bar = make_progress(True, total=1000, done=0)
     bar.epoch(0, {"train_loss": 1.0, "loss": math.nan, "accuracy": 0.9333})
+    bar.line("compiling an update ...")
     bar.update(1, 500, 0.8799, 1234.5)
     bar.close()
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).strip().splitlines()[-1]
     assert re.search(r"epoch 2 .* 500/1000 .* loss 0\.8799  12\d\d samples/s  accuracy 0\.9333", last)
     assert "epoch 1  train_loss 1  loss NaN  accuracy 0.9333" in screen.getvalue()
+    assert "compiling an update ..." in screen.getvalue()
 
 
 def test_max_time():
@@ -360,6 +365,32 @@ def test_lines_where_there_is_no_terminal(capsys):
     said = capsys.readouterr().err
     assert "epoch 1  update 2  loss" in said
     assert "epoch 1  train_loss" in said
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
+    """As compiling does; here it fails after a while. By a trainer that is silent, it is not told."""
+
+    def slowly(*_):
+        time.sleep(0.5)
+        raise CannotCompile("it was too slow")
+
+    monkeypatch.setattr(compiling, "PATIENCE", 0.0)
+    monkeypatch.setattr(compiling, "trace_backward", slowly)
+    model = nn.Linear(6, 3)
+    step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=10, compile=True)
+    trainer = sw.Trainer(step, progress=progress, device="cpu", log_every=1)
+    printed = step._compiling.tell
+    with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: it was too slow"):
+        trainer.fit(loader(10), epochs=1)
+    said = capsys.readouterr().err
+    assert [line.partition("  loss")[0] for line in said.splitlines()[:-1]] == progress * [
+        "epoch 1  update 1",
+        "compiling an update of 10 samples ...",
+        "epoch 1  update 2",
+        "epoch 1  update 3",
+    ]
+    assert step._compiling.tell is printed  # whoever goes on without the trainer
 
 
 def test_copies_of_a_step_do_not_matter():

@@ -36,6 +36,11 @@ def measured(updates: Updates, models: Mapping[Key, nn.Module], device: torch.de
     return {key: Cost(1000 * seconds[key], _memory(updates[key], models[key], device)) for key in updates}
 
 
+def microseconds(passes: Updates, updates: int) -> dict[Key, float]:
+    """Of one update, if a pass makes so many."""
+    return {key: 1e6 * seconds / updates for key, seconds in _interleaved(passes).items()}
+
+
 def _interleaved(updates: Updates) -> dict[Key, float]:
     """The fastest of several, in turns: whatever else the machine does only adds to them."""
     seconds: dict[Key, list[float]] = {key: [] for key in updates}
@@ -104,14 +109,14 @@ def table(costs: Costs, keys: list[Key], title: str) -> str:
 
 def _cells(costs: Iterator[Cost | None]) -> Iterator[str]:
     for cost in costs:
-        yield from ("refused", "") if cost is None else (_three_digits(cost.milliseconds), _mega(cost.bytes))
+        yield from ("refused", "") if cost is None else (three_digits(cost.milliseconds), _mega(cost.bytes))
 
 
 def _mega(size: float | None) -> str:
-    return "?" if size is None else _three_digits(size / MEGA)
+    return "?" if size is None else three_digits(size / MEGA)
 
 
-def _three_digits(number: float) -> str:
+def three_digits(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from samplewise.batches import cut, length
 from samplewise.checking import check
 from samplewise.cli.arguments import Device, device_named
-from samplewise.cli.costs import PLAIN, Costs, Key, advice, measured, memory_is, table
+from samplewise.cli.costs import PLAIN, Costs, Key, advice, measured, memory_is, microseconds, table, three_digits
 from samplewise.cli.recipe import Recipe, RecipeError, blaming
 from samplewise.cli.zoo import examine, precision_named
 from samplewise.engine.gradients import gradients
@@ -33,6 +33,7 @@ from samplewise.transforms.clip import clip
 
 SAMPLES = 16
 PATIENCE = 2.0  # seconds without a word
+COMPILED = {"eager": False, "compiled": True}
 KINDS: dict[str, tuple[Any, ...]] = {PLAIN: (), "with sw.clip(1.0)": (clip(1.0),)}
 
 
@@ -77,7 +78,8 @@ def doctor(
 
     With a recipe, on one batch (at most 16 samples of it) and on copies of the model: compares each sample's gradient
     with one backward pass per sample, shows how each parameter's gradients are found, tells what the first update warns
-    of or refuses, and measures the time and memory of an update, plain and with clipping, for several microbatches.
+    of or refuses, and measures the time and memory of an update, plain and with clipping, for several microbatches;
+    and the time of an update of one sample, compiled and not.
 
     With --zoo: compares the gradients of a few hundred small models, each of them hard in its own way, with one
     backward pass per sample, on your device and in the precision you train in.
@@ -104,6 +106,7 @@ def _consulted(recipe: Path, where: torch.device) -> bool:
         _plan(patient)
         _first_update(patient)
         costs = _measure(patient, where)
+        _one_by_one(patient)
     _advise(patient, well, costs)
     return well and not patient.complaints
 
@@ -184,6 +187,39 @@ def _ready(patient: Patient, kind: str, microbatch: int | None) -> Step | None:
         step(patient.batch)
     except SamplewiseError:
         return None
+    return step
+
+
+def _one_by_one(patient: Patient) -> None:
+    """Updates of one sample, on copies. These gain the most by being compiled, and here is told if they cannot be."""
+    if patient.samples is None:
+        return
+    typer.echo("\nTime per update of one sample")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say is told below
+        try:
+            steps = {(name, 1): _alone(patient, compile) for name, compile in COMPILED.items()}
+        except Exception as problem:  # a batch goes: this is about one sample alone
+            typer.echo(f"not possible: {type(problem).__name__}: {problem}")
+            return
+        how = steps["compiled", 1].compiled
+        if how != "compiled":
+            del steps["compiled", 1]
+        with _telling("measuring"):
+            found = microseconds({key: partial(step, patient.batch) for key, step in steps.items()}, patient.samples)
+    for (name, _), each in found.items():
+        typer.echo(f"{name:<10}{three_digits(each)} µs")
+    if how != "compiled":
+        typer.echo(f"uncompiled: {how}")
+
+
+def _alone(patient: Patient, compile: bool) -> Step:
+    """A step that has made some updates, of which the first is never compiled."""
+    model, optimizer, loss = patient.twin()
+    step = Step(model, optimizer, loss, samples=1, audit=False, compile=compile)
+    with step.telling(lambda line: typer.echo(f"... {line.removesuffix(' ...')}", err=True)):
+        for _ in range(2):
+            step(patient.batch)
     return step
 
 

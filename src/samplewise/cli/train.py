@@ -47,6 +47,14 @@ def train(
         int, typer.Option(min=0, metavar="N", help="Initial weights, order and augmentation of samples follow from it.")
     ] = 0,
     device: Device = "auto",
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Make each update one compiled graph. Default: if it has one sample, after a thousand of them.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train what a recipe describes.
 
@@ -72,7 +80,8 @@ def train(
         model.to(where)  # before there is an optimizer: some take their state from the device
     optimizer, metrics = found.optimizer(model), found.metrics()
     with blaming(recipe):
-        step = Step(model, optimizer, found.loss(), samples, pieces, transforms)
+        how = "auto" if compile is None else compile
+        step = Step(model, optimizer, found.loss(), samples, pieces, transforms, compile=how)
         trainer = Trainer(step, run, metrics=metrics, device=where, seed=seed)
         reason = trainer.fit(loader, validation, None if updates else epochs or EPOCHS, updates, resume)
     _tell(reason, trainer, run)

@@ -15,23 +15,27 @@ class Progress(Protocol):
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """An epoch has ended: something to stay on the screen."""
 
+    def line(self, text: str) -> None:
+        """Something else to know, that stays as well. May come from another thread."""
+
     def close(self) -> None: ...
 
 
 class Silent:
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None: ...
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None: ...
+    def line(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
 class Lines:
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
-        self._print(f"epoch {epoch + 1}  update {done}  loss {shown(loss)}  {speed:.0f} samples/s")
+        self.line(f"epoch {epoch + 1}  update {done}  loss {shown(loss)}  {speed:.0f} samples/s")
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        self._print(f"epoch {epoch + 1}  {named(metrics)}")
+        self.line(f"epoch {epoch + 1}  {named(metrics)}")
 
-    def _print(self, text: str) -> None:
+    def line(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None: ...
@@ -64,9 +68,12 @@ class Bar:
         self._bar.update(self._task, completed=done, epoch=epoch + 1, text=text)
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        self._bar.console.print(f"epoch {epoch + 1}  {named(metrics)}", highlight=False, markup=False)
+        self.line(f"epoch {epoch + 1}  {named(metrics)}")
         measured = {name: value for name, value in metrics.items() if name not in ("train_loss", "loss")}
         self._metrics = named(measured)
+
+    def line(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
         self._bar.stop()

@@ -102,7 +102,7 @@ class Trainer:
     ) -> str:
         """Trains for so many epochs or updates ("2ep", "500up"), and returns why it ended."""
         until = duration(epochs, updates)
-        with self._leaving_cleanly(), self._rehearsing():
+        with self._leaving_cleanly(), self._rehearsing(), self.step.telling(lambda line: self._progress.line(line)):
             self._open(loader, resume)
             if self.fast_dev_run:
                 until = Duration(epochs=self._epoch + 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from math import inf
 from time import perf_counter
@@ -64,7 +65,7 @@ class Step:
     audit: every so many updates one sample is computed alone and compared. None: at the first update. False: never.
     compile: True makes forward pass, backward pass, transforms and the optimizer's rule one compiled graph, from the
     second update on; "auto" does so where updates have one sample, after a thousand of them. Where that cannot be done
-    the step goes on as it is.
+    the step goes on as it is, and `step.compiled` tells why.
     record: {"norms"} to know `update.norms` where no transform needs them.
 
     If anything raises, the open window is given up, and parameters, optimizer and buffers are as before it.
@@ -122,6 +123,7 @@ class Step:
         self._first = self._unseen = True  # window, gradients
         self._recall: Recall | None = None
         self._alone = False  # nobody looks in between
+        self._made_compiled = False
 
     @property
     def optimizer(self) -> Any:
@@ -130,6 +132,20 @@ class Step:
     @property
     def scheduler(self) -> Any:
         return self._finish.scheduler
+
+    @property
+    def compiled(self) -> str:
+        """Whether updates are: "compiled", or why they are not."""
+        compiling, problem = self._compiling, self._compiling.state_dict()["given_up"]
+        if problem is not None:
+            return problem
+        if self._made_compiled:
+            return "compiled"
+        if compiling.mode is False:
+            return "compile=False"
+        if compiling.mode == "auto" and self.samples != 1:
+            return "compile='auto' is for samples=1"
+        return f"none of {self.counters.updates} updates so far"
 
     @property
     def open(self) -> bool:
@@ -145,6 +161,15 @@ class Step:
     def taken(self) -> int:
         """How many samples of the last batch have been taken, while it is not used up; then 0."""
         return 0 if self._rest is None else self._rest.taken
+
+    @contextmanager
+    def telling(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Meanwhile `tell` is called with a line where compiling takes long, instead of printing it. From a thread."""
+        before, self._compiling.tell = self._compiling.tell, tell
+        try:
+            yield
+        finally:
+            self._compiling.tell = before
 
     # --- driving it ------------------------------------------------------------------------------------------------
 
@@ -228,6 +253,7 @@ class Step:
         if self._microbatch.automatic:
             self._microbatch.size = state["microbatch"]
         self._compiling.load_state_dict(state["compiling"])
+        self._made_compiled = False
         self._window = opened(state["window"]["parts"], state["window"]["failure"])
         self._buffers.remember()
         for name, total_so_far in state["window"]["sums"].items():
@@ -267,6 +293,7 @@ class Step:
         outcome = Outcome(False, lr, lambda: torch.tensor(norm, dtype=torch.float64))
         update = Update(counters.updates, count, outcome, [part], self._asked_late, made)
         update.seconds = seconds
+        self._made_compiled = True
         counters.updates += made
         counters.microbatches += made
         counters.samples += count

@@ -1,0 +1,65 @@
+"""What a step says about its being compiled."""
+
+import pytest
+import torch
+from torch import nn
+
+import samplewise as sw
+from samplewise.step.compiled import compiling
+from samplewise.step.compiled.problems import CannotCompile
+
+BATCH = torch.randn(6, 4), torch.randn(6, 1)
+
+
+def made(**options):
+    return sw.Step(nn.Linear(4, 1), sw.sgd(0.1), nn.MSELoss(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(samples=1, compile=False), "compile=False"),
+        (dict(samples=2), "compile='auto' is for samples=1"),
+        (dict(), "compile='auto' is for samples=1"),
+        (dict(samples=1), "none of 6 updates so far"),
+        (dict(samples=6, compile=True), "none of 1 updates so far"),
+    ],
+)
+def test_why_not_yet(options, said):
+    step = made(**options)
+    step(BATCH)
+    assert step.compiled == said
+
+
+def test_why_not_at_all(monkeypatch):
+    def fails(*_):
+        raise CannotCompile("the moon is full")
+
+    monkeypatch.setattr(compiling, "trace_backward", fails)
+    step = made(samples=1, compile=True)
+    with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: the moon is full"):
+        step(BATCH)
+    assert step.compiled == "the moon is full"
+
+
+def test_compiled_and_then_changed():
+    step = made(samples=1, compile=True)
+    state = step.state_dict()
+    step(BATCH)
+    assert step.compiled == "compiled"
+    step.load_state_dict(state)
+    assert step.compiled == "none of 0 updates so far"
+    step(BATCH)
+    step.model.register_forward_hook(lambda *_: None)
+    with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: modules have hooks"):
+        step(BATCH), step(BATCH)
+    assert step.compiled == "modules have hooks"
+
+
+def test_lines_go_where_they_are_wanted_for_a_while():
+    step, lines = made(), []
+    printed = step._compiling.tell
+    with step.telling(lines.append):
+        step._compiling.tell("compiling ...")
+    assert lines == ["compiling ..."]
+    assert step._compiling.tell is printed
