@@ -75,6 +75,7 @@ format: $(DEV)
 bench: $(BENCH)
 	@$(PY) benchmarks/run.py
 	@$(PY) benchmarks/step.py
+	@$(PY) benchmarks/single.py
 
 comparison: $(BENCH) $(LOOPS)/.installed
 	@$(PY) benchmarks/comparison.py

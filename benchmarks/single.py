@@ -1,0 +1,213 @@
+"""One sample per update: the textbook loop, `step.over`, `step.run`, and JAX's `jit` and `lax.scan` if it is installed.
+
+python benchmarks/single.py [name ...] [--rounds 9] [--flush-denormal]
+
+One thread and one process: in every round each loop passes once over the same samples, each on its own copy of the net.
+Ratios are medians over rounds. Before that, the parameters are compared with those of the textbook loop.
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samplewise as sw
+
+try:
+    import single_jax
+except ImportError:
+    single_jax = None  # type: ignore[assignment]
+
+Loop = Callable[[], None]
+CLIP, BATCH = 1.0, 64
+APART = 1e-3  # of parameters, after one pass
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        kind = partial(nn.TransformerEncoderLayer, 64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers, self.head = nn.ModuleList([kind(), kind()]), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+def mlp(*sizes: int) -> nn.Module:
+    a, b, c, d = sizes
+    return nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c), nn.ReLU(), nn.Linear(c, d))
+
+
+def cnn() -> nn.Module:
+    body = [nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*body, nn.Linear(1568, 30), nn.ReLU(), nn.Linear(30, 10))
+
+
+@dataclass(frozen=True)
+class Work:
+    name: str
+    kind: str  # of net
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]  # of a sample
+    lr: float  # so small that nothing diverges: the labels are random
+    momentum: float | None  # None: Adam
+    samples: int
+
+    def data(self, samples: int) -> tuple[Tensor, Tensor]:
+        y = torch.randn(samples, 1) if self.kind == "linear" else torch.randint(10, (samples,))
+        return torch.randn(samples, *self.shape), y
+
+    def loss_fn(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if self.kind == "linear":
+            return (model(batch[0]) - batch[1]).square().mean(1)
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def fresh(self, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = copy.deepcopy(model)
+        if self.momentum is None:
+            return model, torch.optim.Adam(model.parameters(), lr=self.lr)
+        return model, torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
+
+    def in_jax(self) -> Any:
+        return single_jax.Adam(self.lr) if self.momentum is None else single_jax.SGD(self.lr, self.momentum)
+
+
+SMALL, LARGE = partial(mlp, 64, 128, 128, 10), partial(mlp, 784, 512, 512, 10)
+WORKS = {
+    "linear": Work("Linear 10-1, SGD", "linear", partial(nn.Linear, 10, 1), (10,), 1e-3, 0.0, 1000),
+    "mlp": Work("MLP 64-128-128-10, momentum", "mlp", SMALL, (64,), 1e-3, 0.9, 300),
+    "mlp-adam": Work("the same, Adam", "mlp", SMALL, (64,), 1e-4, None, 300),
+    "mlp-large": Work("MLP 784-512-512-10, momentum", "mlp", LARGE, (784,), 1e-3, 0.9, 100),
+    "cnn": Work("CNN 16-32, 28×28, momentum", "cnn", cnn, (1, 28, 28), 1e-3, 0.9, 100),
+    "transformer": Work("transformer, d 64, T 32, Adam", "transformer", Transformer, (32, 64), 1e-4, None, 50),
+}
+CLIPPED = ("mlp", "cnn")
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+
+def loops_of(work: Work) -> dict[str, Loop]:
+    """Each trains a copy of the same net on the same samples."""
+    model, (x, y) = work.model(), work.data(work.samples)
+    nets = {name: work.fresh(model) for name in ("textbook", "over", "run")}
+    over, run = (sw.Step(*nets[name], work.loss_fn, samples=1, compile=True) for name in ("over", "run"))
+    loops: dict[str, Loop] = {
+        "textbook": partial(textbook, work, *nets["textbook"], [*zip(x.split(1), y.split(1), strict=True)]),
+        "over": lambda: [None for _ in over.over([(x, y)])] and None,
+        "run": lambda: run.run([(x, y)]) and None,
+    }
+    theirs = None if single_jax is None else single_jax.Loops(work.kind, model, x, y, work.in_jax())
+    if theirs is not None:
+        loops |= {"jit": theirs.steps, "scan": theirs.scan}
+    for name, loop in loops.items():
+        started = time.perf_counter()
+        loop()
+        print(f"{work.name}: {name}, first pass {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    expected = dict(nets["textbook"][0].named_parameters())
+    found = {name: dict(net.named_parameters()) for name, (net, _) in nets.items()}
+    if theirs is not None:
+        found |= {"jit": theirs.parameters("steps"), "scan": theirs.parameters("scan")}
+    for name, parameters in found.items():
+        check(f"{work.name}, {name}", parameters, expected)
+    for name, step in {"over": over, "run": run}.items():
+        assert step.compiled == "compiled", f"{work.name}, {name}: {step.compiled}"
+    return loops
+
+
+def textbook(work: Work, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        work.loss_fn(model, batch).mean().backward()
+        optimizer.step()
+
+
+def check(name: str, found: dict[str, Any], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    apart = max(float((torch.as_tensor(found[key]) - p).detach().abs().max()) for key, p in expected.items())
+    assert apart < APART, f"{name} must train as the textbook loop does; found parameters that are {apart:.1e} apart."
+
+
+def clipped_loops_of(work: Work) -> dict[str, Loop]:
+    model, batches = work.model(), [work.data(BATCH) for _ in range(10)]
+
+    def loop(**options: Any) -> Loop:
+        step = sw.Step(*work.fresh(model), work.loss_fn, samples=BATCH, transforms=[sw.clip(CLIP)], **options)
+        return lambda: [None for _ in step.over(batches)] and None
+
+    loops = {"eager": loop(compile=False), "compiled": loop(compile=True)}
+    for first in loops.values():
+        first()
+    return loops
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measured(loops: dict[str, Loop], rounds: int, updates: int) -> dict[str, list[float]]:
+    """Microseconds per update."""
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(rounds):
+        for name, loop in loops.items():
+            started = time.perf_counter()
+            loop()
+            times[name].append((time.perf_counter() - started) / updates * 1e6)
+    return times
+
+
+def row(name: str, times: dict[str, list[float]], columns: list[str]) -> str:
+    """Microseconds, and in brackets how often it fits into the time of the first."""
+    first, *others = columns
+    cells = [f"{statistics.median(times[first]):.0f}"]
+    for other in others:
+        if other not in times:
+            cells.append("")
+            continue
+        ratio = statistics.median(a / b for a, b in zip(times[first], times[other], strict=True))
+        cells.append(f"{statistics.median(times[other]):.3g} ({ratio:.1f}×)")
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(WORKS)}; all by default")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--flush-denormal", action="store_true", help="numbers below 1e-38 count as zero, as in JAX")
+    options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in WORKS]:
+        parser.error(f"a name must be one of {', '.join(WORKS)}; found {', '.join(unknown)}.")
+    warnings.simplefilter("error", sw.TrainingWarning)  # what falls back would be measured as something else
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(options.flush_denormal)
+    torch.manual_seed(1)
+    names = options.names or list(WORKS)
+
+    print("\n### One sample per update, µs, one thread; in brackets: times as fast as the textbook loop\n")
+    if single_jax is None:
+        print("JAX is not installed: its columns stay empty.\n")
+    print("| | textbook loop | `step.over` | `step.run` | JAX `jit` | JAX `lax.scan` |\n|---|---|---|---|---|---|")
+    for work in (WORKS[name] for name in names):
+        times = measured(loops_of(work), options.rounds, work.samples)
+        print(row(work.name, times, ["textbook", "over", "run", "jit", "scan"]), flush=True)
+
+    print(f"\n### {BATCH} samples per update with sw.clip({CLIP}), µs, one thread\n")
+    print("| | eager | compiled |\n|---|---|---|")
+    for work in (WORKS[name] for name in names if name in CLIPPED):
+        times = measured(clipped_loops_of(work), options.rounds, 10)
+        print(row(work.name, times, ["eager", "compiled"]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
