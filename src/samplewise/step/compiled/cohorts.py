@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samplewise.step.compiled.cells import cells
-from samplewise.step.compiled.formulas import Formula, Group, hooks_of
+from samplewise.step.compiled.formulas import Formula, Group
 from samplewise.step.compiled.problems import CannotCompile
 
 
@@ -35,7 +36,6 @@ class Cohorts:
         self.formula = formula
         self.states: dict[tuple[str, str], Tensor] = {}
         self._all: list[Cohort] = []
-        self._hooks = hooks_of(optimizer)
         for group in optimizer.param_groups:
             found: dict[float, Cohort] = {}
             for p in (p for p in group["params"] if id(p) in names):
@@ -86,11 +86,27 @@ class Cohorts:
             start += width
             for name in cohort.names:
                 mine = {key: tensor for (owner, key), tensor in states.items() if owner == name}
-                of_type = [number.to(trained[name].dtype) for number in some]
-                new[name], changed = self.formula.apply(cohort.group, trained[name], gradients[name], mine, of_type)
+                new[name], changed = self._applied(cohort, trained[name], gradients[name], mine, some)
                 kept.update({(name, key): tensor for key, tensor in changed.items()})
         return new, kept
 
+    def _applied(
+        self, cohort: Cohort, p: Tensor, g: Tensor, state: dict[str, Tensor], numbers: Sequence[Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """In float32 at least: 0.999 is 1 in bfloat16."""
+        kind = torch.promote_types(p.dtype, torch.float32)
+        wide = {key: tensor.to(kind) for key, tensor in state.items()}
+        new, changed = self.formula.apply(
+            cohort.group, p.to(kind), g.to(kind), wide, [number.to(kind) for number in numbers]
+        )
+        return new.to(p.dtype), {key: tensor.to(state[key].dtype) for key, tensor in changed.items()}
+
     def shape(self) -> Sequence[Any]:
-        """What the code depends on. Hooks can only be called by the optimizer itself."""
-        return [self.formula.shape_of(cohort.group) for cohort in self._all] + [*map(bool, self._hooks)]
+        """What the code depends on."""
+        tensors = [isinstance(value, Tensor) for cohort in self._all for value in cohort.group.values()]
+        return [self.formula.shape_of(cohort.group) for cohort in self._all] + tensors
+
+    @property
+    def counters(self) -> list[list[Any]]:
+        """The counts of each cohort, which are one number."""
+        return [[cell for cell, _ in cohort.counters] for cohort in self._all]

@@ -86,6 +86,10 @@ class Compiling:
     def state_dict(self) -> dict[str, Any]:
         return {"known": list(self._known), "given_up": self._given_up}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy compiles for itself: code is bound to tensors."""
+        return {**vars(self), "_programs": {}, "_guards": None}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._known, self._given_up = list(state["known"]), state["given_up"]
         self._programs, self._guards = {}, None
@@ -94,14 +98,14 @@ class Compiling:
 
     def updates(self, rest: Slices, samples: int | None) -> Iterator[Made]:
         """One after the other, until the batch is used up or the next one must be made uncompiled."""
-        size, end = samples or rest.left, rest.rows or 0
+        size, end, records = samples or rest.left, rest.rows or 0, len(self.record)
         program = self._program_for(rest, size)
         while program is not None and rest.taken + size <= end and not (self.pauses and self.pause()):
             made = self._make(program, rest)
             if made is None:
                 return
             yield made
-            if not self._hold():
+            if not self._hold() or len(self.record) != records:
                 return
 
     def blocks(self, rest: Slices, samples: int | None) -> Iterator[Made]:
@@ -115,13 +119,15 @@ class Compiling:
             if made is None:
                 return
             yield made
-            if made[2] < wanted:
+            if made[2] < wanted or (self.finish.scheduler is not None and not self._hold()):
                 return
 
     def _make(self, program: Program, rest: Slices) -> Made | None:
         started = perf_counter()
         if self._guards is None or self._guards.renumbered():
             self._era, self._rates = self._era + 1, self.finish.rates()
+        if program.copies:
+            program.copy_again()
         results = program(rest.taken, self._era)
         if results is None:
             return None
@@ -189,7 +195,7 @@ class Compiling:
         with self._telling(f"compiling an update of {size} sample{'s' * (size > 1)}"), _quietly():
             guards, tensors, whole = self._traced(rest, size, example, record)
             program = Program(whole, tensors, example)
-        guards.bind(list(tensors.trained.values()), [*program.states, *tensors.others], program.shape)
+        guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
         program.feed(rest.batch)
         if not agrees(program, self.evaluation, self.finish, self.chain, record, example, rest.taken):
             raise CannotCompile("compiled and uncompiled update differ")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from samplewise.step.rules import ByRule, Descent
 
@@ -123,15 +124,29 @@ def formula_of(optimizer: Any) -> Formula | None:
     """None where only the optimizer itself knows: of subclasses, and of options that change more than numbers."""
     if isinstance(optimizer, ByRule):
         return Bare() if isinstance(optimizer.rule, Descent) else None
-    if any(hooks_of(optimizer)):
+    if any(hooks_of(optimizer)) or not _has_its_own_step(optimizer):
         return None
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return None
+    if any(isinstance(value, Tensor) for group in optimizer.param_groups for value in group.values()):
+        return None  # its type counts when the optimizer computes with it
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        return None  # which are pairs of real numbers for some
     return FORMULAS.get(type(optimizer))
 
 
 def hooks_of(optimizer: Any) -> list[Any]:
-    return [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+    """Its own, and those of all optimizers."""
+    mine = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+    return [*mine, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+
+
+def _has_its_own_step(optimizer: Any) -> bool:
+    """Schedulers put another one there that only notes that it was called; others do more."""
+    step = optimizer.step
+    while getattr(step, "_wrapped_by_lr_sched", False):
+        step = step.__wrapped__
+    return getattr(step, "__func__", step) is type(optimizer).step
 
 
 def _decoupled(group: Group) -> bool:

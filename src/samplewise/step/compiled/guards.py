@@ -2,18 +2,18 @@
 
 Tensors may change their values, since the code reads them each time, and so may the optimizer's numbers. Anything else
 that the model, the loss function or a transform can look up is compared: attributes of modules, parameters and buffers
-by identity, what a function has in its closure or finds by name among the globals. What lies deeper (the entries of a
-list, an attribute of a configuration object) is not seen.
+by identity, what a function has in its closure or finds by name among the globals, and what is in the lists, dicts and
+records (objects of plain values) among those.
 """
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import eq
 from typing import Any
 
 import torch
@@ -22,11 +22,22 @@ from torch.nn.modules import module as nn_module
 
 from samplewise.batches import PLAIN
 from samplewise.replay import random_state
+from samplewise.step.compiled.formulas import hooks_of
+from samplewise.step.compiled.places import (
+    Kept,
+    generators_in,
+    methods_of,
+    places_of,
+    same_things,
+    things_in,
+    within,
+)
 from samplewise.step.compiled.problems import CannotCompile
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ANYWHERE = [getattr(nn_module, f"_global{name}") for name in HOOKS if hasattr(nn_module, f"_global{name}")]
 OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
+LARGE = 100  # entries: of more, only the number is looked at
 
 
 class Guards:
@@ -34,34 +45,68 @@ class Guards:
 
     def __init__(self, modules: Sequence[nn.Module], functions: Iterable[Any], optimizer: Any):
         self._modules = [module for root in modules for module in root.modules()]
-        self._kept = [dict(vars(module)) for module in self._modules]
         self._hooks = [*ANYWHERE, *(getattr(m, name) for m in self._modules for name in HOOKS)]
         if any(self._hooks):
             raise CannotCompile("modules have hooks")
         self._fixed, self._numbers = Expression(), Expression()
+        self._look_at_modules()
+        self._look_around([*functions, *methods_of(self._modules)])
+        self._look_at_optimizer(optimizer)
+
+    def _look_at_modules(self) -> None:
         for module in self._modules:
-            self._fixed.items(vars(module), [key for key in vars(module) if key not in OF_EVERY_MODULE])
-            for kept in (module._modules, module._parameters, module._buffers):
-                self._fixed.items(kept, list(kept))
-        for look in (look for function in functions for look in looked_up(function)):
-            self._fixed.add("{}()", look)
+            kept = vars(module)
+            self._fixed.items(kept, [key for key in kept if key not in OF_EVERY_MODULE])
+            self._fixed.add("len({})", kept)
+            for inside in (module._modules, module._parameters, module._buffers):
+                self._fixed.items(inside, list(inside))
+                self._fixed.add("len({})", inside)
+
+    def _look_around(self, functions: Sequence[Any]) -> None:
+        self._places = places_of(functions)
+        for place in self._places:
+            self._fixed.add(place.where, place.holder)
+        found = [place.read() for place in self._places]
+        found += [thing for m in self._modules for name, thing in vars(m).items() if name not in OF_EVERY_MODULE]
+        containers = within(found, self._modules)
+        for container in containers:
+            self._fixed.contents(container)
+        self._kept = [Kept(container) for container in (*map(vars, self._modules), *containers)]
+        self._generators = generators_in([*found, *(thing for each in containers for thing in things_in(each))])
         self._fixed.add("any({})", self._hooks)
         self._fixed.names(autocast=torch.is_autocast_enabled, autocast_type=torch.get_autocast_dtype)
         self._fixed.add("autocast('cpu') and autocast_type('cpu')")
+        self._fixed.add("{}()", torch.get_default_dtype)
+        self._fixed.add("{}()", torch.is_grad_enabled)
+
+    def _look_at_optimizer(self, optimizer: Any) -> None:
+        for hooks in hooks_of(optimizer):
+            self._fixed.add("bool({})", hooks)
+        self._fixed.add("{}.get('step')", vars(optimizer))  # somebody may put another one there
         self._fixed.add("len({}.param_groups)", optimizer)
         for group in optimizer.param_groups:
             self._fixed.add("len({})", group["params"])
             self._fixed.items(group, ["params"])
-            self._numbers.items(group, [key for key in group if key != "params"])
+            for key in (key for key in group if key != "params"):
+                if isinstance(group[key], Tensor):
+                    self._numbers.equal("float({}[" + repr(key) + "])", group)
+                else:
+                    self._numbers.items(group, [key])
         if hasattr(optimizer, "state"):
             self._fixed.add("{}.state", optimizer)
             self._fixed.equal("[*map(id, {}.values())]", optimizer.state)
             for state in optimizer.state.values():
                 self._fixed.items(state, list(state))
 
-    def bind(self, trained: Sequence[Tensor], others: Sequence[Tensor], settings: Callable[[], Any]) -> None:
-        """The tensors that the code is given: where they are in memory, and which are trained, must stay. And settings
-        that the code depends on.
+    def bind(
+        self,
+        trained: Sequence[Tensor],
+        others: Sequence[Tensor],
+        counters: Sequence[Sequence[Any]],
+        settings: Callable[[], Any],
+    ) -> None:
+        """The tensors that the code is given: where they are in memory, and which are trained, must stay. So must
+        counters that it takes for one, and settings that it depends on.
         """
         for tensor in (*trained, *others):
             self._fixed.equal("{}.data_ptr()", tensor)
@@ -69,8 +114,11 @@ class Guards:
                 self._fixed.add("{}.requires_grad", tensor)
                 if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                     raise CannotCompile("parameters have hooks")
-                self._fixed.add("{}._backward_hooks", tensor)
-                self._fixed.add("{}._post_accumulate_grad_hooks", tensor)
+                self._fixed.add("bool({}._backward_hooks)", tensor)
+                self._fixed.add("bool({}._post_accumulate_grad_hooks)", tensor)
+        for first, *rest in (cells for cells in counters if cells):
+            for other in rest:
+                self._fixed.add("{}[0][0] == {}[1][0]", (first, other))
         self._settings, self._set = settings, settings()
 
     def hold(self) -> bool:
@@ -84,28 +132,32 @@ class Guards:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """For tracing. Whatever the model notes down about itself meanwhile is not for good, and not compiled."""
-        restore, python = random_state(), random.getstate()
+        generators = [*self._generators, (random.getstate, random.setstate)]
         numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
-        drawn = None if numpy is None else numpy.get_state()
+        generators += [] if numpy is None else [(partial(numpy.get_state, legacy=False), numpy.set_state)]
+        restore, drawn = random_state(), [read() for read, _ in generators]
+        then = [place.read() for place in self._places]
         try:
             yield
-            if random.getstate() != python or (numpy is not None and str(numpy.get_state()) != str(drawn)):
+            if str(drawn) != str([read() for read, _ in generators]):
                 raise CannotCompile("the model draws random numbers from Python or NumPy")
             if not (self._fixed.identical() or self._fixed.holds()):
                 raise CannotCompile("the model changes its own attributes in the forward pass")
         finally:
             restore()
-            for module, then in zip(self._modules, self._kept, strict=True):
-                if [*map(id, vars(module).values())] != [*map(id, then.values())]:
-                    vars(module).clear()
-                    vars(module).update(then)
+            for (_, write), state in zip(generators, drawn, strict=True):
+                write(state)
+            for kept in self._kept:
+                kept.restore()
+            for place, thing in zip(self._places, then, strict=True):
+                place.write(thing)
 
 
 SAME = """
 def same():
     try:
         return {}
-    except (LookupError, AttributeError):  # something has gone
+    except (LookupError, AttributeError, ValueError):  # something has gone
         return False
 """
 
@@ -140,10 +192,20 @@ class Expression:
         for key in keys:
             self.add("{}[" + repr(key) + "]", container)
 
+    def contents(self, container: Any) -> None:
+        if len(container) > LARGE:
+            self.add("len({})", container)
+        else:
+            self.names(same_things=same_things, things_in=things_in)
+            self.add("[*things_in({})]" if isinstance(container, dict) else "[*{}]", container, "same_things")
+
     def _first(self) -> bool:
         """Whether all that was found are the very same objects: writes the function that tells, and asks it."""
-        checks = " and ".join(f"({where}) {how} {then}" for where, how, then in self._checks) or "True"
-        exec(SAME.format(checks), self._names)
+        checks = " and ".join(
+            f"same_things({where}, {then})" if how == "same_things" else f"({where}) {how} {then}"
+            for where, how, then in self._checks
+        )
+        exec(SAME.format(checks or True), self._names)
         self.identical = self._names["same"]
         return self.identical()
 
@@ -151,10 +213,10 @@ class Expression:
         """The same objects, or plain values that are equal."""
         try:
             now = [eval(where, self._names) for where, _, _ in self._checks]
-        except (LookupError, AttributeError):
+        except (LookupError, AttributeError, ValueError):
             return False
         then = [(how, self._names[name]) for _, how, name in self._checks]
-        alike = all(a == b if how == "==" else _alike(a, b) for a, (how, b) in zip(now, then, strict=True))
+        alike = all(COMPARED[how](a, b) for a, (how, b) in zip(now, then, strict=True))
         return alike and self.note()
 
     def note(self) -> bool:
@@ -163,41 +225,12 @@ class Expression:
         return True
 
 
-def looked_up(function: Any, depth: int = 3) -> Iterator[Callable[[], Any]]:
-    """What a function, or one that it calls, finds outside itself, as functions that look again."""
-    if isinstance(function, partial):
-        yield from looked_up(function.func, depth)
-        return
-    function = inspect.unwrap(function) if callable(function) else function
-    owner = getattr(function, "__self__", None)
-    if owner is None and not inspect.isfunction(function) and not isinstance(function, (type, nn.Module)):
-        owner, function = function, type(function).__dict__.get("__call__")
-    if owner is not None and hasattr(owner, "__dict__") and not isinstance(owner, nn.Module):
-        yield from (partial(vars(owner).get, name) for name in vars(owner))
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    function = getattr(function, "__func__", function)
-    looks = [partial(_content, cell) for cell in function.__closure__ or ()]
-    looks += [partial(function.__globals__.get, name) for name in _names(code) if name in function.__globals__]
-    yield from looks
-    for found in (look() for look in looks if depth > 0):
-        if inspect.isfunction(found):
-            yield from looked_up(found, depth - 1)
-
-
-def _names(code: Any) -> set[str]:
-    """Global names that the code, or a function inside it, uses."""
-    inner = [constant for constant in code.co_consts if inspect.iscode(constant)]
-    return set(code.co_names).union(*map(_names, inner))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
-
-
 def _alike(now: Any, then: Any) -> bool:
     return now is then or (type(now) is type(then) and isinstance(now, PLAIN) and now == then)
+
+
+def _all_alike(now: Sequence[Any], then: Sequence[Any]) -> bool:
+    return len(now) == len(then) and all(map(_alike, now, then))
+
+
+COMPARED: dict[str, Callable[[Any, Any], bool]] = {"is": _alike, "==": eq, "same_things": _all_alike}

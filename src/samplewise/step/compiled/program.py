@@ -37,6 +37,7 @@ class Program:
         self._start, self._flag, self._numbers = map(cells, self._cells)
         self._era = -1
         states = self.states = [] if cohorts is None else list(cohorts.states.values())
+        self._others = tensors.others
         self._trained, self.count = tensors.trained, whole.backward.samples
         self._losses_only = whole.backward.known == 1
         bound = Inputs(
@@ -59,9 +60,10 @@ class Program:
 
     def record(self) -> None:
         """From now on, a call is its kernels and nothing else, if that can be. Makes an update to see them."""
-        found = record(self._run, [*self._bound, *self._batch]) if self.whole.cohorts is not None else None
+        batch = [t.detach() for t in self._batch]  # each an object of its own, should one be there twice
+        found = record(self._run, self._bound, batch) if self.whole.cohorts is not None else None
         if found is not None and self.whole.checks:
-            self._recording = Recording(*found, self._cells, self._batch)
+            self._recording = Recording(*found, self._cells, batch)
 
     def _nominal(self, example: Any) -> list[Tensor]:
         given = [leaf for leaf in leaves(example) if isinstance(leaf, Tensor)]
@@ -84,13 +86,24 @@ class Program:
 
     def feed(self, batch: Any) -> None:
         """The batch that the next calls read from."""
-        self._batch = [leaf.contiguous() for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+        self._batch = [leaf.contiguous() for leaf in given]
+        self.copies = [pair for pair in zip(given, self._batch, strict=True) if pair[0] is not pair[1]]
+        self._versions = [_version(leaf) for leaf, _ in self.copies]
         if self._recording is not None:
             self._recording.feed(self._batch)
 
+    def copy_again(self) -> None:
+        """Data that has been changed since it was copied."""
+        versions = [_version(leaf) for leaf, _ in self.copies]
+        if versions != self._versions:
+            self._versions = versions
+            for leaf, copied in self.copies:
+                copied.copy_(leaf)
+
     def __call__(self, start: int, era: int) -> Sequence[Tensor] | None:
         """Makes the update that begins at row `start`, and returns what is known of its samples; None if it was not
-        finite. `era`: within one the optimizer's settings are the same.
+        finite or had an index out of range. `era`: within one the optimizer's settings are the same.
         """
         cohorts = self.whole.cohorts
         if self._recording is not None:
@@ -98,13 +111,23 @@ class Program:
         self._start[0] = start
         if cohorts is not None and (era != self._era or cohorts.formula.ages):
             self._numbers[:], self._era = cohorts.numbers(), era
-        results = self._run([*self._bound, *self._batch])
-        if self.whole.checks and not isfinite(self._flag[0]):
+        drawn = torch.get_rng_state() if self.whole.backward.draws else None
+        results = self._results()
+        if results is None:
+            if drawn is not None:
+                torch.set_rng_state(drawn)
             return None
         if cohorts is not None and cohorts.formula.ages:
             cohorts.advance(1)
         increment_version(self._changed)
         return results
+
+    def _results(self) -> Sequence[Tensor] | None:
+        try:
+            results = self._run([*self._bound, *self._batch])
+        except (RuntimeError, IndexError):  # an index out of range: nothing has been written yet
+            return None
+        return None if self.whole.checks and not isfinite(self._flag[0]) else results
 
     def _replayed(self, recording: Recording, start: int, era: int) -> Sequence[Tensor] | None:
         cohorts = self.whole.cohorts
@@ -150,6 +173,15 @@ class Program:
         for name, gradient in self.gradients(results).items():
             self._trained[name].grad = gradient
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Beside the trained ones, those that must stay where they are."""
+        return [*self.states, *self._others, *self.whole.backward.constants]
+
+    @property
+    def counters(self) -> Sequence[Sequence[Any]]:
+        return () if self.whole.cohorts is None else self.whole.cohorts.counters
+
     def shape(self) -> Sequence[Any]:
         """What of the optimizer's settings the code depends on."""
         return () if self.whole.cohorts is None else self.whole.cohorts.shape()
@@ -157,3 +189,7 @@ class Program:
     def norm(self) -> float:
         """Of the gradient of the last update made, before `max_grad_norm`."""
         return sqrt(self._flag[0])
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version

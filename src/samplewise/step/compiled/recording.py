@@ -79,7 +79,7 @@ class Recording:
 
     def __call__(self, start: int, step: int, updates: int, row: int) -> int:
         """Makes updates from row `start` of the batch on, every `step` rows; results go from `row` of the columns on.
-        Returns how many were made before one was not finite.
+        Returns how many were made before one was not finite or had an index out of range.
         """
         return self._drive(self._address, start, step, updates, row)
 
@@ -92,15 +92,28 @@ class Job(ctypes.Structure):
     ]
 
 
-def record(run: inductor.Compiled, inputs: Sequence[Tensor]) -> tuple[list[Call], Sequence[Tensor]] | None:
+def record(
+    run: inductor.Compiled, bound: Sequence[Tensor], batch: Sequence[Tensor]
+) -> tuple[list[Call], Sequence[Tensor]] | None:
     """The kernels that `run` calls, and its results; None if it does anything else."""
     module = sys.modules.get(type(getattr(run, "__self__", None)).__module__)
     kernels = {name: kernel for name, kernel in vars(module).items() if inductor.is_kernel(kernel)} if module else {}
     calls: list[Call] = []
     with _replaced(module, {name: _noting(kernel, calls) for name, kernel in kernels.items()}), Nothing() as others:
-        results = run(list(inputs))
-    fit = calls and not others.seen and all(isinstance(t, Tensor) for _, given in calls for t in given)
-    return (calls, results) if fit else None
+        results = run([*bound, *batch])
+    given = [thing for _, things in calls for thing in things]
+    fit = calls and not others.seen and all(isinstance(thing, Tensor) for thing in given)
+    return (calls, results) if fit and _can_be_fed(given, results, batch) else None
+
+
+def _can_be_fed(given: Sequence[Tensor], results: Sequence[Tensor], batch: Sequence[Tensor]) -> bool:
+    """Whether another batch can take the place of this one: what lies in its memory is the batch itself. And whether
+    results can be copied as they are.
+    """
+    memory, known = {t.untyped_storage().data_ptr() for t in batch}, {id(t) for t in batch}
+    strays = [t for t in given if id(t) not in known] + list(results)
+    fed = not any(t.untyped_storage().data_ptr() in memory for t in strays)
+    return fed and all(t.is_contiguous() for t in results)
 
 
 def _noting(kernel: Any, calls: list[Call]) -> Callable[..., None]:
@@ -141,7 +154,7 @@ def _source(arities: Sequence[int]) -> str:
     for k, arity in enumerate(arities):
         types, values = ", ".join(["void*"] * arity), ", ".join(f"given[{k}][{a}]" for a in range(arity))
         calls.append(f"((void (*)({types}))job->kernels[{k}])({values});")
-    return SOURCE.replace("CALLS", "\n        ".join(calls))
+    return SOURCE.replace("CALLS", "\n            ".join(calls))
 
 
 SOURCE = r"""
@@ -165,7 +178,11 @@ extern "C" int64_t drive(Job* job, int64_t start, int64_t step, int64_t updates,
     for (int64_t u = 0; u < updates; u++) {
         *job->start = start + u * step;
         memcpy(job->numbers, job->table + u * job->width, job->width * 8);
-        CALLS
+        try {
+            CALLS
+        } catch (...) {  // an index out of range: nothing has been written yet
+            return u;
+        }
         if (!finite(job->flag)) return u;
         for (int64_t r = 0; r < job->results; r++)
             memcpy(job->kept[r] + (row + u) * job->sizes[r], job->found[r], job->sizes[r]);

@@ -17,6 +17,8 @@ def signature(batch: Any, rows: int | None) -> tuple[Any, ...]:
     if isinstance(batch, Tensor):
         if batch.layout is not strided or batch.requires_grad or batch.device.type != "cpu":
             raise CannotCompile("the batch has tensors that are sparse, need gradients or are not in main memory")
+        if batch.is_conj() or batch.is_neg():
+            raise CannotCompile("the batch has tensors that are still to be conjugated or negated")
         if has_rows(batch, rows):
             return "rows", tuple(batch.shape[1:]), batch.dtype
         return "tensor", tuple(batch.shape), batch.dtype
@@ -28,7 +30,7 @@ def signature(batch: Any, rows: int | None) -> tuple[Any, ...]:
         names = [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]
         return type(batch), tuple((name, signature(getattr(batch, name), rows)) for name in names)
     if isinstance(batch, PLAIN):
-        return (batch,)
+        return type(batch), batch
     raise CannotCompile(f"the batch has something that is no tensor ({type(batch).__name__})")
 
 

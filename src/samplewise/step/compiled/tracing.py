@@ -74,6 +74,7 @@ class Backward:
     reached: list[str]
     constants: list[Tensor]  # the graph's last inputs
     samples: int  # whose losses it gives
+    draws: bool  # random numbers
     moving: list[int] = field(default_factory=list)
     factors: dict[str, tuple[int, int]] = field(default_factory=dict)  # places among the results
 
@@ -110,11 +111,18 @@ def trace_backward(evaluation: Evaluation, summing: OfNumbers, tensors: Tensors,
         said.update(columns=list(columns), weights=list(weights), reached=list(gradients), samples=len(part))
         return [*columns.values(), *weights.values(), *gradients.values()]
 
-    examples = [*tensors.trained.values(), *tensors.others, *(t for t in leaves(piece) if isinstance(t, Tensor))]
-    examples = [t.detach() for t in examples]
+    data = [leaf.contiguous() for leaf in leaves(piece) if isinstance(leaf, Tensor)]  # as the code will see it
+    examples = [t.detach() for t in (*tensors.trained.values(), *tensors.others, *data)]
     graph = inductor.trace(run, examples, DECOMPOSITIONS)
     found = Backward(
-        graph, list(tensors.trained), said["columns"], said["weights"], said["reached"], _lifted(graph), said["samples"]
+        graph,
+        list(tensors.trained),
+        said["columns"],
+        said["weights"],
+        said["reached"],
+        _lifted(graph),
+        said["samples"],
+        any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.graph.nodes),
     )
     first = len(tensors.trained)
     found.moving = [k - first for k in sorted(_changed(graph))]

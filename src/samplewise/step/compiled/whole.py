@@ -63,7 +63,7 @@ class Whole:
         others = [t.clone() if k in moving else t for k, t in enumerate(given.others)]  # changed by the model itself
         run: Any = fx.Interpreter(self.backward.graph).run
         results = run(*given.trained, *others, *self._rows(given.batch, start), *given.constants)
-        known = list(results[: self.backward.known])
+        known = [t.contiguous() for t in results[: self.backward.known]]
         gradients, size = self._gradients(results)
         doubts = [_doubt(name, t) for name, t in zip(self.backward.columns, known, strict=False)]
         size = total([size, *doubts])
@@ -76,7 +76,8 @@ class Whole:
 
     def _rows(self, batch: Sequence[Tensor], start: Tensor) -> list[Tensor]:
         places = start if self.samples == 1 else start + torch.arange(self.samples)
-        return [t.index_select(0, places) if rows else t for t, rows in zip(batch, self.chosen, strict=True)]
+        row = torch.ops.aten._unsafe_index.Tensor  # does not check: batches have any number of rows
+        return [row(t, [places]) if rows else t for t, rows in zip(batch, self.chosen, strict=True)]
 
     def _gradients(self, results: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """Those that the optimizer sees, and their squared norm before `max_grad_norm`."""
@@ -88,11 +89,13 @@ class Whole:
         return gradients, square
 
     def _write(self, before: Values, after: Values, size: Tensor) -> None:
-        """Unless all is finite, everything stays as it was."""
-        finite = stored(size.isfinite())
+        """Unless all is finite, everything stays as it was. If nobody cares, still nothing is written before all has
+        been computed: an index may be out of range.
+        """
+        fit = stored(size.isfinite() if self.checks else size.isnan() | (size >= 0))
         pairs = zip(_all(before), _all(after), strict=True)
         for old, new in [(old, new) for old, new in pairs if new is not old]:
-            old.copy_(torch.where(finite, new, old) if self.checks else new)
+            old.copy_(torch.where(fit, new, old))
 
     def _square(self, gradients: dict[str, Tensor], results: Sequence[Tensor]) -> Tensor:
         """The squared norm of the gradient. Of a column times a row it is that of the column times that of the row."""
