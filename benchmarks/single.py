@@ -91,6 +91,7 @@ WORKS = {
     "mlp-adam": Work("the same, Adam", "mlp", SMALL, (64,), 1e-4, None, 300),
     "mlp-large": Work("MLP 784-512-512-10, momentum", "mlp", LARGE, (784,), 1e-3, 0.9, 100),
     "cnn": Work("CNN 16-32, 28×28, momentum", "cnn", cnn, (1, 28, 28), 1e-3, 0.9, 100),
+    "cnn-by-hand": Work("the same, JAX with products", "cnn by hand", cnn, (1, 28, 28), 1e-3, 0.9, 100),
     "transformer": Work("transformer, d 64, T 32, Adam", "transformer", Transformer, (32, 64), 1e-4, None, 50),
 }
 CLIPPED = ("mlp", "cnn")
@@ -176,8 +177,12 @@ def row(name: str, times: dict[str, list[float]], columns: list[str]) -> str:
             cells.append("")
             continue
         ratio = statistics.median(a / b for a, b in zip(times[first], times[other], strict=True))
-        cells.append(f"{statistics.median(times[other]):.3g} ({ratio:.1f}×)")
+        cells.append(f"{three_digits(statistics.median(times[other]))} ({ratio:.1f}×)")
     return f"| {name} | {' | '.join(cells)} |"
+
+
+def three_digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def main() -> None:

@@ -20,15 +20,16 @@ Arrays = dict[str, Any]
 Forward = Callable[[Arrays, Any], Any]
 
 
-# --- models: x is (1, ...) ---------------------------------------------------------------------
+# --- models: of one sample, without a dimension for the batch, which is the fastest way to write them -----------------
 
 
 def affine(p: Arrays, name: str, x: Any) -> Any:
-    return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+    weight, bias = p[f"{name}.weight"], p[f"{name}.bias"]
+    return weight @ x + bias if x.ndim == 1 else x @ weight.T + bias
 
 
 def linear(p: Arrays, x: Any) -> Any:
-    return x @ p["weight"].T + p["bias"]
+    return p["weight"] @ x + p["bias"]
 
 
 def mlp(p: Arrays, x: Any) -> Any:
@@ -36,10 +37,21 @@ def mlp(p: Arrays, x: Any) -> Any:
 
 
 def cnn(p: Arrays, x: Any) -> Any:
+    x = x[None]
     for name in ("0", "2"):
         x = lax.conv_general_dilated(x, p[f"{name}.weight"], (2, 2), ((1, 1), (1, 1)))  # NCHW and OIHW, as in torch
         x = jax.nn.relu(x + p[f"{name}.bias"][:, None, None])
-    return affine(p, "7", jax.nn.relu(affine(p, "5", x.reshape(len(x), -1))))
+    return affine(p, "7", jax.nn.relu(affine(p, "5", x.reshape(-1))))
+
+
+def cnn_by_hand(p: Arrays, x: Any) -> Any:
+    """The same with convolutions as products of the weight and nine shifted copies of the image."""
+    for name in ("0", "2"):
+        weight, size, padded = p[f"{name}.weight"], x.shape[1], jnp.pad(x, ((0, 0), (1, 1), (1, 1)))
+        shifted = jnp.stack([padded[:, i : i + size : 2, j : j + size : 2] for i in range(3) for j in range(3)], 1)
+        x = weight.reshape(len(weight), -1) @ shifted.reshape(9 * len(x), -1)
+        x = jax.nn.relu(x.reshape(len(weight), size // 2, size // 2) + p[f"{name}.bias"][:, None, None])
+    return affine(p, "7", jax.nn.relu(affine(p, "5", x.reshape(-1))))
 
 
 def transformer(p: Arrays, x: Any) -> Any:
@@ -47,7 +59,7 @@ def transformer(p: Arrays, x: Any) -> Any:
         x = x + attention(p, f"{layer}.self_attn", normalised(p, f"{layer}.norm1", x))
         hidden = jax.nn.relu(affine(p, f"{layer}.linear1", normalised(p, f"{layer}.norm2", x)))
         x = x + affine(p, f"{layer}.linear2", hidden)
-    return affine(p, "head", x.mean(1))
+    return affine(p, "head", x.mean(0))
 
 
 def normalised(p: Arrays, name: str, x: Any) -> Any:
@@ -57,11 +69,11 @@ def normalised(p: Arrays, name: str, x: Any) -> Any:
 
 
 def attention(p: Arrays, name: str, x: Any, heads: int = 4) -> Any:
-    batch, length, width = x.shape
+    length, width = x.shape
     packed = x @ p[f"{name}.in_proj_weight"].T + p[f"{name}.in_proj_bias"]
-    q, k, v = (t.reshape(batch, length, heads, -1).swapaxes(1, 2) for t in jnp.split(packed, 3, -1))
+    q, k, v = (t.reshape(length, heads, -1).swapaxes(0, 1) for t in jnp.split(packed, 3, -1))
     weights = jax.nn.softmax(q @ k.swapaxes(-1, -2) / (width // heads) ** 0.5)
-    return affine(p, f"{name}.out_proj", (weights @ v).swapaxes(1, 2).reshape(batch, length, width))
+    return affine(p, f"{name}.out_proj", (weights @ v).swapaxes(0, 1).reshape(length, width))
 
 
 # --- losses and optimizers --------------------------------------------------------------------------------------------
@@ -72,7 +84,7 @@ def squared(outputs: Any, targets: Any) -> Any:
 
 
 def cross_entropy(outputs: Any, targets: Any) -> Any:
-    return -jnp.take_along_axis(jax.nn.log_softmax(outputs), targets[:, None], 1).mean()
+    return -jax.nn.log_softmax(outputs)[targets]
 
 
 class SGD:
@@ -107,7 +119,13 @@ class Adam:
 
 # --- loops ------------------------------------------------------------------------------------------------------------
 
-FORWARDS: dict[str, Forward] = {"linear": linear, "mlp": mlp, "cnn": cnn, "transformer": transformer}
+FORWARDS: dict[str, Forward] = {
+    "linear": linear,
+    "mlp": mlp,
+    "cnn": cnn,
+    "cnn by hand": cnn_by_hand,
+    "transformer": transformer,
+}
 
 
 class Loops:
@@ -116,8 +134,7 @@ class Loops:
     def __init__(self, kind: str, model: nn.Module, x: Tensor, y: Tensor, optimizer: SGD | Adam):
         forward, loss = FORWARDS[kind], cross_entropy if y.dim() == 1 else squared
         self.x, self.y = array(x), array(y)
-        self.samples = [(self.x[k : k + 1], self.y[k : k + 1]) for k in range(len(x))]
-        self.stacked = self.x[:, None], self.y[:, None]
+        self.samples = [*zip(self.x, self.y, strict=True)]
 
         def update(carry: Any, sample: Any) -> tuple[Any, Any]:
             p, state = carry
@@ -138,7 +155,7 @@ class Loops:
         self.carries["steps"] = jax.block_until_ready(carry)
 
     def scan(self) -> None:
-        carry, _ = self._scan(self.carries["scan"], self.stacked)
+        carry, _ = self._scan(self.carries["scan"], (self.x, self.y))
         self.carries["scan"] = jax.block_until_ready(carry)
 
     def parameters(self, loop: str) -> dict[str, Any]:
