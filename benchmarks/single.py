@@ -207,9 +207,11 @@ def main() -> None:
         times = measured(loops_of(work), options.rounds, work.samples)
         print(row(work.name, times, ["textbook", "over", "run", "jit", "scan"]), flush=True)
 
-    print(f"\n### {BATCH} samples per update with sw.clip({CLIP}), µs, one thread\n")
-    print("| | eager | compiled |\n|---|---|---|")
-    for work in (WORKS[name] for name in names if name in CLIPPED):
+    clipped = [WORKS[name] for name in names if name in CLIPPED]
+    if clipped:
+        print(f"\n### {BATCH} samples per update with sw.clip({CLIP}), µs, one thread\n")
+        print("| | eager | compiled |\n|---|---|---|")
+    for work in clipped:
         times = measured(clipped_loops_of(work), options.rounds, 10)
         print(row(work.name, times, ["eager", "compiled"]), flush=True)
 
