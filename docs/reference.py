@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, get_overloads
 
 import samplewise
+from samplewise import diagnostics
 from samplewise.engine.rules import conformance
 from samplewise.loop import callbacks, events, loggers
 
@@ -25,8 +26,12 @@ SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "scan", "check"],
     "Updates": ["Step", "Update", "auto", "sgd"],
     "Transforms": ["chain", "clip", "weight", "drop", "normalize", "align", "group", "noise", "check_transform"],
+    "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
+    "Attribution": ["influence", "ProjectedStore"],
     "The loop": ["Trainer"],
 }
+RESULTS = {"Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects]}
+RETURNED = (samplewise.Gradients, samplewise.Update, *RESULTS["Diagnostics"])  # which nobody makes by hand
 SHOWN = ("__call__", "__getitem__")  # of the methods with underscores
 
 
@@ -34,6 +39,7 @@ def page() -> str:
     parts = ["# Reference", "Made by `make docs` from the docstrings: change those."]
     for title, names in SECTIONS.items():
         parts += [f"## {title}", *(entry(f"sw.{name}", getattr(samplewise, name)) for name in names)]
+        parts += [entry(kind.__name__, kind) for kind in RESULTS.get(title, ())]
     parts += ["## Callbacks", f"In `{callbacks.__name__}`."]
     parts += [entry(name, each) for name, each in classes(callbacks)]
     parts += ["### Events", text(events), "## Loggers", f"In `{loggers.__name__}`. {text(loggers)}"]
@@ -59,7 +65,7 @@ def entry(name: str, thing: Any) -> str:
     parts = [f"### {name}"]
     if not inspect.isclass(thing):
         return "\n\n".join([*parts, shown(signatures(name, thing)), text(thing)])
-    if thing not in (samplewise.Gradients, samplewise.Update):  # which nobody makes by hand
+    if thing not in RETURNED:
         parts.append(shown(signatures(name, thing)))
     return "\n\n".join([*parts, text(thing), *members(thing)])
 

@@ -1,6 +1,14 @@
 """samplewise: every sample's gradient within reach, and what one update is as a value."""
 
+from samplewise.attribution.influence import influence as influence
+from samplewise.attribution.store import ProjectedStore as ProjectedStore
 from samplewise.checking import check as check
+from samplewise.diagnostics.fisher import fisher as fisher
+from samplewise.diagnostics.noise import NoiseScale as NoiseScale
+from samplewise.diagnostics.noise import noise_scale as noise_scale
+from samplewise.diagnostics.noise import signal_to_noise as signal_to_noise
+from samplewise.diagnostics.similarity import similarity as similarity
+from samplewise.diagnostics.suspects import suspects as suspects
 from samplewise.engine.gradients import Gradients as Gradients
 from samplewise.engine.gradients import gradients as gradients
 from samplewise.engine.inputs import input_gradients as input_gradients
@@ -15,6 +23,7 @@ from samplewise.errors import ParameterError as ParameterError
 from samplewise.errors import SamplesInteractError as SamplesInteractError
 from samplewise.errors import SamplesMayInteractWarning as SamplesMayInteractWarning
 from samplewise.errors import SamplewiseError as SamplewiseError
+from samplewise.errors import StoreError as StoreError
 from samplewise.errors import TrainingWarning as TrainingWarning
 from samplewise.errors import TransformError as TransformError
 from samplewise.loop.trainer import Trainer as Trainer
@@ -40,13 +49,16 @@ __all__ = [
     "Gradients",
     "GraphError",
     "LossesError",
+    "NoiseScale",
     "NonFiniteGradientError",
     "NonFiniteLossError",
     "ParameterError",
+    "ProjectedStore",
     "SamplesInteractError",
     "SamplesMayInteractWarning",
     "SamplewiseError",
     "Step",
+    "StoreError",
     "Trainer",
     "TrainingWarning",
     "TransformError",
@@ -58,12 +70,18 @@ __all__ = [
     "check_transform",
     "clip",
     "drop",
+    "fisher",
     "gradients",
     "group",
+    "influence",
     "input_gradients",
     "noise",
+    "noise_scale",
     "normalize",
     "scan",
     "sgd",
+    "signal_to_noise",
+    "similarity",
+    "suspects",
     "weight",
 ]

@@ -9,7 +9,8 @@
     ├── NonFiniteGradientError  losses are finite, their gradients are not
     ├── BatchError              a batch does not have the structure or the size that is asked for
     ├── TransformError          a transform is put together wrongly, or its answer is no coefficient per sample
-    └── CheckpointError         a checkpoint cannot be written, or a file is none that can be read
+    ├── CheckpointError         a checkpoint cannot be written, or a file is none that can be read
+    └── StoreError              a store of projections is damaged, or holds something else than is asked for
 
     SamplesMayInteractWarning   shapes alone cannot tell whether samples interact
     TrainingWarning             the first update shows something that is seldom meant
@@ -57,6 +58,10 @@ class TransformError(SamplewiseError, ValueError):
 
 class CheckpointError(SamplewiseError):
     """A checkpoint cannot be written; or a file is truncated, corrupt, of a newer format, or no checkpoint at all."""
+
+
+class StoreError(SamplewiseError):
+    """A store of projections is truncated, is none at all, or was made with another size, seed or model."""
 
 
 class SamplesMayInteractWarning(UserWarning):

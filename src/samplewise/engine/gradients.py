@@ -91,6 +91,11 @@ class Gradients:
         """Those of the parameters, in their order."""
         return list(self._parameters)
 
+    @property
+    def losses(self) -> Tensor:
+        """(B,): those that were handed over, without their graph."""
+        return self._graph.losses.detach()
+
     def __len__(self) -> int:
         return self._graph.samples
 

@@ -1,0 +1,41 @@
+"""The diagonal Fisher matrix over a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.losses import LossFn
+from samplewise.measuring import evaluating
+from samplewise.scan import scan
+
+
+def fisher(
+    model: nn.Module,
+    loss_fn: LossFn,
+    loader: Iterable[Any],
+    *,
+    microbatch: int | str | None = "auto",
+    memory: int | None = None,
+) -> dict[str, Tensor]:
+    """name -> the mean over samples of the squared gradient, the diagonal of the empirical Fisher matrix.
+
+    At about the price of an epoch, in evaluation mode; sums are kept in float64. For the Fisher matrix proper, whose
+    labels are the model's own, let `loss_fn` draw them: labels = Categorical(logits=logits).sample().
+
+    microbatch, memory: as in `sw.scan`
+    """
+    total: dict[str, Tensor] = {}
+    samples = 0
+    with evaluating(model):
+        for _, g in scan(model, loss_fn, loader, microbatch, memory=memory):
+            samples += len(g)
+            for name, squares in g.second_moment().items():
+                total[name] = total[name] + squares if name in total else squares.to(torch.float64)
+    if not samples:
+        raise ValueError("the loader must yield at least one batch; found none. An iterator is used up after one pass.")
+    kinds = {name: p.dtype.to_real() for name, p in model.named_parameters()}
+    return {name: (sums / samples).to(kinds[name]) for name, sums in total.items()}

@@ -1,0 +1,119 @@
+"""Numbers per sample that are large where a label is likely wrong, or the sample odd.
+
+    loss             of the sample
+    margin           largest logit of another class minus the label's; its mean over training is minus the AUM
+    el2n             length of softmax(logits) - one-hot label
+    norm             of the sample's gradient
+    last_norm        of its part for the last layer
+    self_influence   lr · norm²: what a step on the sample takes from its own loss, to first order
+    agreement        minus the cosine with the gradients of all other samples that have its label
+
+A score is a function of a `Piece`, some samples at one checkpoint. Over checkpoints it is averaged; self-influence is
+added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.gradients import Gradients
+
+
+def margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """(B,): the label's logit minus the largest of the others."""
+    own = labels[:, None]
+    others = logits.scatter(1, own, -torch.inf)
+    return logits.gather(1, own)[:, 0] - others.amax(1)
+
+
+def el2n(logits: Tensor, labels: Tensor) -> Tensor:
+    """(B,): |softmax(logits) - one-hot label|."""
+    one = torch.ones_like(labels[:, None], dtype=logits.dtype)
+    return logits.softmax(1).scatter_add(1, labels[:, None], -one).norm(dim=1)
+
+
+class ClassGradients:
+    """Each class's gradient over a data set: the sum of its samples'."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, dict[str, Tensor]] = {}
+
+    def add(self, g: Gradients, labels: Tensor) -> None:
+        for label in labels.unique().tolist():
+            sums = g.sum((labels == label).to(g.losses.dtype))
+            old = self._sums.get(label)
+            self._sums[label] = sums if old is None else {name: old[name] + new for name, new in sums.items()}
+
+    def cosines(self, g: Gradients, labels: Tensor) -> Tensor:
+        """(B,): of each sample's gradient with the sum over the others of its class; 0 where one of them is zero.
+
+        With S the sum over the class, the others' is S - g, and |S - g|² = |S|² - 2 g·S + |g|².
+        """
+        squared = g.norms().double().square()
+        dots, lengths = torch.zeros_like(squared), torch.zeros_like(squared)
+        for label in labels.unique().tolist():
+            mine, sums = labels == label, self._sums[label]
+            dots = torch.where(mine, g.dot(sums).double(), dots)
+            lengths = torch.where(mine, sum(s.double().square().sum() for s in sums.values()), lengths)
+        others = (lengths - 2 * dots + squared).clamp(min=0)
+        scale = (squared * others).sqrt()
+        known = others > 1e-6 * (lengths + squared)  # else it is what rounding has left of a class of one
+        return torch.where(known & (scale > 0), (dots - squared) / scale.where(scale > 0, 1), 0).clamp(-1, 1)
+
+
+def last_layer(names: list[str]) -> list[str]:
+    """The parameters of the module that the last one belongs to."""
+    module = names[-1].rpartition(".")[0]
+    return [name for name in names if name.rpartition(".")[0] == module]
+
+
+@dataclass
+class Piece:
+    """Some samples at one checkpoint; logits and labels are looked for only if a score asks."""
+
+    g: Gradients
+    rate: float
+    batch: Any
+    logits_of: Callable[[Any], Tensor]
+    labels_of: Callable[[Any], Tensor]
+    classes: ClassGradients
+
+    @cached_property
+    def labels(self) -> Tensor:
+        labels = self.labels_of(self.batch)
+        if labels.shape != (len(self.g),) or labels.is_floating_point():
+            found = f"{labels.dtype} of shape {tuple(labels.shape)}"
+            raise ValueError(f"labels must be whole numbers, one per sample, ({len(self.g)},); found {found}.")
+        return labels.long()
+
+    @cached_property
+    def logits(self) -> Tensor:
+        logits = self.logits_of(self.batch).detach()
+        if logits.dim() != 2 or len(logits) != len(self.g) or logits.shape[1] < 2:
+            raise ValueError(
+                f"logits must have shape ({len(self.g)}, classes), two classes at least; found {tuple(logits.shape)}. "
+                "Pass logits=, a function of (model, batch)."
+            )
+        return logits
+
+    def last_norms(self) -> Tensor:
+        norms = self.g.norms(by="parameter")
+        return torch.stack([norms[name] for name in last_layer(self.g.names)]).norm(dim=0)
+
+
+SCORES: dict[str, Callable[[Piece], Tensor]] = {
+    "loss": lambda piece: piece.g.losses,
+    "margin": lambda piece: -margins(piece.logits, piece.labels),
+    "el2n": lambda piece: el2n(piece.logits, piece.labels),
+    "norm": lambda piece: piece.g.norms(),
+    "last_norm": Piece.last_norms,
+    "self_influence": lambda piece: piece.rate * piece.g.norms().square(),
+    "agreement": lambda piece: -piece.classes.cosines(piece.g, piece.labels),
+}
+ADDED_UP = ("self_influence",)  # over checkpoints; the others are averaged

@@ -1,0 +1,75 @@
+"""Which samples pull the parameters the same way, and which pull against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.gradients import Gradients
+
+Pair = tuple[int, int, float]  # a sample, another, and the cosine of the angle between their gradients
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Cosines between gradients.
+
+    matrix   (B, B), or (B, B2) if there are two sides; 0 for a gradient of length zero
+    paired   whether both sides are the same samples, so that each pair counts once
+    """
+
+    matrix: Tensor
+    paired: bool
+
+    def together(self, k: int = 10) -> list[Pair]:
+        """The k pairs (i, j, cosine) that agree most, the first first."""
+        return self._pairs(k, largest=True)
+
+    def against(self, k: int = 10) -> list[Pair]:
+        """The k pairs that pull against each other most; only those with a cosine below zero."""
+        return [pair for pair in self._pairs(k, largest=False) if pair[2] < 0]
+
+    def clusters(self, threshold: float = 0.5) -> list[list[int]]:
+        """Samples in groups, the largest first: the two groups with the highest mean cosine between their samples are
+        joined, until none above the threshold is left. The same groups each time; takes B³ steps, all simple.
+        """
+        if not self.paired:
+            raise ValueError("clusters need one set of samples; found two sides. Call similarity(g) for one of them.")
+        groups = [[i] for i in range(len(self.matrix))]
+        means = self.matrix.detach().double().clone().fill_diagonal_(-torch.inf)
+        while groups:
+            at = int(means.argmax())
+            i, j = sorted(divmod(at, len(means)))
+            if not means[i, j] > threshold:
+                break
+            _join(means, groups, i, j)
+        return sorted((group for group in groups if group), key=lambda group: (-len(group), group))
+
+    def _pairs(self, k: int, largest: bool) -> list[Pair]:
+        rows, columns = self.matrix.shape
+        places = torch.triu_indices(rows, columns, 1) if self.paired else torch.ones(rows, columns).nonzero().T
+        i, j = places.to(self.matrix.device)
+        values = self.matrix[i, j].detach()
+        order = values.argsort(descending=largest, stable=True)[:k]
+        return list(zip(i[order].tolist(), j[order].tolist(), values[order].tolist(), strict=True))
+
+
+def _join(means: Tensor, groups: list[list[int]], i: int, j: int) -> None:
+    """Group j becomes part of i, in place."""
+    a, b = len(groups[i]), len(groups[j])
+    means[i] = (a * means[i] + b * means[j]) / (a + b)
+    means[:, i] = means[i]
+    means[j] = means[:, j] = means[i, i] = -torch.inf
+    groups[i], groups[j] = sorted(groups[i] + groups[j]), []
+
+
+def similarity(g: Gradients, other: Gradients | None = None) -> Similarity:
+    """Cosines between the gradients of all pairs of samples, or of those of `g` with those of `other`."""
+    gram = g.gram(other)
+    mine = gram.diagonal().clamp(min=0).sqrt() if other is None else g.norms()
+    theirs = mine if other is None else other.norms()
+    lengths = mine[:, None] * theirs
+    cosines = torch.where(lengths > 0, gram / lengths.where(lengths > 0, 1), 0).clamp(-1, 1)
+    return Similarity(cosines, paired=other is None)

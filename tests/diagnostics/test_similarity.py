@@ -1,0 +1,74 @@
+"""Cosines, pairs and clusters against rows of the Jacobian."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plain_loop import loss_fn, make, rows
+from torch import nn
+
+import samplewise as sw
+
+
+def linear(points):
+    """Gradients that are the points themselves."""
+    points = torch.tensor(points, dtype=torch.float64)
+    model = nn.Linear(points.shape[1], 1, bias=False).double()
+    return sw.similarity(sw.gradients(model(points)[:, 0], model))
+
+
+def test_cosines_of_all_pairs():
+    model, x, y = make()
+    unit = F.normalize(rows(model, x, y))
+    found = sw.similarity(sw.gradients(loss_fn(model, (x, y)), model))
+    torch.testing.assert_close(found.matrix, unit @ unit.T)
+
+
+def test_two_sides():
+    model, x, y = make()
+    unit = F.normalize(rows(model, x, y))
+    mine, theirs = (sw.gradients(loss_fn(model, (x[s], y[s])), model) for s in (slice(0, 8), slice(8, 12)))
+    found = sw.similarity(mine, theirs)
+    torch.testing.assert_close(found.matrix, unit[:8] @ unit[8:].T)
+    i, j, value = found.together(1)[0]
+    assert value == found.matrix.max() == found.matrix[i, j]
+    assert len(found.together(100)) == 32
+    with pytest.raises(ValueError, match="clusters need one set of samples; found two sides"):
+        found.clusters()
+
+
+FANS = [[1, 0.1], [1, 0], [0, 1], [0.1, 1], [-1, 0], [1, -0.1], [0, 0]]
+
+
+def test_pairs_and_groups_by_hand():
+    found = linear(FANS)
+    assert found.clusters() == [[0, 1, 5], [2, 3], [4], [6]]
+    assert [pair[:2] for pair in found.together(4)] == [(0, 1), (1, 5), (2, 3), (0, 5)]
+    assert [pair[:2] for pair in found.against(3)] == [(1, 4), (0, 4), (4, 5)]
+    assert found.against(1)[0][2] == pytest.approx(-1)
+    assert all(value < 0 for *_, value in found.against(100))
+    assert not found.matrix[6].any()  # a gradient of zero goes with nobody
+
+
+def test_the_threshold_decides_how_many_groups():
+    assert linear(FANS).clusters(0.9999) == [[i] for i in range(7)]
+    assert len(linear(FANS[:6]).clusters(-1)) == 1
+
+
+def test_joined_by_the_mean_of_all_pairs():
+    """Against average linkage written out, on cosines without a pattern."""
+    model, x, y = make()
+    found = sw.similarity(sw.gradients(loss_fn(model, (x, y)), model))
+    groups = [[i] for i in range(12)]
+    while True:
+        pairs = [
+            (found.matrix[a][:, b].mean().item(), p, q)
+            for p, a in enumerate(groups)
+            for q, b in enumerate(groups)
+            if p < q
+        ]
+        best, p, q = max(pairs)
+        if best <= 0.3:
+            break
+        groups[p] = groups[p] + groups.pop(q)
+    assert 1 < len(groups) < 12
+    assert sorted(map(sorted, groups)) == sorted(found.clusters(0.3))

@@ -1,0 +1,264 @@
+"""Scores against the plain loop and by hand; ranking; tables of visits."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plain_loop import batches, loss_fn, make, rows
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import samplewise as sw
+from samplewise.diagnostics.scores import SCORES, el2n, last_layer, margins
+from samplewise.diagnostics.suspects import ranks
+
+ALL = tuple(SCORES)
+
+
+def expected(model, x, y, rate=1.0):
+    """Every score by the plain loop."""
+    full, last = rows(model, x, y), rows(model[2], model[:2](x).detach(), y)
+    logits = model(x).detach()
+    others = torch.stack([full[(y == y[i]) & (torch.arange(len(y)) != i)].sum(0) for i in range(len(y))])
+    margin = [z[label] - max(v for c, v in enumerate(z) if c != label) for z, label in zip(logits, y, strict=True)]
+    return {
+        "loss": loss_fn(model, (x, y)).detach(),
+        "margin": -torch.stack(margin),
+        "el2n": (logits.softmax(1) - F.one_hot(y, 3)).norm(dim=1),
+        "norm": full.norm(dim=1),
+        "last_norm": last.norm(dim=1),
+        "self_influence": rate * full.square().sum(1),
+        "agreement": -F.cosine_similarity(full, others),
+    }
+
+
+def assert_scores(found, wanted):
+    assert set(found.scores) == set(wanted)
+    for name, values in wanted.items():
+        torch.testing.assert_close(found.scores[name], values, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("microbatch", [None, 3])
+def test_every_score_of_a_model(microbatch):
+    model, x, y = make()
+    found = sw.suspects(model, loss_fn, batches(x, y, 5), by="loss", also=ALL, microbatch=microbatch)
+    assert_scores(found, expected(model, x, y))
+
+
+def test_el2n_and_margin_by_hand():
+    logits = torch.tensor([[math.log(2), math.log(1), math.log(1)], [0.0, 3.0, 1.0]])
+    labels = torch.tensor([0, 2])
+    assert el2n(logits[:1], labels[:1]).item() == pytest.approx(math.sqrt(0.5**2 + 0.25**2 + 0.25**2))
+    assert margins(logits, labels).tolist() == pytest.approx([math.log(2), -2])
+
+
+def test_over_checkpoints_the_margin_is_the_aum_and_self_influence_a_sum():
+    model, x, y = make()
+    before = copy.deepcopy(model.state_dict())
+    models = [make(seed=seed)[0] for seed in (1, 2)]
+    checkpoints = [(m.state_dict(), rate) for m, rate in zip(models, (0.1, 0.3), strict=True)]
+    found = sw.suspects(model, loss_fn, batches(x, y, 5), also=ALL, checkpoints=checkpoints)
+    first, second = (expected(m, x, y, rate) for m, (_, rate) in zip(models, checkpoints, strict=True))
+    wanted = {name: (first[name] + second[name]) / (1 if name == "self_influence" else 2) for name in ALL}
+    assert_scores(found, wanted)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_by_default_the_ranks_of_margin_and_el2n_are_averaged():
+    model, x, y = make()
+    found = sw.suspects(model, loss_fn, [(x, y)])
+    assert found.by == ("margin", "el2n") == tuple(found.scores)
+    torch.testing.assert_close(found.score, (ranks(found.scores["margin"]) + ranks(found.scores["el2n"])) / 2)
+
+
+def test_only_what_is_asked_for_is_looked_for():
+    """A regression has neither logits nor classes."""
+    model = nn.Linear(3, 1)
+    x = torch.randn(6, 3)
+    found = sw.suspects(model, lambda m, b: (m(b["x"])[:, 0] - b["y"]) ** 2, [{"x": x, "y": x[:, 0]}], by="norm")
+    assert list(found.scores) == ["norm"]
+
+
+def test_wrong_labels_come_first():
+    torch.manual_seed(0)
+    x = torch.cat([torch.randn(40, 2) + 3, torch.randn(40, 2) - 3])
+    y = torch.arange(80) // 40
+    wrong = [3, 17, 50]
+    y[wrong] = 1 - y[wrong]
+    model = nn.Linear(2, 2)
+    step = sw.Step(model, sw.sgd(0.1), loss_fn)
+    for _ in range(20):
+        step((x, y))
+    for by in (None, *ALL):
+        assert sorted(sw.suspects(model, loss_fn, [(x, y)], by=by).top(3).tolist()) == wrong, by
+
+
+def test_ids_labels_and_logits_from_anywhere():
+    model, x, y = make()
+    whole = sw.suspects(model, loss_fn, [(x, y)], by="agreement", also=ALL)
+    order = torch.randperm(12)
+    batch = {"inputs": x[order], "label": y[order], "id": 100 + order}
+    found = sw.suspects(
+        model,
+        lambda m, b: loss_fn(m, (b["inputs"], b["label"])),
+        [batch],
+        by="agreement",
+        also=ALL,
+        logits=lambda m, b: m(b["inputs"]),
+        labels="label",
+        ids=lambda b: b["id"],
+    )
+    assert found.top(12).tolist() == (100 + whole.top(12)).tolist()
+    for name, scores in whole.scores.items():
+        torch.testing.assert_close(found.scores[name], scores[order])
+
+
+class Shuffled:
+    """Another order each time it is gone through."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __iter__(self):
+        order = torch.randperm(len(self.y))
+        return iter(zip(self.x[order].split(5), self.y[order].split(5), order.split(5), strict=True))
+
+
+def test_checkpoints_of_a_loader_that_shuffles_are_matched_by_id():
+    model, x, y = make()
+    checkpoints = [(make(seed=seed)[0].state_dict(), 0.1) for seed in (1, 2)]
+    still = sw.suspects(model, loss_fn, batches(x, y, 5), by="loss", checkpoints=checkpoints)
+    found = sw.suspects(model, loss_fn, Shuffled(x, y), by="loss", checkpoints=checkpoints, ids=2)
+    torch.testing.assert_close(found.score[found.ids.argsort()], still.score)
+
+
+def test_a_class_of_one_and_a_gradient_of_zero_agree_with_nobody():
+    model, x, _ = make()
+    found = sw.suspects(model, loss_fn, [(x[:3], torch.tensor([0, 0, 1]))], by="agreement")
+    assert found.score[2] == 0
+
+    def none_for_the_first(m, batch):
+        return loss_fn(m, batch) * torch.tensor([0.0, 1.0, 1.0])
+
+    found = sw.suspects(model, none_for_the_first, [(x[:3], torch.zeros(3, dtype=torch.int64))], by="agreement")
+    assert found.score[0] == 0
+    assert found.score[1].item() == pytest.approx(found.score[2].item()) != 0
+
+
+def test_the_last_layer_is_the_module_of_the_last_parameter():
+    assert last_layer(["a.weight", "head.weight", "head.bias"]) == ["head.weight", "head.bias"]
+    assert last_layer(["weight", "bias"]) == ["weight", "bias"]
+
+
+def test_equal_values_share_a_rank():
+    assert ranks(torch.tensor([5.0, 1.0, 5.0, 0.0, 9.0])).tolist() == [0.625, 0.25, 0.625, 0, 1]
+    assert ranks(torch.tensor([3.0])).tolist() == [0]
+
+
+def test_it_prints():
+    model, x, y = make()
+    lines = str(sw.suspects(model, loss_fn, [(x, y)])).splitlines()
+    assert lines[0] == "the first of 12 samples, by margin and el2n"
+    assert lines[1].split() == ["sample", "margin", "el2n"]
+    assert len(lines) == 13
+
+
+# ------------------------------------------------------------------------------------------------------------ visits
+
+VISITS = {
+    "id": [7, 3, 7, 3, 9],
+    "epoch": [0, 0, 1, 1, 0],
+    "loss": [1.0, 0.5, 3.0, 0.5, 1.0],
+    "norm": [1.0, 2.0, 3.0, 2.0, 1.0],
+    "margin": [-1.0, 2.0, -3.0, 4.0, 5.0],
+}
+
+
+def test_visits_are_averaged_by_sample():
+    found = sw.suspects(VISITS)
+    assert found.ids.tolist() == [3, 7, 9]
+    assert {name: scores.tolist() for name, scores in found.scores.items()} == {
+        "loss": [0.5, 2, 1],
+        "norm": [2, 2, 1],
+        "margin": [-3, 2, -5],
+        "self_influence": [4, 5, 1],
+    }
+    assert found.by == ("margin",)
+    assert found.top(2).tolist() == [7, 3]
+
+
+@pytest.mark.parametrize(
+    ("columns", "by"),
+    [("loss norm", ("loss", "norm")), ("loss", ("loss",)), ("norm", ("norm",)), ("margin loss", ("margin",))],
+)
+def test_what_a_table_is_ranked_by(columns, by):
+    assert sw.suspects({name: VISITS[name] for name in ("id", *columns.split())}).by == by
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"loss": [1.0]}, "must have the column id and one of loss, norm, margin, el2n; found loss"),
+        ({"id": [1]}, "must have the column id and one of loss, norm, margin, el2n; found id"),
+        ({"id": [1, 2], "loss": [1.0]}, "one row per visit, one at least; found lengths {'id': 2, 'loss': 1}"),
+        ({"id": [], "loss": []}, "one row per visit, one at least; found lengths {'id': 0, 'loss': 0}"),
+        ({"id": [1], "loss": [math.nan]}, "column 'loss' must be finite; found NaN or infinity"),
+    ],
+)
+def test_a_table_that_is_none(table, message):
+    with pytest.raises(ValueError) as error:
+        sw.suspects(table)
+    assert message in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_loader_that_shuffles_needs_ids():
+    model, x, y = make()
+    loader = DataLoader(TensorDataset(x, y), batch_size=5, shuffle=True)
+    with pytest.raises(ValueError, match=r"must keep the order of its data set; found one that shuffles. Pass ids="):
+        sw.suspects(model, loss_fn, loader)
+
+
+def test_checkpoints_that_are_no_copies():
+    model, x, y = make()
+    with pytest.raises(ValueError, match="must be copies of the parameters; found the model's own tensors in check"):
+        sw.suspects(model, loss_fn, [(x, y)], checkpoints=[(model.state_dict(), 0.1)])
+    with pytest.raises(ValueError, match="must hold at least one"):
+        sw.suspects(model, loss_fn, [(x, y)], checkpoints=[])
+
+
+def test_bad_arguments():
+    model, x, y = make()
+    with pytest.raises(ValueError, match=r"a score must be one of loss, margin, .*; found 'aum'"):
+        sw.suspects(model, loss_fn, [(x, y)], by="aum")
+    with pytest.raises(ValueError, match=r"a score must be one of loss, .*; found 'agreement'"):
+        sw.suspects(VISITS, by="agreement")
+    with pytest.raises(TypeError, match="a model, a loss function and a loader, or a table of visits; found a model"):
+        sw.suspects(model)
+    with pytest.raises(ValueError, match="gone through more than once; found an iterator"):
+        sw.suspects(model, loss_fn, iter([(x, y)]), by="agreement")
+    with pytest.raises(ValueError, match=r"logits must have shape \(12, classes\).*found \(12,\)"):
+        sw.suspects(model, loss_fn, [(x, y)], logits=lambda m, b: m(b[0])[:, 0])
+    with pytest.raises(
+        ValueError, match=r"labels must be whole numbers, .*\(12,\); found torch.float64 of shape \(12,"
+    ):
+        sw.suspects(model, loss_fn, [(x, y)], labels=0)
+    with pytest.raises(ValueError, match="the loader must yield at least one batch; found none"):
+        sw.suspects(model, loss_fn, [])
+
+
+def test_a_loader_whose_samples_change_between_passes():
+    model, x, y = make()
+    rounds = iter([0, 12])
+
+    class Other:
+        def __iter__(self):
+            return iter([(x, y, torch.arange(12) + next(rounds))])
+
+    checkpoints = [(make(seed=seed)[0].state_dict(), 0.1) for seed in (1, 2)]
+    with pytest.raises(ValueError, match="every pass over the loader must yield the same samples; found other ids"):
+        sw.suspects(model, loss_fn, Other(), by="loss", checkpoints=checkpoints, ids=2)
