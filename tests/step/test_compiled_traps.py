@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import warnings
 from collections import deque
 from types import SimpleNamespace
 
@@ -289,11 +288,20 @@ class Spectral(nn.Module):
 
 @pytest.mark.parametrize("name", ["sgd", "nesterov", "adam", "amsgrad"])
 def test_complex_parameters(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TrainingWarning)
-        pair = Pair(Spectral, OPTIMIZERS[name], samples=1)
-        pair.run([data(30)])
+    pair = Pair(Spectral, OPTIMIZERS[name], samples=1)
+    pair.run([data(30)])
+    assert compiled_updates(pair.quick) == 1
     pair.assert_same()
+
+
+def test_mixed_precision_rounds_as_uncompiled():
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0].float()), batch[1], reduction="none").float()
+
+    pair = Pair(lambda: net().float(), OPTIMIZERS["sgd"], loss_fn, samples=4, precision="bf16-mixed")
+    pair.run([data(40)])
+    assert compiled_updates(pair.quick) == 1
+    pair.assert_same(tolerance=1e-3)
 
 
 # --- the model and the loss function ----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from samplewise.step.compiled.places import (
     Kept,
     generators_in,
     methods_of,
+    of_a_library,
     places_of,
     same_things,
     things_in,
@@ -37,6 +38,7 @@ from samplewise.step.compiled.problems import CannotCompile
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ANYWHERE = [getattr(nn_module, f"_global{name}") for name in HOOKS if hasattr(nn_module, f"_global{name}")]
 OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
+LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 LARGE = 100  # entries: of more, only the number is looked at
 
 
@@ -60,7 +62,8 @@ class Guards:
             self._fixed.add("len({})", kept)
             for inside in (module._modules, module._parameters, module._buffers):
                 self._fixed.items(inside, list(inside))
-                self._fixed.add("len({})", inside)
+                if isinstance(module, LISTS) or not of_a_library(type(module)):  # a layer uses what it knows
+                    self._fixed.add("len({})", inside)
 
     def _look_around(self, functions: Sequence[Any]) -> None:
         self._places = places_of(functions)
@@ -80,8 +83,7 @@ class Guards:
         self._fixed.add("{}()", torch.is_grad_enabled)
 
     def _look_at_optimizer(self, optimizer: Any) -> None:
-        for hooks in hooks_of(optimizer):
-            self._fixed.add("bool({})", hooks)
+        self._fixed.add("any({})", hooks_of(optimizer))
         self._fixed.add("{}.get('step')", vars(optimizer))  # somebody may put another one there
         self._fixed.add("len({}.param_groups)", optimizer)
         for group in optimizer.param_groups:
@@ -114,8 +116,7 @@ class Guards:
                 self._fixed.add("{}.requires_grad", tensor)
                 if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                     raise CannotCompile("parameters have hooks")
-                self._fixed.add("bool({}._backward_hooks)", tensor)
-                self._fixed.add("bool({}._post_accumulate_grad_hooks)", tensor)
+                self._fixed.add("not ({}._backward_hooks or {}._post_accumulate_grad_hooks)", tensor)
         for first, *rest in (cells for cells in counters if cells):
             for other in rest:
                 self._fixed.add("{}[0][0] == {}[1][0]", (first, other))

@@ -77,6 +77,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int,
         "cpp_wrapper": wrapper_in_cpp,
         "cpp_wrapper_build_separate": wrapper_in_cpp,
         "size_asserts": False,
+        "emulate_precision_casts": True,  # rounds to bfloat16 where the model does
         "realize_reads_threshold": 16,  # a new state is read by two, and must not become a tensor for that
         "compile_threads": 1,  # there is one thing to compile: no pool of processes
         "fallback_random": True,  # dropout draws as it does uncompiled

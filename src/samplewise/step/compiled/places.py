@@ -53,7 +53,7 @@ def places_of(functions: Iterable[Any]) -> list[Place]:
 def methods_of(modules: Iterable[nn.Module]) -> list[Any]:
     """What their own classes do in the forward pass."""
     kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
-    return [kind.forward for kind in kinds if not _of_a_library(kind)]
+    return [kind.forward for kind in kinds if not of_a_library(kind)]
 
 
 def looked_up(function: Any, depth: int = 3) -> Iterator[Place]:
@@ -126,12 +126,12 @@ def within(things: Iterable[Any], known: Sequence[nn.Module], depth: int = DEPTH
 
 def _is_record(thing: Any, depth: int = 3) -> bool:
     """An object of plain values and records, such as a configuration."""
-    if depth == 0 or not hasattr(thing, "__dict__") or callable(thing) or _of_a_library(type(thing)):
+    if depth == 0 or not hasattr(thing, "__dict__") or callable(thing) or of_a_library(type(thing)):
         return False
     return all(isinstance(value, VALUES) or _is_record(value, depth - 1) for value in vars(thing).values())
 
 
-def _of_a_library(kind: type) -> bool:
+def of_a_library(kind: type) -> bool:
     """One that keeps count of itself, and does not look at the user's globals."""
     return kind.__module__.partition(".")[0] in ("torch", "samplewise")
 

@@ -86,4 +86,8 @@ def _uncompiled(
 
 def _length(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """Of the difference."""
-    return float(sum((x.double() - y.double()).abs().square().sum() for x, y in zip(a, b, strict=True))) ** 0.5
+    return float(sum(_wide(x - y).abs().square().sum() for x, y in zip(a, b, strict=True))) ** 0.5
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
