@@ -2,7 +2,8 @@
 
 With one sample the gradient of a weight is a product of a column and a row. Written as `column * row` it never becomes
 a tensor: it is computed where the update reads it. And a convolution of one small image is a matrix product, which
-takes less time than the library needs to prepare a convolution.
+takes less time than the library needs to prepare a convolution; so do a few small products for an attention of few
+tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 aten = torch.ops.aten
 SMALL_PRODUCT = 2**15  # multiplications up to which a loop of our own beats the library's call
 SMALL_IMAGE = 2**22  # multiplications of a convolution
+SMALL_SCORES = 2**15  # of an attention: pairs of tokens, in all samples and heads
 
 
 def stored(t: Tensor) -> Tensor:
@@ -36,10 +38,8 @@ def mm(a: Tensor, b: Tensor) -> Any:
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Any:
-    if beta != 1 or alpha != 1:
-        return NotImplemented
-    found = mm(a, b)
-    return found if found is NotImplemented else bias + found
+    """The bias is added by whatever comes next."""
+    return bias + a @ b if beta == alpha == 1 else NotImplemented
 
 
 def _row_times(row: Tensor, matrix: Tensor) -> Tensor:
@@ -115,9 +115,65 @@ def _size_of(
     ]
 
 
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    if not _is_short(q, k, dropout):
+        return NotImplemented
+    scores = _scores(q, k, causal, attn_mask, scale)
+    total = scores.logsumexp(-1)
+    return torch.exp(scores - total.unsqueeze(-1)) @ v, total
+
+
+def attention_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    total: Tensor,
+    dropout: float,
+    causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    if not _is_short(q, k, dropout):
+        return NotImplemented
+    weights = stored(torch.exp(_scores(q, k, causal, attn_mask, scale) - total.unsqueeze(-1)))
+    of_weights = g @ v.transpose(-1, -2)
+    of_scores = stored(weights * (of_weights - (g * out).sum(-1, keepdim=True)) * _scale(q, scale))
+    return of_scores @ k, of_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ g
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)) * _scale(q, scale)
+    if causal:
+        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    return scores if mask is None else scores + mask
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _is_short(q: Tensor, k: Tensor, dropout: float) -> bool:
+    return dropout == 0 and q[..., 0].numel() * k.shape[-2] <= SMALL_SCORES
+
+
 DECOMPOSITIONS: dict[Any, Any] = {
     aten.mm.default: mm,
     aten.addmm.default: addmm,
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
 }

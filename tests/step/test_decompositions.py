@@ -1,0 +1,70 @@
+"""What is written out for the compiler is what the library computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samplewise.step.compiled import decompositions as ours
+
+aten = torch.ops.aten
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def assert_close(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 7, 5), (6, 1, 5), (6, 7, 1), (1, 1, 1), (4, 5, 6)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products(m, k, n, transposed):
+    a, b = noise(m, k), noise(n, k).t() if transposed else noise(k, n)
+    assert_close([ours.mm(a, b)], [a @ b])
+    assert_close([ours.addmm(noise(n), a, b)], [noise(n) + a @ b])
+
+
+def test_what_is_large_or_scaled_is_left_to_the_library():
+    assert ours.mm(noise(40, 40), noise(40, 40)) is NotImplemented
+    assert ours.addmm(noise(3), noise(2, 4), noise(4, 3), beta=2) is NotImplemented
+    weight = noise(5, 3, 3, 3)
+    assert ours.convolution(noise(2, 3, 8, 8), weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1) is NotImplemented
+    assert ours.convolution(noise(1, 6, 8, 8), weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 2) is NotImplemented
+    q = noise(1, 8, 128, 4)
+    assert ours.attention(q, q, q) is NotImplemented
+    assert ours.attention(q[:, :, :8], q[:, :, :8], q[:, :, :8], 0.5) is NotImplemented
+
+
+@pytest.mark.parametrize("stride", [[1, 1], [2, 1], [3, 2]])
+@pytest.mark.parametrize("padding", [[0, 0], [1, 2]])
+@pytest.mark.parametrize("dilation", [[1, 1], [2, 1]])
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1), (2, 4)])
+def test_one_image(stride, padding, dilation, kernel):
+    x, weight, bias = noise(1, 3, 11, 10), noise(5, 3, *kernel), noise(5)
+    rest = (stride, padding, dilation, False, [0, 0], 1)
+    expected = aten.convolution(x, weight, bias, *rest)
+    assert_close([ours.convolution(x, weight, bias, *rest)], [expected])
+    assert_close([ours.convolution(x, weight, None, *rest)], [aten.convolution(x, weight, None, *rest)])
+    for mask in ([True, True, True], [False, True, True], [True, False, False]):
+        given = (noise(*expected.shape), x, weight, [5], *rest, mask)
+        found = aten.convolution_backward(*given)
+        wanted = [gradient if wanted else None for gradient, wanted in zip(found, mask, strict=True)]
+        assert_close(ours.convolution_backward(*given), wanted)
+
+
+@pytest.mark.parametrize(("causal", "masked"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_attention_of_few_tokens(causal, masked, scale):
+    q, k, v, g = noise(2, 3, 5, 4), noise(2, 3, 7, 4), noise(2, 3, 7, 4) * 2, noise(2, 3, 5, 4) + 1
+    mask = noise(2, 3, 5, 7) if masked else None
+    options = {"attn_mask": mask, "scale": scale}
+    out, total = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, **options)
+    assert_close(ours.attention(q, k, v, 0.0, causal, **options), (out, total))
+    expected = aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, out, total, 0.0, causal, **options)
+    assert_close(ours.attention_backward(g, q, k, v, out, total, 0.0, causal, **options), expected)
