@@ -63,7 +63,8 @@ def _checked(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> Sequence[Ch
 
 def check_order(loader: Iterable[Any], remedy: str) -> None:
     """A sample is known by its place, so that the places must mean something."""
-    if isinstance(getattr(loader, "sampler", None), SHUFFLING):
+    samplers = (getattr(each, "sampler", None) for each in (loader, getattr(loader, "batch_sampler", None)))
+    if any(isinstance(sampler, SHUFFLING) for sampler in samplers):
         raise ValueError(f"the loader must keep the order of its data set; found one that shuffles. {remedy}")
 
 

@@ -199,8 +199,9 @@ def test_bad_arguments(tmp_path):
         store.add(torch.zeros(2, 5))
     with pytest.raises(ValueError, match=r"queries must have the store's shape \(B, 4\); found \(4,\)"):
         store.search(torch.zeros(4))
-    with pytest.raises(ValueError, match="rows must be finite; found NaN or infinity"):
-        store.add(torch.full((1, 4), torch.nan))
+    for number in (torch.nan, 1e300):
+        with pytest.raises(ValueError, match="rows must be finite in float32; found NaN or infinity"):
+            store.add(torch.full((1, 4), number, dtype=torch.float64))
     store.add(torch.zeros(1, 4))
     with pytest.raises(sw.StoreError, match="must hold gradients of one model; found others of 1 samples"):
         store.fill(make()[0], loss_fn, [])

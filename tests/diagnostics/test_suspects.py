@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from plain_loop import batches, loss_fn, make, rows
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import samplewise as sw
 from samplewise.diagnostics.scores import SCORES, el2n, last_layer, margins
@@ -81,6 +81,14 @@ def test_only_what_is_asked_for_is_looked_for():
     assert list(found.scores) == ["norm"]
 
 
+def test_in_evaluation_mode_which_is_left_again():
+    model, x, y = make()
+    dropping = nn.Sequential(*model[:2], nn.Dropout(0.9), model[2])
+    found = sw.suspects(dropping, loss_fn, [(x, y)], by=ALL)
+    assert all(module.training for module in dropping)
+    assert torch.equal(found.score, sw.suspects(model, loss_fn, [(x, y)], by=ALL).score)
+
+
 def test_wrong_labels_come_first():
     torch.manual_seed(0)
     x = torch.cat([torch.randn(40, 2) + 3, torch.randn(40, 2) - 3])
@@ -145,6 +153,13 @@ def test_a_class_of_one_and_a_gradient_of_zero_agree_with_nobody():
     found = sw.suspects(model, none_for_the_first, [(x[:3], torch.zeros(3, dtype=torch.int64))], by="agreement")
     assert found.score[0] == 0
     assert found.score[1].item() == pytest.approx(found.score[2].item()) != 0
+
+
+def test_rounding_makes_no_others_for_a_class_of_one():
+    model, x, _ = make(n=30)
+    batches_of_one = [(x[i : i + 3].float(), torch.tensor([0, 0, 1])) for i in range(27)]
+    for batch in batches_of_one:
+        assert sw.suspects(model.float(), loss_fn, [batch], by="agreement").score[2] == 0
 
 
 def test_the_last_layer_is_the_module_of_the_last_parameter():
@@ -216,9 +231,12 @@ def test_a_table_that_is_none(table, message):
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_a_loader_that_shuffles_needs_ids():
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_a_loader_that_shuffles_needs_ids(by_batch):
     model, x, y = make()
-    loader = DataLoader(TensorDataset(x, y), batch_size=5, shuffle=True)
+    data = TensorDataset(x, y)
+    sampler = BatchSampler(RandomSampler(data), 5, drop_last=False)
+    loader = DataLoader(data, batch_sampler=sampler) if by_batch else DataLoader(data, batch_size=5, shuffle=True)
     with pytest.raises(ValueError, match=r"must keep the order of its data set; found one that shuffles. Pass ids="):
         sw.suspects(model, loss_fn, loader)
 

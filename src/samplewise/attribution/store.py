@@ -59,9 +59,9 @@ class ProjectedStore:
         """Appends the projections of a batch of gradients, or rows (B, dim) that are projections already."""
         rows = g.project(self.dim, self.seed) if isinstance(g, Gradients) else g
         self._check_rows(rows, "rows")
-        if not rows.isfinite().all():
-            raise ValueError("rows must be finite; found NaN or infinity.")
         rows = rows.detach().float().cpu()
+        if not rows.isfinite().all():
+            raise ValueError("rows must be finite in float32; found NaN or infinity.")
         scales = rows.abs().amax(1)
         parts = (rows / scales.where(scales > 0, 1)[:, None]).half(), scales
         for (name, kind), part in zip(FILES.items(), parts, strict=True):
