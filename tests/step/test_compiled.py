@@ -100,7 +100,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+DAILY = ("nesterov", "adam", "rmsprop")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in OPTIMIZERS]
+)
 def test_same_parameters_and_state_after_500_updates(name):
     pair = Pair(net, OPTIMIZERS[name], samples=1)
     plain, quick = pair.run([data(UPDATES)])
@@ -130,7 +135,7 @@ def test_schedule_and_dropout_draw_as_uncompiled():
     [
         pytest.param(lambda: [sw.clip(0.5)], id="clip"),
         pytest.param(lambda: [lambda losses: torch.exp(-losses), sw.normalize()], id="weight and normalize"),
-        pytest.param(lambda: [sw.clip(0.3, by="parameter")], id="by parameter"),
+        pytest.param(lambda: [sw.clip(0.3, by="parameter")], id="by parameter", marks=pytest.mark.slow),
     ],
 )
 def test_transforms_and_norms(transforms):

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 from collections import deque
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -496,3 +496,40 @@ def test_a_step_can_be_copied():
     for a, b in zip(step.model.parameters(), twin.model.parameters(), strict=True):
         assert torch.equal(a, b)
         assert a.data_ptr() != b.data_ptr()
+
+
+# --- looked up elsewhere ----------------------------------------------------------------------------------------------
+
+SHIFT = 0.0
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = tiny()
+
+    def shifted(self, x):
+        return x + SHIFT
+
+    def forward(self, x):
+        return self.shifted(self.layer(x))
+
+
+def test_a_global_of_a_method_and_a_variable_of_another_module(monkeypatch):
+    settings = ModuleType("settings")
+    settings.scale = 1.0
+
+    def scaled(model, batch):
+        return settings.scale * losses_of(model, batch)
+
+    pair = Pair(Shifted, OPTIMIZERS["sgd"], scaled, samples=1)
+    for step in pair.steps:
+        settings.scale = 1.0
+        monkeypatch.setitem(globals(), "SHIFT", 0.0)
+        for k, _ in enumerate(step.over([data(20)])):
+            if k == 5:
+                monkeypatch.setitem(globals(), "SHIFT", torch.tensor([0.5, 0.0, -0.5], dtype=torch.float64))
+            if k == 10:
+                settings.scale = 0.3
+    assert compiled_updates(pair.quick) == 1
+    pair.assert_same()

@@ -51,9 +51,11 @@ def places_of(functions: Iterable[Any]) -> list[Place]:
 
 
 def methods_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """What their own classes do in the forward pass."""
-    kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
-    return [kind.forward for kind in kinds if not of_a_library(kind)]
+    """What their own classes may do in the forward pass."""
+    kinds: dict[type, None] = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+    ours = [kind for kind in kinds if not of_a_library(kind) and kind is not object]
+    own = [(name, method) for kind in ours for name, method in vars(kind).items() if name != "__init__"]
+    return [method for _, method in own if inspect.isfunction(method)]
 
 
 def looked_up(function: Any, depth: int = 3) -> Iterator[Place]:
@@ -73,7 +75,9 @@ def looked_up(function: Any, depth: int = 3) -> Iterator[Place]:
     function = getattr(function, "__func__", function)
     places = [Place(cell, "") for cell in function.__closure__ or () if _is_filled(cell)]
     places += [Place(function.__globals__, name) for name in _names(code) if name in function.__globals__]
+    modules = [module for place in places if inspect.ismodule(module := place.read())]
     places = [place for place in places if not inspect.ismodule(place.read())]
+    places += [Place(vars(m), name) for m in modules if not of_torch(m) for name in _names(code) if name in vars(m)]
     yield from places
     for found in (place.read() for place in places if depth > 0):
         if inspect.isfunction(found):
@@ -133,7 +137,15 @@ def _is_record(thing: Any, depth: int = 3) -> bool:
 
 def of_a_library(kind: type) -> bool:
     """One that keeps count of itself, and does not look at the user's globals."""
-    return kind.__module__.partition(".")[0] in ("torch", "samplewise")
+    return _is_ours_or_torch(kind.__module__)
+
+
+def of_torch(module: Any) -> bool:
+    return _is_ours_or_torch(module.__name__)
+
+
+def _is_ours_or_torch(name: str) -> bool:
+    return name.partition(".")[0] in ("torch", "samplewise")
 
 
 class Kept:
