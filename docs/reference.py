@@ -29,6 +29,7 @@ SECTIONS = {
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
     "Attribution": ["influence", "ProjectedStore"],
     "The loop": ["Trainer"],
+    "The ledger": ["Ledger", "Indexed", "samples"],
 }
 RESULTS = {"Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects]}
 RETURNED = (samplewise.Gradients, samplewise.Update, *RESULTS["Diagnostics"])  # which nobody makes by hand

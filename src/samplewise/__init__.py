@@ -16,6 +16,8 @@ from samplewise.errors import BatchError as BatchError
 from samplewise.errors import CheckpointError as CheckpointError
 from samplewise.errors import CheckpointWarning as CheckpointWarning
 from samplewise.errors import GraphError as GraphError
+from samplewise.errors import LedgerError as LedgerError
+from samplewise.errors import LedgerWarning as LedgerWarning
 from samplewise.errors import LossesError as LossesError
 from samplewise.errors import NonFiniteGradientError as NonFiniteGradientError
 from samplewise.errors import NonFiniteLossError as NonFiniteLossError
@@ -26,6 +28,9 @@ from samplewise.errors import SamplewiseError as SamplewiseError
 from samplewise.errors import StoreError as StoreError
 from samplewise.errors import TrainingWarning as TrainingWarning
 from samplewise.errors import TransformError as TransformError
+from samplewise.ledger.files import samples as samples
+from samplewise.ledger.indexed import Indexed as Indexed
+from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.scan import scan as scan
 from samplewise.step.microbatch import auto as auto
@@ -48,6 +53,10 @@ __all__ = [
     "CheckpointWarning",
     "Gradients",
     "GraphError",
+    "Indexed",
+    "Ledger",
+    "LedgerError",
+    "LedgerWarning",
     "LossesError",
     "NoiseScale",
     "NonFiniteGradientError",
@@ -78,6 +87,7 @@ __all__ = [
     "noise",
     "noise_scale",
     "normalize",
+    "samples",
     "scan",
     "sgd",
     "signal_to_noise",

@@ -29,6 +29,8 @@ class Criterion:
         self.elementwise.reduction = "none"
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        if getattr(batch, "_fields", ())[-1:] == ("id",):  # of sw.Indexed, or a named tuple's: no data
+            batch = batch[:-1]
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
             raise BatchError(
                 f"a criterion needs batches (x, y); found {_kind(batch)}. "

@@ -10,11 +10,13 @@
     ├── BatchError              a batch does not have the structure or the size that is asked for
     ├── TransformError          a transform is put together wrongly, or its answer is no coefficient per sample
     ├── CheckpointError         a checkpoint cannot be written, or a file is none that can be read
-    └── StoreError              a store of projections is damaged, or holds something else than is asked for
+    ├── StoreError              a store of projections is damaged, or holds something else than is asked for
+    └── LedgerError             a ledger cannot be written or read, or an update does not tell what it needs
 
     SamplesMayInteractWarning   shapes alone cannot tell whether samples interact
     TrainingWarning             the first update shows something that is seldom meant
     CheckpointWarning           a checkpoint is passed over because it cannot be read, or stays though it should go
+    LedgerWarning               a part of a ledger is left out because it cannot be read
 
 Every message says what must hold, what was found, and what to do.
 """
@@ -64,6 +66,10 @@ class StoreError(SamplewiseError):
     """A store of projections is truncated, is none at all, or was made with another size, seed or model."""
 
 
+class LedgerError(SamplewiseError):
+    """A ledger is missing, truncated, of another version, or in the way; or an update does not tell what it needs."""
+
+
 class SamplesMayInteractWarning(UserWarning):
     """Something with one row per sample enters a part of the graph where samples are already mixed."""
 
@@ -74,3 +80,7 @@ class TrainingWarning(UserWarning):
 
 class CheckpointWarning(UserWarning):
     """A checkpoint cannot be read, so that an earlier one is used; or an old one cannot be removed."""
+
+
+class LedgerWarning(UserWarning):
+    """A part of a ledger cannot be read, and is left out."""

@@ -1,4 +1,7 @@
-"""What a loss function is: `loss_fn(model, batch)` returns losses (B,), or (losses, counts)."""
+"""What a loss function is: `loss_fn(model, batch)` returns losses (B,), or (losses, counts).
+
+The last of a tuple may be a dict of columns, name -> (B,): what else is to be known of each sample.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,15 @@ def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:
     """What a loss function returned, as losses and counts. No counts: one each."""
     if not isinstance(result, tuple):
         return result, None
-    if len(result) != 2:
-        raise LossesError(f"loss_fn must return losses or (losses, counts); found a tuple of {len(result)}.")
-    losses, counts = result
+    first = result[:-1] if _has_columns(result) else result
+    if len(first) == 1 and first is not result:
+        return first[0], None
+    if len(first) != 2:
+        raise LossesError(
+            "loss_fn must return losses or (losses, counts), and a dict of columns after them if there are any; found "
+            f"a tuple of {len(result)}."
+        )
+    losses, counts = first
     if isinstance(losses, Tensor) and losses.dim() != 1:
         return losses, None  # refused for that, by whoever asks for the losses
     if not isinstance(counts, Tensor) or not isinstance(losses, Tensor) or counts.shape != losses.shape:
@@ -49,3 +58,21 @@ def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:
         raise LossesError(f"counts must be a tensor like the losses, {wanted}, one per sample; found {found}.")
     wide = losses.dtype if losses.dtype == torch.float64 else torch.float32  # whole numbers would be divided in float32
     return losses, counts.detach().to(wide)
+
+
+def columns_of(result: Any, losses: Tensor) -> dict[str, Tensor] | None:
+    """What a loss function returned beside losses and counts, detached."""
+    if not _has_columns(result):
+        return None
+    for name, values in result[-1].items():
+        if not isinstance(name, str) or not isinstance(values, Tensor) or values.shape != losses.shape:
+            found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise LossesError(
+                f"a column must have a name and be a tensor like the losses, {tuple(losses.shape)}, one value per "
+                f"sample; found {found} for {name!r}."
+            )
+    return {name: values.detach() for name, values in result[-1].items()}
+
+
+def _has_columns(result: Any) -> bool:
+    return isinstance(result, tuple) and len(result) > 1 and isinstance(result[-1], dict)

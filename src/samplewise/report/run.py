@@ -9,6 +9,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from samplewise.ledger.files import samples
+
 Line = dict[str, Any]
 Point = tuple[float, float]  # update, value
 
@@ -55,6 +57,10 @@ class Run:
 
     def metrics(self) -> list[str]:
         return _measured(self.validation)
+
+    def samples(self, damaged: str = "raise") -> Any:
+        """Its ledger, as a pyarrow table: see `sw.samples`."""
+        return samples(self.directory, damaged)
 
     def other_numbers(self) -> list[str]:
         return [name for name in _measured(self.train) if name not in ("loss", "lr", "samples_per_second")]

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from samplewise.batches import cut, length
 from samplewise.engine.arguments import check_attached
 from samplewise.engine.gradients import Gradients, gradients_of
 from samplewise.engine.interaction import REMEDY
-from samplewise.errors import SamplesInteractError, SamplesMayInteractWarning
-from samplewise.losses import LossFn, per_sample
+from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
+from samplewise.losses import LossFn, columns_of, per_sample
 from samplewise.memory import bounded
 from samplewise.replay import snapshot
 from samplewise.step.parameters import Trained
@@ -31,20 +32,25 @@ class Evaluation:
         self.modules, self.trained, self.loss_fn = modules, trained, loss_fn
         self.precision, self.budget = precision, budget
         self.model = modules[0]
+        self.columns: dict[str, Tensor] | None = None  # that came with the last losses
         self._coincidences: set[int] = set()  # wirings in which something only looked like sample data
         self._bare = precision.name is None and budget is None  # contexts cost microseconds
 
     def losses(self, piece: Any) -> tuple[Tensor, Tensor | None]:
         """Losses, attached, and counts."""
         if self._bare:
-            losses, counts = per_sample(self.loss_fn(self.model, piece))
+            result = self.loss_fn(self.model, piece)
         else:
             with (
                 self.precision.autocast(self.trained.device),
                 nullcontext() if self.budget is None else bounded(self.budget, *self.modules),
             ):
-                losses, counts = per_sample(self.loss_fn(self.model, piece))
+                result = self.loss_fn(self.model, piece)
+        losses, counts = per_sample(result)
         check_attached(losses)
+        self.columns = columns_of(result, losses)
+        if self.columns is not None and get_proxy_mode() is not None:
+            raise LossesError("a loss function with columns beside its losses is not compiled")
         return losses, counts
 
     def gradients(self, losses: Tensor, piece: Any = None) -> Gradients:

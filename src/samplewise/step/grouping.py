@@ -122,7 +122,7 @@ class Gathering:
             _check_keys(m.places.tolist(), len(losses))
             check_finite(losses, m.places)
             if m.numbers is None:
-                m.numbers = Numbers(losses.detach(), counts_of(losses, counts))
+                m.numbers = Numbers(losses.detach(), counts_of(losses, counts), columns=self.evaluation.columns)
             self.evaluation.add_sum(losses, m.numbers.weights)
         known = [m.numbers for m in self.groups[number] if m.numbers is not None]
         return Numbers(
@@ -152,6 +152,7 @@ class Gathering:
         part, order = _part(samples, groups, owner), torch.cat([m.places for m in members]).argsort()
         part.losses, part.counts = part.losses[order], None if part.counts is None else part.counts[order]
         part.norms = None if part.norms is None else part.norms[order]
+        part.columns = part.columns and {name: values[order] for name, values in part.columns.items()}
         if isinstance(part.weights, dict):
             part.weights = {name: w[order] for name, w in part.weights.items()}
         elif part.weights is not None:

@@ -22,6 +22,7 @@ class Part:
     norms: Tensor | None = None  # raw
     weights: PerSample | None = None  # None: one each
     shares: Tensor | None = None  # of the denominator; None: the counts
+    columns: dict[str, Tensor] | None = None  # what the loss function said beside
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -41,11 +42,12 @@ def total_loss(parts: Sequence[Part]) -> Tensor:
 
 def split(part: Part, sizes: list[int]) -> list[Part]:
     """A window's part as those of its pieces; the shares, of which the sum counts, go with the first."""
-    columns = [
-        [None] * len(sizes) if values is None else divided(values, sizes)
-        for values in (part.losses, part.counts, part.norms, part.weights)
-    ]
-    parts = [Part(*row) for row in zip(*columns, strict=True)]
+    split_up = {
+        name: [None] * len(sizes) if values is None else divided(values, sizes)
+        for name in ("losses", "counts", "norms", "weights", "columns")
+        for values in [getattr(part, name)]
+    }
+    parts = [Part(**dict(zip(split_up, row, strict=True))) for row in zip(*split_up.values(), strict=True)]
     for each in parts if part.shares is not None else ():
         each.shares = part.losses.new_zeros(0)
     parts[0].shares = part.shares

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from math import inf
@@ -17,6 +17,7 @@ from samplewise.errors import BatchError, LossesError, NonFiniteGradientError, N
 from samplewise.losses import as_loss_fn
 from samplewise.replay import Buffers
 from samplewise.step.audit import Audit
+from samplewise.step.columns import Noted, note
 from samplewise.step.compiled.compiling import Compiling
 from samplewise.step.evaluation import Evaluation
 from samplewise.step.finish import Finish
@@ -48,7 +49,8 @@ class Step:
         step.apply()
 
     model, optimizer, loss_fn: `loss_fn(model, batch)` returns losses (B,), or (losses, counts) where each sample has
-    its own denominator; or a criterion such as nn.CrossEntropyLoss() for batches (x, y). The optimizer may be a
+    its own denominator, and as the last of the tuple, if you like, a dict of columns (B,) for `update.columns`; or a
+    criterion such as nn.CrossEntropyLoss() for batches (x, y). The optimizer may be a
     function (params, gradients) -> None, such as sw.sgd(0.1).
 
     Three numbers that do not depend on each other: the loader's batch; `samples` per update (None: as they arrive);
@@ -94,6 +96,7 @@ class Step:
         self.model, self.loss_fn = model, as_loss_fn(loss_fn)
         self.samples, self.tail = samples, tail
         self.transforms, self.record = as_chain(transforms), set(record)
+        self.columns: dict[str, Hashable] = {}  # name -> key of the batch: what `update.columns` holds of it
         self.counters = Counters()
 
         modules = [model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
@@ -243,7 +246,12 @@ class Step:
             "precision": self.precision.state_dict(),
             "microbatch": self._microbatch.size,
             "compiling": self._compiling.state_dict(),
-            "window": {"parts": parts, "sums": sums, "failure": self._window.failure_state()},
+            "window": {
+                "parts": parts,
+                "sums": sums,
+                "failure": self._window.failure_state(),
+                "noted": [each.state_dict() for each in self._window.noted] if parts else [],
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -254,9 +262,13 @@ class Step:
             self._microbatch.size = state["microbatch"]
         self._compiling.load_state_dict(state["compiling"])
         self._made_compiled = False
-        self._window = opened(state["window"]["parts"], state["window"]["failure"])
+        window = state["window"]
+        self._window = opened(window["parts"], window["failure"], window.get("noted", []))
+        if "norms" in window["parts"] and not (window["failure"] or self._summing.knows_norms):
+            self.record.add("norms")  # it goes on as it was begun
+            self._summing = self._make_summing()
         self._buffers.remember()
-        for name, total_so_far in state["window"]["sums"].items():
+        for name, total_so_far in window["sums"].items():
             parameter = self._trained.named[name]
             parameter.grad = total_so_far.to(parameter.device, copy=True)
 
@@ -277,7 +289,10 @@ class Step:
         self._trained.follow()
         self._trained.clear()
         for made in make(rest, self.samples):
-            update = self._told(*made)
+            rows, noted = slice(rest.taken - made[1], rest.taken), list[Noted]()
+            if self.columns:
+                noted.append(note(rest.batch, self.columns, self.counters.epochs, rows))
+            update = self._told(*made, noted)
             if rest.empty:
                 self._rest = None
             yield update
@@ -288,10 +303,12 @@ class Step:
         """Whether the next update is one to look at."""
         return self._audit.due(self.counters.updates)
 
-    def _told(self, part: Part, count: int, made: int, norm: float, lr: list[Any], seconds: float) -> Update:
+    def _told(
+        self, part: Part, count: int, made: int, norm: float, lr: list[Any], seconds: float, noted: list[Noted]
+    ) -> Update:
         counters = self.counters
         outcome = Outcome(False, lr, lambda: torch.tensor(norm, dtype=torch.float64))
-        update = Update(counters.updates, count, outcome, [part], self._asked_late, made)
+        update = Update(counters.updates, count, outcome, [part], self._asked_late, noted, made)
         update.seconds = seconds
         self._made_compiled = True
         counters.updates += made
@@ -336,6 +353,8 @@ class Step:
             self._begin(piece)
         if self._recall is not None:
             self._recall.pieces.append(piece)
+        if self.columns and (window.noted or not window.open):  # of all its samples, or of none
+            window.noted.append(note(piece, self.columns, self.counters.epochs))
         if self._summing.window:
             window.waiting.append(piece)
             window.samples += size or 0
@@ -366,7 +385,7 @@ class Step:
         """Gradients into `.grad`. What is not finite and may be skipped spoils the window, and is no error."""
         window, summing = self._window, self._summing
         if window.failure is not None:
-            return [nothing_known(length(piece) or 0) for piece in pieces]
+            return [nothing_known(length(piece) or 0, window.parts) for piece in pieces]
         try:
             if alone and isinstance(summing, Plain) and not (self.transforms.on_sum or self._microbatch.automatic):
                 part, window.divided = summing.add_mean(pieces[0])
@@ -377,7 +396,7 @@ class Step:
             if not self._finish.may_skip(error):
                 raise
             window.failure = error
-            return [nothing_known(length(piece) or 0) for piece in pieces]
+            return [nothing_known(length(piece) or 0, window.parts) for piece in pieces]
 
     def _counted(self, parts: Sequence[Part], size: int | None) -> int:
         found = sum(len(part) for part in parts)
@@ -424,7 +443,7 @@ class Step:
             self._buffers.restore()
         if outcome.mask is not None:
             self._buffers.restore_unless(outcome.mask.well)
-        update = Update(self.counters.updates, window.samples, outcome, window.parts, self._asked_late)
+        update = Update(self.counters.updates, window.samples, outcome, window.parts, self._asked_late, window.noted)
         self.counters.updates += not outcome.skipped
         self.counters.skipped += outcome.skipped
         self._window = Window()

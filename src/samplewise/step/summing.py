@@ -54,7 +54,7 @@ class Plain(Summing):
     def _add(self, piece: Any) -> Part:
         losses, counts = self.evaluation.losses(piece)
         self.evaluation.add_sum(losses)
-        return Part(losses.detach(), counts)
+        return Part(losses.detach(), counts, columns=self.evaluation.columns)
 
     def add_mean(self, piece: Any) -> tuple[Part, bool]:
         """For a piece that is the whole window: divided on the way, so that the gradients are not gone over again.
@@ -66,7 +66,7 @@ class Plain(Summing):
             self.evaluation.add_mean(losses, counts)
         else:
             self.evaluation.add_sum(losses)
-        return Part(losses.detach(), counts), exact
+        return Part(losses.detach(), counts, columns=self.evaluation.columns), exact
 
 
 class OfNumbers(Summing):
@@ -107,7 +107,8 @@ class OfNumbers(Summing):
         losses, counts = self.evaluation.losses(piece)
         places = places + torch.arange(len(losses)) if isinstance(places, int) else places
         check_finite(losses, places)
-        numbers = Numbers(losses.detach(), counts_of(losses, counts), piece, places)
+        said = self.evaluation.columns
+        numbers = Numbers(losses.detach(), counts_of(losses, counts), piece, places, columns=said)
         if not (self.chain.samples.measures or self.record_norms):
             return losses, None, numbers
         g = self.evaluation.gradients(losses, piece)
@@ -171,7 +172,8 @@ def counts_of(losses: Tensor, counts: Tensor | None) -> Tensor:
 
 
 def as_part(numbers: Numbers) -> Part:
-    return Part(numbers.losses, numbers.counts, numbers.unscaled_norms, numbers.coefficients, numbers.shares)
+    known = numbers.losses, numbers.counts, numbers.unscaled_norms, numbers.coefficients, numbers.shares
+    return Part(*known, numbers.columns)
 
 
 def _unscaled(values: PerSample, scale: float) -> PerSample:

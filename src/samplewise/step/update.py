@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from samplewise.step.columns import Column, Noted, columns_of
 from samplewise.step.parts import Part, cat, total, total_loss
 from samplewise.transforms.numbers import PerSample, together
 
@@ -43,9 +44,11 @@ class Update:
     norms     (samples,) of the samples' own gradients, before any transform
     weights   (samples,) the coefficients they were summed with, or a dict name -> (samples,)
     grad_norm of the update's gradient, before `max_grad_norm`
+    columns   name -> (samples,) what the loss function returned beside the losses; what the batches hold under the keys
+              of `step.columns`, and then "epoch", too
     """
 
-    __slots__ = ("_asked_late", "_outcome", "_parts", "index", "samples", "seconds", "updates")
+    __slots__ = ("_asked_late", "_outcome", "_parts", "index", "noted", "samples", "seconds", "updates")
 
     def __init__(
         self,
@@ -54,10 +57,11 @@ class Update:
         outcome: Outcome,
         parts: list[Part],
         asked_late: Callable[[Update], Tensor],
+        noted: Sequence[Noted] = (),
         updates: int = 1,  # more, where several were made at once
     ):
         self.index, self.samples, self.seconds, self.updates = index, samples, 0.0, updates
-        self._outcome, self._parts, self._asked_late = outcome, parts, asked_late
+        self._outcome, self._parts, self._asked_late, self.noted = outcome, parts, asked_late, noted
 
     @property
     def skipped(self) -> bool:
@@ -90,6 +94,20 @@ class Update:
     @property
     def weights(self) -> PerSample:
         return together([torch.ones_like(p.losses) if p.weights is None else p.weights for p in self._known_parts()])
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        return {**columns_of(self.noted), **self.said}
+
+    @property
+    def said(self) -> dict[str, Tensor]:
+        """Those of the loss function."""
+        found = [p.columns for p in self._known_parts()]
+        return {name: cat([c[name] for c in found if c is not None]) for name in found[0] or ()}
+
+    def knows(self, *names: str) -> bool:
+        """Whether the batches of all its samples were asked for these columns."""
+        return bool(self.noted) and all(name in each.values for name in names for each in self.noted)
 
     @property
     def grad_norm(self) -> float:

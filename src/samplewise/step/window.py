@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
+from samplewise.step.columns import Noted
 from samplewise.step.parts import Part
 from samplewise.transforms.numbers import PerSample, together
 
@@ -35,6 +37,7 @@ class Window:
     divided: bool = False  # whether the sums are means already
     begun: bool = False  # whether anything may have been changed for it
     failure: Exception | None = None  # why it will be skipped
+    noted: list[Noted] = field(default_factory=list)  # of its batches, if anything is asked for
 
     @property
     def open(self) -> bool:
@@ -49,18 +52,25 @@ class Window:
         return [] if self.failure is None else [type(self.failure).__name__, str(self.failure)]
 
 
-def opened(parts: dict[str, Any], failure: list[str]) -> Window:
+def opened(parts: dict[str, Any], failure: list[str], noted: list[dict[str, Any]]) -> Window:
     """A window from its state."""
     if not parts:
         return Window()
     part = Part(**parts)
-    window = Window(parts=[part], samples=len(part), begun=True)
+    window = Window(parts=[part], samples=len(part), begun=True, noted=[Noted(**each) for each in noted])
     if failure:
         kinds = {kind.__name__: kind for kind in (NonFiniteLossError, NonFiniteGradientError)}
         window.failure = kinds[failure[0]](failure[1])
     return window
 
 
-def nothing_known(samples: int) -> Part:
-    """For a window that is skipped before its losses are known."""
-    return Part(torch.full((samples,), torch.nan))
+def nothing_known(samples: int, beside: Sequence[Part]) -> Part:
+    """For a window that is skipped before its losses are known. It has the columns of the parts beside it."""
+    unknown = torch.full((samples,), torch.nan)
+    if not beside:
+        return Part(unknown, norms=unknown)
+
+    def none_of(values: PerSample | None) -> Any:
+        return dict.fromkeys(values, unknown) if isinstance(values, dict) else None if values is None else unknown
+
+    return Part(*(none_of(getattr(beside[0], name)) for name in Part.__slots__))

@@ -29,6 +29,7 @@ class Numbers:
     raw_dots: Mapping[Any, PerSample] = field(default_factory=dict)  # by the reference
     coefficients: PerSample | None = None  # the product so far; None is one
     shares: Tensor | None = None  # each sample's share of the denominator; None is its count
+    columns: dict[str, Tensor] | None = None  # what the loss function returned beside; of no interest to transforms
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -87,6 +88,7 @@ def joined(parts: Sequence[Numbers]) -> Numbers:
         raw_dots={r: together([p.raw_dots[r] for p in parts]) for r in parts[0].raw_dots},
         coefficients=None if parts[0].coefficients is None else together([p.coefficients for p in parts]),
         shares=torch.cat([p.denominators for p in parts]),
+        columns=_columns(parts),
     )
 
 
@@ -102,6 +104,11 @@ def together(values: Sequence[Any]) -> PerSample:
     if isinstance(values[0], Tensor):
         return torch.cat(list(values))
     return {name: torch.cat([v[name] for v in values]) for name in values[0]}
+
+
+def _columns(parts: Sequence[Numbers]) -> dict[str, Tensor] | None:
+    found = [p.columns for p in parts if p.columns is not None]
+    return {name: torch.cat([columns[name] for columns in found]) for name in found[0]} if found else None
 
 
 def _times(values: PerSample | None, factor: PerSample | None) -> PerSample:

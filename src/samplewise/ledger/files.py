@@ -1,0 +1,172 @@
+"""A ledger on disk: `samples/part-000000.parquet`, `part-000001.parquet`, ... in the directory of a run.
+
+Each part covers some updates, in their order. It is written beside `samples`, then renamed: what stands there is whole,
+and the folder holds nothing else. Anything that reads Parquet reads the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from samplewise.errors import LedgerError, LedgerWarning
+
+FORMAT, VERSION = "samplewise ledger", 1
+FOLDER = "samples"
+
+
+def arrow() -> Any:
+    try:
+        import_module("pyarrow.parquet")
+        return import_module("pyarrow")
+    except ImportError:
+        raise ImportError("the ledger needs pyarrow: pip install 'samplewise[ledger]'") from None
+
+
+def samples(run: str | Path, damaged: str = "raise") -> Any:
+    """What a ledger has recorded in the directory of a run, as a pyarrow table: one row per sample and visit, in the
+    order of training.
+
+        id       int64, or text             loss    float32, as returned by the loss function
+        epoch    int32                      norm    float32, of the sample's own gradient, before any transform
+        update   int64                      weight  float32, that it was summed with; 0 where the update was skipped
+
+    and whatever else was recorded. What is not known is NaN.
+
+    damaged: "raise" if a part cannot be read, or "skip" it with a warning.
+    """
+    if damaged not in ("raise", "skip"):
+        raise ValueError(f"damaged must be 'raise' or 'skip'; found {damaged!r}.")
+    parts, tables = numbered(Path(run)), []
+    if not parts:
+        raise LedgerError(
+            f"a run must have a ledger, {FOLDER}/part-*.parquet, to tell of its samples; found none in {run}. Train "
+            "with callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
+        )
+    for number in range(max(parts) + 1):
+        try:
+            tables.append(_read(path_of(Path(run), number)))
+        except LedgerError as why:
+            if damaged == "raise":
+                raise
+            warnings.warn(f"{why} The rest is there.", LedgerWarning, stacklevel=2)
+    return _together(tables, run)
+
+
+def numbered(run: Path) -> dict[int, Path]:
+    """The parts that are there."""
+    found = ((re.fullmatch(r"part-([0-9]{6,})\.parquet", path.name), path) for path in (run / FOLDER).glob("part-*"))
+    return {int(match[1]): path for match, path in sorted(found, key=lambda pair: pair[1]) if match}
+
+
+def path_of(run: Path, number: int) -> Path:
+    return run / FOLDER / f"part-{number:06d}.parquet"
+
+
+def _read(path: Path) -> Any:
+    pa = arrow()
+    if not path.exists():
+        raise LedgerError(f"the parts of a ledger must be numbered without a gap; found no {path}.")
+    try:
+        file = pa.parquet.ParquetFile(path, page_checksum_verification=True)
+        about = file.schema_arrow.metadata or {}
+        if about.get(b"format") != FORMAT.encode() or about.get(b"version") != str(VERSION).encode():
+            found = " ".join(about.get(key, b"?").decode(errors="replace") for key in (b"format", b"version"))
+            raise LedgerError(
+                f"a part of a ledger must be of the version that is read here, {FORMAT} {VERSION}; found {found} in "
+                f"{path}. Read it with the samplewise that wrote it."
+            )
+        return file.read().replace_schema_metadata(None)
+    except (pa.ArrowException, OSError) as why:
+        said = str(why).strip().partition("\n")[0]
+        raise LedgerError(
+            f"a part of a ledger must be a whole Parquet file; found that {path} cannot be read: {said} Leave it out "
+            "with damaged='skip'."
+        ) from why
+
+
+def _together(tables: list[Any], run: str | Path) -> Any:
+    pa = arrow()
+    if not tables:
+        raise LedgerError(f"a ledger must have a part that can be read; found none in {run}.")
+    try:
+        return pa.concat_tables(tables, promote_options="default")
+    except pa.ArrowException as why:
+        raise LedgerError(
+            f"the parts of a ledger must agree about their columns; found that those in {run} do not: {why}"
+        ) from why
+
+
+class Parts:
+    """Writes part after part into the directory of a run. `count`: how many there are."""
+
+    def __init__(self, run: Path, count: int):
+        self.run, self.count = run, count
+
+    def open(self) -> None:
+        """Removes what is newer than the first `count` parts."""
+        there = numbered(self.run)
+        missing = [number for number in range(self.count) if number not in there]
+        if missing:
+            raise LedgerError(
+                f"a ledger is resumed with the parts it had; found no {path_of(self.run, missing[0])}. Bring it back "
+                "from a copy, or begin a run of another name."
+            )
+        for number, path in reversed(there.items()):  # the newest first: whenever that ends, there is no gap
+            if number >= self.count:
+                path.unlink()
+        (self.run / FOLDER).mkdir(parents=True, exist_ok=True)
+
+    def write(self, table: Any) -> None:
+        """All of it, or nothing."""
+        path = path_of(self.run, self.count)
+        aside = self.run / f".{path.name}.partial"
+        try:
+            with open(aside, "wb") as file:
+                _write(table, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+            _sync(path.parent)
+        except OSError as why:
+            raise LedgerError(
+                f"a part of the ledger must be written to {path}, which failed: {why}. Free some space or see to the "
+                "permissions, and resume: the parts before it are whole."
+            ) from why
+        finally:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+        self.count += 1
+
+
+def _write(table: Any, file: Any) -> None:
+    """Whole numbers as small differences, texts once each, and the bytes of floats apart, exponents together: so they
+    compress.
+    """
+    pa = arrow()
+    is_whole, is_float = pa.types.is_integer, pa.types.is_floating
+    encodings = {f.name: "DELTA_BINARY_PACKED" for f in table.schema if is_whole(f.type)}
+    encodings |= {f.name: "BYTE_STREAM_SPLIT" for f in table.schema if is_float(f.type)}
+    pa.parquet.write_table(
+        table.replace_schema_metadata({"format": FORMAT, "version": str(VERSION)}),
+        file,
+        compression="zstd",
+        use_dictionary=[name for name in table.column_names if name not in encodings],
+        column_encoding=encodings,
+        write_page_checksum=True,
+    )
+
+
+def _sync(folder: Path) -> None:
+    """A renaming is safe when its directory is."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,160 @@
+"""`sw.Ledger`: records every sample at every visit."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from samplewise.errors import LedgerError, SamplewiseError
+from samplewise.ledger.files import FOLDER, Parts, arrow, numbered, samples
+from samplewise.ledger.rows import table_of
+from samplewise.step.update import Update
+
+TOGETHER = 512  # updates are made rows at a time: until then they are kept as they are
+
+
+class Ledger:
+    """Records, for each sample at each visit, its id, epoch, update, loss, gradient norm and weight, and what the loss
+    function returned beside the losses. `sw.samples(run)` reads it back; so does whatever reads Parquet.
+
+        trainer = sw.Trainer(step, "runs/first", callbacks=[sw.Ledger()])
+
+        ledger = sw.Ledger("runs/mine")      # or in a loop of your own
+        ledger.listen(step)
+        for update in step.over(loader):
+            ledger.add(update)
+        ledger.flush()
+
+    directory: the files go into its folder "samples". None: the trainer's own.
+    id: the key of the batch where the ids are (a name, or the place in a tuple): whole numbers or texts. `sw.Indexed`
+    puts the sample's index there.
+    columns: what else of the batch is recorded: keys, or a dict of names and keys.
+    norms: False spares their cost, if no transform needs them; they are NaN then.
+    every: so many rows are written at a time; and, with a trainer, what there is at every checkpoint.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path | None = None,
+        *,
+        id: Hashable = "id",
+        columns: Iterable[Hashable] | Mapping[str, Hashable] = (),
+        norms: bool = True,
+        every: int = 100_000,
+    ):
+        if type(every) is not int or every < 1:
+            raise ValueError(f"every must be a positive number of rows; found {every!r}.")
+        if isinstance(columns, str):
+            raise TypeError(f"columns must be several keys, or a dict of names and keys; found the text {columns!r}.")
+        arrow()  # now, not after an epoch
+        self.directory = None if directory is None else Path(directory)
+        self.norms, self.every = norms, every
+        named = columns if isinstance(columns, Mapping) else {str(key): key for key in columns}
+        self.keys: dict[str, Hashable] = {**named, "id": id}
+        self._resumes = self._rehearses = False
+        self._parts: Parts | None = None
+        self._count = 0  # of parts, as a state says
+        self._forget()
+
+    def _forget(self) -> None:
+        self._updates: list[Update] = []
+        self._epochs: list[int | None] = []
+        self._tables: list[Any] = []
+        self._rows, self._patience = 0, 1  # the first update is looked at, and then many together
+
+    def listen(self, step: Any) -> None:
+        """From now on the updates of this step tell what has to be known."""
+        step.columns.update(self.keys)
+        if self.norms:
+            step.record.add("norms")
+
+    def add(self, update: Update, epoch: int | None = None) -> None:
+        """Records an update. `epoch`: if you do not use step.over, which counts them."""
+        if self._rehearses:
+            return
+        if self._parts is None or self._resumes:
+            self._open(self._place(), clear=False)
+        if not update.knows(*self.keys):
+            raise LedgerError(
+                "a ledger must be told of an update from its first sample on; found one that does not know the ids of "
+                "all its samples. Call ledger.listen(step) before; add no update that was begun earlier."
+            )
+        self._updates.append(update)
+        self._epochs.append(epoch)
+        self._rows += update.samples
+        if len(self._updates) >= self._patience:
+            self._gather()
+        if self._rows >= self.every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what has been recorded so far."""
+        self._gather()
+        if self._tables:
+            assert self._parts is not None
+            self._parts.write(arrow().concat_tables(self._tables, promote_options="default"))
+            self._tables, self._rows = [], 0
+
+    def samples(self) -> Any:
+        """What has been recorded so far: see `sw.samples`."""
+        self.flush()
+        return samples(self._place() if self._parts is None else self._parts.run)
+
+    def _gather(self) -> None:
+        updates, epochs = self._updates, self._epochs
+        self._updates, self._epochs = [], []
+        if updates:
+            self._tables.append(table_of(updates, epochs, self.norms))
+            self._patience = TOGETHER
+
+    # --- where -----------------------------------------------------------------------------------------------------
+
+    def _place(self, trainer: Any = None) -> Path:
+        place = self.directory or getattr(trainer, "run", None)
+        if place is None:
+            raise ValueError("Ledger needs a directory; found none. Use Ledger('some/place'), or a trainer with run=.")
+        return Path(place)
+
+    def _open(self, place: Path, clear: bool) -> None:
+        """Goes on after the parts that the state knows of. `clear`: without one, what is there may go."""
+        there = len(numbered(place))
+        if there and not self._resumes and not clear:
+            raise LedgerError(
+                f"a ledger must have a directory of its own; found {there} parts in {place / FOLDER}. Load the state "
+                "that belongs to them to go on, or choose another."
+            )
+        self._parts = Parts(place, self._count)
+        self._parts.open()
+        self._resumes = False
+
+    # --- of a trainer ----------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Any, step: Any) -> None:
+        self._rehearses = trainer.fast_dev_run
+        if self._rehearses:
+            return
+        self.listen(step)
+        if self._parts is None or self._resumes:
+            self._open(self._place(trainer), clear=self.directory is None)
+
+    def on_update(self, update: Update) -> None:
+        self.add(update)
+
+    def on_fit_end(self) -> None:
+        self.flush()
+
+    def on_error(self) -> None:
+        with suppress(SamplewiseError):  # the one that is told of is the first
+            self.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How much of the ledger belongs to now; all of that is on disk."""
+        self.flush()
+        return {"parts": self._count if self._parts is None or self._resumes else self._parts.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What is newer will be removed when the ledger goes on."""
+        self._forget()
+        self._count, self._resumes = state["parts"], True

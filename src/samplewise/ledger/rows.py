@@ -1,0 +1,141 @@
+"""Updates as the columns of a table, one row per sample.
+
+How updates combine: every column is concatenated. A column that some of them lack is NaN there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.errors import LedgerError
+from samplewise.ledger.files import arrow
+from samplewise.step.columns import Column, Noted
+from samplewise.step.update import Update
+
+OWN = ("id", "epoch", "update", "loss", "norm", "weight")
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+Columns = dict[str, Column]
+
+
+def table_of(updates: Sequence[Update], epochs: Sequence[int | None], norms: bool) -> Any:
+    """A pyarrow table. `epochs`: where it is not the one that the update knows; `norms`: whether they are known."""
+    rows = [_rows(update) for update in updates]
+    pieces = [(piece, epoch) for update, epoch in zip(updates, epochs, strict=True) for piece in update.noted]
+    lengths = [len(piece.values["id"]) for piece, _ in pieces]
+    of_batches = {name: _joined(name, [p.values.get(name) for p, _ in pieces], lengths) for name in _named(pieces)}
+    each = [_numbers(update, n, norms) for update, n in zip(updates, rows, strict=True)]
+    names = dict.fromkeys(name for columns in each for name in columns)
+    columns: Columns = {
+        "id": of_batches.pop("id"),
+        "epoch": _repeated([piece.epoch if epoch is None else epoch for piece, epoch in pieces], lengths),
+        "update": _indices(updates, rows),
+        **{name: _joined(name, [found.get(name) for found in each], rows) for name in names},
+    }
+    strange = [name for name in of_batches if name in columns or name in OWN]
+    if strange:
+        raise _taken(strange[0])
+    return arrow().table({name: _array(name, values) for name, values in {**columns, **of_batches}.items()})
+
+
+def _named(pieces: Sequence[tuple[Noted, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for piece, _ in pieces for name in piece.values))
+
+
+def _taken(name: str) -> LedgerError:
+    return LedgerError(
+        f"a column must have a name of its own, not {', '.join(OWN)}; found {name!r}. Name it otherwise."
+    )
+
+
+def _rows(update: Update) -> int:
+    """How many, by the ids. Losses that never came are as many as there are ids."""
+    rows = 0
+    for piece in update.noted:
+        ids = piece.values["id"]
+        if not isinstance(ids, (Tensor, list, tuple)) or getattr(ids, "ndim", 1) != 1:
+            found = f"a tensor of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise LedgerError(f"ids must be one per sample, (B,) or a list; found {found}. {_WHERE}")
+        rows += len(ids)
+    if rows != update.samples and not update.skipped:
+        raise LedgerError(
+            f"a batch must have one id for each loss; found {rows} ids for {update.samples} losses. {_WHERE}"
+        )
+    return rows
+
+
+_WHERE = "Say where the ids are: Ledger(id=...)."
+
+
+def _numbers(update: Update, rows: int, norms: bool) -> dict[str, Tensor]:
+    """Of a skipped update what is known; its samples have had no weight."""
+    said, unknown = update.said, torch.full((rows,), torch.nan) if update.skipped or not norms else torch.empty(0)
+    for name in said:
+        if name in OWN:
+            raise _taken(name)
+    if update.skipped and len(update.losses) != rows:  # a batch that cannot be cut, and not even its losses came
+        return {"loss": unknown, "norm": unknown, "weight": torch.zeros(rows)}
+    own = {"loss": update.losses, "norm": update.norms if norms else unknown}
+    if update.skipped:
+        return {**own, "weight": torch.zeros(rows), **said}
+    weights = update.weights
+    if isinstance(weights, Tensor):
+        return {**own, "weight": weights, **said}
+    apart = {f"weight/{name}": w for name, w in weights.items()}  # each parameter has its own
+    return {**own, "weight": torch.full((rows,), torch.nan), **apart, **said}
+
+
+def _indices(updates: Sequence[Update], rows: Sequence[int]) -> Tensor:
+    """Several that were made at once have as many samples each."""
+    firsts = _repeated([update.index for update in updates], rows)
+    if all(update.updates == 1 for update in updates):
+        return firsts
+    return firsts + torch.cat([torch.arange(n) // (n // u.updates) for u, n in zip(updates, rows, strict=True)])
+
+
+def _repeated(values: Sequence[int], times: Sequence[int]) -> Tensor:
+    return torch.cat([torch.full((n,), value) for value, n in zip(values, times, strict=True)])
+
+
+def _joined(name: str, values: Sequence[Any], rows: Sequence[int]) -> Column:
+    if all(isinstance(v, (list, tuple)) for v in values):
+        return [entry for v in values for entry in v]
+    if not all(v is None or isinstance(v, Tensor) for v in values):
+        raise LedgerError(f"the column {name!r} must be of one kind in all batches; found a list in some of them only.")
+    filled = [torch.full((n,), torch.nan) if v is None else v for v, n in zip(values, rows, strict=True)]
+    on_device = len({v.device for v in filled}) == 1  # then it is fetched at once
+    return filled[0] if len(filled) == 1 else torch.cat(filled if on_device else [v.cpu() for v in filled])
+
+
+def _array(name: str, values: Column) -> Any:
+    pa = arrow()
+    if name in OWN and name != "id":
+        dtype = {"epoch": torch.int32, "update": torch.int64}.get(name, torch.float32)
+        return _from_memory(torch.as_tensor(values).to(dtype))
+    if isinstance(values, Tensor):
+        if values.dtype in WHOLE:
+            return _from_memory(values.to(torch.int64))
+        if name != "id":
+            return _from_memory(values.to(torch.int8 if values.dtype == torch.bool else torch.float32))
+    elif all(isinstance(v, str) for v in values):
+        return pa.array(list(values), pa.string())
+    elif all(type(v) is int for v in values):
+        return pa.array(list(values), pa.int64())
+    elif name != "id" and all(isinstance(v, (int, float)) for v in values):
+        return pa.array([float(v) for v in values], pa.float32())
+    found = values.dtype if isinstance(values, Tensor) else type(values[0]).__name__
+    wanted = "whole numbers or texts" if name == "id" else "numbers or texts"
+    raise LedgerError(f"the column {name!r} must hold {wanted}; found {found}. Return others from the data set.")
+
+
+def _from_memory(values: Tensor) -> Any:
+    """Copied as it is: neither NumPy nor Python numbers in between."""
+    pa = arrow()
+    kinds = {torch.int8: pa.int8(), torch.int32: pa.int32(), torch.int64: pa.int64(), torch.float32: pa.float32()}
+    values = values.cpu().contiguous()
+    data = ctypes.string_at(values.data_ptr(), values.nbytes) if values.nbytes else b""
+    return pa.Array.from_buffers(kinds[values.dtype], len(values), [None, pa.py_buffer(data)])

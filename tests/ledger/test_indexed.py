@@ -1,0 +1,82 @@
+"""Samples that say who they are."""
+
+import pickle
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import samplewise as sw
+
+X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)), torch.arange(10) % 3
+
+
+def batch_of(items, **options):
+    return next(iter(DataLoader(sw.Indexed(items), batch_size=4, **options)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pair_becomes_three_things(workers):
+    x, y, ids = batch = batch_of(TensorDataset(X, Y), num_workers=workers)
+    assert torch.equal(x, X[:4]) and torch.equal(y, Y[:4]) and torch.equal(ids, torch.arange(4))
+    assert batch.id is ids
+
+
+def test_a_dict_gets_a_key():
+    batch = batch_of([{"x": x} for x in X])
+    assert batch.keys() == {"x", "id"} and batch["id"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_single_thing_becomes_two():
+    x, ids = batch_of(X)
+    assert torch.equal(x, X[:4]) and ids.tolist() == [0, 1, 2, 3]
+
+
+def test_it_can_be_pickled():
+    item = sw.Indexed(TensorDataset(X, Y))[3]
+    again = pickle.loads(pickle.dumps(item))
+    assert again.id == 3 and torch.equal(again[0], X[3]) and len(again) == 3
+
+
+def test_a_criterion_does_not_mind():
+    def trained(data):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), samples=3)
+        step.run(DataLoader(data, batch_size=4))
+        return model.weight.detach()
+
+    assert torch.equal(trained(TensorDataset(X, Y)), trained(sw.Indexed(TensorDataset(X, Y))))
+
+
+def test_it_is_an_index_to_look_weights_up():
+    model, weights = nn.Linear(4, 3), torch.rand(10)
+    transform = sw.weight(weights, index="id")
+    step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), samples=5, transforms=[transform], audit=False)
+    updates = list(step.over(DataLoader(sw.Indexed(TensorDataset(X, Y)), batch_size=4)))
+    assert torch.equal(torch.cat([update.weights for update in updates]), weights)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from X
+
+
+def test_what_has_no_numbers_is_refused():
+    with pytest.raises(TypeError, match=r"Indexed must be given a data set whose samples have numbers; found Endless"):
+        sw.Indexed(Endless())
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@pytest.mark.parametrize(
+    ("item", "found"),
+    [({"id": 1}, "a dict that has an id"), (Pair(1, 2), "the named tuple Pair")],
+    ids=["dict", "named"],
+)
+def test_what_cannot_take_an_id_is_refused(item, found):
+    with pytest.raises(TypeError, match=rf"must be able to add an id to a sample; found {found}\. Leave Indexed out"):
+        sw.Indexed([item])[0]
