@@ -255,3 +255,16 @@ def test_sparse_sums():
     other.load_state_dict(step.state_dict())
     assert len(step(ids[4:])) == len(other(ids[4:])) == 1
     assert torch.equal(model.weight, twin.weight)
+
+
+def test_a_window_that_will_be_skipped_can_be_saved_whatever_was_known_before():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    options = dict(samples=6, on_nonfinite="skip", audit=False)
+    step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), transforms=[sw.clip(1.0)], **options)
+    good, bad, target = torch.randn(2, 3), torch.full((2, 3), torch.nan), torch.tensor([0, 1])
+    assert step((good, target)) == step((bad, target)) == []
+    again = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), **options)
+    again.load_state_dict(step.state_dict())
+    (update,) = again((good, target))
+    assert update.skipped and update.losses.isnan().tolist() == [False, False, True, True, True, True]
