@@ -533,3 +533,13 @@ def test_a_global_of_a_method_and_a_variable_of_another_module(monkeypatch):
                 settings.scale = 0.3
     assert compiled_updates(pair.quick) == 1
     pair.assert_same()
+
+
+def test_code_that_could_not_be_tried_is_tried_later():
+    x, y = data(30)
+    x[1:4] = math.nan
+    pair = Pair(tiny, OPTIMIZERS["sgd"], samples=1, on_nonfinite="skip")
+    pair.run([(x[k : k + 1], y[k : k + 1]) for k in range(30)])
+    (program,) = pair.quick._compiling._programs.values()
+    assert program.tried
+    pair.assert_same()

@@ -169,13 +169,14 @@ class Compiling:
                 return None
             if key not in self._programs:
                 self._programs[key] = self._compiled(rest, size, record) if self._admitted(repr(shape)) else None
+            program = self._programs[key]
+            if program is not None:
+                program.feed(rest.batch)
+                program.tried = program.tried or self._agrees(program, rest, size, record)
         except Exception as problem:  # of tracing or compiling: nothing has been changed
             self._give_up(_in_short(problem))
             return None
-        program = self._programs[key]
-        if program is not None:
-            program.feed(rest.batch)
-        return program
+        return program if program is not None and program.tried else None
 
     def _admitted(self, shape: str) -> bool:
         if shape in self._known:
@@ -196,11 +197,16 @@ class Compiling:
             guards, tensors, whole = self._traced(rest, size, example, record)
             program = Program(whole, tensors, example)
         guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
-        program.feed(rest.batch)
-        if not agrees(program, self.evaluation, self.finish, self.chain, record, example, rest.taken):
-            raise CannotCompile("compiled and uncompiled update differ")
         self._guards, self._era, self._rates = guards, self._era + 1, self.finish.rates()
         return program
+
+    def _agrees(self, program: Program, rest: Slices, size: int, record: frozenset[str]) -> bool:
+        """False as long as it is not known."""
+        example = cut(rest.batch, rest.taken, rest.taken + size, rest.rows)
+        same = agrees(program, self.evaluation, self.finish, self.chain, record, example, rest.taken)
+        if same is False:
+            raise CannotCompile("compiled and uncompiled update differ")
+        return same is True
 
     def _traced(self, rest: Slices, size: int, example: Any, record: frozenset[str]) -> tuple[Guards, Tensors, Whole]:
         evaluation, optimizer = self.evaluation, self.finish.optimizer

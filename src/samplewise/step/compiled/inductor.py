@@ -67,15 +67,13 @@ def load_c(source: str) -> Any:
     return CppCodeCache.load(source)
 
 
-def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int, wrapper_in_cpp: bool) -> Compiled:
+def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int) -> Compiled:
     """Machine code that takes a list of tensors of just these types and shapes, which it does not check."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     settings = {
         "cpp.threads": threads,
-        "cpp_wrapper": wrapper_in_cpp,
-        "cpp_wrapper_build_separate": wrapper_in_cpp,
         "size_asserts": False,
         "emulate_precision_casts": True,  # rounds to bfloat16 where the model does
         "realize_reads_threshold": 16,  # a new state is read by two, and must not become a tensor for that

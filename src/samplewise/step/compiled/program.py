@@ -55,11 +55,14 @@ class Program:
             *(tensors.others[k] for k in whole.backward.moving),
         ]
         self._run = self._compile(bound._replace(batch=self._nominal(example)), tensors)
+        self.tried = False
         self._recording: Recording | None = None
         self._views: list[tuple[Tensor, ...]] = []  # of the results to come, the next one last
 
     def record(self) -> None:
         """From now on, a call is its kernels and nothing else, if that can be. Makes an update to see them."""
+        if self._recording is not None:
+            return
         batch = [t.detach() for t in self._batch]  # each an object of its own, should one be there twice
         found = record(self._run, self._bound, batch) if self.whole.cohorts is not None else None
         if found is not None and self.whole.checks:
@@ -80,7 +83,7 @@ class Program:
         graph = inductor.trace_functional(updates, inputs.flat(), DECOMPOSITIONS)
         small = sum(p.numel() for p in tensors.trained.values()) <= SMALL
         threads = 1 if small else torch.get_num_threads()
-        return inductor.compile_graph(graph, inputs.flat(), threads, wrapper_in_cpp=False)
+        return inductor.compile_graph(graph, inputs.flat(), threads)
 
     # --- calling ---------------------------------------------------------------------------------------------------
 

@@ -32,9 +32,9 @@ def agrees(
     record: Collection[str],
     piece: Any,
     start: int,
-) -> bool:
+) -> bool | None:
     """Whether the update that begins at row `start` is the same compiled and uncompiled. Leaves no trace. Of an update
-    that is not finite nothing is learnt: that is left to the next one.
+    that is not finite nothing is learnt: None.
     """
     state = [
         t for kept in getattr(finish.optimizer, "state", {}).values() for t in kept.values() if isinstance(t, Tensor)
@@ -59,10 +59,10 @@ def agrees(
         undo()
         results = program(start, era=-2)
         if results is None:
-            return True
+            return None
         found = [t.clone() for t in (touched if step else program.gradients(results).values())]
     except SamplewiseError:
-        return True
+        return None
     finally:
         undo()
     same = torch.allclose(program.part(results).losses, losses, rtol=LOSSES, atol=LOSSES)
