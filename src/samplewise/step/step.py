@@ -289,15 +289,16 @@ class Step:
         self._trained.follow()
         self._trained.clear()
         for made in make(rest, self.samples):
-            rows, noted = slice(rest.taken - made[1], rest.taken), list[Noted]()
-            if self.columns:
-                noted.append(note(rest.batch, self.columns, self.counters.epochs, rows))
-            update = self._told(*made, noted)
+            update = self._told(*made, self._noted(rest, made[1]) if self.columns else [])
             if rest.empty:
                 self._rest = None
             yield update
             if self._rest is not rest or self._window.open:
                 return
+
+    def _noted(self, rest: Slices, count: int) -> list[Noted]:
+        rows = slice(rest.taken - count, rest.taken)
+        return [note(rest.batch, self.columns, self.counters.epochs, rows)]
 
     def _pause(self) -> bool:
         """Whether the next update is one to look at."""
