@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import sys
 from collections import deque
 from types import ModuleType, SimpleNamespace
 
@@ -542,4 +543,16 @@ def test_code_that_could_not_be_tried_is_tried_later():
     pair.run([(x[k : k + 1], y[k : k + 1]) for k in range(30)])
     (program,) = pair.quick._compiling._programs.values()
     assert program.tried
+    pair.assert_same()
+
+
+def test_modules_that_are_imported_meanwhile_stay():
+    def loss_fn(model, batch):
+        assert "torch" in sys.modules
+        return losses_of(model, batch)
+
+    pair = going(loss_fn=loss_fn)
+    meddled(pair, lambda step: sys.modules.update(meddling=ModuleType("meddling")))
+    assert sys.modules.pop("meddling")
+    assert compiled_updates(pair.quick) == 1
     pair.assert_same()

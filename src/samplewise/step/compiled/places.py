@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -77,7 +78,10 @@ def looked_up(function: Any, depth: int = 3) -> Iterator[Place]:
     places += [Place(function.__globals__, name) for name in _names(code) if name in function.__globals__]
     modules = [module for place in places if inspect.ismodule(module := place.read())]
     places = [place for place in places if not inspect.ismodule(place.read())]
-    places += [Place(vars(m), name) for m in modules if not of_torch(m) for name in _names(code) if name in vars(m)]
+    there = [Place(vars(m), name) for m in modules if not of_torch(m) for name in _names(code) if name in vars(m)]
+    places += [
+        place for place in there if isinstance(place.read(), (*PLAIN, Tensor)) or inspect.isfunction(place.read())
+    ]
     yield from places
     for found in (place.read() for place in places if depth > 0):
         if inspect.isfunction(found):
@@ -106,7 +110,7 @@ def within(things: Iterable[Any], known: Sequence[nn.Module], depth: int = DEPTH
     `known` ones, that is the dict of its attributes.
     """
     found: dict[int, Any] = {}
-    seen = {id(module) for module in known}
+    seen = {id(module) for module in known} | {id(sys.modules)}  # compiling imports some
 
     def go(thing: Any, depth: int) -> None:
         if depth == 0 or id(thing) in seen or isinstance(thing, (*PLAIN, Tensor)):
