@@ -556,3 +556,16 @@ def test_modules_that_are_imported_meanwhile_stay():
     assert sys.modules.pop("meddling")
     assert compiled_updates(pair.quick) == 1
     pair.assert_same()
+
+
+def test_columns_where_a_loss_is_of_several_rows():
+    def of_pairs(model, batch):
+        return losses_of(model, batch).reshape(-1, 2).sum(1)
+
+    pair = Pair(tiny, OPTIMIZERS["sgd"], of_pairs)
+    for step in pair.steps:
+        step.columns = {"label": 1}
+    plain, quick = pair.run([data(6, seed=k) for k in range(3)])
+    assert compiled_updates(pair.quick) == 1
+    for a, b in zip(plain, quick, strict=True):
+        assert torch.equal(a.columns["label"], b.columns["label"])

@@ -288,17 +288,19 @@ class Step:
         make = self._compiling.blocks if self._alone else self._compiling.updates
         self._trained.follow()
         self._trained.clear()
+        start = rest.taken
         for made in make(rest, self.samples):
-            update = self._told(*made, self._noted(rest, made[1]) if self.columns else [])
+            update = self._told(*made, self._noted(rest, start) if self.columns else [])
             if rest.empty:
                 self._rest = None
+            start = rest.taken
             yield update
             if self._rest is not rest or self._window.open:
                 return
 
-    def _noted(self, rest: Slices, count: int) -> list[Noted]:
-        rows = slice(rest.taken - count, rest.taken)
-        return [note(rest.batch, self.columns, self.counters.epochs, rows)]
+    def _noted(self, rest: Slices, start: int) -> list[Noted]:
+        """Of the rows that have been taken since."""
+        return [note(rest.batch, self.columns, self.counters.epochs, slice(start, rest.taken))]
 
     def _pause(self) -> bool:
         """Whether the next update is one to look at."""
