@@ -6,7 +6,8 @@ import time
 import pytest
 from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
-from samplewise.cli import costs, doctor
+from samplewise import patience
+from samplewise.cli import costs
 from samplewise.step.compiled import compiling
 from samplewise.step.compiled.problems import CannotCompile
 
@@ -33,7 +34,7 @@ def _busy(*_):
 def _quick(monkeypatch):
     """Without compiling, which takes seconds: `test_as_a_process` does it."""
     monkeypatch.setattr(costs, "ROUNDS", 3)
-    monkeypatch.setattr(doctor, "PATIENCE", 60.0)
+    monkeypatch.setattr(patience, "PATIENCE", 60.0)
     monkeypatch.setattr(compiling, "trace_backward", _busy)
 
 
@@ -111,7 +112,7 @@ def test_an_empty_loader(recipe):
 
 
 def test_it_says_what_takes_so_long(recipe, monkeypatch):
-    monkeypatch.setattr(doctor, "PATIENCE", 0.05)
+    monkeypatch.setattr(patience, "PATIENCE", 0.05)
     result = command(
         "doctor", recipe(HEALTHY.replace("def data():\n", "def data():\n    import time; time.sleep(1)\n"))
     )
@@ -127,10 +128,10 @@ def test_as_a_process(recipe):
 
 
 def test_it_says_that_it_compiles(recipe, monkeypatch):
-    monkeypatch.setattr(compiling, "PATIENCE", 0.0)
+    monkeypatch.setattr(patience, "PATIENCE", 0.0)
     monkeypatch.setattr(compiling, "trace_backward", lambda *_: time.sleep(0.5) or _busy())
     result = command("doctor", recipe(HEALTHY))
-    assert result.stderr == "... compiling an update of 1 sample\n"
+    assert result.stderr.splitlines().count("... compiling an update of 1 sample") == 1
 
 
 def test_a_batch_that_cannot_be_cut_has_no_updates_of_one_sample(recipe):

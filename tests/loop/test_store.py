@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from samplewise import CheckpointError, CheckpointWarning
+from samplewise import CheckpointError, CheckpointWarning, files
 from samplewise.loop import store
 from samplewise.loop.store import Checkpoints, read, write
 
@@ -252,7 +252,7 @@ class FullDisk:
 
 def full_at_write(monkeypatch, room):
     opened = builtins.open
-    monkeypatch.setattr(store, "open", lambda *args: FullDisk(opened(*args), room), raising=False)
+    monkeypatch.setattr(files, "open", lambda *args: FullDisk(opened(*args), room), raising=False)
 
 
 def full_at_sync(monkeypatch, _):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
+from samplewise import patience
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
 from samplewise.loop.metrics import accuracy
 from samplewise.loop.progress import make_progress
@@ -375,7 +376,7 @@ def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
         time.sleep(0.5)
         raise CannotCompile("it was too slow")
 
-    monkeypatch.setattr(compiling, "PATIENCE", 0.0)
+    monkeypatch.setattr(patience, "PATIENCE", 0.0)
     monkeypatch.setattr(compiling, "trace_backward", slowly)
     model = nn.Linear(6, 3)
     step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=10, compile=True)

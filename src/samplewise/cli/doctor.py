@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,12 +26,12 @@ from samplewise.errors import SamplewiseError
 from samplewise.loop.devices import moved
 from samplewise.losses import as_loss_fn, per_sample
 from samplewise.memory import free_memory
+from samplewise.patience import telling
 from samplewise.step.mistakes import listed, training_batch_norms
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip
 
 SAMPLES = 16
-PATIENCE = 2.0  # seconds without a word
 COMPILED = {"eager": False, "compiled": True}
 KINDS: dict[str, tuple[Any, ...]] = {PLAIN: (), "with sw.clip(1.0)": (clip(1.0),)}
 
@@ -272,13 +271,5 @@ def _noting(patient: Patient, kind: str = "") -> Iterator[None]:
         patient.complain(f"refused{kind and f', {kind}'}: {refusal}")
 
 
-@contextmanager
-def _telling(doing: str) -> Iterator[None]:
-    """Says what takes so long, once it does."""
-    timer = threading.Timer(PATIENCE, lambda: typer.echo(f"... {doing}", err=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _telling(doing: str) -> AbstractContextManager[None]:
+    return telling(lambda what: typer.echo(f"... {what}", err=True), doing)

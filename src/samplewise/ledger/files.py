@@ -6,8 +6,6 @@ and the folder holds nothing else. Anything that reads Parquet reads the folder.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import warnings
 from importlib import import_module
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from samplewise.errors import LedgerError, LedgerWarning
+from samplewise.files import whole
 
 FORMAT, VERSION = "samplewise ledger", 1
 FOLDER = "samples"
@@ -127,20 +126,13 @@ class Parts:
         path = path_of(self.run, self.count)
         aside = self.run / f".{path.name}.partial"
         try:
-            with open(aside, "wb") as file:
+            with whole(path, aside) as file:
                 _write(table, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-            _sync(path.parent)
         except OSError as why:
             raise LedgerError(
                 f"a part of the ledger must be written to {path}, which failed: {why}. Free some space or see to the "
                 "permissions, and resume: the parts before it are whole."
             ) from why
-        finally:
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
         self.count += 1
 
 
@@ -160,13 +152,3 @@ def _write(table: Any, file: Any) -> None:
         column_encoding=encodings,
         write_page_checksum=True,
     )
-
-
-def _sync(folder: Path) -> None:
-    """A renaming is safe when its directory is."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -14,9 +14,7 @@ itself holds the whole file in memory, or leaves files of its own naming behind 
 from __future__ import annotations
 
 import base64
-import contextlib
 import ctypes
-import errno
 import hashlib
 import json
 import math
@@ -32,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise import files
 from samplewise.errors import CheckpointError, CheckpointWarning
 
 FORMAT = "samplewise checkpoint"
@@ -58,22 +57,15 @@ def write(path: Path, state: dict[Any, Any]) -> None:
     header, order = _layout(about, tensors)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
     try:
-        with open(aside, "xb") as file:
+        with files.whole(path, aside) as file:
             file.write(header)
             for tensor in order:
                 file.write(_memory(tensor))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        _sync_directory(path.parent)
     except OSError as why:
         raise CheckpointError(
             f"a checkpoint must be written to {path}, which failed: {why}. Free some space or see to the permissions, "
             "and save again; a file that stands there is still whole."
         ) from why
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
 
 
 def check(state: dict[Any, Any]) -> None:
@@ -370,19 +362,6 @@ def _foreign(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
         f"{path} must be a file that samplewise has written; found {found}. It is no checkpoint: give another path."
     )
-
-
-def _sync_directory(path: Path) -> None:
-    if os.name == "nt":  # where a directory cannot be opened
-        return
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    except OSError as why:
-        if why.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks know no such thing
-            raise
-    finally:
-        os.close(directory)
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -8,7 +8,6 @@ to compile.
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from samplewise.batches import cut, leaves
 from samplewise.errors import TrainingWarning
+from samplewise.patience import telling
 from samplewise.step.compiled.cohorts import Cohorts
 from samplewise.step.compiled.formulas import formula_of
 from samplewise.step.compiled.guards import Guards
@@ -41,7 +41,6 @@ from samplewise.transforms.chain import Chain
 AUTO_AFTER = 1000  # updates of one sample: by then it will go on for a while
 SHAPES = 4  # of samples that are compiled
 CHANGES = 8  # of the model or the optimizer after which it is compiled again
-PATIENCE = 2.0  # seconds without a word
 
 
 Made = tuple[Part, int, int, float, list[Any], float]
@@ -193,7 +192,7 @@ class Compiling:
         self._check_settings(size)
         example = cut(rest.batch, rest.taken, rest.taken + size, rest.rows)
         self.evaluation.trained.clear()
-        with self._telling(f"compiling an update of {size} sample{'s' * (size > 1)}"), _quietly():
+        with telling(self.tell, f"compiling an update of {size} sample{'s' * (size > 1)} ..."), _quietly():
             guards, tensors, whole = self._traced(rest, size, example, record)
             program = Program(whole, tensors, example)
         guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
@@ -248,17 +247,6 @@ class Compiling:
             warnings.warn(
                 f"{what}. Training goes on, with the same numbers and at the usual speed.", TrainingWarning, 2
             )
-
-    @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        """Says what takes so long, once it does."""
-        timer = threading.Timer(PATIENCE, lambda: self.tell(f"{what} ..."))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
 
 @contextmanager

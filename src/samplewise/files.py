@@ -1,0 +1,41 @@
+"""Files that are there whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def whole(path: Path, aside: Path) -> Iterator[BinaryIO]:
+    """A file to be written that will stand at `path`. Until it is finished and safe, it is at `aside`; should that
+    fail, nothing is left of it, and what stood at `path` still does.
+    """
+    try:
+        with open(aside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        _sync_directory(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def _sync_directory(path: Path) -> None:
+    """A renaming is safe when its directory is."""
+    if os.name == "nt":  # where a directory cannot be opened
+        return
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    except OSError as why:
+        if why.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks know no such thing
+            raise
+    finally:
+        os.close(directory)
