@@ -22,6 +22,7 @@ FOLDER = "samples"
 def arrow() -> Any:
     try:
         import_module("pyarrow.parquet")
+        import_module("pyarrow.compute")
         return import_module("pyarrow")
     except ImportError:
         raise ImportError("the ledger needs pyarrow: pip install 'samplewise[ledger]'") from None
