@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 import samplewise as sw
 from samplewise.diagnostics.scores import SCORES, el2n, last_layer, margins
-from samplewise.diagnostics.suspects import ranks
+from samplewise.ledger.visits import ranks
 
 ALL = tuple(SCORES)
 
@@ -70,7 +70,8 @@ def test_by_default_the_ranks_of_margin_and_el2n_are_averaged():
     model, x, y = make()
     found = sw.suspects(model, loss_fn, [(x, y)])
     assert found.by == ("margin", "el2n") == tuple(found.scores)
-    torch.testing.assert_close(found.score, (ranks(found.scores["margin"]) + ranks(found.scores["el2n"])) / 2)
+    places = zip(*(ranks(found.scores[name].tolist()) for name in found.by), strict=True)
+    assert found.score.tolist() == pytest.approx([sum(both) / 2 for both in places])
 
 
 def test_only_what_is_asked_for_is_looked_for():
@@ -168,8 +169,9 @@ def test_the_last_layer_is_the_module_of_the_last_parameter():
 
 
 def test_equal_values_share_a_rank():
-    assert ranks(torch.tensor([5.0, 1.0, 5.0, 0.0, 9.0])).tolist() == [0.625, 0.25, 0.625, 0, 1]
-    assert ranks(torch.tensor([3.0])).tolist() == [0]
+    assert ranks([5.0, 1.0, 5.0, 0.0, 9.0]) == [0.625, 0.25, 0.625, 0, 1]
+    assert ranks([3.0]) == [0]
+    assert ranks([2.0, math.nan, 1.0]) == [1, 0.5, 0]
 
 
 def test_it_prints():
@@ -193,12 +195,12 @@ VISITS = {
 
 def test_visits_are_averaged_by_sample():
     found = sw.suspects(VISITS)
-    assert found.ids.tolist() == [3, 7, 9]
+    assert found.ids.tolist() == [7, 3, 9]
     assert {name: scores.tolist() for name, scores in found.scores.items()} == {
-        "loss": [0.5, 2, 1],
+        "loss": [2, 0.5, 1],
         "norm": [2, 2, 1],
-        "margin": [-3, 2, -5],
-        "self_influence": [4, 5, 1],
+        "margin": [2, -3, -5],
+        "self_influence": [5, 4, 1],
     }
     assert found.by == ("margin",)
     assert found.top(2).tolist() == [7, 3]
@@ -212,14 +214,40 @@ def test_what_a_table_is_ranked_by(columns, by):
     assert sw.suspects({name: VISITS[name] for name in ("id", *columns.split())}).by == by
 
 
+def test_visits_that_are_not_finite_are_left_out():
+    found = sw.suspects({"id": ["a", "b", "a", "c"], "loss": [1.0, 2.0, math.inf, math.nan], "norm": [math.nan] * 4})
+    assert (found.ids, found.score.tolist(), found.by) == (["a", "b"], [1, 2], ("loss",))
+    assert found.top(1) == ["b"]
+    assert str(found).splitlines()[3].split() == ["b", "2"]
+
+
+def test_who_has_one_of_two_scores_stands_in_the_middle_of_the_other():
+    found = sw.suspects({"id": [0, 1, 2], "loss": [1.0, 2.0, 3.0], "norm": [math.nan, 1.0, 2.0]})
+    assert found.score.tolist() == [0.25, 0.25, 1]
+    assert sw.suspects({"id": [0, 1], "loss": [1.0, 2.0], "norm": [math.nan, 1.0]}, by="norm").top(2).tolist() == [1, 0]
+
+
+def test_a_ledger_will_do(tmp_path):
+    model, x, y = make()
+    ledger = sw.Ledger(tmp_path)
+    batches = [{"x": x, "y": y, "id": torch.arange(len(y))}, {"x": x * math.nan, "y": y, "id": torch.arange(len(y))}]
+    step = sw.Step(model, sw.sgd(0.1), lambda m, b: loss_fn(m, (b["x"], b["y"])), on_nonfinite="skip", audit=False)
+    ledger.listen(step)
+    losses = [(update.losses, ledger.add(update))[0] for update in step.over(batches)]
+    ledger.flush()
+    found = sw.suspects(sw.samples(tmp_path), by="loss")
+    assert found.ids.tolist() == list(range(len(y)))
+    torch.testing.assert_close(found.score, losses[0].float().double())  # the second visits are NaN
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"loss": [1.0]}, "must have the column id and one of loss, norm, margin, el2n; found loss"),
-        ({"id": [1]}, "must have the column id and one of loss, norm, margin, el2n; found id"),
+        ({"loss": [1.0]}, "must have the column id and one of loss, norm, margin, el2n, self_influence; found loss"),
+        ({"id": [1]}, "must have the column id and one of loss, norm, margin, el2n, self_influence; found id"),
         ({"id": [1, 2], "loss": [1.0]}, "one row per visit, one at least; found lengths {'id': 2, 'loss': 1}"),
-        ({"id": [], "loss": []}, "one row per visit, one at least; found lengths {'id': 0, 'loss': 0}"),
-        ({"id": [1], "loss": [math.nan]}, "column 'loss' must be finite; found NaN or infinity"),
+        ({"id": [], "loss": []}, "one row per visit, one at least; found none"),
+        ({"id": [1], "loss": [math.nan]}, "must have a finite score of some sample; found none"),
     ],
 )
 def test_a_table_that_is_none(table, message):

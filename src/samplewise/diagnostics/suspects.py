@@ -13,12 +13,14 @@ from samplewise.batches import pick
 from samplewise.diagnostics.scores import ADDED_UP, SCORES, ClassGradients, Piece
 from samplewise.engine.gradients import Gradients
 from samplewise.engine.table import render
+from samplewise.ledger.files import arrow
+from samplewise.ledger.visits import SCORES as OF_VISITS
+from samplewise.ledger.visits import ranks, recommended, scored, suspicion, visited
 from samplewise.losses import LossFn
 from samplewise.measuring import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
 from samplewise.scan import scan
 
 RECOMMENDED = ("margin", "el2n")  # measured: docs/diagnostics.md
-OF_VISITS = {"loss": 1, "norm": 1, "margin": -1, "el2n": 1}  # columns that are scores, and which sign is suspicious
 
 Key = Hashable | Callable[[Any], Tensor]  # where a batch has something: a key, or a function of the batch
 
@@ -27,13 +29,13 @@ Key = Hashable | Callable[[Any], Tensor]  # where a batch has something: a key, 
 class Suspects:
     """Samples and how suspicious they are.
 
-    ids      (N,) of the samples, in the order they came
+    ids      (N,) of the samples, in the order they came; a list if they are texts
     score    (N,) what they are ranked by; the higher, the more suspicious
     scores   name -> (N,), each score by itself, the same way round
     by       the names that `score` is made of
     """
 
-    ids: Tensor
+    ids: Tensor | list[str]
     score: Tensor
     scores: dict[str, Tensor]
     by: tuple[str, ...]
@@ -43,21 +45,28 @@ class Suspects:
         """(N,): places in `ids`, the most suspicious first."""
         return self.score.argsort(descending=True, stable=True)
 
-    def top(self, k: int = 10) -> Tensor:
+    def top(self, k: int = 10) -> Tensor | list[str]:
         """The ids of the k most suspicious, those first."""
-        return self.ids[self.order[:k]]
+        first = self.order[:k]
+        return self.ids[first] if isinstance(self.ids, Tensor) else [self.ids[i] for i in first.tolist()]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __str__(self) -> str:
         places = self.order[:10].tolist()
-        rows = [(str(int(self.ids[i])), *(f"{s[i].item():.4g}" for s in self.scores.values())) for i in places]
+        rows = [
+            (
+                str(self.ids[i] if isinstance(self.ids, list) else int(self.ids[i])),
+                *(f"{s[i].item():.4g}" for s in self.scores.values()),
+            )
+            for i in places
+        ]
         return render(("sample", *self.scores), rows, f"the first of {len(self)} samples, by {' and '.join(self.by)}")
 
 
 def suspects(
-    source: nn.Module | Mapping[str, Any],
+    source: nn.Module | Any,
     loss_fn: LossFn | None = None,
     loader: Iterable[Any] | None = None,
     *,
@@ -71,8 +80,9 @@ def suspects(
 ) -> Suspects:
     """Samples ranked as mislabelled or odd: of a model and a loader, or of a table of visits during training.
 
-    A table is a mapping with the columns id, and some of loss, norm, margin (the label's logit minus the largest other)
-    and el2n, one row per visit. A sample's score is the mean over its visits; of the margin that is the AUM.
+    A table is what `sw.samples(run)` returns, a data frame, or a mapping: one row per visit, with the columns id and some
+    of loss, norm, margin (the label's logit minus the largest other) and el2n. A sample's score is the mean over those of
+    its visits that are finite; of the margin that is the AUM.
 
     by: a score, or several, whose ranks are averaged; default margin and el2n, of a table margin, or loss and norm
     also: more scores to compute
@@ -85,9 +95,8 @@ def suspects(
     Scores: loss, margin, el2n, norm, last_norm, self_influence, agreement. The last goes through the data twice and
     keeps a gradient per class. The model is measured in evaluation mode.
     """
-    if isinstance(source, Mapping):
-        ids_seen, scores = _of_visits(source)
-        return _ranked(ids_seen, scores, by or _recommended(scores))
+    if not isinstance(source, nn.Module):
+        return _of_visits(source, by)
     if loss_fn is None or loader is None:
         raise TypeError("suspects needs a model, a loss function and a loader, or a table of visits; found a model.")
     names = list(dict.fromkeys([*_names(by or RECOMMENDED), *also]))
@@ -96,12 +105,6 @@ def suspects(
         check_order(loader, "Pass ids=, or a loader with shuffle=False.")
     survey = _Survey(source, loss_fn, loader, names, microbatch, logits or _logits, labels, ids)
     return _ranked(*survey.over(checkpoints), by or RECOMMENDED)
-
-
-def _recommended(scores: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Of what a table has: the margin; else loss and norm, or either; else what there is."""
-    names = ("margin",) if "margin" in scores else tuple(name for name in ("loss", "norm") if name in scores)
-    return names or tuple(scores)
 
 
 def _logits(model: nn.Module, batch: Any) -> Tensor:
@@ -189,27 +192,33 @@ def _places(ids: Tensor, others: Tensor) -> Tensor:
 # --- of visits -------------------------------------------------------------------------------------------------------
 
 
-def _of_visits(table: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each sample's mean over its visits."""
-    columns = {name: torch.as_tensor(table[name]) for name in ("id", *OF_VISITS) if name in table}
-    if "id" not in columns or len(columns) < 2:
-        wanted = f"a table of visits must have the column id and one of {', '.join(OF_VISITS)}"
-        raise ValueError(f"{wanted}; found {', '.join(map(str, table)) or 'none'}.")
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1 or not lengths["id"]:
-        raise ValueError(f"the columns must have one row per visit, one at least; found lengths {lengths}.")
-    for name, column in columns.items():
-        if not column.isfinite().all():
-            raise ValueError(f"column {name!r} must be finite; found NaN or infinity. Leave those visits out.")
-    ids, who, visits = columns.pop("id").unique(return_inverse=True, return_counts=True)
+def _of_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
+    samples = visited(_as_arrow(table))
+    if not len(samples):
+        raise ValueError("a table of visits must have a finite score of some sample; found none.")
+    scores = {name: _tensor(scored(samples, name)) for name in samples.column_names if name in OF_VISITS}
+    names = _names(by or recommended(scores))
+    _check_names(names, scores)
+    ids = samples["id"].to_pylist()
+    texts = any(isinstance(each, str) for each in ids)
+    return Suspects(ids if texts else torch.tensor(ids), _tensor(suspicion(samples, names)), scores, names)
 
-    def mean(column: Tensor) -> Tensor:
-        return torch.zeros(len(ids), dtype=torch.float64).index_add(0, who, column.double()) / visits
 
-    scores = {name: mean(column) * OF_VISITS[name] for name, column in columns.items()}
-    if "norm" in columns:
-        scores["self_influence"] = mean(columns["norm"].double().square())
-    return ids, scores
+def _as_arrow(table: Any) -> Any:
+    pa = arrow()
+    if isinstance(table, Mapping):
+        columns = {name: column.tolist() if isinstance(column, Tensor) else column for name, column in table.items()}
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the columns must have one row per visit, one at least; found lengths {lengths}.")
+        table = columns
+    try:
+        return pa.table(table)
+    except (TypeError, ValueError) as why:
+        raise TypeError(
+            "suspects needs a model, a loss function and a loader, or a table of visits: what sw.samples returns, a "
+            f"data frame, or a mapping of columns; found {type(table).__name__}: {why}"
+        ) from why
 
 
 # --- ranking ---------------------------------------------------------------------------------------------------------
@@ -218,15 +227,12 @@ def _of_visits(table: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
 def _ranked(ids: Tensor, scores: dict[str, Tensor], by: str | Sequence[str]) -> Suspects:
     names = _names(by)
     _check_names(names, scores)
-    score = scores[names[0]] if len(names) == 1 else torch.stack([ranks(scores[name]) for name in names]).mean(0)
-    return Suspects(ids, score, scores, names)
+    places = [_tensor(ranks(scores[name].tolist())) for name in names]
+    return Suspects(ids, scores[names[0]] if len(names) == 1 else torch.stack(places).mean(0), scores, names)
 
 
-def ranks(values: Tensor) -> Tensor:
-    """From 0 for the lowest to 1 for the highest; equal values share the mean of their ranks."""
-    _, which, counts = values.unique(return_inverse=True, return_counts=True)
-    middle = counts.cumsum(0) - (counts + 1) / 2
-    return (middle / max(len(values) - 1, 1)).double()[which]
+def _tensor(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _names(by: str | Sequence[str]) -> tuple[str, ...]:
