@@ -15,6 +15,7 @@ from samplewise.engine.inputs import input_gradients as input_gradients
 from samplewise.errors import BatchError as BatchError
 from samplewise.errors import CheckpointError as CheckpointError
 from samplewise.errors import CheckpointWarning as CheckpointWarning
+from samplewise.errors import DistributedError as DistributedError
 from samplewise.errors import GraphError as GraphError
 from samplewise.errors import LedgerError as LedgerError
 from samplewise.errors import LedgerWarning as LedgerWarning
@@ -51,6 +52,7 @@ __all__ = [
     "BatchError",
     "CheckpointError",
     "CheckpointWarning",
+    "DistributedError",
     "Gradients",
     "GraphError",
     "Indexed",

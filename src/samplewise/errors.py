@@ -9,6 +9,7 @@
     ├── NonFiniteGradientError  losses are finite, their gradients are not
     ├── BatchError              a batch does not have the structure or the size that is asked for
     ├── TransformError          a transform is put together wrongly, or its answer is no coefficient per sample
+    ├── DistributedError        several processes do not go together, or another one failed
     ├── CheckpointError         a checkpoint cannot be written, or a file is none that can be read
     ├── StoreError              a store of projections is damaged, or holds something else than is asked for
     └── LedgerError             a ledger cannot be written or read, or an update does not tell what it needs
@@ -56,6 +57,10 @@ class BatchError(SamplewiseError, ValueError):
 
 class TransformError(SamplewiseError, ValueError):
     """A transform is put together wrongly, or answers with something else than coefficients."""
+
+
+class DistributedError(SamplewiseError, RuntimeError):
+    """Processes that train together must do the same; or one of them failed, and the others end with its message."""
 
 
 class CheckpointError(SamplewiseError):

@@ -1,0 +1,233 @@
+"""Several processes that train together, and the few words they exchange.
+
+Every collective of the library is one of these: it is counted, and one that fails or hangs ends with an error that says
+so. All ranks must call the same ones in the same order.
+
+    meet(a, b)        sums of numbers, one small message; and the place where a rank tells that it failed
+    together(error)   a meeting without numbers: an error of any rank is raised on all
+    total(tensor)     the sum over ranks, in place
+    gathered(tensor)  the rows of all ranks, rank by rank, however many each has
+    everyone(thing)   a list of what each rank says
+    told(thing)       what one rank says
+    same(thing)       whether all say the same
+
+A rank that fails between two meetings calls `together(error)`: the others hear of it where they meet next.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samplewise.errors import DistributedError
+
+ROOM = 8  # numbers in a meeting, the first of which tells how many ranks failed: of one size, so that any two match
+
+
+def active() -> bool:
+    """Whether there is anybody else."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    return dist.get_rank() if active() else 0
+
+
+def size() -> int:
+    return dist.get_world_size() if active() else 1
+
+
+def device(wanted: str = "cpu") -> torch.device:
+    """Where the process group takes tensors from: where they are wanted, if it can."""
+    config = dist.get_backend_config() if active() else "cpu:gloo"  # or "cpu:gloo,cuda:nccl", or "cuda:nccl"
+    kinds = [pair.partition(":")[0] for pair in config.split(",")]
+    kind = wanted if wanted in kinds else kinds[0]
+    return torch.device(kind, torch.get_device_module(kind).current_device()) if kind != "cpu" else torch.device("cpu")
+
+
+# --- numbers and tensors ---------------------------------------------------------------------------------------------
+
+
+def total(tensor: Tensor) -> Tensor:
+    """The sum over all ranks, in place."""
+    if active():
+        _collective("all_reduce", tensor, lambda moved: dist.all_reduce(moved))
+    return tensor
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """(rows of rank 0, rows of rank 1, ...): ranks may differ in dim 0."""
+    return torch.cat(by_rank(tensor))
+
+
+def by_rank(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all ranks, which may differ in dim 0."""
+    if not active():
+        return [tensor]
+    lengths = _gather(torch.tensor([len(tensor)])).tolist()
+    padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor.detach()
+    rows = _gather(padded).split(max(lengths)) if max(lengths) else [padded] * len(lengths)
+    return [part[:length] for part, length in zip(rows, lengths, strict=True)]
+
+
+def copied(tensor: Tensor, source: int = 0) -> Tensor:
+    """What one rank has, in place."""
+    if active():
+        _collective("broadcast", tensor, lambda moved: dist.broadcast(moved, source))
+    return tensor
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    """Of equal shapes, joined along dim 0."""
+    found = tensor.new_empty(size() * len(tensor), *tensor.shape[1:])
+
+    def gather(moved: Tensor) -> None:
+        there = found.to(moved.device)
+        dist.all_gather_single(there, moved.contiguous())
+        if there is not found:
+            found.copy_(there)
+
+    _collective("all_gather", tensor, gather, back=False)
+    return found
+
+
+# --- things ----------------------------------------------------------------------------------------------------------
+
+
+def everyone(thing: Any) -> list[Any]:
+    """What each rank says, by rank."""
+    return [pickle.loads(bytes(said.tolist())) for said in by_rank(_pickled(thing))] if active() else [thing]
+
+
+def told(thing: Any, source: int = 0) -> Any:
+    """What rank `source` says; what the others have is of no interest."""
+    if not active():
+        return thing
+    said = _pickled(thing if rank() == source else None)
+    length = int(copied(torch.tensor([len(said)]), source))
+    said = said if rank() == source else said.new_empty(length)
+    return pickle.loads(bytes(copied(said, source).tolist()))
+
+
+def same(thing: Any) -> bool:
+    """Whether all ranks say the same."""
+    return all(other == thing for other in everyone(thing))
+
+
+def _pickled(thing: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+
+
+# --- meetings --------------------------------------------------------------------------------------------------------
+
+
+def meet(*numbers: float | Tensor, error: Exception | None = None) -> list[float]:
+    """The sums of the numbers over all ranks. A rank that failed says so here, and then every rank raises: the one that
+    failed its own error, the others one that names it.
+    """
+    if error is not None and (not active() or _has_been_told(error)):
+        raise error
+    if not active():
+        return [float(number) for number in numbers]
+    assert len(numbers) < ROOM
+    message = torch.zeros(ROOM, dtype=torch.float64, device=device())
+    for place, number in enumerate((float(error is not None), *numbers)):
+        message[place] = number
+    failed, *sums = total(message).tolist()
+    if failed:
+        _raise(error)
+    return sums[: len(numbers)]
+
+
+def together(error: Exception | None = None) -> None:
+    """Goes on when all ranks are here and well."""
+    meet(error=error)
+
+
+def barrier() -> None:
+    """Goes on when all ranks are here."""
+    together()
+
+
+def _raise(error: Exception | None) -> None:
+    messages = everyone(None if error is None else f"{type(error).__name__}: {error}")
+    raised = error
+    if raised is None:
+        culprit = next(number for number, message in enumerate(messages) if message is not None)
+        raised = DistributedError(
+            f"every rank must get through its part; found that rank {culprit} of {len(messages)} failed, with "
+            f"{_sentence(messages[culprit])} Look at the error of that rank: this one stopped because of it."
+        )
+    raised.__dict__["_told"] = True
+    raise raised
+
+
+def _sentence(message: str) -> str:
+    """The first line, with a full stop."""
+    return message.partition("\n")[0].rstrip(".") + "."
+
+
+def _has_been_told(error: Exception) -> bool:
+    """Whether the other ranks know of it."""
+    return bool(error.__dict__.get("_told"))
+
+
+# --- the one place ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Traffic:
+    """What one rank handed over, by the name of the collective: how often, and how many bytes."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+
+_counting: list[Traffic] = []
+
+
+@contextmanager
+def counted() -> Iterator[Traffic]:
+    """Counts the collectives of this rank meanwhile."""
+    traffic = Traffic()
+    _counting.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _counting[:] = [other for other in _counting if other is not traffic]
+
+
+def note(name: str, count: int) -> None:
+    """Tells whoever counts of a collective with so many bytes."""
+    for traffic in _counting:
+        traffic.calls[name] += 1
+        traffic.bytes[name] += count
+
+
+def _collective(name: str, tensor: Tensor, call: Callable[[Tensor], object], back: bool = True) -> None:
+    """Runs it where the process group can, and brings the result back."""
+    note(name, tensor.numel() * tensor.element_size())
+    where = device(tensor.device.type)
+    moved = tensor if tensor.device.type == where.type else tensor.to(where)
+    try:
+        call(moved)
+    except RuntimeError as problem:
+        raised = DistributedError(
+            f"all {size()} ranks must take part in every exchange; found that {name} failed on rank {rank()}: "
+            f"{_sentence(str(problem))} Look for a rank that died, left its loop early, or waits elsewhere; "
+            "init_process_group(timeout=...) says how long ranks wait for each other."
+        )
+        raised.__dict__["_told"] = True  # there is no use in telling others
+        raise raised from problem
+    if back and moved is not tensor:
+        with torch.no_grad():
+            tensor.copy_(moved)

@@ -1,0 +1,125 @@
+"""What ranks say to each other, counted; and what becomes of one that fails or does not come."""
+
+import pytest
+import torch
+from ranks import Ranks
+
+from samplewise import ranks
+from samplewise.errors import DistributedError
+
+# ------------------------------------------------------------------------------------------------------------ alone
+
+
+def test_one_process_talks_to_itself():
+    assert (ranks.active(), ranks.rank(), ranks.size()) == (False, 0, 1)
+    tensor = torch.tensor([1.0, 2.0])
+    with ranks.counted() as traffic:
+        assert ranks.total(tensor) is tensor and ranks.copied(tensor) is tensor
+        assert ranks.gathered(tensor).tolist() == [1.0, 2.0]
+        assert ranks.everyone("a") == ["a"] and ranks.told("a") == "a" and ranks.same("a")
+        assert ranks.meet(2, torch.tensor(3.0)) == [2.0, 3.0]
+        ranks.together()
+        ranks.barrier()
+    assert not traffic.calls
+    with pytest.raises(ValueError, match="mine"):
+        ranks.together(ValueError("mine"))
+
+
+# --------------------------------------------------------------------------------------------------------- together
+
+
+def exchanged():
+    me = ranks.rank()
+    return (
+        (ranks.active(), me, ranks.size()),
+        ranks.total(torch.tensor([float(me), 1.0])).tolist(),
+        ranks.gathered(torch.arange(me * 2).reshape(me, 2) + 10 * me).tolist(),
+        [len(part) for part in ranks.by_rank(torch.zeros(me))],
+        len(ranks.gathered(torch.zeros(0))),
+        ranks.copied(torch.tensor([me]), source=1).item(),
+        ranks.everyone({"rank": me, "text": "x" * me}),
+        ranks.told("from 0" if me == 0 else "nothing"),
+        ranks.told(["from", me], source=1),
+        (ranks.same("equal"), ranks.same(me)),
+        ranks.meet(me, torch.tensor(0.5), 1),
+    )
+
+
+def test_what_is_exchanged(three):
+    for me, found in enumerate(three.run(exchanged)):
+        assert found == (
+            (True, me, 3),
+            [3.0, 3.0],
+            [[10, 11], [20, 21], [22, 23]],
+            [0, 1, 2],
+            0,
+            1,
+            [{"rank": 0, "text": ""}, {"rank": 1, "text": "x"}, {"rank": 2, "text": "xx"}],
+            "from 0",
+            ["from", 1],
+            (True, False),
+            [3.0, 1.5, 3.0],
+        )
+
+
+def counted():
+    with ranks.counted() as traffic:
+        ranks.total(torch.zeros(10))
+        ranks.total(torch.zeros(3, dtype=torch.float64))
+        ranks.gathered(torch.zeros(ranks.rank()))
+        ranks.meet(1)
+    ranks.total(torch.zeros(1000))
+    return dict(traffic.calls), dict(traffic.bytes)
+
+
+def test_collectives_and_their_bytes_are_counted(two):
+    meeting = 8 * ranks.ROOM
+    expected = {"all_reduce": 3, "all_gather": 2}, {"all_reduce": 40 + 24 + meeting, "all_gather": 8 + 4}
+    assert two.run(counted) == [expected] * 2
+
+
+# --------------------------------------------------------------------------------------------------------- failures
+
+
+def one_fails():
+    problem = ValueError("a bad batch") if ranks.rank() == 1 else None
+    try:
+        ranks.meet(7, error=problem)
+    except Exception as error:
+        ranks.barrier()  # the ranks are still in step
+        ranks.together(error)  # whoever tells of it again does not meet anybody
+    return "went on"
+
+
+def test_an_error_of_one_rank_is_raised_on_all(three):
+    found = three.errors(one_fails)
+    other = (
+        "DistributedError: every rank must get through its part; found that rank 1 of 3 failed, with ValueError: a bad "
+        "batch. Look at the error of that rank: this one stopped because of it."
+    )
+    assert found == [other, "ValueError: a bad batch", other]
+
+
+def one_stays_away():
+    if ranks.rank() == 0:
+        ranks.total(torch.zeros(1))
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_ever():
+    team = Ranks(2, timeout=3)
+    try:
+        found = team.errors(one_stays_away)
+    finally:
+        team.close()
+    assert found[1] == ""
+    assert found[0].startswith(
+        "DistributedError: all 2 ranks must take part in every exchange; found that all_reduce failed on rank 0: "
+    )
+    assert found[0].endswith(
+        ". Look for a rank that died, left its loop early, or waits elsewhere; init_process_group(timeout=...) says "
+        "how long ranks wait for each other."
+    )
+
+
+def test_the_error_is_one_of_ours_and_a_runtime_error():
+    assert issubclass(DistributedError, RuntimeError)
