@@ -3,117 +3,19 @@
 import ast
 import json
 import sys
-from html.parser import HTMLParser
 from math import inf, isfinite, nan
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from pages import WHOLE, train, validation
 
 from samplewise import errors, files
 from samplewise.ledger import files as ledger
-from samplewise.report import curves, page
+from samplewise.ledger import visits
+from samplewise.report import charts, page
 from samplewise.report.page import write_report
 from samplewise.report.run import read_run
-
-ABOUT = {
-    "name": "digits",
-    "started": "2026-11-16T01:20:33+00:00",
-    "samplewise": "0.1.0",
-    "torch": "2.13.0",
-    "parameters": 21704164,
-    "device": "cpu",
-    "settings": {"batch_size": 256, "betas": [0.9, 0.999], "augment": True},
-}
-
-
-def train(update, epoch=0, loss=1.0, **more):
-    line = dict(kind="train", epoch=epoch, update=update, samples=32 * update, loss=loss, lr=0.1)
-    return {**line, "samples_per_second": 100.0, "seconds": 0.5, "skipped": 0, **more}
-
-
-def validation(update, epoch=0, **metrics):
-    return {"kind": "validation", "epoch": epoch, "update": update, "seconds": 0.1, **metrics}
-
-
-WHOLE = [
-    train(1, loss=3.0),
-    train(2, loss=2.0),
-    validation(2, loss=2.5, accuracy=0.25, gap=4.0),
-    dict(kind="epoch", epoch=0, update=2, loss=2.75, seconds=12.5),
-    train(3, epoch=1, loss=1.5),
-    train(4, epoch=1, loss=1.75),
-    validation(4, epoch=1, loss=2.0, accuracy=0.75, gap=3.0),
-    dict(kind="epoch", epoch=1, update=4, loss=1.625, seconds=11.5),
-    dict(kind="end", update=4, reason="all epochs done"),
-]
-
-
-@pytest.fixture
-def report(tmp_path):
-    """Writes a run directory, and reads the page that is made of it."""
-
-    def make(lines, about=ABOUT, after=""):
-        if about is not None:
-            (tmp_path / "run.json").write_text(json.dumps(about))
-        (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + after)
-        return Page(write_report(tmp_path).read_text(encoding="utf-8"))
-
-    return make
-
-
-class Page(HTMLParser):
-    """The page as somebody sees it: text, tables under their headings, charts by caption."""
-
-    VOID = ("meta",)
-
-    def __init__(self, html):
-        super().__init__()
-        self.html, self.open, self.tags, self.attributes, self.text = html, [], [], [], ""
-        self.tables, self.charts, self.title, self.caption, self.section = {}, {}, "", "", ""
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in self.VOID:
-            self.open.append(tag)
-        if tag in ("h2", "caption"):
-            self.section = ""
-        elif tag == "figcaption":
-            self.caption = ""
-        elif tag == "tr":
-            self.tables.setdefault(self.section, []).append([])
-        elif tag in ("td", "th"):
-            self.tables[self.section][-1].append("")
-        elif tag == "svg":
-            self.charts[self.caption] = []
-        elif tag == "path" and "clip-path" in dict(attrs) and "var(--line" in dict(attrs)["style"]:
-            self.charts[self.caption].append(dict(attrs)["d"])  # curves, not the grid
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.handle_endtag(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        inside = self.open[-1] if self.open else ""
-        if inside == "style":
-            return
-        self.text += data
-        if inside == "title":
-            self.title += data
-        elif inside in ("h2", "caption"):
-            self.section += data
-        elif inside == "figcaption":
-            self.caption += data
-        elif inside in ("td", "th"):
-            self.tables[self.section][-1][-1] += data
 
 
 def finite_points(path):
@@ -142,7 +44,7 @@ def test_every_number_has_its_chart(report):
     shown = report([*WHOLE[:-1], train(5, epoch=2, grad_norm=1.0), train(6, epoch=2, grad_norm=2.0)])
     names = ["loss", "accuracy", "gap"]
     expected = ["Train loss", *(f"Validation: {name}" for name in names), "Learning rate", "Samples per second"]
-    assert list(shown.charts) == [*expected, "grad_norm"]
+    assert list(shown.charts) == [*expected, "grad_norm", "Milliseconds per update"]
 
 
 def test_the_epochs_in_a_table(report):
@@ -258,7 +160,7 @@ def test_a_run_json_of_another_form(report, tmp_path, about):
 def test_no_validation(report):
     shown = report([train(1), train(2)])
     assert "This run has no validation." in shown.text
-    assert list(shown.charts) == ["Train loss", "Learning rate", "Samples per second"]
+    assert list(shown.charts) == ["Train loss", "Learning rate", "Samples per second", "Milliseconds per update"]
 
 
 def test_what_is_not_finite_is_a_gap_and_counted(report):
@@ -298,7 +200,7 @@ def test_thousands_of_lines_are_thinned_and_a_spike_stays(report):
     losses = [1.0 + update % 7 for update in range(20_000)]
     losses[12_345] = 99.0
     shown = report([train(update, loss=loss) for update, loss in enumerate(losses)])
-    assert all(finite_points(path) <= curves.MOST_POINTS for chart in shown.charts.values() for path in chart)
+    assert all(finite_points(path) <= charts.MOST_POINTS for chart in shown.charts.values() for path in chart)
     assert dict(shown.tables["Run"])["updates"] == "19,999"
     assert len(shown.html) < 400_000
 
@@ -306,15 +208,15 @@ def test_thousands_of_lines_are_thinned_and_a_spike_stays(report):
 def test_thinning_keeps_extremes_gaps_and_the_end():
     points = [(float(k), float(k % 100)) for k in range(10_000)]
     points[5_000], points[7_777], points[-1] = (5_000.0, nan), (7_777.0, -1e6), (9_999.0, 90.5)
-    kept = curves.thin(points)
-    assert len(kept) <= curves.MOST_POINTS and kept == sorted(kept)
+    kept = charts.thin(points)
+    assert len(kept) <= charts.MOST_POINTS and kept == sorted(kept)
     assert (7_777.0, -1e6) in kept and points[-1] in kept
     assert [x for x, y in kept if not isfinite(y)] == [5_000.0]
 
 
 def test_few_points_are_left_as_they_are():
-    points = [(float(k), 0.0) for k in range(curves.MOST_POINTS)]
-    assert curves.thin(points) is points
+    points = [(float(k), 0.0) for k in range(charts.MOST_POINTS)]
+    assert charts.thin(points) is points
 
 
 # -------------------------------------------------------------------------- names, and the file
@@ -358,9 +260,9 @@ def test_well_formed_by_itself_and_without_javascript(report, make):
 
 def test_colours_come_from_the_page(report):
     html = report(WHOLE).html
-    assert not [drawn for drawn in curves.CSS if drawn in html]
+    assert not [drawn for drawn in charts.CSS if drawn in html]
     assert "prefers-color-scheme: dark" in html and "@media print" in html
-    assert all(html.count(meant.removeprefix("var(").removesuffix(")") + ":") == 2 for meant in curves.CSS.values())
+    assert all(html.count(meant.removeprefix("var(").removesuffix(")") + ":") == 2 for meant in charts.CSS.values())
 
 
 # ------------------------------------------------------------------------- errors and imports
@@ -403,15 +305,17 @@ def imported(path):
             yield node.module
 
 
-READS_A_LEDGER = [Path(module.__file__) for module in (ledger, errors, files)]
+OURS = (ledger, visits, errors, files)
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted(Path(page.__file__).parent.glob("*.py")), *READS_A_LEDGER], ids=lambda path: path.name
+    "path",
+    [*sorted(Path(page.__file__).parent.glob("*.py")), *(Path(module.__file__) for module in OURS)],
+    ids=lambda path: path.name,
 )
 def test_needs_no_torch_and_little_else_of_samplewise(path):
     # By reading, because `import samplewise` itself imports torch.
-    allowed = {*sys.stdlib_module_names, "matplotlib"}
+    allowed = {*sys.stdlib_module_names, "matplotlib", "PIL"}
     strange = [name for name in imported(path) if name.split(".")[0] not in allowed]
-    ours = (ledger.__name__, errors.__name__, files.__name__)
-    assert [name for name in strange if not name.startswith("samplewise.report.") and name not in ours] == []
+    ours = [module.__name__ for module in OURS]
+    assert [name for name in strange if not name.startswith("samplewise.report") and name not in ours] == []

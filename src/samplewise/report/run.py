@@ -15,6 +15,7 @@ Line = dict[str, Any]
 Point = tuple[float, float]  # update, value
 
 PLACE = {"kind", "epoch", "update", "samples", "seconds", "skipped"}  # where a line stands, not what it measured
+KNOWN = {"loss", "lr", "samples_per_second", "memory"}  # numbers of a train line that have a chart of their own
 
 
 class Curve(NamedTuple):
@@ -39,12 +40,21 @@ class Run:
     validation: list[Line] = field(default_factory=list)
     epoch: list[Line] = field(default_factory=list)
     lr: list[Line] = field(default_factory=list)  # of LRMonitor
+    layers: list[Line] = field(default_factory=list)  # norms of gradients by layer
+    noise: list[Line] = field(default_factory=list)  # the noise scale, and the batch size it belongs to
     end: Line | None = None  # the last line, if it says that the run ended: it may have gone on after others
     left_out: list[str] = field(default_factory=list)  # one sentence a reason
 
     @property
     def name(self) -> str:
         return str(self.about.get("name") or self.directory.resolve().name)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The first and the last update that something is known of."""
+        places = [line.get("update") for line in self.lines + self.lr + self.layers + self.noise]
+        known = [float(place) for place in places if is_number(place) and isfinite(place)]
+        return min(known, default=0.0), max(known, default=0.0)
 
     @property
     def lines(self) -> list[Line]:
@@ -63,7 +73,7 @@ class Run:
         return samples(self.directory, damaged)
 
     def other_numbers(self) -> list[str]:
-        return [name for name in _measured(self.train) if name not in ("loss", "lr", "samples_per_second")]
+        return [name for name in _measured(self.train) if name not in KNOWN]
 
     def learning_rates(self) -> list[Curve]:
         """One curve for each parameter group; `lr` is a list where there is more than one."""
@@ -114,7 +124,9 @@ def _read_about(run: Run) -> None:
 
 
 def _read_log(run: Run, log: Path) -> None:
-    kinds = {"train": run.train, "validation": run.validation, "epoch": run.epoch, "lr": run.lr, "end": []}
+    ends: list[Line] = []
+    names = ("train", "validation", "epoch", "lr", "layers", "noise")
+    kinds = {"end": ends} | {name: getattr(run, name) for name in names}
     unreadable, unknown, cut = 0, 0, False
     for text in _filled_lines(log):
         line = _parse(text)

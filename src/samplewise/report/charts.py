@@ -1,32 +1,37 @@
-"""Curves as SVG inside the page: no file of their own, and the colours of the page, light or dark."""
+"""Charts as SVG inside the page: no file of their own, and the colours of the page, light or dark.
+
+No words of the user stand in a drawing: titles and names of curves are beside it, as text of the page.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import StringIO
 from itertools import pairwise
 from math import copysign, isfinite, nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from samplewise.report.html import COLOURS
 from samplewise.report.run import Curve, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_POINTS = 2000
+MOST_POINTS = 1000  # of all curves of a chart
+FEWEST_POINTS = 200  # of one of them, however many there are
 FEW_POINTS = 40  # so few are marked one by one
 LARGEST = 1e300  # beyond, the margins of the axes overflow
 
 # matplotlib knows no CSS: it draws with these, and what stands for each is put in afterwards.
 INK, GRID = "#010203", "#040506"
-LINES = ("#070809", "#0a0b0c", "#0d0e0f", "#101112")
+LINES = tuple(f"#{7 + 3 * k:02x}{8 + 3 * k:02x}{9 + 3 * k:02x}" for k in range(COLOURS))
 CSS = {INK: "var(--quiet)", GRID: "var(--rule)"} | {line: f"var(--line-{k})" for k, line in enumerate(LINES)}
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # letters stay letters, in the fonts of the page
     "svg.hashsalt": "samplewise",  # the same run gives the same file
-    "font.size": 9,
+    "font.size": 9.5,
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
@@ -44,16 +49,63 @@ STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
-    "legend.frameon": False,
 }
 
 
-def draw(curves: Sequence[Curve], updates: tuple[float, float], prefix: str, label: str) -> str:
-    """One chart as an `<svg>` element; `prefix` keeps its ids apart from those of the other charts of the page.
+class Band(NamedTuple):
+    """Between two curves of the same updates; the wider of two is drawn first."""
 
-    All charts span the same `updates`, first to last, so that what stands below each other happened together. `label`
-    is for those who cannot see it, and escaped already. Names of more than one curve go into a legend.
+    low: list[Point]
+    high: list[Point]
+
+
+class Frame(NamedTuple):
+    """What charts of a page share, so that what stands below each other happened together."""
+
+    first: float
+    last: float
+
+
+def lines(curves: Sequence[Curve], frame: Frame, prefix: str, label: str, log: bool = False) -> str:
+    """Curves as an `<svg>` element; `prefix` keeps its ids apart from those of the other charts of the page. `label` is
+    for those who cannot see it, and escaped already.
     """
+    return _svg(lambda axes: _plot(axes, curves), frame, prefix, label, log)
+
+
+def bands(around: Sequence[Band], curves: Sequence[Curve], frame: Frame, prefix: str, label: str, log: bool) -> str:
+    """Bands in the colour of the first curve, and curves over them."""
+
+    def paint(axes: Axes) -> None:
+        for band in around:
+            xs = [x for x, _ in band.low]
+            axes.fill_between(xs, [y for _, y in band.low], [y for _, y in band.high], color=LINES[0], alpha=0.2, lw=0)
+        _plot(axes, curves)
+
+    return _svg(paint, frame, prefix, label, log)
+
+
+def shares(curves: Sequence[Curve], frame: Frame, prefix: str, label: str) -> str:
+    """Curves of the same updates, as parts of a whole on top of each other."""
+
+    def paint(axes: Axes) -> None:
+        xs = [x for x, _ in curves[0].points]
+        totals = [sum(values) or 1.0 for values in zip(*([y for _, y in c.points] for c in curves), strict=True)]
+        parts = [[100 * y / total for (_, y), total in zip(c.points, totals, strict=True)] for c in curves]
+        axes.stackplot(xs, parts, colors=[LINES[k % COLOURS] for k in range(len(curves))], alpha=0.75, step="pre", lw=0)
+        axes.set_ylim(0, 100)
+        axes.yaxis.set_major_formatter("{x:.0f} %")
+
+    return _svg(paint, frame, prefix, label, log=False)
+
+
+def spans_decades(values: Sequence[float], times: float = 100.0) -> bool:
+    """Whether a logarithmic axis tells more."""
+    found = [value for value in values if isfinite(value)]
+    return bool(found) and min(found) > 0 and max(found) / min(found) >= times
+
+
+def _svg(paint: Callable[[Axes], None], frame: Frame, prefix: str, label: str, log: bool) -> str:
     try:
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -64,28 +116,28 @@ def draw(curves: Sequence[Curve], updates: tuple[float, float], prefix: str, lab
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # what the user has set for other figures is not meant for this one
         matplotlib.rcParams.update(STYLE)
-        figure = Figure(figsize=(5.2, 2.7), layout="constrained")
+        figure = Figure(figsize=(4.7, 2.6), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
-        _plot(axes, curves)
-        _frame(axes, *updates)
+        paint(axes)
+        _frame(axes, *frame)
+        _logarithmic(axes) if log else axes.locator_params(axis="y", nbins=6)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # else it names its maker, with addresses
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
     return _for_the_page(out.getvalue(), prefix, label)
 
 
 def _plot(axes: Axes, curves: Sequence[Curve]) -> None:
+    most = max(FEWEST_POINTS, MOST_POINTS // max(1, len(curves)))
     for k, curve in enumerate(curves):
-        points = thin([(x, _drawable(y)) for x, y in curve.points])
+        points = thin([(x, _drawable(y)) for x, y in curve.points], most)
         xs, ys = zip(*points, strict=True) if points else ((), ())
-        # Curves of one chart often coincide (learning rates of groups): the later ones are thinner and lie above.
-        width = (1.4 if len(points) <= 10 * FEW_POINTS else 0.9) + 0.6 * min(3, len(curves) - 1 - k)
-        color = LINES[k % len(LINES)]
+        # A few curves of one chart often coincide (learning rates): the later ones are thinner and lie above.
+        width = (1.4 if len(points) <= 10 * FEW_POINTS else 0.9) + 0.6 * (len(curves) - 1 - k if len(curves) < 5 else 0)
+        color, style = LINES[k % COLOURS], "-" if k < COLOURS else "--"
         dots = _marked(points)
-        axes.plot(xs, ys, color=color, linewidth=width, label=curve.name)
+        axes.plot(xs, ys, color=color, linewidth=width, linestyle=style)
         axes.plot([xs[d] for d in dots], [ys[d] for d in dots], color=color, linestyle="", marker="o", markersize=3)
-    if len(curves) > 1:
-        axes.legend()
 
 
 def _frame(axes: Axes, first: float, last: float) -> None:
@@ -94,7 +146,18 @@ def _frame(axes: Axes, first: float, last: float) -> None:
     axes.set_xlabel("update")
     axes.locator_params(axis="x", integer=True, nbins=6)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.locator_params(axis="y", nbins=6)
+
+
+def _logarithmic(axes: Axes) -> None:
+    """Wide enough for a number at the axis, whatever the values; what is not positive is not drawn."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    low, high = float(axes.dataLim.minposy) / 1.5, float(axes.dataLim.y1) * 1.5
+    axes.set_yscale("log", nonpositive="mask")
+    axes.set_ylim(low, high)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,), numticks=7))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:,g}")
 
 
 def _drawable(y: float) -> float:

@@ -1,0 +1,76 @@
+"""The norm of the gradient, layer by layer."""
+
+from __future__ import annotations
+
+from math import inf, isfinite, log
+from typing import Any
+
+from samplewise.report.charts import Frame, lines, spans_decades
+from samplewise.report.html import Section, aligned, beside, figure, quiet, table
+from samplewise.report.run import Curve, Run, curve
+
+MOST = 12
+
+
+def layers(run: Run) -> Section:
+    curves = _curves(run)
+    if not curves:
+        return Section("Layers", "")
+    shown = telling(curves)
+    if not any(c.finite for c in shown):
+        return Section("Layers", quiet("No norm of a layer is finite."))
+    values = [value for c in shown for _, value in c.finite]
+    drawing = lines(
+        shown, Frame(*run.span), "layers", "Gradient norms of layers against updates", spans_decades(values)
+    )
+    left = len(curves) - len(shown)
+    note = (
+        f"{left:,} of {len(curves):,} layers are left out: shown are those with the largest norms, and those whose "
+        "norms changed the most."
+    )
+    chart = figure("Gradient norm of each layer", drawing, [c.name for c in shown])
+    return Section("Layers", beside(chart, _table(shown) + (quiet(note) if left else "")))
+
+
+def _curves(run: Run) -> list[Curve]:
+    """One for each layer, in the order of the model."""
+    norms: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (line, found) for line in run.layers if isinstance(found := line.get("norms"), dict)
+    ]
+    names = dict.fromkeys(name for _, found in norms for name in found)
+    curves = [curve([{**line, "norm": found.get(name)} for line, found in norms], "norm", name) for name in names]
+    return [c for c in curves if c.points]
+
+
+def telling(curves: list[Curve], most: int = MOST) -> list[Curve]:
+    """So many of them, in their order: by turns the largest, and those that changed the most."""
+    if len(curves) <= most:
+        return curves
+    largest = sorted(curves, key=_size, reverse=True)
+    changed = sorted(curves, key=_change, reverse=True)
+    chosen = dict.fromkeys(c.name for pair in zip(largest, changed, strict=True) for c in pair)
+    kept = set(list(chosen)[:most])
+    return [c for c in curves if c.name in kept]
+
+
+def _size(found: Curve) -> float:
+    return max((value for _, value in found.finite), default=inf)
+
+
+def _change(found: Curve) -> float:
+    """A layer that was once NaN or infinite changed more than any other."""
+    positive = [value for _, value in found.points if value > 0 and isfinite(value)]
+    return log(max(positive) / min(positive)) if len(found.finite) == len(found.points) and positive else inf
+
+
+def _table(shown: list[Curve]) -> str:
+    values = [[value for _, value in c.finite] or [float("nan")] for c in shown]
+    told = {
+        "first": [v[0] for v in values],
+        "last": [v[-1] for v in values],
+        "lowest": [min(v) for v in values],
+        "highest": [max(v) for v in values],
+    }
+    numbers = [aligned(column) for column in told.values()]
+    rows = [(c.name, *row) for c, row in zip(shown, zip(*numbers, strict=True), strict=True)]
+    return table(("layer", *told), rows, words=1)

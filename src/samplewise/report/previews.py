@@ -1,0 +1,120 @@
+"""Small pictures, texts or values of samples, from previews.json beside the log."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any
+
+from samplewise.report.html import pairs, text
+from samplewise.report.run import Run
+
+VERSION = 1
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+LARGEST = 112  # pixels, either way
+LOSSLESS = 48  # pixels, up to which every one counts
+LONGEST_TEXT, MOST_VALUES = 600, 24
+BUDGET = 500_000  # characters on the page
+Preview = dict[str, Any]
+
+
+@dataclass
+class Previews:
+    found: dict[str, Any] = field(default_factory=dict)  # as in the file, by id
+    warnings: list[str] = field(default_factory=list)
+
+    def label(self, one: str) -> str | None:
+        entry = self.found.get(one)
+        label = entry.get("label") if isinstance(entry, dict) else None
+        return None if label is None else str(label)[:LONGEST_TEXT]
+
+    def shown(self, ids: Iterable[str], budget: int = BUDGET) -> dict[str, Preview]:
+        """Of these samples, as far as they are there and the budget goes. What is broken or left out is told of."""
+        shown: dict[str, Preview] = {}
+        broken, left = [], 0
+        for one in ids:
+            if one not in self.found:
+                continue
+            try:
+                preview = prepared(self.found[one])
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+                broken.append(one)
+                continue
+            budget -= len(json.dumps(preview))
+            if budget < 0:
+                left += 1
+            elif preview:
+                shown[one] = preview
+        if broken:
+            self.warnings.append(f"Previews that cannot be shown: {len(broken):,}, for example of {broken[0]!r}.")
+        if left:
+            self.warnings.append(f"Previews left out so that the page stays small: {left:,}.")
+        return shown
+
+
+def read_previews(run: Run) -> Previews:
+    path = run.directory / "previews.json"
+    if not path.exists():
+        return Previews()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["version"] != VERSION:
+            return Previews(warnings=[f"previews.json is of version {content['version']!r}; {VERSION} is known here."])
+        return Previews(dict(content["samples"]))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as why:
+        return Previews(warnings=[f"previews.json cannot be read, and samples are shown without: {_reason(why)}."])
+
+
+def _reason(why: Exception) -> str:
+    said = str(why).partition("\n")[0].rstrip(".")
+    return f"there is no {said}" if isinstance(why, KeyError) else said
+
+
+def prepared(entry: Preview) -> Preview:
+    """An entry of the file as the page wants it: an address of a picture, a text that is not too long, or values."""
+    if "image" in entry:
+        return {"image": picture(**entry["image"])}
+    if "text" in entry:
+        words = str(entry["text"])
+        return {"text": words if len(words) <= LONGEST_TEXT else words[:LONGEST_TEXT] + "…"}
+    values = entry.get("values")
+    if values is None:
+        return {}
+    return {"values": [[str(name), shortened(value)] for name, value in list(values.items())[:MOST_VALUES]]}
+
+
+def as_html(preview: Preview) -> str:
+    """What samples.js makes of it, for a page without that script."""
+    if "image" in preview:
+        return f'<img src="{preview["image"]}" alt="" />'
+    if "text" in preview:
+        return f"<blockquote>{text(preview['text'])}</blockquote>"
+    return pairs(preview["values"]) if "values" in preview else ""
+
+
+def shortened(value: object, longest: int = 200) -> str:
+    written = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return written if len(written) <= longest else written[:longest] + "…"
+
+
+def picture(width: int, height: int, channels: int, data: str) -> str:
+    """As a data address. Small ones are kept as they are; of large ones a thumbnail is enough."""
+    from PIL import Image
+
+    try:
+        pixels = base64.b64decode(data, validate=True)
+    except binascii.Error as why:
+        raise ValueError(str(why)) from None
+    if channels not in MODES or len(pixels) != width * height * channels:
+        raise ValueError(f"{len(pixels)} bytes are no picture of {height}×{width}×{channels}.")
+    image = Image.frombytes(MODES[channels], (width, height), pixels)
+    small = max(width, height) <= LOSSLESS
+    image.thumbnail((LARGEST, LARGEST))
+    kind = "png" if small or channels == 4 else "jpeg"
+    out = BytesIO()
+    image.save(out, kind)
+    return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"

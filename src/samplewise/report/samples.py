@@ -1,0 +1,105 @@
+"""What the ledger of a run tells of its samples, and who is suspect. Trouble with it becomes a line on the page."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from heapq import nlargest
+from math import inf
+from typing import Any, NamedTuple
+
+from samplewise.errors import LedgerError
+from samplewise.ledger.files import numbered
+from samplewise.ledger.visits import SCORES, recommended, suspicion, visited
+from samplewise.report.run import Run
+
+MOST_SUSPECTS = 200
+SHARE = 10  # at most one sample in so many is suspect,
+FEWEST_SUSPECTS = 12  # unless there are hardly any
+
+TITLES = {"loss": "loss", "norm": "gradient norm", "el2n": "EL2N", "self_influence": "self-influence"}
+
+
+class Score(NamedTuple):
+    """A way to rank samples, and the rows that it finds most suspect, the worst first."""
+
+    title: str
+    by: tuple[str, ...]
+    order: list[int]
+
+
+@dataclass
+class Samples:
+    """`rows`: one per visit; `each`: one per sample. Neither without a ledger that can be read."""
+
+    rows: Any = None
+    each: Any = None
+    scores: list[Score] = field(default_factory=list)  # the recommended one first
+    warnings: list[str] = field(default_factory=list)
+    missing: str = ""  # why there is nothing
+
+    @property
+    def count(self) -> int | None:
+        return None if self.each is None else len(self.each)
+
+    @property
+    def suspects(self) -> list[str]:
+        """Ids by the recommended score, the worst first."""
+        ids = self.each["id"].take(self.scores[0].order).to_pylist() if self.scores else []
+        return [str(one) for one in ids]
+
+
+def read_samples(run: Run) -> Samples:
+    if not numbered(run.directory):
+        return Samples(missing="No ledger: train with callbacks=[sw.Ledger()] to see the samples here.")
+    try:
+        rows, said = _rows(run)
+        each = visited(rows)
+    except (ImportError, LedgerError, ValueError, ArithmeticError) as why:
+        return Samples(warnings=[f"The samples cannot be shown: {why}"], missing="The ledger cannot be read.")
+    if not len(each):
+        return Samples(rows, warnings=said, missing="The ledger holds no sample with a finite loss or norm.")
+    return Samples(rows, each, scores(each), said + repeated(rows))
+
+
+def _rows(run: Run) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = run.samples(damaged="skip")
+    return rows, [f"Ledger: {warning.message}" for warning in caught]
+
+
+def scores(each: Any) -> list[Score]:
+    """All that there are, the recommended one or combination first."""
+    there = [name for name in SCORES if name in each.column_names]
+    best = recommended(there)
+    ways = dict.fromkeys([best, *((name,) for name in there)])
+    return [Score(_title(by, by == best), by, _most_suspect(suspicion(each, by))) for by in ways]
+
+
+def _title(by: tuple[str, ...], best: bool) -> str:
+    title = " and ".join(TITLES.get(name, name) for name in by)
+    return f"{title} (recommended)" if best else title
+
+
+def _most_suspect(suspicions: list[float]) -> list[int]:
+    known = [row for row, value in enumerate(suspicions) if value > -inf]
+    count = min(MOST_SUSPECTS, max(FEWEST_SUSPECTS, len(suspicions) // SHARE), len(known))
+    return nlargest(count, known, key=suspicions.__getitem__)
+
+
+def repeated(rows: Any) -> list[str]:
+    """Whether ids stand more than once in an epoch: drawn with replacement, or several samples with one id."""
+    if "epoch" not in rows.column_names:
+        return []
+    counts = rows.select(["id", "epoch"]).group_by(["id", "epoch"]).aggregate([([], "count_all")])
+    extra = len(rows) - len(counts)
+    if not extra:
+        return []
+    worst = counts.sort_by([("count_all", "descending"), ("epoch", "ascending"), ("id", "ascending")]).slice(0, 1)
+    one = worst.to_pylist()[0]
+    return [
+        f"Ids repeat within an epoch: {extra:,} of {len(rows):,} rows have an id that the epoch had before. "
+        f"{one['id']!r}, for example, stands {one['count_all']:,} times in epoch {one['epoch']}. Unless samples are "
+        "drawn with replacement, several share an id, and are one here: sw.Indexed(dataset) gives each its own."
+    ]

@@ -1,0 +1,178 @@
+"""Loss against gradient norm, sample by sample, and a gallery of the suspects: what samples.js draws.
+
+All samples are put into the page as long as they are few. Of many it gets counts on a grid, and the suspects.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import isfinite, log
+from typing import Any, NamedTuple
+
+from samplewise.ledger.visits import SCORES
+from samplewise.report.html import Section, embedded, quiet, text
+from samplewise.report.previews import Previews, shortened
+from samplewise.report.samples import TITLES, Samples
+
+MOST_SAMPLES = 20_000
+BUDGET = 1_000_000  # characters, of all samples together
+GRID = (72, 48)
+DECADES = 30.0  # largest over smallest, from where on an axis is logarithmic
+SMALLEST = 1e-8  # of the largest: what is smaller stands at the edge of a logarithmic axis
+HIDDEN = ("id", "visits", "epoch", "update")
+Values = Sequence[float | None]
+
+
+class Axis(NamedTuple):
+    name: str
+    log: bool
+    low: float
+    high: float
+
+    def place(self, value: float) -> float:
+        """From 0 to 1; what lies outside stands at the edge."""
+        if self.log:
+            value = log(max(value, self.low) / self.low) / log(self.high / self.low)
+        else:
+            value = (value - self.low) / (self.high - self.low)
+        return min(1.0, max(0.0, value))
+
+
+def axis(name: str, values: Values) -> Axis | None:
+    """One that holds all values; None if there are none."""
+    known = [value for value in values if value is not None and isfinite(value)]
+    if not known:
+        return None
+    low, high = min(known), max(known)
+    positive = sorted(value for value in known if value > 0)
+    if low >= 0 and positive and high >= DECADES * positive[len(positive) // 100]:
+        return Axis(name, True, max(positive[0], high * SMALLEST) / 1.3, high * 1.3)
+    margin = 0.04 * (high - low) or 0.5 * abs(high) or 1.0
+    return Axis(name, False, low - margin, high + margin)
+
+
+def density(x: Axis, y: Axis, xs: Values, ys: Values) -> list[list[int]]:
+    """Column, row and count of each cell of the grid that is not empty."""
+    pairs = ((a, b) for a, b in zip(xs, ys, strict=True) if a is not None and b is not None)
+    cells = Counter((_cell(x.place(a), GRID[0]), _cell(y.place(b), GRID[1])) for a, b in pairs)
+    return [[column, row, count] for (column, row), count in sorted(cells.items())]
+
+
+def _cell(place: float, cells: int) -> int:
+    return min(cells - 1, int(place * cells))
+
+
+# ------------------------------------------------------------------------------------ the data
+
+
+def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
+    """What the page's script is given."""
+    each = samples.each
+    xs, ys = (each[name].to_pylist() if name in each.column_names else [] for name in ("loss", "norm"))
+    x, y = axis("loss", xs), axis("gradient norm", ys)
+    rows, whole = _chosen(samples)
+    numbers = {row: k for k, row in enumerate(rows)}
+    ids = [str(one) for one in each["id"].take(rows).to_pylist()]
+    suspects = list(dict.fromkeys(numbers[row] for places in _by_rank(samples) for row in places))
+    shown = previews.shown(ids[k] for k in suspects)
+    return {
+        "total": len(each),
+        "axes": [x._asdict(), y._asdict()] if x and y else None,
+        "grid": None if whole or not (x and y) else {"size": GRID, "cells": density(x, y, xs, ys)},
+        "ids": [shortened(one) for one in ids],
+        "columns": _columns(each.take(rows)) + _labels(each, ids, previews),
+        "scores": [{"title": s.title, "order": [numbers[row] for row in s.order]} for s in samples.scores],
+        "previews": {k: shown[ids[k]] for k in suspects if ids[k] in shown},
+    }
+
+
+def _by_rank(samples: Samples) -> list[list[int]]:
+    """First the first of all scores, then the second: should previews run out, then for the last of each."""
+    longest = max(len(score.order) for score in samples.scores)
+    return [[s.order[k] for s in samples.scores if k < len(s.order)] for k in range(longest)]
+
+
+def _chosen(samples: Samples) -> tuple[list[int], bool]:
+    """The rows that are put into the page, and whether these are all."""
+    each = samples.each
+    everything = len(each) <= MOST_SAMPLES and _size(each) <= BUDGET
+    suspects = {row for score in samples.scores for row in score.order}
+    return (list(range(len(each))) if everything else sorted(suspects)), everything
+
+
+def _size(each: Any) -> int:
+    """About how many characters they would take."""
+    columns = [each[name] for name in each.column_names if name not in HIDDEN[1:]]
+    return sum(9 * len(column) if _is_numeric(column) else column.nbytes for column in columns)
+
+
+def _is_numeric(column: Any) -> bool:
+    return str(column.type).startswith(("int", "uint", "float", "double", "half"))
+
+
+def _columns(chosen: Any) -> list[dict[str, Any]]:
+    """What is shown of a sample, with its numbers rounded."""
+    extra = [name for name in chosen.column_names if name not in HIDDEN and name not in SCORES]
+    scores = [name for name in SCORES if name in chosen.column_names]
+    titles = {name: TITLES.get(name, name) for name in scores} | {name: name for name in extra}
+    return [
+        {"name": titles.get(name, name), "key": name, "values": [_plain(v) for v in chosen[name].to_pylist()]}
+        for name in [*scores, "visits", *extra]
+    ]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if isfinite(value) else None
+    return shortened(value) if isinstance(value, str) else value
+
+
+def _labels(each: Any, ids: list[str], previews: Previews) -> list[dict[str, Any]]:
+    """As previews have them, where the ledger has none."""
+    found = [] if "label" in each.column_names else [previews.label(one) for one in ids]
+    return [{"name": "label", "key": "label", "values": found}] if any(label is not None for label in found) else []
+
+
+# ------------------------------------------------------------------------------------ the page
+
+
+def scatter(samples: Samples, previews: Previews) -> Section:
+    if samples.each is None:
+        return Section("Samples", quiet(samples.missing))
+    data = payload(samples, previews)
+    said = (
+        "Each sample by the mean over its visits."
+        if not data["grid"]
+        else (
+            f"{data['total']:,} samples are too many to draw one by one: the shade tells how many there are, and the "
+            f"{len(data['ids']):,} most suspect of them are points."
+        )
+    )
+    plot = _PLOT if data["axes"] else quiet("Loss or norm is not known: there is nothing to draw them against.")
+    choices = "".join(
+        f'<button type="button" data-score="{k}" aria-pressed="{"false" if k else "true"}">{text(s["title"])}</button>'
+        for k, s in enumerate(data["scores"])
+    )
+    return Section(
+        "Samples",
+        f'<p class="quiet">{said} Most suspect are those that a score finds hardest to learn: wrong labels, and the '
+        f'unusual.</p>\n<div id="scores" role="group" aria-label="Suspects by">{choices}</div>\n{plot}\n{_GALLERY}'
+        f"{embedded('samples-data', data)}",
+    )
+
+
+_PLOT = """<div class="explorer">
+<figure><figcaption>Loss against gradient norm</figcaption>
+<div class="plot"><canvas id="plot" tabindex="0" role="application"
+  aria-label="Loss against gradient norm of each sample. Arrows go through the suspects, Enter pins, Escape lets go."
+></canvas>
+<div id="tip" role="status" hidden=""></div></div>
+<ul class="legend"><li><i class="dot"></i>sample</li><li><i class="dot suspect"></i>suspect</li></ul></figure>
+<aside id="pinned" aria-live="polite"><p class="quiet">Click a point or a card to see the sample here. On the
+  keyboard, arrows go through the suspects, Enter pins one, Escape lets go.</p></aside>
+</div>"""
+_GALLERY = """<h3 id="suspects">Suspects</h3>
+<noscript><p class="quiet">The samples are drawn by the page's own script, which is turned off.</p></noscript>
+<ol id="gallery" class="gallery"></ol><button type="button" id="more" hidden="">Show more</button>
+"""

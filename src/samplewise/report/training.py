@@ -1,0 +1,147 @@
+"""How the training went: curves, best values, epochs, updates that were skipped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from math import isfinite
+from typing import Any
+
+from samplewise.report.charts import Frame, lines
+from samplewise.report.html import Section, aligned, columns, figure, number, quiet, table, text
+from samplewise.report.run import Curve, Line, Run, curve, is_number
+
+LOWER_IS_BETTER = set("loss error err mse rmse mae nll ce bce perplexity ppl bpb wer cer fid brier ece regret".split())
+HIGHER_IS_BETTER = set(
+    "accuracy acc top1 top5 f1 auc auroc precision recall iou miou dice bleu psnr ssim r2 map score reward".split()
+)
+Charts = dict[str, list[Curve]]  # by title
+
+
+def state(run: Run) -> str:
+    if run.end:
+        return f"Ended at update {run.reached('update'):,}: {run.end.get('reason', 'no reason given')}"
+    if run.lines:
+        return f"Not finished: the log reaches update {run.reached('update'):,} and has no end"
+    return "Nothing logged yet"
+
+
+def charts(run: Run) -> Charts:
+    """What was never logged has none."""
+    metrics = {f"Validation: {name}": [curve(run.validation, name, f"validation {name}")] for name in run.metrics()}
+    found = {
+        "Train loss": [curve(run.train, "loss", "train loss")],
+        **metrics,
+        "Learning rate": run.learning_rates(),
+        "Samples per second": [curve(run.train, "samples_per_second", "samples per second")],
+    }
+    found |= {name: [curve(run.train, name)] for name in run.other_numbers() if name not in found}
+    return {title: curves for title, curves in found.items() if any(drawn.points for drawn in curves)}
+
+
+def warnings(run: Run) -> list[str]:
+    named = [
+        drawn._replace(name=f"{title}, {drawn.name}" if len(curves) > 1 else title)
+        for title, curves in charts(run).items()
+        for drawn in curves
+    ]
+    return [said for drawn in named if (said := not_finite(drawn))]
+
+
+def not_finite(drawn: Curve) -> str:
+    bad = len(drawn.points) - len(drawn.finite)
+    said = f"{drawn.name}: {bad:,} of {len(drawn.points):,} values NaN or infinite, left out of the curve."
+    return said if bad else ""
+
+
+def curves(run: Run) -> Section:
+    frame = Frame(*run.span)
+    figures = "".join(drawn(f"chart{k}", title, found, frame) for k, (title, found) in enumerate(charts(run).items()))
+    missing = "" if run.metrics() else quiet("This run has no validation.")
+    return Section("Curves", columns(figures) + missing if figures else quiet("Nothing to draw yet."))
+
+
+def drawn(prefix: str, title: str, curves: Sequence[Curve], frame: Frame, log: bool = False) -> str:
+    """A figure of curves against updates."""
+    if not any(curve.finite for curve in curves):
+        return figure(title, quiet("No finite value."))
+    drawing = lines(curves, frame, prefix, f"{text(title)} against updates", log)
+    return figure(title, drawing, [curve.name for curve in curves])
+
+
+# -------------------------------------------------------------------------------- best values
+
+
+def measured(run: Run) -> list[Curve]:
+    """What has a best value."""
+    train = curve(run.train, "loss", "train loss")
+    return [train, *(curve(run.validation, name, f"validation {name}") for name in run.metrics())]
+
+
+def best(run: Run) -> Section:
+    found = measured(run)
+    rows = [
+        (drawn.name, which, number(value), f"{update:,.0f}", number(drawn.points[-1][1]))
+        for drawn in found
+        for which in better(drawn.name)
+        for update, value in extreme(drawn, which)
+    ]
+    unclear = any(len(better(drawn.name)) > 1 for drawn in found)
+    note = quiet("Where the name does not tell which end is good, both are given.") if unclear else ""
+    return Section("Best values", table(("", "", "value", "at update", "last"), rows, words=2) + note if rows else "")
+
+
+def better(name: str) -> Sequence[str]:
+    """Which end of the scale is good, as far as a name tells; both where it does not."""
+    words = set(re.findall(r"[a-z0-9]+", name.lower().replace("_", " ")))
+    lower, higher = bool(words & LOWER_IS_BETTER), bool(words & HIGHER_IS_BETTER)
+    return ("lowest", "highest") if lower == higher else ("lowest",) if lower else ("highest",)
+
+
+def extreme(drawn: Curve, which: str) -> Sequence[tuple[float, float]]:
+    """The first point that has the value, or none."""
+    pick = min if which == "lowest" else max
+    return [pick(drawn.finite, key=lambda point: point[1])] if drawn.finite else []
+
+
+# ------------------------------------------------------------------------------------- epochs
+
+
+def epochs(run: Run) -> Section:
+    found = sorted({line["epoch"] for line in run.lines if is_number(line.get("epoch")) and isfinite(line["epoch"])})
+    train, validation, ends = _last_of_epoch(run.train), _last_of_epoch(run.validation), _last_of_epoch(run.epoch)
+    wanted = [("last train loss", train, "loss"), ("epoch loss", ends, "loss")]
+    wanted += [(f"validation {name}", validation, name) for name in run.metrics()]
+    wanted += [("seconds", ends, "seconds"), ("train seconds", _seconds_of_epoch(run.train), "seconds")]
+    filled = [
+        (title, [lines.get(epoch, {}).get(key) for epoch in found])
+        for title, lines, key in wanted
+        if any(is_number(line.get(key)) for line in lines.values())
+    ]
+    rows = list(zip((f"{epoch:,}" for epoch in found), *(aligned(values) for _, values in filled), strict=True))
+    return Section("Epochs", table(("epoch", *(title for title, _ in filled)), rows, words=0) if rows else "")
+
+
+def _last_of_epoch(lines: Iterable[Line]) -> dict[Any, Line]:
+    return {line["epoch"]: line for line in lines if is_number(line.get("epoch"))}
+
+
+def _seconds_of_epoch(lines: Iterable[Line]) -> dict[Any, Line]:
+    """Added up, because a train line counts from the line before."""
+    found = [line for line in lines if is_number(line.get("epoch")) and is_number(line.get("seconds"))]
+    sums = dict.fromkeys((line["epoch"] for line in found), 0.0)
+    for line in found:
+        sums[line["epoch"]] += line["seconds"]
+    return {epoch: {"seconds": seconds} for epoch, seconds in sums.items()}
+
+
+def skipped(run: Run) -> Section:
+    noted = [(update, count) for update, count in curve(run.train, "skipped").finite if count > 0]
+    if not noted:
+        return Section("Skipped updates", quiet("None." if run.train else "Nothing logged yet."))
+    return Section(
+        "Skipped updates",
+        f"<p>{sum(count for _, count in noted):,.0f} left out because of NaN or infinity, "
+        f"beside {run.reached('update'):,} made: the first noted at update {noted[0][0]:,.0f}, "
+        f"the last at update {noted[-1][0]:,.0f}.</p>",
+    )

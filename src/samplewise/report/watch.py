@@ -1,0 +1,63 @@
+"""A report that follows a run: written anew whenever the files of the run have changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from samplewise.ledger.files import FOLDER
+from samplewise.report.compare import write_comparison
+from samplewise.report.page import write_report
+from samplewise.report.run import read_run
+
+EVERY = 5.0  # seconds
+FILES = ("log.jsonl", "run.json", "previews.json", f"{FOLDER}/*.parquet")
+Seen = list[tuple[str, int, int]]
+
+
+def write_any(runs: Sequence[Path], to: Path | None = None, reload: float | None = None) -> Path:
+    """The report of one run, or the comparison of several."""
+    return write_report(runs[0], to, reload) if len(runs) == 1 else write_comparison(runs, to, reload)
+
+
+def watch(
+    runs: Sequence[Path],
+    to: Path | None,
+    tell: Callable[[str], object],
+    every: float = EVERY,
+    sleep: Callable[[float], object] = time.sleep,
+) -> None:
+    """Until all runs have ended, or somebody presses Ctrl-C. The page reloads itself as long as it may change."""
+    try:
+        path = write_any(runs, to, every)
+        tell(f"{path} follows {'the run' if len(runs) == 1 else 'the runs'}; leave with Ctrl-C")
+        before: Seen = []  # the first page may be older than what has been seen since
+        while not _ended(runs):
+            now = seen(runs)
+            if now != before:
+                before = now
+                write_any(runs, to, every)
+            sleep(every)
+        tell("ended")
+    except KeyboardInterrupt:
+        tell("no longer followed")
+    tell(f"{write_any(runs, to)} is written for the last time")
+
+
+def seen(runs: Sequence[Path]) -> Seen:
+    """What tells that a file has changed. One that goes while it is looked at is seen next time."""
+    paths = (path for run in runs for pattern in FILES for path in sorted(Path(run).glob(pattern)))
+    return [found for path in paths for found in _stamp(path)]
+
+
+def _stamp(path: Path) -> Seen:
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        return []
+    return [(str(path), about.st_mtime_ns, about.st_size)]
+
+
+def _ended(runs: Sequence[Path]) -> bool:
+    return all(read_run(Path(run)).end for run in runs)
