@@ -6,13 +6,16 @@ batch and how many samples of it have been used. The batch is fetched again as i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+from samplewise import ranks
 from samplewise.batches import length
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop import store
+from samplewise.loop.sharding import Share, check_undivided
 from samplewise.loop.sources import END, is_ordered, source_of
 
 
@@ -20,12 +23,17 @@ from samplewise.loop.sources import END, is_ordered, source_of
 class Place:
     """In an epoch: after so many batches, and so many samples of the next one. `state` is the loader's own, there or
     one batch before: after its last batch, many a loader cannot tell the end of an epoch from the beginning.
+
+    Of several ranks each has a place of its own. `start`: so many samples of the epoch were used, by whoever it was,
+    before these ranks divided the rest.
     """
 
     batches: int = 0
     inside: int = 0
     state: Any = None
     kind: str | None = None  # of loader; None at the beginning
+    start: int = 0
+    samples: int = 0  # of the batches; counted where there are several ranks
 
 
 class Feed:
@@ -39,12 +47,20 @@ class Feed:
     """
 
     def __init__(
-        self, loader: Iterable[Any], seed: int, first: int | None = None, saved: bool = False, apart: bool = False
+        self,
+        loader: Iterable[Any],
+        seed: int,
+        first: int | None = None,
+        saved: bool = False,
+        apart: bool = False,
+        share: Share | None = None,
     ):
         """`first`: every epoch is made of the first so many batches of epoch 0. `saved`: places will go into files.
-        `apart`: the loader may be in use elsewhere.
+        `apart`: the loader may be in use elsewhere. `share`: of how many ranks this is which one; None: this rank has
+        samples of its own.
         """
         self.seed, self.first, self.saved, self.apart = seed, first, saved, apart
+        self.share, self.divides = share or Share(), share is not None
         self.loader: Iterable[Any] = ()
         self.use(loader)
         self.go_to(Place())
@@ -53,10 +69,14 @@ class Feed:
         self._start = place
         self._last: Place | None = None  # before the last batch
         self._mark: Place | None = None
+        self._rows = 0  # of the last batch
+        self._ahead: Iterator[Any] | None = None  # the rest of the epoch, if it has been looked at
 
     def use(self, loader: Iterable[Any]) -> None:
         """Goes on in the same place of another loader."""
         if loader is not self.loader:
+            if self.share.size > 1:
+                check_undivided(loader)
             self.loader, self._source = loader, source_of(loader, self.seed, self.apart)
             self._unchecked = self.saved
 
@@ -73,19 +93,70 @@ class Feed:
     def epoch(self, number: int, back: bool = False) -> Iterator[tuple[Any, int]]:
         """What is left of the epoch; `back`: what went into no update comes again."""
         at = self._of_this_kind(self.place if back else self._after())
+        batches, self._ahead = self._ahead or self._enter(number, at), None
         self._start, self._last = at, None
-        batches = self._source.enter(number if self.first is None else 0, at.batches, at.state)
         self._check_state()
         while (self.first is None or at.batches < self.first) and (batch := next(batches, END)) is not END:
             _check_used(batch, at.inside)
             self._last, self._mark = at, self._mark or at
+            self._rows = length(batch) or 1 if self.share.size > 1 else 0
             yield batch, at.inside
-            at = Place(at.batches + 1, 0, self._source.state(), at.kind)
-        if self._last is None and at.batches == 0:
+            at = Place(at.batches + 1, 0, self._source.state(), at.kind, at.start, at.samples + self._rows)
+        if self._last is None and at.batches == 0 and not at.start and self.share.whole:  # else it is no wonder
             raise BatchError(
                 f"an epoch must have at least one batch; found none in epoch {number}. See to the loader: a generator "
                 "is empty the second time, and drop_last drops all of a small data set."
             )
+
+    def look(self, number: int) -> None:
+        """Before `epoch`, on all ranks: goes as far as the first batch, and sees whether they have the same order."""
+        at = self._of_this_kind(self._after())
+        batches = self._enter(number, at)
+        first = next(batches, END)
+        self._source.look.agree(looked=at.state is None)
+        self._ahead = chain([] if first is END else [first], batches)
+
+    def _enter(self, number: int, at: Place) -> Iterator[Any]:
+        share = replace(self.share, start=at.start)
+        return self._source.enter(number if self.first is None else 0, at.batches, at.state, share)
+
+    def state(self, taken: int) -> dict[str, Any]:
+        """Where this rank, or all of them, will go on; of the last batch so many samples are taken."""
+        here = self.here(taken)
+        if not ranks.active():
+            return {"place": vars(here)}
+        places = [Place(**place) for place in ranks.everyone(vars(here))]
+        return {"places": [vars(place) for place in places], "used": self._used(places)}
+
+    def _used(self, places: Sequence[Place]) -> int | None:
+        """How many samples of the epoch, if they are its first ones."""
+        taken = [place.samples + place.inside for place in places]
+        even = all(n == len(range(rank, sum(taken), len(taken))) for rank, n in enumerate(taken))
+        known = even and self.divides and self._source.samples(0, 0) is not None
+        return places[0].start + sum(taken) if known else None
+
+    def load(self, state: dict[str, Any], epoch: int) -> None:
+        """Goes on there, with as many ranks or with others."""
+        places = [Place(**place) for place in state.get("places") or [state["place"]]]
+        if len(places) == ranks.size():
+            self.go_to(places[ranks.rank()])
+        elif all(place.kind is None for place in places):
+            self.go_to(Place())
+        else:
+            self.go_to(Place(kind=places[0].kind, start=self._start_of(state, places, epoch)))
+
+    def _start_of(self, state: dict[str, Any], places: Sequence[Place], epoch: int) -> int:
+        used, first = state.get("used"), places[0]
+        if len(places) == 1:
+            found = self._source.samples(epoch if self.first is None else 0, first.batches, first.start)
+            used = None if found is None else first.start + found + first.inside
+        if used is None or self.first is not None or not self.divides:
+            raise CheckpointError(
+                f"a run with a loader {first.kind} must be resumed in the middle of an epoch with as many ranks as it "
+                f"was saved by, {len(places)}; found {ranks.size()}. Start as many, or resume from a checkpoint "
+                "between two epochs."
+            )
+        return used
 
     def updates_of(self, samples: int | None) -> int | None:
         """How many updates of so many samples an epoch has, as far as one can tell beforehand."""
@@ -93,7 +164,7 @@ class Feed:
             return None
         batches = len(self.loader) if self.first is None else min(self.first, len(self.loader))
         if samples is None:
-            return batches
+            return -(-batches // self.share.size)
         if not is_ordered(self.loader) or self.first is not None:
             return None
         sampler: Any = getattr(self.loader, "sampler", None)
@@ -107,7 +178,7 @@ class Feed:
         """After the last batch."""
         if self._last is None:
             return self._start
-        return replace(self._last, batches=self._last.batches + 1, inside=0)
+        return replace(self._last, batches=self._last.batches + 1, inside=0, samples=self._last.samples + self._rows)
 
     def _of_this_kind(self, place: Place) -> Place:
         kind = self._source.kind

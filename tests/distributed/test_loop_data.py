@@ -1,0 +1,296 @@
+"""Whose sample is whose: N ranks together see each sample once, in the order of one process; and others can go on.
+
+Ranks are played one after the other: a share is a number out of how many, and needs no process group.
+"""
+
+import re
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from samplewise import ranks
+from samplewise.errors import BatchError, CheckpointError
+from samplewise.loop.feed import Feed, Place
+from samplewise.loop.sharding import Divided, Share
+
+SAMPLES = 23
+
+
+class Samples(Dataset):
+    """The number of the sample, and what was drawn for it."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, i):
+        return int(i), torch.rand(())
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for i in range(SAMPLES):
+            yield i, torch.rand(())
+
+
+class StreamWithState(IterableDataset):
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < SAMPLES:
+            self.at += 1
+            yield self.at - 1, torch.zeros(())
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Uneven:
+    """A batch sampler: 5 samples, then 4, 5, 4, ..."""
+
+    def __iter__(self):
+        order, size = torch.randperm(SAMPLES).tolist(), 5
+        while order:
+            yield order[:size]
+            order, size = order[size:], 9 - size
+
+
+class HasState:
+    """A loader that is no DataLoader, and says where it is."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < SAMPLES:
+            start, self.at = self.at, self.at + 6
+            numbers = torch.arange(start, min(start + 6, SAMPLES))
+            yield numbers, torch.zeros(len(numbers))
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def ready_made():
+    return [(part, part / 2) for part in torch.arange(SAMPLES).split(6)]
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Samples(), batch_size=4),
+    "shuffled": lambda: DataLoader(Samples(), batch_size=4, shuffle=True),
+    "two workers": lambda: DataLoader(Samples(), batch_size=4, shuffle=True, num_workers=2),
+    "one by one": lambda: DataLoader(Samples(), batch_size=None, shuffle=True),
+    "a batch sampler": lambda: DataLoader(Samples(), batch_sampler=Uneven()),
+    "a batch sampler of torch's": lambda: DataLoader(
+        Samples(), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 6, False)
+    ),
+    "a stream": lambda: DataLoader(Stream(), batch_size=4),
+    "a stream one by one": lambda: DataLoader(Stream(), batch_size=None),
+    "stateful": lambda: StatefulDataLoader(Samples(), batch_size=4, shuffle=True),
+    "stateful with workers": lambda: StatefulDataLoader(Samples(), batch_size=4, num_workers=2),
+    "stateful stream": lambda: StatefulDataLoader(Stream(), batch_size=4),
+    "stateful stream with a state": lambda: StatefulDataLoader(StreamWithState(), batch_size=4),
+    "a list": ready_made,
+    "a tuple": lambda: tuple(ready_made()),
+    "a loader with a state": HasState,
+}
+MOVABLE = [name for name in LOADERS if "state" not in name]  # where others can go on in the middle of an epoch
+
+
+def of(name, rank=0, size=1):
+    return Feed(LOADERS[name](), seed=5, share=Share(rank, size))
+
+
+def read(feed, epoch=0, batches=None):
+    """(number of the sample, what was drawn for it)"""
+    found = []
+    for done, (batch, used) in enumerate(feed.epoch(epoch), 1):
+        numbers, drawn = (torch.as_tensor(part).reshape(-1)[used:].tolist() for part in batch)
+        found += zip(numbers, drawn, strict=True)
+        if done == batches:
+            break
+    feed.close()
+    return found
+
+
+def in_turn(shares):
+    """The samples of all ranks as one process would have them."""
+    longest = max(map(len, shares))
+    return [share[k] for k in range(longest) for share in shares if k < len(share)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", LOADERS)
+def test_each_sample_once_in_the_order_of_one_process(name, size):
+    for epoch in range(2):
+        shares = [read(of(name, rank, size), epoch) for rank in range(size)]
+        alone = read(of(name), epoch)
+        assert sorted(number for share in shares for number, _ in share) == list(range(SAMPLES))
+        assert [len(share) for share in shares] == [len(range(rank, SAMPLES, size)) for rank in range(size)]
+        if name != "stateful":  # whose own sampler draws in an order of its own
+            assert in_turn(shares) == alone
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_rank_goes_on_in_the_middle(name):
+    whole = of(name, 1, 2)
+    places, batches = [], []
+    for batch, _ in whole.epoch(0):
+        places.append(whole.here(0) if places else Place())
+        batches.append(batch[0])
+        last = whole.here(0)
+    for done in range(1, len(batches)):
+        again = of(name, 1, 2)
+        rest = read(again, batches=done)
+        there = of(name, 1, 2)
+        there.go_to(again.here(0))
+        rest += read(there)
+        assert [number for number, _ in rest] == torch.cat([torch.as_tensor(b).reshape(-1) for b in batches]).tolist()
+    assert last.samples == len(range(1, SAMPLES, 2))
+
+
+def used(name, size, batches):
+    """What ranks have used that had so many batches each, and where they are."""
+    feeds = [of(name, rank, size) for rank in range(size)]
+    shares = [read(feed, batches=batches) for feed in feeds]
+    places = [feed.here(0) for feed in feeds]
+    if size == 1:
+        return shares[0], {"place": vars(places[0])}, feeds[0]
+    return in_turn(shares), {"places": [vars(p) for p in places], "used": feeds[0]._used(places)}, feeds[0]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("name", MOVABLE)
+def test_another_number_of_ranks_goes_on(name, before, after, monkeypatch):
+    alone = read(of(name))
+    for batches in (1, 2):
+        seen, state, _ = used(name, before, batches)
+        assert seen == alone[: len(seen)]
+        rest = []
+        for rank in range(after):
+            monkeypatch.setattr(ranks, "size", lambda: after)
+            monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+            feed = of(name, rank, after)
+            feed.load(state, 0)
+            rest.append(read(feed))
+        assert in_turn(rest) == alone[len(seen) :]
+
+
+@pytest.mark.parametrize("name", [name for name in LOADERS if name not in MOVABLE])
+def test_where_only_as_many_can_go_on(name, monkeypatch):
+    _, state, feed = used(name, 1, 1)
+    monkeypatch.setattr(ranks, "size", lambda: 2)
+    kind = feed._source.kind
+    message = (
+        f"a run with a loader {kind} must be resumed in the middle of an epoch with as many ranks as it was saved by, "
+        "1; found 2. Start as many, or resume from a checkpoint between two epochs."
+    )
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        of(name, 0, 2).load(state, 0)
+    fresh = of(name, 0, 2)
+    fresh.load({"place": vars(Place())}, 1)  # between epochs it makes no difference
+    assert len(read(fresh, 1)) == len(range(0, SAMPLES, 2))
+
+
+def test_drop_last_leaves_no_rank_with_less():
+    loader = DataLoader(Samples(), batch_size=4, drop_last=True)
+    shares = [read(Feed(loader, 0, share=Share(rank, 2))) for rank in range(2)]
+    assert [len(share) for share in shares] == [8, 8]  # as one process with batches of 8
+    assert [number for number, _ in in_turn(shares)] == list(range(16))
+
+
+def test_rows_of_a_share():
+    share = Share(1, 3, start=5)  # 6, 9, 12, ...
+    own = [number for place in range(0, 30, 4) for number in (place + row for row in share.rows(place, 4))]
+    assert own == list(range(6, 32, 3))
+
+
+def test_small_ready_made_batches_are_refused_but_for_the_last():
+    divided = Divided(Share(1, 2))
+    assert divided.part(torch.arange(2)).tolist() == [1]
+    assert divided.part(torch.arange(1)) is None  # there may be no more
+    message = (
+        "batches that 2 ranks divide must have a sample for each of them; found one of 1 in the middle of an epoch. "
+        "Make larger ones, or leave it to a DataLoader to make them."
+    )
+    with pytest.raises(BatchError, match=re.escape(message)):
+        divided.part(torch.arange(4))
+
+
+def test_batches_that_cannot_be_cut_go_to_one_rank_each():
+    batches = [{"graph": object(), "number": number} for number in range(5)]
+    shares = [list(Divided(Share(rank, 2)).of(batches)) for rank in range(2)]
+    assert shares == [batches[::2], batches[1::2]]
+
+
+def test_samplers_that_divide_by_themselves_are_refused():
+    loader = DataLoader(Samples(), sampler=DistributedSampler(Samples(), 2, 0))
+    message = (
+        "a loader must give every rank all samples, of which the trainer takes the rank's own; found a "
+        "DistributedSampler, which repeats some samples to make shares equal. Leave it out; or keep it, duplicates and "
+        "all, with Trainer(sharded=True)."
+    )
+    with pytest.raises(BatchError, match=re.escape(message)):
+        Feed(loader, 0, share=Share(0, 2))
+    Feed(loader, 0)
+    split = Stream()
+    split._distributed = "by node"
+    message = "found a Stream that has been split by node. Pass it whole, or say that it is divided with Trainer("
+    with pytest.raises(BatchError, match=re.escape(message)):
+        Feed(DataLoader(split), 0, share=Share(0, 2))
+
+
+# ------------------------------------------------------------------------------------------------- orders that differ
+
+
+class OwnOrder:
+    """A sampler that draws from where nobody can seed it."""
+
+    def __iter__(self):
+        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(ranks.rank())).tolist())
+
+    def __len__(self):
+        return SAMPLES
+
+
+class OwnStream(IterableDataset):
+    def __iter__(self):
+        return iter([(100 * ranks.rank() + i, 0.0) for i in range(SAMPLES)])
+
+
+def looked(kind):
+    loader = {
+        "sampler": lambda: DataLoader(Samples(), batch_size=4, sampler=OwnOrder()),
+        "stream": lambda: DataLoader(OwnStream(), batch_size=4),
+        "list": lambda: [(torch.arange(4) + ranks.rank(), torch.zeros(4))],
+        "fine": LOADERS["shuffled"],
+        "fine stream": LOADERS["a stream"],
+        "fine list": ready_made,
+    }[kind]()
+    feed = Feed(loader, 0, share=Share(ranks.rank(), ranks.size()))
+    feed.look(0)
+    return read(feed)
+
+
+def test_orders_that_differ_are_found_out(two):
+    message = (
+        "DistributedError: every rank must go through the same samples in the same order, of which it takes its own; "
+        "found that the ranks' orders differ. Let samplers and data sets draw from generators that are their "
+        "attributes, or from torch's, Python's or NumPy's own; or give each rank its samples, with "
+        "Trainer(sharded=True)."
+    )
+    for kind in ("sampler", "stream", "list"):
+        assert two.errors(looked, kind) == [message] * 2
+    for kind in ("fine", "fine stream", "fine list"):
+        shares = two.run(looked, kind)
+        assert sorted(number for share in shares for number, _ in share) == list(range(SAMPLES))
