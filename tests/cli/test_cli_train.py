@@ -28,7 +28,8 @@ def loss(model, batch):
 def log(run):
     """Without how long it took, which differs."""
     lines = [json.loads(line) for line in Path(run, "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
+    costs = ("seconds", "samples_per_second", "phases", "memory")
+    return [{key: value for key, value in line.items() if key not in costs} for line in lines]
 
 
 def weights(run):

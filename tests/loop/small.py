@@ -35,4 +35,5 @@ def parameters(trainer):
 
 def log(run, times=False):
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return lines if times else [{k: v for k, v in line.items() if "second" not in k} for line in lines]
+    costs = ("seconds", "samples_per_second", "phases", "memory")
+    return lines if times else [{k: v for k, v in line.items() if k not in costs} for line in lines]

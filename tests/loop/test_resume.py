@@ -14,7 +14,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).with_name("killed.py")
-TIMES = ("seconds", "samples_per_second")
+TIMES = ("seconds", "samples_per_second", "phases", "memory")
 LOADERS = ("plain", "stateful")
 
 

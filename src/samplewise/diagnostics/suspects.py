@@ -80,9 +80,9 @@ def suspects(
 ) -> Suspects:
     """Samples ranked as mislabelled or odd: of a model and a loader, or of a table of visits during training.
 
-    A table is what `sw.samples(run)` returns, a data frame, or a mapping: one row per visit, with the columns id and some
-    of loss, norm, margin (the label's logit minus the largest other) and el2n. A sample's score is the mean over those of
-    its visits that are finite; of the margin that is the AUM.
+    A table is what `sw.samples(run)` returns, a data frame, or a mapping: one row per visit, with the columns id and
+    some of loss, norm, margin (the label's logit minus the largest other) and el2n. A sample's score is the mean
+    over those of its visits that are finite; of the margin that is the AUM.
 
     by: a score, or several, whose ranks are averaged; default margin and el2n, of a table margin, or loss and norm
     also: more scores to compute

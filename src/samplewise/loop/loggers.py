@@ -1,8 +1,8 @@
 """Loggers: callbacks that pass the lines of the log on to somebody else.
 
 Each needs its library only when it is made. A field becomes kind/field ("train/loss", "validation/accuracy") at the
-line's update; a list becomes kind/field/0, kind/field/1; what is no number is left out. On resume `log.jsonl` has been
-cut back to the checkpoint already, and says what TensorBoard and CSV have to forget.
+line's update; a list becomes kind/field/0, kind/field/1, a dict kind/field/name; what is no number is left out.
+On resume `log.jsonl` has been cut back to the checkpoint already, and says what TensorBoard and CSV have to forget.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class CSV(Logger):
     def _add(self, kind: str, fields: dict[str, Any], update: int) -> None:
         if kind not in self._files:
             return
-        columns = self._columns.setdefault(kind, list(fields))
+        columns = self._columns.setdefault(kind, [name for name, v in fields.items() if not isinstance(v, dict)])
         with self._files[kind].open("a", newline="") as file:
             rows = csv.writer(file, lineterminator="\n")
             if file.tell() == 0:
@@ -194,10 +194,10 @@ def _so_far(trainer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def _scalars(kind: str, fields: dict[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in fields.items():
-        several = isinstance(value, (list, tuple))
-        for place, one in enumerate(value if several else [value]):
+        several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+        for place, one in several.items() if isinstance(several, dict) else [("", several)]:
             if isinstance(one, (int, float)) and name != "update":
-                found[f"{kind}/{name}/{place}" if several else f"{kind}/{name}"] = float(one)
+                found[f"{kind}/{name}/{place}".rstrip("/")] = float(one)
     return found
 
 

@@ -7,8 +7,6 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,9 @@ from torch import nn
 
 from samplewise.criteria import Criterion
 from samplewise.errors import BatchError, CheckpointError
+from samplewise.loop.about import about
 from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.loop.costs import Clock, LayerNorms, peak_memory
 from samplewise.loop.devices import moved, resolve
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
@@ -78,8 +78,10 @@ class Trainer:
             step.loss_fn.to(self.device)
         self._metrics, self._wants_progress = as_metrics(metrics or {}, self.device), progress
         callbacks = sorted(callbacks, key=lambda c: isinstance(c, ModelCheckpoint))  # what is saved has heard the event
-        if self.run is not None and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
-            callbacks.append(ModelCheckpoint())
+        if self.run is not None:
+            callbacks = [LayerNorms(), *callbacks]
+            if not any(isinstance(c, ModelCheckpoint) for c in callbacks):
+                callbacks.append(ModelCheckpoint())
         self._listeners = Listeners(callbacks, trainer=self, step=step, model=step.model)
         self._progress: Progress = Silent()
         self._stopped: str | None = None
@@ -88,7 +90,7 @@ class Trainer:
         self._validation: Feed | None = None
         self._epoch = step.counters.epochs
         self._interrupted = False
-        self._running = Running()
+        self._running, self._clock = Running(), Clock()
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -108,6 +110,7 @@ class Trainer:
                 until = Duration(epochs=self._epoch + 1)
             self._progress = make_progress(self._wants_progress, self._expected(until), self.step.counters.updates)
             self._listeners.tell("on_fit_start")
+            self._clock.start()
             while self._goes_on(until):
                 epoch = self._epoch
                 self._listeners.tell("on_epoch_start", epoch=epoch)
@@ -145,7 +148,8 @@ class Trainer:
     def _batches(self) -> Iterator[Any]:
         """What is left of the epoch."""
         assert self._feed is not None
-        for batch, used in self._unless_left(self._feed.epoch(self._epoch, back=not self.step.open)):
+        batches = self._unless_left(self._feed.epoch(self._epoch, back=not self.step.open))
+        for batch, used in self._clock.waiting(batches):
             yield Slices(moved(batch, self.device), used)
 
     def _unless_left(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -179,12 +183,14 @@ class Trainer:
         assert self._feed is not None
         self._feed.mark(self.step.taken)
         self._running.add(update)
+        self._clock.add(update)
         if not update.skipped and self.step.counters.updates % self.log_every == 0:
             self._write_progress()
 
     def _write_progress(self) -> None:
         done, line = self.step.counters.updates, self._running.read()
-        self.write("train", epoch=self._epoch, update=done, samples=self.step.counters.samples, **line)
+        costs = {"phases": self._clock.read(), "memory": peak_memory(self.device)}
+        self.write("train", epoch=self._epoch, update=done, samples=self.step.counters.samples, **line, **costs)
         self._progress.update(self._epoch, done, line["loss"], line["samples_per_second"])
 
     def _end_of_epoch(self, validate: Iterable[Any] | None) -> dict[str, float]:
@@ -305,14 +311,7 @@ class Trainer:
         if self._files is not None:
             self._files.open(resume, self._load)
             self._files.check(self._state(0))
-            self._files.describe(
-                started=datetime.now(UTC).isoformat(timespec="seconds"),
-                samplewise=version("samplewise"),
-                torch=torch.__version__,
-                parameters=sum(p.numel() for p in self.model.parameters()),
-                device=str(self.device),
-                settings={"samples": self.step.samples, "transforms": repr(self.step.transforms), "seed": self.seed},
-            )
+            self._files.describe(**about(self.step, loader, self.device, seed=self.seed, log_every=self.log_every))
 
     @contextmanager
     def _leaving_cleanly(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -33,11 +34,13 @@ class Evaluation:
         self.precision, self.budget = precision, budget
         self.model = modules[0]
         self.columns: dict[str, Tensor] | None = None  # that came with the last losses
+        self.seconds = 0.0  # in forward passes, of this window
         self._coincidences: set[int] = set()  # wirings in which something only looked like sample data
         self._bare = precision.name is None and budget is None  # contexts cost microseconds
 
     def losses(self, piece: Any) -> tuple[Tensor, Tensor | None]:
         """Losses, attached, and counts."""
+        started = perf_counter()
         if self._bare:
             result = self.loss_fn(self.model, piece)
         else:
@@ -51,6 +54,7 @@ class Evaluation:
         self.columns = columns_of(result, losses)
         if self.columns is not None and get_proxy_mode() is not None:
             raise LossesError("a loss function with columns beside its losses is not compiled")
+        self.seconds += perf_counter() - started
         return losses, counts
 
     def gradients(self, losses: Tensor, piece: Any = None) -> Gradients:

@@ -69,6 +69,9 @@ class Step:
     second update on; "auto" does so where updates have one sample, after a thousand of them. Where that cannot be done
     the step goes on as it is, and `step.compiled` tells why.
     record: {"norms"} to know `update.norms` where no transform needs them.
+    strategy: how several processes share the model. "ddp": each has all of it, that of rank 0 at the start; so has a
+    DistributedDataParallel, which needs no saying. `samples` are those of all ranks together; they exchange gradients
+    once per update.
 
     If anything raises, the open window is given up, and parameters, optimizer and buffers are as before it.
     """
@@ -90,6 +93,7 @@ class Step:
         audit: int | bool | None = None,
         compile: bool | str = "auto",
         record: Collection[str] = (),
+        strategy: str | None = None,
     ):
         check_options(samples, tail, on_nonfinite, max_grad_norm, record)
         check_scheduler(scheduler, optimizer)
@@ -98,19 +102,40 @@ class Step:
         self.transforms, self.record = as_chain(transforms), set(record)
         self.columns: dict[str, Hashable] = {}  # name -> key of the batch: what `update.columns` holds of it
         self.counters = Counters()
+        self.settings = {
+            "samples": samples,
+            "microbatch": microbatch,
+            "transforms": self.transforms,
+            "tail": tail,
+            "precision": precision,
+            "max_grad_norm": max_grad_norm,
+            "on_nonfinite": on_nonfinite,
+            "compile": compile,
+        }
 
-        modules = [model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
+        modules = [inner(model), *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
+        self._spread = spread(model, strategy, modules)
+        self._team = None if self._spread is None else Team()
+        self._check_alike()
         optimizer = as_optimizer(optimizer, dict.fromkeys(p for module in modules for p in module.parameters()))
         self._trained = Trained(optimizer, modules)
         self.precision = Precision(precision)
         self._microbatch = Microbatch(microbatch, modules, self._trained)
-        self._evaluation = Evaluation(modules, self._trained, self.loss_fn, self.precision, self._microbatch.budget)
+        losses = self.loss_fn if self._spread is None else self._spread.around(self.loss_fn)
+        self._evaluation = Evaluation(modules, self._trained, losses, self.precision, self._microbatch.budget)
         self._finish = Finish(
-            self._trained, optimizer, scheduler, self.precision, self.transforms.on_sum, max_grad_norm, on_nonfinite
+            self._trained,
+            optimizer,
+            scheduler,
+            self.precision,
+            self.transforms.on_sum,
+            max_grad_norm,
+            on_nonfinite,
+            self._team,
         )
         self._audit = Audit(self._evaluation, audit, self.transforms.measures)
         self._compiling = Compiling(
-            compile,
+            compile if self._team is None else False,
             self._evaluation,
             self._finish,
             self._microbatch,
@@ -139,6 +164,8 @@ class Step:
     @property
     def compiled(self) -> str:
         """Whether updates are: "compiled", or why they are not."""
+        if self._team is not None and self.settings["compile"]:
+            return f"updates of several ranks are not compiled; found {self._team.size}"
         compiling, problem = self._compiling, self._compiling.state_dict()["given_up"]
         if problem is not None:
             return problem
@@ -180,13 +207,18 @@ class Step:
         """One update per iteration. Whoever breaks out finds the unused samples of the last batch in the next call."""
         yield from self._use_up()
         try:
+            self._deal_anew()
             for batch in loader:
                 self._rest = batch if isinstance(batch, Slices) else Slices(batch)
                 yield from self._use_up()
-        except Exception:  # the loader's, too
-            self._give_up()
+            if self._team is not None:
+                yield from self._until_all_have_ended()
+        except Exception as error:  # the loader's, too
+            self._fail(error)
             raise
         self.counters.epochs += 1
+        if self._team is not None:
+            return
         if self._window.open and self.tail == "update":
             yield self.apply()
         elif self._window.open and self.tail == "drop":
@@ -209,8 +241,12 @@ class Step:
         return updates + list(self._use_up())
 
     def flush(self) -> Update | None:
-        """Ends the window with the samples that are there."""
-        return self.apply() if self._window.open else None
+        """Ends the window with the samples that are there. Of several ranks all must do so."""
+        if self._team is None:
+            return self.apply() if self._window.open else None
+        update = self._ended_by_all()
+        self._deal_anew()
+        return update
 
     def accumulate(self, batch: Any) -> None:
         """Adds a batch to the window, whatever its size."""
@@ -218,19 +254,24 @@ class Step:
             rest = Slices(batch)
             while not rest.empty:
                 self._add(*rest.take(self._microbatch.size))
-        except BaseException:
-            self._give_up()
+        except BaseException as error:
+            self._fail(error)
             raise
 
     def apply(self) -> Update:
-        """One update from what has been accumulated."""
-        if not self._window.open:
+        """One update from what has been accumulated. Of several ranks all must do so; some may have nothing."""
+        update = None
+        if self._team is not None:
+            update = self._ended_by_all()
+        elif self._window.open:
+            try:
+                update = self._apply()
+            except BaseException:
+                self._give_up()
+                raise
+        if update is None:
             raise BatchError("an update must have samples; found none accumulated. Call accumulate(batch) first.")
-        try:
-            return self._apply()
-        except BaseException:
-            self._give_up()
-            raise
+        return update
 
     # --- state -----------------------------------------------------------------------------------------------------
 
@@ -312,7 +353,7 @@ class Step:
         counters = self.counters
         outcome = Outcome(False, lr, lambda: torch.tensor(norm, dtype=torch.float64))
         update = Update(counters.updates, count, outcome, [part], self._asked_late, noted, made)
-        update.seconds = seconds
+        update.phases = {"compiled": seconds}
         self._made_compiled = True
         counters.updates += made
         counters.microbatches += made
@@ -327,15 +368,19 @@ class Step:
                 if self._room() > 0:
                     self._add_next(rest)
                 if self._room() <= 0 or (rest.empty and self.samples is None):
-                    return self._apply()
-        except BaseException:
-            self._give_up()
+                    update = self._apply() if self._team is None else self._meet()
+                    if update is not None:
+                        return update
+        except BaseException as error:
+            self._fail(error)
             raise
         return None
 
     def _room(self) -> float:
-        """How many samples the window has still to get."""
-        return inf if self.samples is None else self.samples - self._window.samples
+        """How many samples the window has still to get, here."""
+        if self.samples is None:
+            return inf
+        return (self.samples if self._team is None else self._share(self._team)) - self._window.samples
 
     def _add_next(self, rest: Slices) -> None:
         window, limit = self._window, min(self._room(), self._microbatch.size or inf)
@@ -344,7 +389,8 @@ class Step:
             self._rest = None
         if self.samples is not None and size is None and self._summing.window:
             raise BatchError(_UNCUT.format(samples=self.samples, found="batches that cannot be cut"))
-        self._add(piece, size, alone=not window.open and (rest.empty if self.samples is None else size == self.samples))
+        whole = not window.open and (rest.empty if self.samples is None else size == self.samples)
+        self._add(piece, size, alone=whole and self._team is None)
         if self._room() < 0:
             found = f"a batch that cannot be cut, with which there are {window.samples}"
             raise BatchError(_UNCUT.format(samples=self.samples, found=found))
@@ -369,7 +415,7 @@ class Step:
         window.seconds += perf_counter() - started
 
     def _begin(self, piece: Any) -> None:
-        self._window.begun = True
+        self._window.begun, self._evaluation.seconds = True, 0.0
         self._trained.follow()
         self._trained.clear()
         self._buffers.remember()
@@ -381,8 +427,9 @@ class Step:
             look_at_modes(self._evaluation.modules)
             if not self._summing.knows_norms:
                 self._recall = Recall(self._evaluation, self._microbatch)
-        self._audit.look(piece, self._first, self.counters.updates)
-        self._first = False  # an error is told again to whoever tries again
+        if piece is not None:
+            self._audit.look(piece, self._first, self.counters.updates)
+            self._first = False  # an error is told again to whoever tries again
 
     def _sum(self, pieces: Sequence[Any], alone: bool = False) -> list[Part]:
         """Gradients into `.grad`. What is not finite and may be skipped spoils the window, and is no error."""
@@ -393,6 +440,9 @@ class Step:
             if alone and isinstance(summing, Plain) and not (self.transforms.on_sum or self._microbatch.automatic):
                 part, window.divided = summing.add_mean(pieces[0])
                 return [part]
+            if self._team is not None and summing.window:
+                assert isinstance(summing, OfNumbers)
+                return summing.add_with_others(pieces, self._microbatch, self._dealt(self._team))
             start = 0 if window.waiting else window.samples
             return self._microbatch.attempt(lambda pieces: summing.add(pieces, start), pieces)
         except (NonFiniteLossError, NonFiniteGradientError) as error:
@@ -418,6 +468,12 @@ class Step:
         self._give_up()
         self.counters.samples = seen
 
+    def _fail(self, error: BaseException) -> None:
+        """Gives up, and tells the other ranks why."""
+        self._give_up()
+        if self._team is not None and isinstance(error, Exception):
+            ranks.together(error)
+
     def _give_up(self) -> None:
         """The open window never was, and what is left of the batch is left alone."""
         if self._window.begun:
@@ -426,6 +482,58 @@ class Step:
             self.counters.samples -= sum(len(part) for part in self._window.parts)
             self.counters.microbatches -= len(self._window.parts)
         self._window, self._rest = Window(), None
+
+    # --- with other ranks ------------------------------------------------------------------------------------------
+
+    def _check_alike(self) -> None:
+        """What is said about a step must be said on every rank."""
+        if self._team is not None and not ranks.same({name: repr(value) for name, value in self.settings.items()}):
+            raise DistributedError(
+                f"all ranks must make the same step; found settings that differ, here {self.settings}. Give "
+                "Step(...) the same arguments on every rank."
+            )
+
+    def _dealt(self, team: Team) -> int:
+        """How many samples the loaders had dealt out to all ranks when the open window began."""
+        return self.counters.samples - sum(len(part) for part in self._window.parts) - team.begun
+
+    def _deal_anew(self) -> None:
+        """What comes next is the beginning of what the loaders deal out."""
+        if self._team is not None:
+            self._team.begun += self._dealt(self._team)
+
+    def _share(self, team: Team) -> int:
+        assert self.samples is not None
+        if self._window.share is None:
+            self._window.share = team.share(self._dealt(team), self.samples)
+        return self._window.share
+
+    def _agree(self, ended: bool) -> Agreement:
+        assert self._team is not None
+        window = self._window
+        return self._team.agree(window.samples, window.parts, window.failure, ended)
+
+    def _meet(self, ended: bool = False) -> Update | None:
+        """The update, if the ranks together have its samples; if not, those that can will bring some more."""
+        assert self._team is not None
+        agreed = self._agree(ended)
+        missing = 0 if self.samples is None else self.samples - agreed.samples
+        if missing <= 0 and agreed.samples:
+            return self._apply(agreed)
+        if agreed.all_ended:
+            return self._end(agreed)
+        if self.samples is not None:
+            self._window.share = self._share(self._team) + self._team.more(missing, ended)
+        return None
+
+    def _until_all_have_ended(self) -> Iterator[Update]:
+        """This rank's loader has; the others may go on, and wait for it at the end of each window."""
+        assert self._team is not None
+        self._team.all_ended = False
+        while not self._team.all_ended:
+            update = self._meet(ended=True)
+            if update is not None:
+                yield update
 
     # --- the update ------------------------------------------------------------------------------------------------
 
@@ -440,6 +548,7 @@ class Step:
             self._unseen = False
         if self._recall is not None:
             self._recall.keep_parameters()
+        finishing = perf_counter()
         outcome = self._finish(window)
         if outcome.skipped:
             self._trained.clear()
@@ -450,7 +559,9 @@ class Step:
         self.counters.updates += not outcome.skipped
         self.counters.skipped += outcome.skipped
         self._window = Window()
-        update.seconds = window.seconds + perf_counter() - started
+        ended, forward = perf_counter(), self._evaluation.seconds
+        gradients = window.seconds + finishing - started - forward
+        update.phases = {"forward": forward, "gradients": gradients, "optimizer": ended - finishing}
         return update
 
     def _look_back(self, window: Window) -> None:

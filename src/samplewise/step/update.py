@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from samplewise.step.columns import Column, Noted, columns_of
 from samplewise.step.parts import Part, cat, total, total_loss
+from samplewise.step.team import Agreement
 from samplewise.transforms.numbers import PerSample, together
 
 
@@ -35,20 +37,23 @@ class Update:
     """One update of the parameters.
 
     index     0, 1, 2, ...; of a skipped update the index that is still to be given
-    samples   how many it is made of
+    samples   how many it is made of; where several ranks train together, those of all
     skipped   whether it was left out because of NaN or infinity
     lr        the learning rate it was made with; a tuple if the optimizer's groups differ
     seconds   of computation; waiting for data is not counted
-    loss      Σ losses / Σ counts, the true mean of the window
+    phases    the same in parts: forward, gradients, optimizer; or compiled. Times of the host: on an accelerator the
+              part that waits for a result is charged with what came before
+    loss      Σ losses / Σ counts, the true mean of the window, over all ranks
     losses    (samples,) as returned by the loss function, in the order they came
     norms     (samples,) of the samples' own gradients, before any transform
     weights   (samples,) the coefficients they were summed with, or a dict name -> (samples,)
     grad_norm of the update's gradient, before `max_grad_norm`
+    own       how many of the samples are this rank's: losses, norms, weights and columns are of those
     columns   name -> (samples,) what the loss function returned beside the losses; what the batches hold under the keys
               of `step.columns`, and then "epoch", too
     """
 
-    __slots__ = ("_asked_late", "_outcome", "_parts", "index", "noted", "samples", "seconds", "updates")
+    __slots__ = ("_agreed", "_asked_late", "_outcome", "_parts", "index", "noted", "phases", "samples", "updates")
 
     def __init__(
         self,
@@ -59,13 +64,20 @@ class Update:
         asked_late: Callable[[Update], Tensor],
         noted: Sequence[Noted] = (),
         updates: int = 1,  # more, where several were made at once
+        agreed: Agreement | None = None,
     ):
-        self.index, self.samples, self.seconds, self.updates = index, samples, 0.0, updates
+        self._agreed = agreed
+        self.index, self.samples, self.updates = index, samples, updates
         self._outcome, self._parts, self._asked_late, self.noted = outcome, parts, asked_late, noted
+        self.phases: dict[str, float] = {}
 
     @property
     def skipped(self) -> bool:
         return self._outcome.skipped
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
 
     @property
     def lr(self) -> float | tuple[float, ...]:
@@ -74,11 +86,19 @@ class Update:
 
     @property
     def loss(self) -> float:
-        parts = self._known_parts()
-        return float(total_loss(parts) / total(parts, shares=False))
+        self._known_parts()
+        losses, counts = self.sums()
+        return float(losses / counts)
 
-    def sums(self) -> tuple[Tensor, Tensor | int]:
-        """Σ losses and Σ counts, still on the device."""
+    @property
+    def own(self) -> int:
+        return sum(len(part) for part in self._parts)
+
+    def sums(self) -> tuple[Tensor | float, Tensor | float]:
+        """Σ losses and Σ counts, over all ranks, still on the device."""
+        if self._agreed is not None:
+            known = not self.skipped
+            return (self._agreed.losses, self._agreed.counts) if known else (nan, self._agreed.samples)
         return total_loss(self._parts), total(self._parts, shares=False)
 
     @property
@@ -136,7 +156,7 @@ class Totals:
         self._mask: Mask | None = None
         self._parts: list[Part] = []
         self._sum: Tensor | float = 0.0
-        self._count: Tensor | int = 0
+        self._count: Tensor | float = 0
 
     def add(self, update: Update) -> None:
         self.updates += 0 if update.skipped else update.updates
@@ -144,7 +164,10 @@ class Totals:
         self.samples += update.samples
         self.seconds += update.seconds
         self._mask = update._outcome.mask
-        self._parts += [] if update.skipped else update._parts
+        if update._agreed is not None and not update.skipped:
+            self._sum, self._count = self._sum + update._agreed.losses, self._count + update._agreed.counts
+        elif not update.skipped:
+            self._parts += update._parts
         if len(self._parts) > self.KEPT:
             self._add_up()
 

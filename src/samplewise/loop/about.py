@@ -1,0 +1,85 @@
+"""What a run was made with: `run.json`, for whoever asks later how these numbers came about."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from samplewise.step.step import Step
+
+# Packages that change what a training does; named where they have been imported.
+PACKAGES = ("samplewise", "torch", "numpy", "torchvision", "torchdata", "transformers", "datasets", "torchmetrics")
+
+
+def about(step: Step, loader: Iterable[Any], device: torch.device, **settings: Any) -> dict[str, Any]:
+    """`settings`: more of them, of the trainer."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "samplewise": version("samplewise"),
+        "torch": torch.__version__,
+        "parameters": sum(p.numel() for p in step.model.parameters()),
+        "device": _named(device),
+        "settings": {**_plain(settings), **_plain(_of_step(step)), **_plain(_of_loader(loader))},
+        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": {
+            "system": platform.platform(),
+            "processors": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        },
+    }
+
+
+def _named(device: torch.device) -> str:
+    return f"{device}: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+
+
+def _of_step(step: Step) -> dict[str, Any]:
+    return {
+        "model": type(step.model).__name__,
+        "loss": getattr(step.loss_fn, "__qualname__", None) or type(step.loss_fn).__name__,
+        "optimizer": _optimizer(step.optimizer),
+        "scheduler": None if step.scheduler is None else type(step.scheduler).__name__,
+        **step.settings,
+    }
+
+
+def _optimizer(optimizer: Any) -> str:
+    """As it would be written: of several groups, the first."""
+    groups = getattr(optimizer, "param_groups", None) or [{}]
+    given = {name: value for name, value in groups[0].items() if name not in ("params", "param_names")}
+    told = {name: value for name, value in given.items() if value not in (None, False) and name != "initial_lr"}
+    more = f", and {len(groups) - 1} more groups" if len(groups) > 1 else ""
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in told.items())}){more}"
+
+
+def _of_loader(loader: Any) -> dict[str, Any]:
+    named = {"batch size": "batch_size", "workers": "num_workers"}
+    found = {title: getattr(loader, name, None) for title, name in named.items()}
+    data = getattr(loader, "dataset", loader)
+    inner = getattr(data, "dataset", data)  # of sw.Indexed, or of a subset
+    return {"data": type(inner).__name__, **found}
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """As JSON knows it; without what was not asked for."""
+    kept = {name: value for name, value in settings.items() if value is not None}
+    return {name: value if isinstance(value, (bool, int, float, str)) else repr(value) for name, value in kept.items()}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        if name in sys.modules:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:  # run from a folder
+                continue
+    return found
