@@ -1,6 +1,7 @@
 """The noise scale: unbiased by enumeration of every batch there is."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -123,6 +124,21 @@ def test_as_a_callback():
     sw.Trainer(step, callbacks=[watched, Sizes()], progress=False, device="cpu").fit([(x, y)], epochs=1)
     assert sizes == [4, 4, 4, 1]
     assert watched.value.scale == pytest.approx(expected.value.scale, rel=1e-9)
+
+
+def test_a_callback_writes_to_the_log(tmp_path):
+    model, x, y = make()
+    step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=6)  # nobody had asked for norms
+    trainer = sw.Trainer(step, tmp_path, [watched := sw.NoiseScale()], progress=False, device="cpu", log_every=1)
+    trainer.fit([(x, y)], epochs=1)
+    lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    noise = [line for line in lines if line["kind"] == "noise"]
+    assert [(line["update"], line["epoch"], line["batch"]) for line in noise[:2]] == [(1, 0, 6), (2, 0, 6)]
+    last = watched.value
+    assert (noise[-1]["trace"], noise[-1]["signal"], noise[-1]["scale"]) == (last.trace, last.signal, last.scale)
+    again = sw.NoiseScale()
+    again.load_state_dict(watched.state_dict())
+    assert again.state_dict() == watched.state_dict()
 
 
 def test_weighted_updates_are_refused():

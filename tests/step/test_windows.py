@@ -807,3 +807,19 @@ def test_what_is_no_scheduler(scheduler):
 def test_bad_loss_functions(loss_fn):
     with pytest.raises(TypeError, match=r"loss_fn must be a function \(model, batch\) -> losses"):
         make_step(loss_fn)
+
+
+@pytest.mark.parametrize("first", [{"a": 1.0}, {}])
+def test_columns_that_change_within_a_window_are_refused(first):
+    returned = iter([first, {"b": 2.0}])
+
+    def loss_fn(model, batch):
+        losses = model(batch[0]).squeeze(1)
+        return losses, {name: torch.full_like(losses, value) for name, value in next(returned).items()}
+
+    step = sw.Step(nn.Linear(2, 1), sw.sgd(0.1), loss_fn, samples=4, microbatch=2, audit=False)
+    (update,) = step((torch.ones(4, 2),))
+    with pytest.raises(
+        sw.LossesError, match=r"same columns for every piece of a window; found (a|none) and b\. Fill in"
+    ):
+        _ = update.columns

@@ -80,8 +80,8 @@ class NoiseScale:
     """The noise scale over training: moving averages of trace and signal, and then their ratio.
 
     `add(g)` the gradients of a batch, or `add(norms, grad_norm)` the samples' norms and the norm of their mean; both
-    with the samples as they are, neither clipped nor weighted. It is a callback of the trainer, too, for steps that
-    record the norms: `Trainer(step, callbacks=[NoiseScale()])`.
+    with the samples as they are, neither clipped nor weighted. It is a callback of the trainer, too, which writes to
+    the log: `Trainer(step, run, callbacks=[NoiseScale()])`.
 
     decay: what is left of the past after each batch
     """
@@ -91,6 +91,7 @@ class NoiseScale:
             raise ValueError(f"decay must lie in [0, 1); found {decay!r}.")
         self.decay = decay
         self._trace = self._signal = self._weight = 0.0
+        self._batch = 0  # samples of the last update
 
     def add(self, norms: Gradients | Tensor, grad_norm: float | Tensor | None = None) -> Noise:
         """Takes a batch into account and returns the estimate so far."""
@@ -113,6 +114,9 @@ class NoiseScale:
             raise ValueError("the noise scale must have seen a batch of at least two samples; found none. Call add.")
         return Noise(self._trace / self._weight, self._signal / self._weight)
 
+    def on_fit_start(self, step: Any) -> None:
+        step.record.add("norms")
+
     def on_update(self, update: Any) -> None:
         """Updates that were skipped, or have one sample and so no variance, are passed over."""
         if update.skipped or update.samples < 2 or update.updates > 1:
@@ -124,15 +128,24 @@ class NoiseScale:
                 "the noise scale needs updates that are the plain mean of their samples; found weights or counts other "
                 "than 1. Call add(g) with gradients of your own."
             )
+        self._batch = update.samples
         self.add(update.norms, update.grad_norm)
+
+    def on_log(self, trainer: Any, kind: str, fields: dict[str, Any]) -> None:
+        """The estimate so far, beside every line on the training."""
+        if kind == "train" and self._weight:
+            now = self.value
+            numbers = {"scale": now.scale, "trace": now.trace, "signal": now.signal, "batch": self._batch}
+            trainer.write("noise", epoch=fields["epoch"], update=fields["update"], **numbers)
 
     def state_dict(self) -> dict[str, float]:
         """For checkpoints."""
-        return {"trace": self._trace, "signal": self._signal, "weight": self._weight}
+        return {"trace": self._trace, "signal": self._signal, "weight": self._weight, "batch": self._batch}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Goes on where the other stood."""
         self._trace, self._signal, self._weight = state["trace"], state["signal"], state["weight"]
+        self._batch = state["batch"]
 
 
 def _noise(norms: Tensor, mean_norm: float) -> Noise:

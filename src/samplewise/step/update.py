@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from samplewise.errors import LossesError
 from samplewise.step.columns import Column, Noted, columns_of
 from samplewise.step.parts import Part, cat, total, total_loss
-from samplewise.step.team import Agreement
+from samplewise.step.window import Agreement
 from samplewise.transforms.numbers import PerSample, together
 
 
@@ -122,8 +123,14 @@ class Update:
     @property
     def said(self) -> dict[str, Tensor]:
         """Those of the loss function."""
-        found = [p.columns for p in self._known_parts()]
-        return {name: cat([c[name] for c in found if c is not None]) for name in found[0] or ()}
+        found = [p.columns or {} for p in self._known_parts()]
+        other = next((columns for columns in found if columns.keys() != found[0].keys()), None)
+        if other is not None:
+            raise LossesError(
+                "loss_fn must return the same columns for every piece of a window; found "
+                f"{' and '.join(', '.join(columns) or 'none' for columns in (found[0], other))}. Fill in NaN."
+            )
+        return {name: cat([columns[name] for columns in found]) for name in found[0]}
 
     def knows(self, *names: str) -> bool:
         """Whether the batches of all its samples were asked for these columns."""
