@@ -7,7 +7,7 @@
     training, scatter, norms, noise, layers, cost, settings    the sections
     charts    draws them as SVG that takes its colours from the page
     html      text, numbers and tables; nothing of the user's data passes by it
-    samples.js, reload.js, style.css    what the page runs and wears
+    words.js, plot.js, samples.js, reload.js, style.css    what the page runs and wears
 
     page      puts one run into one HTML file: `write_report`
     compare   puts several into one: `write_comparison`

@@ -18,15 +18,17 @@ QUANTILES = (0.5, 0.05, 0.25, 0.75, 0.95, 1.0)
 
 def norms(run: Run, samples: Samples) -> Section:
     title = "Gradient norms over time"
-    if samples.rows is None:
+    if samples.rows is None or "norm" not in samples.rows.column_names:
         return Section(title, "")
     middle, lowest, low, high, highest, maximum = quantiles(samples.rows)
     if not middle.finite:
         return Section(title, quiet("The ledger holds no finite norm: it was made with norms=False."))
     log = spans_decades([y for c in (lowest, maximum) for _, y in c.finite])
     around = [Band(lowest.points, highest.points), Band(low.points, high.points)]
+    first, last = run.span  # of the log, which the ledger may be ahead of
+    frame = Frame(min(first, middle.points[0][0]), max(last, middle.points[-1][0]))
     label = "Quantiles of per-sample gradient norms against updates"
-    drawing = bands(around, [middle, maximum], Frame(*run.span), "norms", label, log)
+    drawing = bands(around, [middle, maximum], frame, "norms", label, log)
     note = (
         f"Half of the samples lie in the dark band, nine tenths in the light one, in each of {len(middle.points):,} "
         "stretches of the run. A maximum far above the band is a few samples that pull harder than all others, and "

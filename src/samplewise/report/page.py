@@ -51,7 +51,7 @@ def report(run: Run, reload: float | None = None) -> str:
     ]
     said = run.left_out + settings.warnings(run) + training.warnings(run) + samples.warnings + previews.warnings
     head = f'<p class="quiet">{text(training.state(run))}</p>\n' + settings.tiles(run, samples.count)
-    scripts = ["samples.js"] if samples.each is not None else []
+    scripts = ["words.js", "plot.js", "samples.js"] if samples.each is not None else []
     return page(run.name, head, [warned(said), *sections], scripts, reload)
 
 
@@ -66,21 +66,27 @@ def page(
     """A whole page; `head` is HTML already. It may run these scripts of the package, and nothing else."""
     shown = [section for section in sections if section.content]
     links = "".join(f'<li><a href="#{section.anchor}">{text(section.title)}</a></li>' for section in shown)
-    codes = [package_file(name) for name in (*(["reload.js"] if reload else []), *scripts)]
+    code = _script([*(["reload.js"] if reload else []), *scripts])
     timed = f' data-reload="{reload:g}"' if reload else ""
     return (
         f'<!DOCTYPE html>\n<html lang="en"{timed}>\n<head>\n<meta charset="utf-8" />\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_allowed(codes)}" />\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_allowed(code)}" />\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1" />\n<title>{text(title)}</title>\n'
         f"<style>{package_file('style.css')}</style>\n</head>\n<body>\n<header>\n<h1>{text(title)}</h1>\n{head}"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n</header>\n<main>\n'
         f"{''.join(section.html() for section in shown)}</main>\n"
-        f"{''.join(f'<script>{code}</script>' for code in codes)}</body>\n</html>\n"
+        f"{f'<script>{code}</script>' if code else ''}</body>\n</html>\n"
     )
 
 
-def _allowed(codes: Sequence[str]) -> str:
-    """Nothing is fetched from anywhere, and no script runs but ours, told by their digests."""
-    digests = [base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in codes]
-    scripts = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
+def _script(names: Sequence[str]) -> str:
+    """As one, whose names are its own."""
+    code = "\n".join(package_file(name) for name in names)
+    return f'"use strict";\n(() => {{\n{code}}})();\n' if names else ""
+
+
+def _allowed(code: str) -> str:
+    """Nothing is fetched from anywhere, and no script runs but ours, told by its digest."""
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    scripts = f"'sha256-{digest}'" if code else "'none'"
     return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"

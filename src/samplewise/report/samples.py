@@ -52,21 +52,25 @@ class Samples:
 def read_samples(run: Run) -> Samples:
     if not numbered(run.directory):
         return Samples(missing="No ledger: train with callbacks=[sw.Ledger()] to see the samples here.")
+    said: list[str] = []
     try:
-        rows, said = _rows(run)
+        rows = _rows(run, said)
         each = visited(rows)
-    except (ImportError, LedgerError, ValueError, ArithmeticError) as why:
-        return Samples(warnings=[f"The samples cannot be shown: {why}"], missing="The ledger cannot be read.")
+    except (ImportError, LedgerError, ValueError, TypeError, KeyError, NotImplementedError) as why:  # also of pyarrow
+        return Samples(warnings=[*said, f"The samples cannot be shown: {why}"], missing="The ledger cannot be read.")
     if not len(each):
         return Samples(rows, warnings=said, missing="The ledger holds no sample with a finite loss or norm.")
     return Samples(rows, each, scores(each), said + repeated(rows))
 
 
-def _rows(run: Run) -> tuple[Any, list[str]]:
+def _rows(run: Run, said: list[str]) -> Any:
+    """As far as the ledger can be read, with one line for each part that cannot."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        rows = run.samples(damaged="skip")
-    return rows, [f"Ledger: {warning.message}" for warning in caught]
+        try:
+            return run.samples(damaged="skip")
+        finally:
+            said += [f"Ledger: {warning.message}" for warning in caught]
 
 
 def scores(each: Any) -> list[Score]:

@@ -5,9 +5,9 @@ All samples are put into the page as long as they are few. Of many it gets count
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from collections.abc import Sequence
-from math import isfinite, log
+from math import isfinite
 from typing import Any, NamedTuple
 
 from samplewise.ledger.visits import SCORES
@@ -16,7 +16,7 @@ from samplewise.report.previews import Previews, shortened
 from samplewise.report.samples import TITLES, Samples
 
 MOST_SAMPLES = 20_000
-BUDGET = 1_000_000  # characters, of all samples together
+BUDGET = 1_200_000  # characters, of all samples together
 GRID = (72, 48)
 DECADES = 30.0  # largest over smallest, from where on an axis is logarithmic
 SMALLEST = 1e-8  # of the largest: what is smaller stands at the edge of a logarithmic axis
@@ -29,14 +29,6 @@ class Axis(NamedTuple):
     log: bool
     low: float
     high: float
-
-    def place(self, value: float) -> float:
-        """From 0 to 1; what lies outside stands at the edge."""
-        if self.log:
-            value = log(max(value, self.low) / self.low) / log(self.high / self.low)
-        else:
-            value = (value - self.low) / (self.high - self.low)
-        return min(1.0, max(0.0, value))
 
 
 def axis(name: str, values: Values) -> Axis | None:
@@ -52,15 +44,15 @@ def axis(name: str, values: Values) -> Axis | None:
     return Axis(name, False, low - margin, high + margin)
 
 
-def density(x: Axis, y: Axis, xs: Values, ys: Values) -> list[list[int]]:
+def density(axes: Sequence[Axis], values: Sequence[Values]) -> list[list[int]]:
     """Column, row and count of each cell of the grid that is not empty."""
-    pairs = ((a, b) for a, b in zip(xs, ys, strict=True) if a is not None and b is not None)
-    cells = Counter((_cell(x.place(a), GRID[0]), _cell(y.place(b), GRID[1])) for a, b in pairs)
-    return [[column, row, count] for (column, row), count in sorted(cells.items())]
+    import numpy as np
 
-
-def _cell(place: float, cells: int) -> int:
-    return min(cells - 1, int(place * cells))
+    both = np.array(values, dtype=float)
+    inside = [np.clip(v, a.low, a.high) for v, a in zip(both[:, np.isfinite(both).all(0)], axes, strict=True)]
+    edges = [(np.geomspace if a.log else np.linspace)(a.low, a.high, n + 1) for a, n in zip(axes, GRID, strict=True)]
+    counts = np.histogram2d(*inside, bins=edges)[0].astype(int)
+    return [[int(column), int(row), int(counts[column, row])] for column, row in np.argwhere(counts)]
 
 
 # ------------------------------------------------------------------------------------ the data
@@ -68,10 +60,9 @@ def _cell(place: float, cells: int) -> int:
 
 def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
     """What the page's script is given."""
-    each = samples.each
+    each, (rows, whole) = samples.each, _chosen(samples)
     xs, ys = (each[name].to_pylist() if name in each.column_names else [] for name in ("loss", "norm"))
     x, y = axis("loss", xs), axis("gradient norm", ys)
-    rows, whole = _chosen(samples)
     numbers = {row: k for k, row in enumerate(rows)}
     ids = [str(one) for one in each["id"].take(rows).to_pylist()]
     suspects = list(dict.fromkeys(numbers[row] for places in _by_rank(samples) for row in places))
@@ -79,7 +70,7 @@ def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
     return {
         "total": len(each),
         "axes": [x._asdict(), y._asdict()] if x and y else None,
-        "grid": None if whole or not (x and y) else {"size": GRID, "cells": density(x, y, xs, ys)},
+        "grid": None if whole or not (x and y) else {"size": GRID, "cells": density((x, y), (xs, ys))},
         "ids": [shortened(one) for one in ids],
         "columns": _columns(each.take(rows)) + _labels(each, ids, previews),
         "scores": [{"title": s.title, "order": [numbers[row] for row in s.order]} for s in samples.scores],
@@ -96,19 +87,9 @@ def _by_rank(samples: Samples) -> list[list[int]]:
 def _chosen(samples: Samples) -> tuple[list[int], bool]:
     """The rows that are put into the page, and whether these are all."""
     each = samples.each
-    everything = len(each) <= MOST_SAMPLES and _size(each) <= BUDGET
-    suspects = {row for score in samples.scores for row in score.order}
-    return (list(range(len(each))) if everything else sorted(suspects)), everything
-
-
-def _size(each: Any) -> int:
-    """About how many characters they would take."""
-    columns = [each[name] for name in each.column_names if name not in HIDDEN[1:]]
-    return sum(9 * len(column) if _is_numeric(column) else column.nbytes for column in columns)
-
-
-def _is_numeric(column: Any) -> bool:
-    return str(column.type).startswith(("int", "uint", "float", "double", "half"))
+    if len(each) <= MOST_SAMPLES and len(json.dumps([each["id"].to_pylist(), _columns(each)])) <= BUDGET:
+        return list(range(len(each))), True
+    return sorted({row for score in samples.scores for row in score.order}), False
 
 
 def _columns(chosen: Any) -> list[dict[str, Any]]:
@@ -116,10 +97,13 @@ def _columns(chosen: Any) -> list[dict[str, Any]]:
     extra = [name for name in chosen.column_names if name not in HIDDEN and name not in SCORES]
     scores = [name for name in SCORES if name in chosen.column_names]
     titles = {name: TITLES.get(name, name) for name in scores} | {name: name for name in extra}
-    return [
-        {"name": titles.get(name, name), "key": name, "values": [_plain(v) for v in chosen[name].to_pylist()]}
-        for name in [*scores, "visits", *extra]
-    ]
+    found = {name: [_plain(v) for v in chosen[name].to_pylist()] for name in [*scores, "visits", *extra]}
+    return [{"name": titles.get(name, name), "key": name, **_told(values)} for name, values in found.items()]
+
+
+def _told(values: list[Any]) -> dict[str, Any]:
+    """What is the same for all is told once."""
+    return {"same": values[0]} if len(set(values)) == 1 else {"values": values}
 
 
 def _plain(value: object) -> object:
@@ -131,7 +115,7 @@ def _plain(value: object) -> object:
 def _labels(each: Any, ids: list[str], previews: Previews) -> list[dict[str, Any]]:
     """As previews have them, where the ledger has none."""
     found = [] if "label" in each.column_names else [previews.label(one) for one in ids]
-    return [{"name": "label", "key": "label", "values": found}] if any(label is not None for label in found) else []
+    return [{"name": "label", "key": "label", **_told(found)}] if any(label is not None for label in found) else []
 
 
 # ------------------------------------------------------------------------------------ the page
@@ -145,8 +129,8 @@ def scatter(samples: Samples, previews: Previews) -> Section:
         "Each sample by the mean over its visits."
         if not data["grid"]
         else (
-            f"{data['total']:,} samples are too many to draw one by one: the shade tells how many there are, and the "
-            f"{len(data['ids']):,} most suspect of them are points."
+            f"{data['total']:,} samples are too many to draw one by one: the shade tells how many there are, and only "
+            "the most suspect are points."
         )
     )
     plot = _PLOT if data["axes"] else quiet("Loss or norm is not known: there is nothing to draw them against.")

@@ -29,20 +29,20 @@ def watch(
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
     """Until all runs have ended, or somebody presses Ctrl-C. The page reloads itself as long as it may change."""
+    before: Seen | None = None
     try:
-        path = write_any(runs, to, every)
-        tell(f"{path} follows {'the run' if len(runs) == 1 else 'the runs'}; leave with Ctrl-C")
-        before: Seen = []  # the first page may be older than what has been seen since
         while not _ended(runs):
-            now = seen(runs)
+            now = seen(runs)  # before they are read: what comes in between is seen next time
             if now != before:
-                before = now
-                write_any(runs, to, every)
+                path = write_any(runs, to, every)
+            if before is None:
+                tell(f"{path} follows what is trained, and reloads itself. Leave with Ctrl-C.")
+            before = now
             sleep(every)
-        tell("ended")
+        why = "The training has ended"
     except KeyboardInterrupt:
-        tell("no longer followed")
-    tell(f"{write_any(runs, to)} is written for the last time")
+        why = "Left"
+    tell(f"{why}: {write_any(runs, to)} stays as it is.")
 
 
 def seen(runs: Sequence[Path]) -> Seen:

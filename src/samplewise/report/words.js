@@ -1,0 +1,20 @@
+// Elements made of data: all that comes from the data is set as text.
+
+const find = id => document.getElementById(id);
+
+const node = (tag, properties, ...children) => {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children.filter(child => child !== null));
+  return made;
+};
+
+const written = value => {
+  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size < 1e-3 || size >= 1e6 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+};
+
+const facts = pairs => node("dl", {}, ...pairs.flatMap(([name, value]) =>
+  [node("dt", {textContent: name}), node("dd", {textContent: written(value)})]));

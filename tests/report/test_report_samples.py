@@ -1,0 +1,376 @@
+"""What the report shows of samples: the ledger, the suspects, their previews; and what is wrong with any of these."""
+
+import base64
+import hashlib
+import json
+import sys
+from io import BytesIO
+from math import inf, nan
+
+import pyarrow as pa
+import pytest
+from pages import ABOUT, WHOLE, Page, picture, train, visits, write_ledger, write_previews, write_run
+from PIL import Image
+
+from samplewise.ledger.visits import suspicion
+from samplewise.report import norms, previews, samples, scatter
+from samplewise.report.page import write_report
+from samplewise.report.run import read_run
+
+N = 40
+NO_LINES = []  # of the log: only the samples are looked at
+LOSSES = [0.1 + 0.01 * k for k in range(N)]
+
+
+def page_of(directory):
+    return Page(write_report(directory).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a ledger of two epochs; 7 and 3 are the hardest."""
+    write_run(tmp_path, NO_LINES)
+    losses = LOSSES.copy()
+    losses[7], losses[3] = 9.0, 5.0
+    labels = pa.array([k % 3 for k in range(N)])
+    write_ledger(tmp_path, *(visits(list(range(N)), losses, epoch, label=labels) for epoch in range(2)))
+    return tmp_path
+
+
+def column(shown, key):
+    return next(found for found in shown.samples["columns"] if found["key"] == key)
+
+
+# ------------------------------------------------------------------------------------ what is shown
+
+
+def test_every_sample_is_there_with_the_mean_over_its_visits(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, visits([5, 6], [1.0, 2.0]), visits([6, 5], [4.0, 2.0], epoch=1))
+    shown = page_of(tmp_path)
+    assert shown.samples["ids"] == ["5", "6"] and shown.samples["total"] == 2
+    assert column(shown, "loss")["values"] == [1.5, 3.0] and column(shown, "norm")["values"] == [3.0, 6.0]
+    assert column(shown, "visits")["same"] == 2
+    assert shown.samples["grid"] is None
+
+
+def test_the_suspects_are_those_of_the_scores(run):
+    shown, each = page_of(run), samples.read_samples(read_run(run)).each
+    titles = [score["title"] for score in shown.samples["scores"]]
+    assert titles == ["loss and gradient norm (recommended)", "loss", "gradient norm", "self-influence"]
+    for score, by in zip(shown.samples["scores"], [("loss", "norm"), ("loss",), ("norm",)], strict=False):
+        found = suspicion(each, by)
+        assert score["order"] == sorted(range(N), key=lambda k, of=found: -of[k])[: samples.FEWEST_SUSPECTS]
+        assert score["order"][:2] == [7, 3]
+
+
+def test_the_margin_is_suspect_where_it_is_small(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, visits(list("abc"), [1.0, 1.0, 1.0], margin=pa.array([2.0, -3.0, 1.0], pa.float32())))
+    scores = page_of(tmp_path).samples["scores"]
+    assert scores[0] == {"title": "margin (recommended)", "order": [1, 2, 0]}
+
+
+def test_a_tenth_is_suspect_and_never_more_than_fit(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, visits(list(range(3000)), [float(k) for k in range(3000)]))
+    assert len(page_of(tmp_path).samples["scores"][0]["order"]) == samples.MOST_SUSPECTS
+    write_ledger(tmp_path, visits(list(range(300)), [float(k) for k in range(300)]))
+    assert len(page_of(tmp_path).samples["scores"][0]["order"]) == 30
+
+
+def test_a_choice_for_each_score_and_the_first_is_pressed(run):
+    pressed = [value for name, value in page_of(run).attributes if name == "aria-pressed"]
+    assert pressed == ["true", "false", "false", "false"]
+
+
+def test_other_columns_are_shown_and_places_of_the_log_are_not(run):
+    keys = [found["key"] for found in page_of(run).samples["columns"]]
+    assert keys == ["loss", "norm", "self_influence", "visits", "weight", "label"]
+
+
+def test_unknown_values_are_null(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    part = visits([1, 2, 3], [1.0, nan, inf])
+    write_ledger(tmp_path, {**part, "norm": pa.array([nan, 2.0, 3.0], pa.float32())})
+    shown = page_of(tmp_path)
+    assert column(shown, "loss")["values"] == [1.0, None, None]
+    assert column(shown, "norm")["values"] == [None, 2.0, 3.0]
+
+
+def test_a_ledger_without_norms_has_a_gallery_and_no_plot(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, {**visits([1, 2], [1.0, 2.0]), "norm": pa.array([nan, nan], pa.float32())})
+    shown = page_of(tmp_path)
+    assert shown.samples["axes"] is None and "canvas" not in shown.tags
+    assert "Loss or norm is not known" in shown.text
+    assert "The ledger holds no finite norm: it was made with norms=False." in shown.text
+
+
+def test_ids_are_text_because_scripts_round_large_numbers(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, visits([2**62 + 1, 5], [1.0, 2.0]))
+    assert page_of(tmp_path).samples["ids"] == [str(2**62 + 1), "5"]
+
+
+@pytest.mark.parametrize(
+    ("values", "log"),
+    [
+        ([1.0, 2.0, 3.0], False),
+        ([0.001, 0.1, 10.0], True),
+        ([0.0, 0.001, 10.0], True),
+        ([-1.0, 0.001, 1e6], False),  # no logarithm
+        ([0.0, 0.0], False),
+        ([5.0], False),
+        ([None, 1.0, 1e6], True),
+    ],
+)
+def test_an_axis_is_logarithmic_where_values_span_decades(values, log):
+    axis = scatter.axis("loss", values)
+    assert axis.log == log and axis.low < axis.high
+    known = [value for value in values if value]
+    assert all(axis.low <= value <= axis.high for value in known)
+    assert not log or axis.low > 0
+
+
+def test_no_values_no_axis():
+    assert scatter.axis("loss", [None, nan]) is None
+
+
+# --------------------------------------------------------------------------------------- too many
+
+
+def test_many_samples_are_counted_on_a_grid(run, monkeypatch):
+    monkeypatch.setattr(scatter, "MOST_SAMPLES", N - 1)
+    shown = page_of(run)
+    grid, width, height = shown.samples["grid"]["cells"], *scatter.GRID
+    assert sum(count for _, _, count in grid) == N
+    assert all(0 <= column < width and 0 <= row < height for column, row, _ in grid)
+    assert max(grid) == [max(c for c, _, _ in grid), max(r for _, r, _ in grid), 1]  # sample 7, in the corner
+    assert len(shown.samples["ids"]) == samples.FEWEST_SUSPECTS and shown.samples["total"] == N
+    assert "40 samples are too many to draw one by one" in shown.text
+    order = shown.samples["scores"][0]["order"]
+    assert [shown.samples["ids"][k] for k in order[:2]] == ["7", "3"]
+
+
+def test_samples_with_much_to_tell_are_many(run, monkeypatch):
+    monkeypatch.setattr(scatter, "BUDGET", 100)
+    assert page_of(run).samples["grid"]
+
+
+def test_a_million_visits_of_many_samples_make_a_small_page(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    n = 25_000
+    ids = [f"a/rather/long/name/of/a/sample/{k:08d}" for k in range(n)]
+    write_ledger(tmp_path, *(visits(ids, [1.0 + k % 997 for k in range(n)], epoch) for epoch in range(2)))
+    assert write_report(tmp_path).stat().st_size < 500_000
+
+
+def test_long_texts_are_shortened(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, visits(["x" * 5000, "y"], [1.0, 2.0], text=pa.array(["z" * 5000, "w"])))
+    shown = page_of(tmp_path)
+    assert shown.samples["ids"][0] == "x" * 200 + "…" and column(shown, "text")["values"][0] == "z" * 200 + "…"
+
+
+# ------------------------------------------------------------------------------------ norms over time
+
+
+def test_quantiles_of_the_norms_over_stretches():
+    rows = pa.table({"update": [1] * 101 + [2] * 101, "norm": [*map(float, range(101)), *[7.0] * 101]})
+    middle, lowest, low, high, highest, maximum = norms.quantiles(rows)
+    assert [curve.points[0] for curve in (middle, lowest, low)] == [(1.0, 50.0), (1.0, 5.0), (1.0, 25.0)]
+    assert [curve.points[0][1] for curve in (high, highest, maximum)] == [75.0, 95.0, 100.0]
+    assert {curve.points[1] for curve in (middle, lowest, maximum)} == {(2.0, 7.0)}
+
+
+def test_norms_that_are_not_finite_are_left_out_of_the_quantiles():
+    rows = pa.table({"update": [1, 1, 1, 2], "norm": [1.0, nan, inf, nan]})
+    middle, *_ = norms.quantiles(rows)
+    assert middle.points[0] == (1.0, 1.0) and middle.finite == middle.points[:1]
+
+
+def test_the_norms_have_a_chart(run):
+    shown = page_of(run)
+    assert "Norm of each sample's gradient" in shown.charts
+    assert "in each of 80 stretches" in shown.text
+
+
+# --------------------------------------------------------------------------------------- previews
+
+
+def test_a_picture_is_shown_as_it_is(run):
+    write_previews(run, {"7": {"label": "9", "image": picture(8, 6, shade=200)}})
+    address = page_of(run).samples["previews"]["7"]["image"]
+    kind, _, content = address.partition(",")
+    image = Image.open(BytesIO(base64.b64decode(content)))
+    assert kind == "data:image/png;base64" and image.size == (8, 6) and set(image.tobytes()) == {200}
+
+
+@pytest.mark.parametrize(("channels", "kind"), [(1, "jpeg"), (3, "jpeg"), (4, "png")])
+def test_a_large_picture_becomes_a_thumbnail(channels, kind):
+    address = previews.picture(**picture(300, 150, channels))
+    image = Image.open(BytesIO(base64.b64decode(address.partition(",")[2])))
+    assert address.startswith(f"data:image/{kind};") and image.size == (112, 56)
+
+
+def test_texts_and_values(run):
+    write_previews(run, {"7": {"text": "a" * 1000}, "3": {"values": {"age": 0.123456, "who": "b"}}})
+    shown = page_of(run).samples["previews"]
+    assert shown["7"] == {"text": "a" * 600 + "…"}
+    assert shown["3"] == {"values": [["age", "0.1235"], ["who", "b"]]}
+
+
+def test_labels_of_previews_where_the_ledger_has_none(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, visits([1, 2], [1.0, 2.0]))
+    write_previews(tmp_path, {"2": {"label": "cat", "text": "miaow"}})
+    assert column(page_of(tmp_path), "label")["values"] == [None, "cat"]
+
+
+def test_previews_of_samples_that_are_not_suspect_stay_outside(run):
+    write_previews(run, {"0": {"text": "not suspect"}, "7": {"text": "suspect"}})
+    assert list(page_of(run).samples["previews"]) == ["7"]
+
+
+def test_previews_end_where_the_page_would_get_too_large(run, monkeypatch):
+    monkeypatch.setattr(previews.Previews.shown, "__defaults__", (100,))
+    write_previews(run, {str(k): {"text": "a" * 60} for k in range(N)})
+    shown = page_of(run)
+    assert list(shown.samples["previews"]) == ["7"]
+    assert f"Previews left out so that the page stays small: {samples.FEWEST_SUSPECTS - 1}." in shown.text
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"image": {"width": 9, "height": 6, "channels": 1, "data": "AAAA"}},
+        {"image": {"width": 1, "height": 1, "channels": 2, "data": "AAA="}},
+        {"image": {"width": 1, "height": 1, "channels": 1, "data": "?"}},
+        {"image": {"width": 1}},
+        {"image": "no picture"},
+        {"values": [1, 2]},
+        ["neither"],
+    ],
+)
+def test_a_preview_that_is_broken_is_counted(run, entry):
+    write_previews(run, {"7": entry, "3": {"text": "whole"}})
+    shown = page_of(run)
+    assert "Previews that cannot be shown: 1, for example of '7'." in shown.text
+    assert list(shown.samples["previews"]) == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"version": 1, "samples": {"7"', "previews.json cannot be read, and samples are shown without: Expecting"),
+        ("[]", "previews.json cannot be read"),
+        ('{"version": 1}', "previews.json cannot be read, and samples are shown without: there is no 'samples'."),
+        ('{"version": 2, "samples": {}}', "previews.json is of version 2; 1 is known here."),
+    ],
+)
+def test_previews_that_cannot_be_read_are_one_line(run, content, said):
+    (run / "previews.json").write_text(content)
+    shown = page_of(run)
+    assert said in shown.text and shown.samples["previews"] == {}
+
+
+# ---------------------------------------------------------------------------------------- trouble
+
+
+def test_no_ledger_is_a_quiet_line(report):
+    shown = report(WHOLE)
+    assert "No ledger: train with callbacks=[sw.Ledger()] to see the samples here." in shown.text
+    assert "Warnings" not in shown.text and "script" not in shown.tags
+
+
+def test_a_truncated_part_is_told_of_and_the_rest_is_there(run):
+    broken = run / "samples" / "part-000001.parquet"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    write_run(run)
+    shown = page_of(run)
+    assert "Ledger: a part of a ledger must be a whole Parquet file; found that" in shown.text
+    assert "Train loss" in shown.charts and column(shown, "visits")["same"] == 1
+
+
+def test_a_part_of_another_version_is_told_of(run):
+    path = run / "samples" / "part-000001.parquet"
+    table = pa.parquet.read_table(path)
+    pa.parquet.write_table(table.replace_schema_metadata({"format": "samplewise ledger", "version": "99"}), path)
+    shown = page_of(run)
+    assert "samplewise ledger 1; found samplewise ledger 99" in shown.text
+    assert column(shown, "visits")["same"] == 1
+
+
+def test_no_part_that_can_be_read(run):
+    for part in (run / "samples").iterdir():
+        part.write_bytes(b"no Parquet")
+    write_run(run)
+    shown = page_of(run)
+    assert shown.text.count("Ledger: a part of a ledger must be a whole Parquet file") == 2
+    assert "The samples cannot be shown: a ledger must have a part that can be read" in shown.text
+    assert "The ledger cannot be read." in shown.text and "Train loss" in shown.charts
+
+
+def test_parts_that_do_not_agree(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, visits([1], [1.0]), visits(["one"], [1.0]))
+    assert "The samples cannot be shown: the parts of a ledger must agree about their columns" in page_of(tmp_path).text
+
+
+def test_a_ledger_in_which_nothing_is_finite(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, visits([1, 2], [nan, nan]))
+    assert "The ledger holds no sample with a finite loss or norm." in page_of(tmp_path).text
+
+
+def test_ids_that_repeat_within_an_epoch(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, visits(["a", "b", "b", "b", "c", "c"], [1.0] * 6), visits(["a", "b", "c"], [1.0] * 3, 1))
+    assert (
+        "Ids repeat within an epoch: 3 of 9 rows have an id that the epoch had before. 'b', for example, stands 3 "
+        "times in epoch 0. Unless samples are drawn with replacement, several share an id" in page_of(tmp_path).text
+    )
+
+
+def test_ids_that_repeat_over_epochs_are_as_they_should_be(run):
+    assert "repeat" not in page_of(run).text
+
+
+def test_no_pyarrow(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    write_run(run)
+    shown = page_of(run)
+    assert "The samples cannot be shown: the ledger needs pyarrow: pip install 'samplewise[ledger]'" in shown.text
+    assert "Train loss" in shown.charts
+
+
+# --------------------------------------------------------------------------------------- escaping
+
+EVIL = "</script><script>alert(1)</script><!-- \u2028\u2029 ' \" & <img src=x onerror=alert(2)> \x00"
+
+
+def test_hostile_strings_stay_strings(tmp_path):
+    write_run(tmp_path, [train(1, **{EVIL: 1.0})], {**ABOUT, "name": EVIL})
+    write_ledger(tmp_path, visits([EVIL, "b"], [2.0, 1.0], **{EVIL: pa.array([EVIL, "c"])}))
+    write_previews(tmp_path, {EVIL: {"label": EVIL, "values": {EVIL: EVIL}}})
+    shown = page_of(tmp_path)
+    assert shown.tags.count("script") == 2  # the data, and the code
+    assert shown.samples["ids"][0] == EVIL and column(shown, EVIL)["values"][0] == EVIL
+    assert shown.samples["previews"]["0"]["values"] == [[EVIL, EVIL]]
+    assert "img" not in shown.tags
+    assert not [name for name, _ in shown.attributes if name.startswith("on")]
+
+
+def test_the_data_need_no_parser_but_json(run):
+    written = next(text for text in page_of(run).scripts if text.startswith("{"))
+    assert not set("<>&\u2028\u2029") & set(written)
+    json.loads(written, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_only_our_script_may_run(run):
+    shown = page_of(run)
+    (policy,) = [value for name, value in shown.attributes if value and value.startswith("default-src 'none'")]
+    digest = base64.b64encode(hashlib.sha256(shown.scripts[-1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policy and "connect-src" not in policy
