@@ -21,13 +21,13 @@ def whole(path: Path, aside: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """A renaming is safe when its directory is."""
     if os.name == "nt":  # where a directory cannot be opened
         return

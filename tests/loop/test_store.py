@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections import Counter, OrderedDict, namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -521,8 +522,14 @@ def test_a_corrupt_newest_is_told_of_and_passed_over(tmp_path):
         assert checkpoints.latest() is None
 
 
-def test_an_old_one_that_cannot_be_removed_is_told_of(tmp_path):
-    (tmp_path / "update-000000001.ckpt").mkdir()
+def test_an_old_one_that_cannot_be_removed_is_told_of(tmp_path, monkeypatch):
+    (tmp_path / "update-000000001.ckpt").touch()
+
+    def unlink(path, missing_ok=False):
+        raise PermissionError("not yours")
+
+    Checkpoints(tmp_path, keep=1)
+    monkeypatch.setattr(Path, "unlink", unlink)
     message = "update-000000001.ckpt must go, but cannot be removed: .* Remove it by hand.$"
     with pytest.warns(CheckpointWarning, match=message):
         assert Checkpoints(tmp_path, keep=1).save({}, 2).exists()

@@ -70,7 +70,8 @@ class Feed:
         self._last: Place | None = None  # before the last batch
         self._mark: Place | None = None
         self._rows = 0  # of the last batch
-        self._ahead: Iterator[Any] | None = None  # the rest of the epoch, if it has been looked at
+        self._ahead: Iterator[Any] | None = None  # the rest of the epoch, if it has been looked into
+        self._looked = False
 
     def use(self, loader: Iterable[Any]) -> None:
         """Goes on in the same place of another loader."""
@@ -110,6 +111,9 @@ class Feed:
 
     def look(self, number: int) -> None:
         """Before `epoch`, on all ranks: goes as far as the first batch, and sees whether they have the same order."""
+        if self.share.size == 1 or self._looked:
+            return
+        self._looked = True
         at = self._of_this_kind(self._after())
         batches = self._enter(number, at)
         first = next(batches, END)

@@ -15,14 +15,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from samplewise import ranks
+
 
 class Logger(ABC):
-    """Open from the start of fit to its end; never in a fast_dev_run. To be subclassed."""
+    """Open from the start of fit to its end, on the first of several ranks, and never in a fast_dev_run. To be
+    subclassed.
+    """
 
     _is_open = False
 
     def on_fit_start(self, trainer: Any) -> None:
-        if not trainer.fast_dev_run:
+        if not trainer.fast_dev_run and ranks.rank() == 0:
             self._begin(trainer)
             self._is_open = True
 

@@ -1,19 +1,23 @@
 """What is measured in validation: functions of (outputs, batch), or objects with update, compute and reset.
 
-How batches combine: sums over samples, divided once; never a mean of means.
+How batches combine: sums over samples, divided once; never a mean of means. Over ranks: the same. What an object with
+update, compute and reset needs is gathered on all ranks, unless it is one of torchmetrics', which do that themselves.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samplewise import ranks
 from samplewise.batches import length
 from samplewise.errors import LossesError
+from samplewise.loop.devices import moved
 
 TAKEN = ("kind", "epoch", "update", "loss", "train_loss")
 
@@ -35,7 +39,9 @@ class Quotient:
         self._total, self._count = self._total + total, self._count + count
 
     def value(self) -> float:
-        return float(self._total) / float(self._count) if float(self._count) else float("nan")
+        """Of all ranks, which meet for it."""
+        total, count = ranks.meet(self._total, self._count)
+        return total / count if count else float("nan")
 
 
 def _wide(values: Tensor) -> Tensor:
@@ -89,13 +95,38 @@ class Given:
         self.metric.reset()
 
 
-def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Mean | Given]:
-    found: dict[str, Mean | Given] = {}
+class Gathered:
+    """One that does not know of other ranks: it sees on each what all have, batch by batch, when it is asked."""
+
+    def __init__(self, given: Given, device: torch.device):
+        self._given, self._device, self._seen = given, device, list[Any]()
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        self._seen.append(moved((outputs, batch), torch.device("cpu")))
+
+    def compute(self) -> Any:
+        for together in zip_longest(*ranks.everyone(self._seen)):
+            for seen in together:
+                if seen is not None:
+                    self._given.update(*moved(seen, self._device))
+        return self._given.compute()
+
+    def reset(self) -> None:
+        self._seen = []
+        self._given.reset()
+
+
+Metric = Mean | Given | Gathered
+
+
+def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Metric]:
+    found: dict[str, Metric] = {}
     for name, metric in metrics.items():
         if name in TAKEN:
             raise ValueError(f"a metric must have a name of its own; found {name!r}, which the log uses itself.")
         if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
-            found[name] = Given(metric, device)
+            given = Given(metric, device)
+            found[name] = given if not ranks.active() or _synchronises(metric) else Gathered(given, device)
         elif callable(metric):
             found[name] = Mean(metric)
         else:
@@ -106,7 +137,11 @@ def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Me
     return found
 
 
-def results(metrics: Mapping[str, Mean | Given]) -> dict[str, float]:
+def _synchronises(metric: Any) -> bool:
+    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(metric).__mro__)
+
+
+def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """A metric that has several results gets a name for each: name/part, name/0, name/1."""
     found: dict[str, float] = {}
     for name, metric in metrics.items():

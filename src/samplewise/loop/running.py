@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from samplewise.step.update import Update
 
@@ -73,8 +74,9 @@ class Sums:
         self.skipped += update.skipped
         if not update.skipped:
             loss, count = update.sums()
-            self.loss = self.loss.to(loss.device) + loss
-            self.count = self.count.to(loss.device) + count
+            device = loss.device if isinstance(loss, Tensor) else self.loss.device  # of several ranks it is a number
+            self.loss = self.loss.to(device) + loss
+            self.count = self.count.to(device) + count
 
     def mean(self) -> float:
         return float(self.loss / self.count.to(self.loss.device)) if float(self.count) else float("nan")

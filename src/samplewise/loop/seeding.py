@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from samplewise import ranks
 from samplewise.loop.randomness import load_random_state, random_state_dict
 from samplewise.replay import random_state
 
@@ -50,6 +51,21 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+def random_states() -> dict[str, Any]:
+    """The random state of this process as a part of a checkpoint, or those of all ranks."""
+    mine = random_state_dict()
+    return {"randoms": ranks.everyone(mine)} if ranks.active() else {"random": mine}
+
+
+def load_random_states(state: dict[str, Any], seed: int) -> None:
+    """A rank that was not there gets numbers of its own."""
+    there = state.get("randoms") or [state["random"]]
+    if ranks.rank() < len(there):
+        load_random_state(there[ranks.rank()])
+    else:
+        reseed(seed_of(seed, ranks.rank(), there[0]["torch"].tolist()))
 
 
 class Stream:

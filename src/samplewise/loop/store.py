@@ -20,17 +20,18 @@ import json
 import math
 import os
 import re
+import shutil
 import uuid
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samplewise import files
+from samplewise import files, ranks
 from samplewise.errors import CheckpointError, CheckpointWarning
 
 FORMAT = "samplewise checkpoint"
@@ -50,8 +51,7 @@ def write(path: Path, state: dict[Any, Any]) -> None:
     _safetensors()  # whoever writes will want to read
     if not isinstance(state, dict):
         raise TypeError(f"state must be a dict; found {_kind(state)}.")
-    given: list[Tensor] = []
-    text = json.dumps(_encode(state, (), given), **STRICT)
+    text, given = encoded(state)
     tensors = [_copy(tensor) for tensor in given]
     about = {"format": FORMAT, "version": str(VERSION), "state": text, "sha256": _checksum(text, tensors)}
     header, order = _layout(about, tensors)
@@ -74,8 +74,37 @@ def check(state: dict[Any, Any]) -> None:
     _encode(state, (), [])
 
 
+def encoded(state: dict[Any, Any]) -> tuple[str, list[Tensor]]:
+    """The state as JSON in which each tensor is a number, and the tensors."""
+    given: list[Tensor] = []
+    return json.dumps(_encode(state, (), given), **STRICT), given
+
+
+def decoded(text: str, tensors: list[Tensor]) -> Any:
+    """The state again."""
+    return _decode(json.loads(text), tensors)
+
+
+def tensors_in(text: str) -> list[tuple[torch.dtype, list[int]]]:
+    """What the tensors of an encoded state must be."""
+    found: dict[int, tuple[torch.dtype, list[int]]] = {}
+
+    def note(entry: dict[str, Any]) -> Any:
+        if list(entry) == ["tensor"]:
+            name, dtype, shape = entry["tensor"]
+            found[int(name)] = getattr(torch, dtype), shape
+        return entry
+
+    json.loads(text, object_hook=note)
+    return [found[k] for k in range(len(found))]
+
+
 def read(path: Path, device: str | torch.device = "cpu") -> dict[Any, Any]:
-    """The state that `write` has put there, its tensors on `device`."""
+    """The state that `write` has put there, or several ranks together, its tensors on `device`."""
+    if Path(path).is_dir():
+        from samplewise.loop import shards  # which reads most of it with this very function
+
+        return _moved(shards.read(Path(path)), torch.device(device))
     safetensors = _safetensors()
     try:
         about = _metadata(path)
@@ -98,7 +127,7 @@ def read(path: Path, device: str | torch.device = "cpu") -> dict[Any, Any]:
 class Checkpoints:
     """A directory of checkpoints, the newest `keep` of them and those in `protect`.
 
-    One process at a time may use it: what another one is just writing looks like the leftover of an interrupted save.
+    One run at a time may use it: what another one is just writing looks like the leftover of an interrupted save.
     """
 
     def __init__(self, directory: Path, keep: int = 2):
@@ -113,12 +142,15 @@ class Checkpoints:
         if update < 0:
             raise ValueError(f"update must be a number of updates, 0 or more; found {update}.")
         self._remove_leftovers()  # first, since they may fill the disk
-        path = self.directory / f"update-{update:09d}.ckpt"
+        path = self.path_of(update)
         write(path, state)
-        self._remove_older_than(update)
+        self.remove_older_than(update)
         return path
 
-    def latest(self) -> tuple[dict[Any, Any], Path] | None:
+    def path_of(self, update: int) -> Path:
+        return self.directory / f"update-{update:09d}.ckpt"
+
+    def latest(self, read: Callable[[Path], dict[Any, Any]] = read) -> tuple[dict[Any, Any], Path] | None:
         """The newest checkpoint that can be read, and its path."""
         self._remove_leftovers()
         for _, path in self._newest_first():
@@ -136,14 +168,16 @@ class Checkpoints:
         named = ((re.fullmatch(r"update-([0-9]{9,})\.ckpt", path.name), path) for path in self.directory.iterdir())
         return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
 
-    def _remove_older_than(self, update: int) -> None:
+    def remove_older_than(self, update: int) -> None:
+        """But for the newest of them, and those that are protected."""
         # Later ones stay: whoever went back to an early checkpoint and trains from there may still want them.
         older = [path for number, path in self._newest_first() if number < update]
         protected = {path.resolve() for path in self.protect}
         _remove(path for path in older[self.keep - 1 :] if path.resolve() not in protected)
 
     def _remove_leftovers(self) -> None:
-        _remove(self.directory.glob(f".*{PARTIAL}"))
+        if ranks.rank() == 0:
+            _remove(self.directory.glob(f".*{PARTIAL}"))
 
     def _check_writable(self) -> None:
         # Tried, not asked for: for root every permission looks fine, on a read-only disk too.
@@ -367,7 +401,10 @@ def _foreign(path: Path, found: str) -> CheckpointError:
 def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         try:
-            path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         except OSError as why:
             warnings.warn(
                 f"{path} must go, but cannot be removed: {why}. Remove it by hand.", CheckpointWarning, stacklevel=4

@@ -14,21 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from samplewise import ranks
 from samplewise.criteria import Criterion
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.about import about
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.costs import Clock, LayerNorms, peak_memory
-from samplewise.loop.devices import moved, resolve
+from samplewise.loop.devices import moved
+from samplewise.loop.distributed import Stop, join, tell
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
 from samplewise.loop.feed import Feed, Place
 from samplewise.loop.metrics import Outputs, Quotient, as_metrics, joined, results
 from samplewise.loop.progress import Progress, Silent, make_progress
-from samplewise.loop.randomness import load_random_state, random_state_dict
 from samplewise.loop.run import Run
 from samplewise.loop.running import Running
-from samplewise.loop.seeding import seed_of, seeded
+from samplewise.loop.seeding import load_random_states, random_states, seed_of, seeded
+from samplewise.loop.sharding import Share
 from samplewise.losses import per_sample
 from samplewise.replay import modes
 from samplewise.step.slices import Slices
@@ -51,6 +53,8 @@ class Trainer:
     fast_dev_run: a rehearsal. `fit` makes one update of the first batch, validates on one batch, and writes no file and
     resumes nothing, however long it was to be.
     overfit: every epoch is made of the first so many batches of epoch 0, in the same order.
+    sharded: of several ranks, each one's loaders have its own samples already. Otherwise the trainer divides them.
+    timeout: seconds that ranks wait for each other, if it is the trainer that joins them.
     """
 
     def __init__(
@@ -66,13 +70,15 @@ class Trainer:
         progress: bool = True,
         fast_dev_run: bool = False,
         overfit: int | None = None,
+        sharded: bool = False,
+        timeout: float | None = None,
     ):
         _check_given(step, callbacks, metrics)
         _check_options(log_every, fast_dev_run, overfit)
         self.fast_dev_run, self.overfit = fast_dev_run, overfit
         self.step, self.model, self.seed, self.log_every = step, step.model, seed, log_every
         self.run = None if run is None else Path(run)
-        self.device = resolve(device)
+        self.device = join(device, timeout)
         self.model.to(self.device)
         if isinstance(step.loss_fn, (nn.Module, Criterion)):
             step.loss_fn.to(self.device)
@@ -84,8 +90,10 @@ class Trainer:
                 callbacks.append(ModelCheckpoint())
         self._listeners = Listeners(callbacks, trainer=self, step=step, model=step.model)
         self._progress: Progress = Silent()
-        self._stopped: str | None = None
+        self._stop = Stop()
+        self._share = None if sharded else Share(ranks.rank(), ranks.size())
         self._files = None if self.run is None or fast_dev_run else Run(self.run)
+        self.loader: Iterable[Any] | None = None  # of the last fit
         self._feed: Feed | None = None
         self._validation: Feed | None = None
         self._epoch = step.counters.epochs
@@ -108,7 +116,8 @@ class Trainer:
             self._open(loader, resume)
             if self.fast_dev_run:
                 until = Duration(epochs=self._epoch + 1)
-            self._progress = make_progress(self._wants_progress, self._expected(until), self.step.counters.updates)
+            shown = self._wants_progress and ranks.rank() == 0
+            self._progress = make_progress(shown, self._expected(until), self.step.counters.updates)
             self._listeners.tell("on_fit_start")
             self._clock.start()
             while self._goes_on(until):
@@ -118,21 +127,23 @@ class Trainer:
                     for update in self.step.over(self._batches()):
                         self._note(update)
                         self._listeners.tell("on_update", update=update)
+                        self._stop.agree()
                         if not self._goes_on(until):
                             break
                     if self.step.counters.epochs > epoch:  # else it was broken off
                         metrics = self._end_of_epoch(validate)
                         self._listeners.tell("on_epoch_end", epoch=epoch, metrics=metrics)
-            reason = self._stopped or ("fast_dev_run is done" if self.fast_dev_run else until.done())
+                        self._stop.agree()
+            reason = self._stop.reason or ("fast_dev_run is done" if self.fast_dev_run else until.done())
             self._end(reason)
         return reason
 
     def stop(self, reason: str) -> None:
-        """Ends the training after this update."""
-        self._stopped = self._stopped or reason
+        """Ends the training after this update, on all ranks."""
+        self._stop.ask(reason)
 
     def _goes_on(self, until: Duration) -> bool:
-        return self._stopped is None and not until.reached(self._epoch, self.step.counters.updates)
+        return self._stop.reason is None and not until.reached(self._epoch, self.step.counters.updates)
 
     @contextmanager
     def _rehearsing(self) -> Iterator[None]:
@@ -148,6 +159,11 @@ class Trainer:
     def _batches(self) -> Iterator[Any]:
         """What is left of the epoch."""
         assert self._feed is not None
+        self._feed.look(self._epoch)  # at once: ranks go on at their own pace
+        return self._slices()
+
+    def _slices(self) -> Iterator[Any]:
+        assert self._feed is not None
         batches = self._unless_left(self._feed.epoch(self._epoch, back=not self.step.open))
         for batch, used in self._clock.waiting(batches):
             yield Slices(moved(batch, self.device), used)
@@ -158,10 +174,10 @@ class Trainer:
         try:
             for batch in batches:
                 yield batch
-                if self._interrupted and not self.step.waiting:
+                if self._interrupted and not (self.step.waiting or ranks.active()):
                     raise Left
         except (Exception, Left) as why:
-            if not self._interrupted:
+            if not self._interrupted or ranks.active():  # several ranks leave after an update
                 raise
             self._feed.mark(self.step.taken)  # what is in the open window need not come again
             raise Left from why
@@ -223,6 +239,9 @@ class Trainer:
         if self._running.unread:
             self._write_progress()
         self.write("end", update=self.step.counters.updates, reason=reason)
+        if self._files is not None:
+            self._files.finish()
+        ranks.together()  # nobody goes before all are done
 
     # --- files -----------------------------------------------------------------------------------------------------
 
@@ -258,8 +277,8 @@ class Trainer:
                 "an open window must be saved as sums; found samples that wait for more, because a transform has to "
                 "see all at once. Use tail='update' or 'drop', or save in the middle of epochs: every='100up'."
             )
-        own = {"epoch": self._epoch, "place": vars(self._feed.here(self.step.taken)), "log": log, "seed": self.seed}
-        return {**parts, "trainer": own, "kinds": self._kinds(), "random": random_state_dict()}
+        own = {"epoch": self._epoch, **self._feed.state(self.step.taken), "log": log, "seed": self.seed}
+        return {**parts, "trainer": own, "kinds": self._kinds(), **random_states()}
 
     def _kinds(self) -> dict[str, str]:
         """What their states alone do not tell: torch would take those of another kind, and be wrong or fail later."""
@@ -281,9 +300,9 @@ class Trainer:
             part.load_state_dict(state[name])
         assert self._feed is not None
         self._epoch = own["epoch"]
-        self._feed.go_to(Place(**own["place"]))
+        self._feed.load(own, self._epoch)
         self.step.counters.epochs = self._epoch  # one more, if its loader had ended: it will end again
-        load_random_state(state["random"])
+        load_random_states(state, self.seed)
         return own["log"]
 
     def _parts(self) -> dict[str, Any]:
@@ -304,9 +323,10 @@ class Trainer:
     def _open(self, loader: Iterable[Any], resume: bool) -> None:
         if self._feed is None:
             first = 1 if self.fast_dev_run else self.overfit
-            self._feed = Feed(loader, self.seed, first, saved=self._files is not None)
+            self._feed = Feed(loader, self.seed, first, saved=self._files is not None, share=self._share)
             self._epoch = self.step.counters.epochs
         self.step.counters.epochs = self._epoch  # one more, if somebody left in validation: the epoch will end again
+        self.loader = loader
         self._feed.use(loader)
         if self._files is not None:
             self._files.open(resume, self._load)
@@ -319,7 +339,7 @@ class Trainer:
         KeyboardInterrupt.
         """
         before: dict[int, Any] = {}
-        self._stopped, self._interrupted = None, False
+        self._stop, self._interrupted = Stop(), False
 
         def leave(number: int, frame: Any) -> None:
             if self._interrupted and number == signal.SIGINT:
@@ -334,6 +354,7 @@ class Trainer:
         try:
             yield
         except BaseException as error:
+            tell(error)
             self._listeners.tell("on_error", error=error)
             raise
         finally:
@@ -350,7 +371,9 @@ class Trainer:
     # --- looking ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
-        """The loss, Σ losses / Σ counts over all batches, and the metrics. Modes of all modules are kept."""
+        """The loss, Σ losses / Σ counts over all batches, and the metrics. Modes of all modules are kept. With several
+        ranks all must call it: each looks at its own samples, and all get the result.
+        """
         return self._evaluated(self._validation_batches(loader))
 
     def _evaluated(self, batches: Iterable[Any]) -> dict[str, float]:
@@ -365,20 +388,21 @@ class Trainer:
                 sums.add(losses, counts)
                 for metric in self._metrics.values():
                     metric.update(outputs.last(), batch)
-        return {"loss": sums.value(), **results(self._metrics)}
+        return ranks.told({"loss": sums.value(), **results(self._metrics)})  # rounded alike: all decide alike
 
     def _validation_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The same each time, whatever the loader draws."""
         if self._validation is None:
-            self._validation = Feed(loader, self.seed, apart=True)
+            self._validation = Feed(loader, self.seed, apart=True, share=self._share)
         self._validation.use(loader)
         self._validation.go_to(Place())
+        self._validation.look(0)
         for batch, _ in self._validation.epoch(0):
             yield moved(batch, self.device)
 
     def predict(self, loader: Iterable[Any]) -> Any:
         """The model's outputs, on the CPU: of x for batches (x, y), of the batch itself otherwise. Tuples and dicts of
-        tensors come back as such, each tensor joined over all batches.
+        tensors come back as such, each tensor joined over all batches. Ranks do not share this work.
         """
         found = []
         with self._looking():

@@ -1,0 +1,91 @@
+"""Several processes that torchrun has started: joining them, what the first does for all, and leaving together."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from samplewise import ranks
+from samplewise.loop.devices import resolve
+
+Result = TypeVar("Result")
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells each process
+
+
+def join(device: str | torch.device = "auto", timeout: float | None = None) -> torch.device:
+    """Joins the other processes, if torchrun has started some and nobody has joined them yet, and returns this one's
+    device: of several accelerators the one with its local rank. `timeout`: seconds that ranks wait for each other.
+    """
+    found = _own(resolve(device))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and all(name in os.environ for name in LAUNCHED):
+        if found.type == "cuda":
+            torch.cuda.set_device(found)
+        if not dist.is_initialized():
+            patience = None if timeout is None else timedelta(seconds=timeout)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if found.type == "cuda" else "gloo", timeout=patience)
+            atexit.register(_leave)
+    return found
+
+
+def _own(device: torch.device) -> torch.device:
+    """Several processes on one machine take one accelerator each."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is None or device != torch.device("cuda"):
+        return device
+    return torch.device("cuda", int(local))
+
+
+def _leave() -> None:
+    with suppress(Exception):  # the others may be gone
+        dist.destroy_process_group()
+
+
+def by_first(call: Callable[[], Result]) -> Result:
+    """What rank 0 gets from the call, which nobody else makes. Its error is everybody's."""
+    if not ranks.active():
+        return call()
+    found = by_all(call if ranks.rank() == 0 else lambda: None)
+    return ranks.told(found)
+
+
+def by_all(call: Callable[[], Result]) -> Result:
+    """What this rank gets from the call, once all have made it. An error of one is everybody's."""
+    try:
+        found = call()
+    except Exception as error:
+        ranks.together(error)
+        raise
+    ranks.together()
+    return found
+
+
+def tell(error: BaseException) -> None:
+    """The other ranks hear of it where they meet next, unless they know."""
+    if isinstance(error, Exception) and ranks.active():
+        with suppress(Exception):  # the one that counts is being raised
+            ranks.together(error)
+
+
+class Stop:
+    """Why to stop. A rank that wants to asks for it; all stop after the same update, and know why."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._wish: str | None = None
+
+    def ask(self, reason: str) -> None:
+        self._wish = self._wish or reason
+        if not ranks.active():
+            self.reason = self._wish
+
+    def agree(self) -> None:
+        """Where all ranks are."""
+        if ranks.active() and self.reason is None and ranks.meet(self._wish is not None)[0]:
+            self.reason = next(wish for wish in ranks.everyone(self._wish) if wish is not None)

@@ -1,0 +1,154 @@
+"""Checkpoints of several ranks: a folder that all of them write, with torch.distributed.checkpoint.
+
+    update-000000010.ckpt/
+        rest.ckpt                                   all but large tensors, in the format of one process
+        .metadata, __0_0.distcp, __1_0.distcp, ...  the tensors of model, optimizer and loss; each rank has written some
+
+`rest.ckpt` says where each of those tensors belongs and what the bytes of all files sum up to. The folder is written
+beside its place and renamed by rank 0 when all are done, while the training goes on. Reading it takes `.metadata`,
+which is a pickle of torch's: do not read a folder from a stranger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from samplewise import ranks
+from samplewise.errors import CheckpointError
+from samplewise.files import sync_directory
+from samplewise.loop import store
+from samplewise.loop.distributed import by_all, by_first
+
+REST = "rest.ckpt"
+LARGE = ("model", "optimizer", "loss")
+PATIENCE = 30.0  # seconds
+
+
+class Saver:
+    """Saves one state at a time. Whoever asks for the next waits for the last."""
+
+    def __init__(self) -> None:
+        # A group of its own: what a save has to say must not get between what the training says.
+        self._group = dist.new_group(backend="gloo")
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+
+    def save(self, path: Path, state: dict[str, Any], then: Callable[[], None]) -> None:
+        """Begins to write a state, of which all ranks have the same, to a folder. `then` is called by rank 0."""
+        self.wait()
+        rest = {name: part for name, part in state.items() if name not in LARGE}
+        text, tensors = store.encoded({name: state[name] for name in LARGE if name in state})
+        copies = {str(k): _copy(tensor) for k, tensor in enumerate(tensors)}
+        aside = path.with_name(f".{path.name}{store.PARTIAL}")
+        by_first(lambda: _make_way(aside))
+
+        def write() -> None:
+            try:
+                self._write(aside, path, {**rest, "large": text}, copies, then)
+            except BaseException as problem:  # told by `wait`
+                self._problem = problem
+
+        self._thread = threading.Thread(target=write, name="samplewise checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what was begun is on disk, on all ranks. Raises what has kept it from getting there."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread, problem, self._problem = None, self._problem, None
+        by_all(lambda: _raise(problem))
+
+    def close(self) -> None:
+        """After an error: what was begun gets some time, but a rank that is gone is not waited for."""
+        if self._thread is not None:
+            self._thread.join(PATIENCE)
+            self._thread = self._problem = None
+
+    def _write(
+        self, aside: Path, path: Path, rest: dict[str, Any], tensors: dict[str, Tensor], then: Callable[[], None]
+    ) -> None:
+        save(tensors, storage_writer=FileSystemWriter(aside), process_group=self._group)
+        sums: list[dict[str, str]] = [{}] * ranks.size()
+        dist.all_gather_object(sums, _sums(aside.glob(f"__{ranks.rank()}_*")), group=self._group)
+        if ranks.rank() == 0:
+            files = {name: found for one in sums for name, found in one.items()} | _sums([aside / ".metadata"])
+            store.write(aside / REST, {**rest, "files": files})
+            _make_way(path, make=False)  # an older one of that number: this one is as good
+            os.replace(aside, path)
+            sync_directory(path.parent)
+            then()
+        dist.barrier(group=self._group)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The state in a folder, whole, in one process or in each of several."""
+    state = store.read(path / REST)
+    _check(path, state.pop("files"))
+    text = state.pop("large")
+    tensors = {str(k): torch.empty(shape, dtype=dtype) for k, (dtype, shape) in enumerate(store.tensors_in(text))}
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is for this process alone
+            load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
+    except (CheckpointException, OSError, RuntimeError) as why:
+        raise CheckpointError(f"{path} must be a checkpoint that torch can read; found: {why}") from why
+    return {**state, **store.decoded(text, list(tensors.values()))}
+
+
+def _check(path: Path, files: dict[str, str]) -> None:
+    """Each rank looks at some of the files."""
+    own = sorted(files)[ranks.rank() :: ranks.size()]
+    there = [path / name for name in own if (path / name).exists()]
+    found = _sums(there)
+    for name in own:
+        if found.get(name) != files[name]:
+            what = "another checksum" if name in found else "nothing"
+            raise CheckpointError(
+                f"{path / name} must hold what was once written to it; found {what}. It is corrupt: use an earlier "
+                "checkpoint."
+            )
+
+
+def _sums(files: Any) -> dict[str, str]:
+    found = {}
+    for path in files:
+        with open(path, "rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _make_way(folder: Path, make: bool = True) -> None:
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    else:
+        folder.unlink(missing_ok=True)
+    if make:
+        folder.mkdir(parents=True)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """As it is now: the training goes on."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _raise(problem: BaseException | None) -> None:
+    if problem is not None:
+        raise CheckpointError(
+            f"a checkpoint must be written by all ranks, which failed: {problem}. Free some space or see to the "
+            "permissions, and resume: the checkpoints before it are whole."
+        ) from problem
