@@ -6,6 +6,7 @@ so. All ranks must call the same ones in the same order.
     meet(a, b)        sums of numbers, one small message; and the place where a rank tells that it failed
     together(error)   a meeting without numbers: an error of any rank is raised on all
     total(tensor)     the sum over ranks, in place
+    totals(tensors)   the same of many, in few large messages; copies(tensors): what one rank has
     gathered(tensor)  the rows of all ranks, rank by rank, however many each has
     everyone(thing)   a list of what each rank says
     told(thing)       what one rank says
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from samplewise.errors import DistributedError
 
+BUCKET = 25 * 2**20  # bytes of a large message
 ROOM = 8  # numbers in a meeting, the first of which tells how many ranks failed: of one size, so that any two match
 
 
@@ -61,6 +63,66 @@ def total(tensor: Tensor) -> Tensor:
     if active():
         _collective("all_reduce", tensor, lambda moved: dist.all_reduce(moved))
     return tensor
+
+
+def totals(tensors: Sequence[Tensor]) -> None:
+    """The sums over all ranks, in place."""
+    _each_bucket(tensors, "all_reduce", lambda flat: dist.all_reduce(flat, async_op=True))
+
+
+def copies(tensors: Sequence[Tensor], source: int = 0) -> None:
+    """What one rank has, in place."""
+    _each_bucket(tensors, "broadcast", lambda flat: dist.broadcast(flat, source, async_op=True))
+
+
+def _each_bucket(tensors: Sequence[Tensor], name: str, begin: Callable[[Tensor], Any]) -> None:
+    """While one bucket travels, the next is put together."""
+    under_way: list[Callable[[], None]] = []
+    for bucket in _buckets(tensors) if active() else ():
+        under_way.append(_sent(bucket, name, begin))
+        if len(under_way) > 2:
+            under_way.pop(0)()
+    for arrived in under_way:
+        arrived()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Of one type and device each, in an order that is the same everywhere."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for kind in kinds.values():
+        bucket, filled = list[Tensor](), 0
+        for tensor in kind:
+            if bucket and filled + _bytes(tensor) > BUCKET:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(tensor)
+            filled += _bytes(tensor)
+        yield bucket
+
+
+def _sent(bucket: list[Tensor], name: str, begin: Callable[[Tensor], Any]) -> Callable[[], None]:
+    """Sends a bucket on its way; the function it returns waits for it."""
+    flat = bucket[0].detach().view(-1) if len(bucket) == 1 and bucket[0].is_contiguous() else _flat(bucket)
+    note(name, _bytes(flat))
+    moved = flat.to(device(flat.device.type))
+    with _explained(name):
+        work = begin(moved)
+
+    def arrived() -> None:
+        with _explained(name), torch.no_grad():
+            work.wait()
+            if moved.data_ptr() != bucket[0].data_ptr():
+                parts = moved.split([tensor.numel() for tensor in bucket])
+                for tensor, part in zip(bucket, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+    return arrived
+
+
+def _flat(bucket: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -215,11 +277,20 @@ def note(name: str, count: int) -> None:
 
 def _collective(name: str, tensor: Tensor, call: Callable[[Tensor], object], back: bool = True) -> None:
     """Runs it where the process group can, and brings the result back."""
-    note(name, tensor.numel() * tensor.element_size())
-    where = device(tensor.device.type)
-    moved = tensor if tensor.device.type == where.type else tensor.to(where)
-    try:
+    note(name, _bytes(tensor))
+    moved = tensor.to(device(tensor.device.type))
+    with _explained(name):
         call(moved)
+    if back and moved is not tensor:
+        with torch.no_grad():
+            tensor.copy_(moved)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """What a collective raises when a rank is gone, or does not come in time."""
+    try:
+        yield
     except RuntimeError as problem:
         raised = DistributedError(
             f"all {size()} ranks must take part in every exchange; found that {name} failed on rank {rank()}: "
@@ -228,6 +299,7 @@ def _collective(name: str, tensor: Tensor, call: Callable[[Tensor], object], bac
         )
         raised.__dict__["_told"] = True  # there is no use in telling others
         raise raised from problem
-    if back and moved is not tensor:
-        with torch.no_grad():
-            tensor.copy_(moved)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -52,6 +52,13 @@ def modes(*modules: nn.Module) -> Callable[[], None]:
     return restore
 
 
+def checksum(tensor: Tensor) -> Tensor:
+    """One number, in float64: equal for equal tensors, and for no others but by accident."""
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    values = values.double().flatten()
+    return (values * torch.arange(1, len(values) + 1, device=values.device).double().rsqrt()).sum().cpu()
+
+
 SMALL = 2**14  # elements
 
 
@@ -108,6 +115,20 @@ class Buffers:
                     with torch.no_grad():
                         now.copy_(torch.where(well, now, then.copy))
 
+    def moving(self) -> list[tuple[Tensor, bool]]:
+        """Every buffer, and whether it, or another one of its module, has been seen to change."""
+        self._note_changes()
+        moved = [
+            any((k, name) in self._moving or _differs(owner.get(name), then) for name, then in kept.items())
+            for k, (owner, kept) in enumerate(zip(self._owners, self._kept, strict=True))
+        ]
+        return [
+            (buffer, moves)
+            for owner, moves in zip(self._owners, moved, strict=True)
+            for buffer in owner.values()
+            if buffer is not None
+        ]
+
     def _keep(self, buffer: Tensor | None, moves: bool) -> Kept:
         if buffer is None:
             return Kept(None, 0, None)
@@ -117,3 +138,7 @@ class Buffers:
     def _note_changes(self) -> None:
         for k, (owner, kept) in enumerate(zip(self._owners, self._kept, strict=False)):
             self._moving |= {(k, name) for name, then in kept.items() if not then.unchanged(owner.get(name))}
+
+
+def _differs(now: Tensor | None, then: Kept) -> bool:
+    return now is not None and then.copy is not None and not torch.equal(now, then.copy)

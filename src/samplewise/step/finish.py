@@ -14,6 +14,7 @@ from samplewise.step.parameters import Trained
 from samplewise.step.parts import Part, total
 from samplewise.step.precision import Precision
 from samplewise.step.problems import problem_of, unread_problem
+from samplewise.step.team import Team
 from samplewise.step.update import Outcome
 from samplewise.step.window import Window
 from samplewise.transforms.transform import SumTransform
@@ -31,7 +32,9 @@ class Finish:
         on_sum: Sequence[SumTransform],
         max_grad_norm: float | None,
         on_nonfinite: str,
+        team: Team | None = None,
     ):
+        self.team = team
         self.trained, self.optimizer, self.scheduler, self.precision = trained, optimizer, scheduler, precision
         self.on_sum, self.max_grad_norm, self.on_nonfinite = on_sum, max_grad_norm, on_nonfinite
         self.checks = on_nonfinite != "ignore" or precision.scales
@@ -40,11 +43,11 @@ class Finish:
 
     def __call__(self, window: Window) -> Outcome:
         rates = self.rates()
-        masks = self.masks
+        masks = self.masks and window.agreed is None
         if window.failure is None:
             self._divide(window)
-        sizes = self._sizes(window.parts) if self.checks and window.failure is None else None
-        problem = window.failure if sizes is None or masks else self._problem(sizes, window.parts)
+        sizes = self._sizes(window.unseen) if self.checks and window.failure is None else None
+        problem = window.failure if sizes is None or masks else self._problem(sizes, window.unseen)
         if problem is not None:
             if not self.may_skip(problem):
                 raise problem
@@ -86,14 +89,14 @@ class Finish:
 
     def _divide(self, window: Window) -> None:
         """The sums carry the loss scale; noise comes on sums that do not."""
-        by, scale = 1 if window.divided else total(window.parts), self.precision.scale
+        by, scale = 1 if window.divided else window.denominator, self.precision.scale
         if self.on_sum:
             self.trained.fill()  # noise belongs on every parameter, reached or not
             gradients = self.trained.gradients()
             torch._foreach_div_(gradients, scale)
             scale = 1.0
             for transform in self.on_sum:
-                transform.act(gradients)
+                transform.act(gradients) if self.team is None else self.team.act(transform, gradients)
         if not (window.divided and scale == 1) and (gradients := self.trained.gradients()):
             torch._foreach_div_(gradients, by * scale)
 

@@ -14,13 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise import ranks
 from samplewise.batches import length, take
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
 from samplewise.replay import snapshot
+from samplewise.step.microbatch import Microbatch
 from samplewise.step.mistakes import listed, training_batch_norms
 from samplewise.step.parts import Part, split
 from samplewise.step.summing import OfNumbers, as_part, check_finite, counts_of
-from samplewise.transforms.numbers import Numbers, PerSample, joined
+from samplewise.step.team import Team
+from samplewise.transforms.chain import Stage
+from samplewise.transforms.numbers import Numbers, PerSample, joined, rows_of
 from samplewise.transforms.reference import Reference
 
 
@@ -28,49 +32,70 @@ class Grouped(OfNumbers):
     """Each group's gradient times its coefficient."""
 
     def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
-        return [self._at_once(pieces[0], start)] if len(pieces) == 1 else self._group_by_group(pieces)
+        if len(pieces) == 1:
+            return [self._at_once(pieces[0], start)]
+        return self._group_by_group(pieces, self._by_group(pieces))
+
+    def add_with_others(self, pieces: Sequence[Any], microbatch: Microbatch) -> list[Part]:
+        assert self.team is not None
+        self.prepare()
+        keys = [key for piece in pieces for key in self._checked_keys(piece)]
+        known = Known(self.team, keys)
+        if known.spanning or len(pieces) != 1 or microbatch.automatic:
+            return self._group_by_group(pieces, known.groups(self._by_group(pieces)), known.places)
+        return [self._at_once(pieces[0], known.places, known.numbers(keys))]
 
     def keys(self, piece: Any) -> list[Hashable]:
         assert self.chain.grouping is not None
         return self.chain.grouping.keys(piece)
 
+    def _checked_keys(self, piece: Any) -> list[Hashable]:
+        keys = self.keys(piece)
+        _check_keys(keys, _length(piece, self))
+        return keys
+
     @property
     def asks_samples(self) -> bool:
         return bool(self.chain.samples.transforms) or self.record_norms
 
-    def _at_once(self, piece: Any, start: int) -> Part:
-        losses, _, numbers = self.one_pass(piece, start)
-        (numbers,) = self.chain.samples.weigh([numbers])
+    def weigh(self, stage: Stage, parts: Sequence[Numbers], owned: Tensor | None = None) -> list[Numbers]:
+        return stage.weigh(parts) if self.team is None else self.team.weigh(stage, parts, owned)
+
+    def _at_once(self, piece: Any, places: int | Tensor, numbers_of_groups: Tensor | None = None) -> Part:
+        losses, _, numbers = self.one_pass(piece, places)
+        (numbers,) = self.weigh(self.chain.samples, [numbers])
         owner, groups = _owners(self.keys(piece), losses)
         per_group = _sums(losses * numbers.weights, owner, groups)
         g = self.evaluation.gradients(per_group)
-        whole = Numbers(per_group.detach(), _sums(numbers.denominators, owner, groups), places=torch.arange(groups))
-        (whole,) = self.chain.groups.weigh([self.measured(g, whole, self.chain.groups, record=False)])
+        where = torch.arange(groups) if numbers_of_groups is None else numbers_of_groups
+        whole = Numbers(per_group.detach(), _sums(numbers.denominators, owner, groups), places=where)
+        (whole,) = self.weigh(self.chain.groups, [self.measured(g, whole, self.chain.groups, record=False)])
         g.backward(whole.coefficients, retain_graph=False)
         return _part(numbers, whole, owner)
 
-    def _group_by_group(self, pieces: Sequence[Any]) -> list[Part]:
+    def _group_by_group(
+        self, pieces: Sequence[Any], groups: Sequence[Group], places: Tensor | None = None
+    ) -> list[Part]:
         mixing = training_batch_norms(self.evaluation.modules)
         if mixing:  # the engine, which would see it, is not asked here
             raise SamplesInteractError(
                 f"{self.chain.grouping} needs samples that do not depend on each other; found BatchNorm in training "
                 f"mode: {listed(mixing)}. Call eval() on it, or use GroupNorm."
             )
-        part = Gathering(self, self._by_group(pieces)).part()
-        return split(part, [_length(piece, self) for piece in pieces])
+        part = Gathering(self, groups, places).part()
+        return [] if part is None else split(part, [_length(piece, self) for piece in pieces])
 
-    def _by_group(self, pieces: Sequence[Any]) -> list[list[Members]]:
+    def _by_group(self, pieces: Sequence[Any]) -> list[Group]:
         """The samples of each group, in the order groups come."""
         groups: dict[Hashable, list[Members]] = {}
         start = 0
         for piece in pieces:
-            keys, total = self.keys(piece), _length(piece, self)
-            _check_keys(keys, total)
+            keys = self._checked_keys(piece)
             for key in dict.fromkeys(keys):
                 places = [place for place, other in enumerate(keys) if other == key]
                 groups.setdefault(key, []).append(Members(take(piece, places), start + torch.tensor(places)))
-            start += total
-        return list(groups.values())
+            start += len(keys)
+        return [Group(key, members, number) for number, (key, members) in enumerate(groups.items())]
 
 
 @dataclass
@@ -78,85 +103,158 @@ class Members:
     """Samples of one group that lie in the same piece."""
 
     batch: Any
-    places: Tensor  # in the window
+    places: Tensor  # in this rank's part of the window
     numbers: Numbers | None = None
 
 
-class Gathering:
-    """Goes through the groups of a window whose pieces they may cross. Every pass sees the same random numbers."""
+@dataclass
+class Group:
+    key: Hashable
+    members: list[Members]  # on this rank
+    number: int  # in the window
+    spans: bool = False  # whether other ranks have members, too
+    owned: bool = True  # whether this rank speaks for it
 
-    def __init__(self, summing: Grouped, groups: list[list[Members]]):
-        self.summing, self.groups, self.stage = summing, groups, summing.chain.groups
+
+class Known:
+    """What all ranks know of the groups of a window. `spanning`: the keys of those that are on several ranks."""
+
+    def __init__(self, team: Team, keys: list[Hashable]):
+        team.check()
+        self.places = team.places(len(keys))
+        told = ranks.everyone(list(zip(self.places.tolist(), keys, strict=True)))
+        in_order = [key for _, key in sorted((pair for rank in told for pair in rank), key=lambda pair: pair[0])]
+        self._numbers = {key: number for number, key in enumerate(dict.fromkeys(in_order))}
+        self._holders: dict[Hashable, list[int]] = {}
+        for rank, pairs in enumerate(told):
+            for key in dict.fromkeys(key for _, key in pairs):
+                self._holders.setdefault(key, []).append(rank)
+        self._rank = team.rank
+        self.spanning = [key for key in self._numbers if len(self._holders[key]) > 1]
+
+    def numbers(self, keys: list[Hashable]) -> Tensor:
+        return torch.tensor([self._numbers[key] for key in dict.fromkeys(keys)])
+
+    def groups(self, here: Sequence[Group]) -> list[Group]:
+        """Those that span ranks come first, in one order, on ranks without a member, too."""
+        found = {group.key: group for group in here}
+        keys = [*self.spanning, *(key for key in found if key not in set(self.spanning))]
+        return [
+            Group(
+                key,
+                found[key].members if key in found else [],
+                self._numbers[key],
+                spans=len(self._holders[key]) > 1,
+                owned=self._holders[key][0] == self._rank,
+            )
+            for key in keys
+        ]
+
+
+class Gathering:
+    """Goes through the groups of a window whose pieces they may cross. Every pass sees the same random numbers.
+    `places` are those of this rank's samples in the window, where other ranks have some.
+    """
+
+    def __init__(self, summing: Grouped, groups: Sequence[Group], places: Tensor | None):
+        self.summing, self.groups, self.places, self.stage = summing, groups, places, summing.chain.groups
         self.evaluation = summing.evaluation
         summing.prepare()
         self.restore = snapshot(*self.evaluation.modules)
 
-    def part(self) -> Part:
+    def part(self) -> Part | None:
+        """None where this rank has no samples."""
         if self.summing.asks_samples:
             self._weigh_samples()
         weighed: list[Numbers] = []
         if self.stage.window:  # the numbers of all groups first
-            weighed = self.stage.weigh([self._gather(k) for k in range(len(self.groups))])
+            found = [self._gather(group) for group in self.groups]
+            weighed = self.summing.weigh(self.stage, found, torch.tensor([group.owned for group in self.groups]))
             self.restore()
         sums = GradientSums(self.evaluation.trained.named)
-        for k in range(len(self.groups)):
-            group = self._gather(k)
-            if not self.stage.window:
-                weighed += self.stage.weigh([group])
+        for k, group in enumerate(self.groups):
+            if self.stage.window:
+                self._partial(group)
+            else:
+                weighed += self.stage.weigh([self._gather(group)])
             sums.add(weighed[k].coefficients)
         sums.put_back()
-        return self._in_order(joined(weighed))
+        return self._in_order(joined(weighed)) if any(group.members for group in self.groups) else None
 
     def _weigh_samples(self) -> None:
-        members = [m for group in self.groups for m in group]
-        found = [self.summing.one_pass(m.batch, m.places)[2] for m in members]
-        for m, numbers in zip(members, self.summing.chain.samples.weigh(found), strict=True):
+        members = [m for group in self.groups for m in group.members]
+        found = [self.summing.one_pass(m.batch, self._places(m))[2] for m in members]
+        for m, numbers in zip(members, self.summing.weigh(self.summing.chain.samples, found), strict=True):
             m.numbers = numbers
         self.restore()
 
-    def _gather(self, number: int) -> Numbers:
-        """Puts a group's gradient into `.grad`, and returns its numbers."""
+    def _places(self, m: Members) -> Tensor:
+        return m.places if self.places is None else self.places[m.places]
+
+    def _partial(self, group: Group) -> None:
+        """Puts the gradient of a group's members here into `.grad`."""
         self.evaluation.trained.clear()
-        for m in self.groups[number]:
+        for m in group.members:
             losses, counts = self.evaluation.losses(m.batch)
             _check_keys(m.places.tolist(), len(losses))
             check_finite(losses, m.places)
             if m.numbers is None:
                 m.numbers = Numbers(losses.detach(), counts_of(losses, counts), columns=self.evaluation.columns)
             self.evaluation.add_sum(losses, m.numbers.weights)
-        known = [m.numbers for m in self.groups[number] if m.numbers is not None]
+
+    def _gather(self, group: Group) -> Numbers:
+        """The same, and the numbers of the whole group, wherever its members are."""
+        self._partial(group)
+        known = [m.numbers for m in group.members if m.numbers is not None]
+        losses = sum(((n.losses * n.weights).sum() for n in known), start=self._zero())
+        counts = sum((n.denominators.sum() for n in known), start=self._zero())
+        gradients = {name: p.grad for name, p in self.evaluation.trained.wanted().items() if p.grad is not None}
+        if group.spans:
+            assert self.summing.team is not None
+            losses, counts = map(losses.new_tensor, self.summing.team.sums(losses, counts))
+            gradients = self._of_all() if self.stage.measures else {}
         return Numbers(
-            losses=torch.stack([(n.losses * n.weights).sum() for n in known]).sum()[None],
-            counts=torch.stack([n.denominators.sum() for n in known]).sum()[None],
-            places=torch.tensor([number]),
-            raw_norms=self._of_gradients(lambda g, _: g.norm()) if "norms" in self.stage.needs else None,
-            raw_dots={r: self._of_gradients(self._dot(r)) for r in self.stage.references},
+            losses=losses[None],
+            counts=counts[None],
+            places=torch.tensor([group.number]),
+            raw_norms=self._ask(gradients, lambda g, _: g.norm()) if "norms" in self.stage.needs else None,
+            raw_dots={r: self._ask(gradients, self._dot(r)) for r in self.stage.references},
         )
+
+    def _zero(self) -> Tensor:
+        first = next(iter(self.evaluation.trained.wanted().values()))
+        return torch.zeros((), dtype=first.real.dtype if first.is_complex() else first.dtype, device=first.device)
+
+    def _of_all(self) -> dict[str, Tensor]:
+        """Gradients summed over ranks, beside `.grad`, which stays this rank's own."""
+        wanted = self.evaluation.trained.wanted()
+        sums = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for n, p in wanted.items()}
+        ranks.totals(list(sums.values()))
+        return sums
 
     def _dot(self, reference: Reference) -> Callable[[Tensor, str], Tensor]:
         return lambda gradient, name: (gradient * self.summing.directions[reference][name]).sum()
 
-    def _of_gradients(self, question: Callable[[Tensor, str], Tensor]) -> dict[str, Tensor]:
+    def _ask(self, gradients: dict[str, Tensor], question: Callable[[Tensor, str], Tensor]) -> dict[str, Tensor]:
         """name -> (1,), without the loss scale; zero for parameters that are not reached."""
         scale = self.evaluation.precision.scale
         return {
-            name: p.new_zeros(1) if p.grad is None else (question(p.grad, name) / scale).reshape(1)
+            name: (question(gradients[name], name) / scale).reshape(1) if name in gradients else p.new_zeros(1)
             for name, p in self.evaluation.trained.wanted().items()
         }
 
     def _in_order(self, groups: Numbers) -> Part:
-        """Samples as they came."""
-        members = [m for group in self.groups for m in group]
+        """Samples as they came. The share of a group counts where it is owned."""
+        members = [m for group in self.groups for m in group.members]
         samples = joined([m.numbers for m in members if m.numbers is not None])
-        owner = torch.cat([torch.full_like(m.places, k) for k, group in enumerate(self.groups) for m in group])
+        owner = torch.cat([torch.full_like(m.places, k) for k, group in enumerate(self.groups) for m in group.members])
         part, order = _part(samples, groups, owner), torch.cat([m.places for m in members]).argsort()
+        owned = torch.tensor([group.owned for group in self.groups], device=part.losses.device)
+        part.shares = groups.denominators * owned
         part.losses, part.counts = part.losses[order], None if part.counts is None else part.counts[order]
         part.norms = None if part.norms is None else part.norms[order]
         part.columns = part.columns and {name: values[order] for name, values in part.columns.items()}
-        if isinstance(part.weights, dict):
-            part.weights = {name: w[order] for name, w in part.weights.items()}
-        elif part.weights is not None:
-            part.weights = part.weights[order]
+        part.weights = None if part.weights is None else rows_of(part.weights, order)
         return part
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
+from samplewise import ranks
 from samplewise.errors import ParameterError, TrainingWarning, TransformError
 from samplewise.transforms.chain import Chain
 from samplewise.transforms.numbers import PerSample
@@ -100,10 +101,11 @@ def look_at_strangers(strangers: dict[str, Tensor], reached: set[int]) -> None:
         )
 
 
-def look_at_weights(chain: Chain, weights: Sequence[PerSample | None]) -> None:
+def look_at_weights(chain: Chain, weights: Sequence[PerSample | None], with_others: bool = False) -> None:
     """Weights that are all zero: an error, for nothing would be learned."""
     columns = [w for found in weights for w in (found.values() if isinstance(found, dict) else [found])]
-    if columns and not any(w is None or bool(w.any()) for w in columns):
+    some = not columns or any(w is None or bool(w.any()) for w in columns)
+    if not (ranks.meet(some)[0] if with_others else some):
         raise TransformError(
             f"some sample of the first update must have a weight that is not zero; found none by {chain!r}. "
             "Look at what it is computed from."

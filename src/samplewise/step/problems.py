@@ -24,23 +24,31 @@ def problem_of_losses(losses: Tensor, places: Tensor | None = None) -> NonFinite
     )
 
 
-def problem_of(parts: Sequence[Part], named: Mapping[str, Tensor]) -> SamplewiseError | None:
-    """What is not finite in a window; None if a sum was too large though each number is finite."""
-    problem = problem_of_losses(cat([p.losses for p in parts]))
-    if problem is not None:
-        return problem
+def problem_of_counts(parts: Sequence[Part]) -> NonFiniteLossError | None:
     counts = [p.counts for p in parts if p.counts is not None]
-    if counts and cat(counts).min() < 0:
-        return NonFiniteLossError(
-            f"counts must be zero or positive; found {cat(counts).min().item():g}. Nothing was updated. "
-            "Return each sample's own denominator from the loss function."
-        )
-    if total(parts) == 0:
-        return NonFiniteLossError(
-            "the window must have something to be divided by; found that its counts, or the weights of its samples, "
-            "sum to zero. Nothing was updated. Look at the loss function's counts and at the weights; tail='drop' "
-            "leaves out windows that are too short for dropping samples."
-        )
+    if not counts or cat(counts).min() >= 0:
+        return None
+    return NonFiniteLossError(
+        f"counts must be zero or positive; found {cat(counts).min().item():g}. Nothing was updated. "
+        "Return each sample's own denominator from the loss function."
+    )
+
+
+NO_DENOMINATOR = (
+    "the window must have something to be divided by; found that its counts, or the weights of its samples, sum to "
+    "zero. Nothing was updated. Look at the loss function's counts and at the weights; tail='drop' leaves out windows "
+    "that are too short for dropping samples."
+)
+
+
+def problem_of(parts: Sequence[Part], named: Mapping[str, Tensor]) -> SamplewiseError | None:
+    """What is not finite in a window; None if a sum was too large though each number is finite. No parts: those have
+    been looked at.
+    """
+    if parts:
+        problem = problem_of_losses(cat([p.losses for p in parts])) or problem_of_counts(parts)
+        if problem is not None or total(parts) == 0:
+            return problem or NonFiniteLossError(NO_DENOMINATOR)
     broken = [n for n, p in named.items() if p.grad is not None and not p.grad.to_dense().isfinite().all()]
     if broken:
         return problem_of_gradients(f"in that of {broken[0]!r} ({len(broken)} of {len(named)} parameters)")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise import ranks
 from samplewise.batches import length
 from samplewise.errors import BatchError, LossesError, NonFiniteGradientError, NonFiniteLossError, ParameterError
 from samplewise.losses import as_loss_fn
@@ -31,7 +32,9 @@ from samplewise.step.precision import Precision
 from samplewise.step.recall import Recall
 from samplewise.step.rules import Rule, as_optimizer
 from samplewise.step.slices import Slices
-from samplewise.step.summing import Plain, Summing, Weighted
+from samplewise.step.spread import inner
+from samplewise.step.summing import OfNumbers, Plain, Summing, Weighted
+from samplewise.step.team import Team, team_of
 from samplewise.step.update import Outcome, Totals, Update
 from samplewise.step.window import Counters, Window, nothing_known, opened
 from samplewise.transforms.chain import as_chain
@@ -114,14 +117,12 @@ class Step:
         }
 
         modules = [inner(model), *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
-        self._spread = spread(model, strategy, modules)
-        self._team = None if self._spread is None else Team()
-        self._check_alike()
+        self._team = team_of(model, strategy, modules, self.settings)
         optimizer = as_optimizer(optimizer, dict.fromkeys(p for module in modules for p in module.parameters()))
         self._trained = Trained(optimizer, modules)
         self.precision = Precision(precision)
         self._microbatch = Microbatch(microbatch, modules, self._trained)
-        losses = self.loss_fn if self._spread is None else self._spread.around(self.loss_fn)
+        losses = self.loss_fn if self._team is None else self._team.spread.around(self.loss_fn)
         self._evaluation = Evaluation(modules, self._trained, losses, self.precision, self._microbatch.budget)
         self._finish = Finish(
             self._trained,
@@ -207,22 +208,21 @@ class Step:
         """One update per iteration. Whoever breaks out finds the unused samples of the last batch in the next call."""
         yield from self._use_up()
         try:
-            self._deal_anew()
             for batch in loader:
                 self._rest = batch if isinstance(batch, Slices) else Slices(batch)
                 yield from self._use_up()
             if self._team is not None:
-                yield from self._until_all_have_ended()
+                yield from self._until_all_have_ended(self._team)
         except Exception as error:  # the loader's, too
             self._fail(error)
             raise
         self.counters.epochs += 1
-        if self._team is not None:
-            return
         if self._window.open and self.tail == "update":
             yield self.apply()
-        elif self._window.open and self.tail == "drop":
+        elif self.tail == "drop":
             self._drop()
+        if self._team is not None:
+            self._team.deal_anew(self._window, self.samples)
 
     def run(self, loader: Iterable[Any]) -> Totals:
         """All updates of `over(loader)`, added up."""
@@ -244,8 +244,8 @@ class Step:
         """Ends the window with the samples that are there. Of several ranks all must do so."""
         if self._team is None:
             return self.apply() if self._window.open else None
-        update = self._ended_by_all()
-        self._deal_anew()
+        update = self._all_end(self._team)
+        self._team.deal_anew(self._window, self.samples)
         return update
 
     def accumulate(self, batch: Any) -> None:
@@ -262,7 +262,7 @@ class Step:
         """One update from what has been accumulated. Of several ranks all must do so; some may have nothing."""
         update = None
         if self._team is not None:
-            update = self._ended_by_all()
+            update = self._all_end(self._team)
         elif self._window.open:
             try:
                 update = self._apply()
@@ -368,7 +368,7 @@ class Step:
                 if self._room() > 0:
                     self._add_next(rest)
                 if self._room() <= 0 or (rest.empty and self.samples is None):
-                    update = self._apply() if self._team is None else self._meet()
+                    update = self._apply() if self._team is None else self._meet(self._team)
                     if update is not None:
                         return update
         except BaseException as error:
@@ -380,7 +380,8 @@ class Step:
         """How many samples the window has still to get, here."""
         if self.samples is None:
             return inf
-        return (self.samples if self._team is None else self._share(self._team)) - self._window.samples
+        share = self.samples if self._team is None else self._team.share(self._window, self.samples)
+        return share - self._window.samples
 
     def _add_next(self, rest: Slices) -> None:
         window, limit = self._window, min(self._room(), self._microbatch.size or inf)
@@ -442,7 +443,7 @@ class Step:
                 return [part]
             if self._team is not None and summing.window:
                 assert isinstance(summing, OfNumbers)
-                return summing.add_with_others(pieces, self._microbatch, self._dealt(self._team))
+                return summing.add_with_others(pieces, self._microbatch)
             start = 0 if window.waiting else window.samples
             return self._microbatch.attempt(lambda pieces: summing.add(pieces, start), pieces)
         except (NonFiniteLossError, NonFiniteGradientError) as error:
@@ -464,7 +465,8 @@ class Step:
 
     def _drop(self) -> None:
         """The samples of the open window have been seen, and that is all."""
-        seen = self.counters.samples + (self._window.samples if self._window.waiting else 0)
+        window = self._window
+        seen = self.counters.samples + (window.samples if window.waiting else 0) + window.others
         self._give_up()
         self.counters.samples = seen
 
@@ -485,64 +487,57 @@ class Step:
 
     # --- with other ranks ------------------------------------------------------------------------------------------
 
-    def _check_alike(self) -> None:
-        """What is said about a step must be said on every rank."""
-        if self._team is not None and not ranks.same({name: repr(value) for name, value in self.settings.items()}):
-            raise DistributedError(
-                f"all ranks must make the same step; found settings that differ, here {self.settings}. Give "
-                "Step(...) the same arguments on every rank."
-            )
+    def _meet(self, team: Team, ended: bool = False) -> Update | None:
+        """The update, if the ranks together have its samples."""
+        return self._apply() if team.meet(self._window, self.samples, self.tail, ended) else None
 
-    def _dealt(self, team: Team) -> int:
-        """How many samples the loaders had dealt out to all ranks when the open window began."""
-        return self.counters.samples - sum(len(part) for part in self._window.parts) - team.begun
-
-    def _deal_anew(self) -> None:
-        """What comes next is the beginning of what the loaders deal out."""
-        if self._team is not None:
-            self._team.begun += self._dealt(self._team)
-
-    def _share(self, team: Team) -> int:
-        assert self.samples is not None
-        if self._window.share is None:
-            self._window.share = team.share(self._dealt(team), self.samples)
-        return self._window.share
-
-    def _agree(self, ended: bool) -> Agreement:
-        assert self._team is not None
-        window = self._window
-        return self._team.agree(window.samples, window.parts, window.failure, ended)
-
-    def _meet(self, ended: bool = False) -> Update | None:
-        """The update, if the ranks together have its samples; if not, those that can will bring some more."""
-        assert self._team is not None
-        agreed = self._agree(ended)
-        missing = 0 if self.samples is None else self.samples - agreed.samples
-        if missing <= 0 and agreed.samples:
-            return self._apply(agreed)
-        if agreed.all_ended:
-            return self._end(agreed)
-        if self.samples is not None:
-            self._window.share = self._share(self._team) + self._team.more(missing, ended)
-        return None
-
-    def _until_all_have_ended(self) -> Iterator[Update]:
+    def _until_all_have_ended(self, team: Team) -> Iterator[Update]:
         """This rank's loader has; the others may go on, and wait for it at the end of each window."""
-        assert self._team is not None
-        self._team.all_ended = False
-        while not self._team.all_ended:
-            update = self._meet(ended=True)
+        while True:
+            update = self._meet(team, ended=True)
             if update is not None:
                 yield update
+            if team.all_ended:
+                return
+
+    def _all_end(self, team: Team) -> Update | None:
+        """An update of what all ranks have, which all ask for."""
+        try:
+            return self._apply() if team.meet(self._window, None, "update", ended=True) else None
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _compute_with_others(self, team: Team) -> None:
+        """The sums of all ranks, in `.grad`."""
+        window = self._window
+        if not window.begun:
+            self._begin(None)
+        if self._summing.window:
+            self._compute()
+            team.agree_again(window)
+        window.parts = window.parts or [nothing_known(0, [])]
+        if self._finish.checks or window.failure is not None:
+            window.failure = team.problem(window, self._finish.on_nonfinite == "skip")
+        if window.failure is None:
+            if isinstance(self._summing, OfNumbers) and self.transforms.references:
+                team.compare(self._summing.fingerprint())
+            team.spread.reduce(self._trained, self._buffers)
 
     # --- the update ------------------------------------------------------------------------------------------------
 
+    def _compute(self) -> None:
+        """What has waited for the window to be complete."""
+        window = self._window
+        window.parts = self._sum(window.waiting)
+        window.samples = self._counted(window.parts, window.samples if window.sized else None)
+
     def _apply(self) -> Update:
         started, window = perf_counter(), self._window
-        if window.waiting:
-            parts = self._sum(window.waiting)
-            window.samples = self._counted(parts, window.samples if window.sized else None)
-            window.parts = parts
+        if self._team is not None:
+            self._compute_with_others(self._team)
+        elif window.waiting:
+            self._compute()
         if self._unseen and window.failure is None:
             self._look_back(window)
             self._unseen = False
@@ -555,7 +550,16 @@ class Step:
             self._buffers.restore()
         if outcome.mask is not None:
             self._buffers.restore_unless(outcome.mask.well)
-        update = Update(self.counters.updates, window.samples, outcome, window.parts, self._asked_late, window.noted)
+        update = Update(
+            self.counters.updates,
+            window.samples + window.others,
+            outcome,
+            window.parts,
+            self._asked_late,
+            window.noted,
+            agreed=window.agreed,
+        )
+        self.counters.samples += window.others
         self.counters.updates += not outcome.skipped
         self.counters.skipped += outcome.skipped
         self._window = Window()
@@ -566,9 +570,10 @@ class Step:
 
     def _look_back(self, window: Window) -> None:
         """What the first window tells of mistakes."""
-        look_at_batch_norm(self._evaluation.modules, [len(part) for part in window.parts])
+        pieces = [len(part) for part in window.parts if len(part)]
+        look_at_batch_norm(self._evaluation.modules, pieces * (1 if self._team is None else 2))
         look_at_reach(self._trained.named, noise=bool(self.transforms.on_sum))
-        look_at_weights(self.transforms, [part.weights for part in window.parts])
+        look_at_weights(self.transforms, [part.weights for part in window.parts], self._team is not None)
 
     def _asked_late(self, update: Update) -> Tensor:
         """Norms that nobody had asked for when they were at hand. The first update can be recalled; from now on they
@@ -588,7 +593,7 @@ class Step:
         if not self.transforms.weighs and "norms" not in self.record:
             return Plain(self._evaluation)
         kind = Weighted if self.transforms.grouping is None else Grouped
-        return kind(self._evaluation, self.transforms, "norms" in self.record)
+        return kind(self._evaluation, self.transforms, "norms" in self.record, self._team)
 
 
 _UNCUT = (

@@ -5,7 +5,7 @@ for. All sums carry the loss scale; they are divided later, once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.gradients import Gradients
-from samplewise.replay import snapshot
+from samplewise.replay import checksum, snapshot
 from samplewise.step.evaluation import Evaluation
+from samplewise.step.microbatch import Microbatch
 from samplewise.step.parts import Part
 from samplewise.step.problems import problem_of_losses
+from samplewise.step.team import Team
 from samplewise.transforms.chain import Chain, Stage
-from samplewise.transforms.numbers import Numbers, PerSample
+from samplewise.transforms.numbers import Numbers, PerSample, joined, rows_of
 from samplewise.transforms.reference import Reference
 
 
@@ -72,10 +74,15 @@ class Plain(Summing):
 class OfNumbers(Summing):
     """Knows how to measure what transforms need."""
 
-    def __init__(self, evaluation: Evaluation, chain: Chain, record_norms: bool):
-        self.evaluation, self.chain, self.record_norms = evaluation, chain, record_norms
-        self.window, self.knows_norms = chain.window, record_norms or "norms" in chain.samples.needs
+    def __init__(self, evaluation: Evaluation, chain: Chain, record_norms: bool, team: Team | None = None):
+        self.evaluation, self.chain, self.record_norms, self.team = evaluation, chain, record_norms, team
+        self.window = chain.window or (team is not None and chain.samples.counts_places)
+        self.knows_norms = record_norms or "norms" in chain.samples.needs
         self._directions: dict[Reference, dict[str, Tensor]] | None = None
+
+    @abstractmethod
+    def add_with_others(self, pieces: Sequence[Any], microbatch: Microbatch) -> list[Part]:
+        """As `add`, where transforms see the window of all ranks. This one may have no piece of it."""
 
     def begin(self) -> None:
         self._directions = None
@@ -113,6 +120,12 @@ class OfNumbers(Summing):
             return losses, None, numbers
         g = self.evaluation.gradients(losses, piece)
         return losses, g, self.measured(g, numbers, self.chain.samples, self.record_norms)
+
+    def fingerprint(self) -> list[float] | None:
+        """Of the directions, to be compared with those of others; None if none was needed."""
+        if not self._directions:
+            return None
+        return [number for d in self._directions.values() for number in _fingerprint(d)]
 
     def all_numbers(self, pieces: Sequence[Any], start: int) -> list[Numbers]:
         found: list[Numbers] = []
@@ -160,6 +173,43 @@ class Weighted(OfNumbers):
             self._sum(piece, self.evaluation.losses(piece)[0], None, numbers.coefficients)
         return [as_part(numbers) for numbers in weighed]
 
+    def add_with_others(self, pieces: Sequence[Any], microbatch: Microbatch) -> list[Part]:
+        """Between the two passes the ranks tell each other their numbers. Of a single piece the graph is kept, so that
+        there need be no second forward pass.
+        """
+        assert self.team is not None
+        self.prepare()
+        restore, kept = snapshot(*self.evaluation.modules), None
+        if len(pieces) == 1 and not microbatch.automatic:
+            losses, g, numbers = self.one_pass(pieces[0], 0)
+            kept, found = (losses, g), [numbers]
+        else:
+            pieces, found = microbatch.attempt(lambda pieces: (pieces, self.all_numbers(pieces, 0)), pieces)
+        weighed = self.team.weigh(self.chain.samples, self._placed(found))
+        if kept is not None:
+            self._sum(pieces[0], *kept, weighed[0].coefficients)
+        else:
+            restore()
+            microbatch.attempt(lambda pieces: self._sum_all(pieces, weighed), pieces)
+        return [as_part(numbers) for numbers in weighed]
+
+    def _placed(self, found: Sequence[Numbers]) -> list[Numbers]:
+        """With the places that their samples have in the window of all ranks."""
+        assert self.team is not None
+        self.team.check()
+        sizes = [len(numbers) for numbers in found]
+        places = self.team.places(sum(sizes)).split(sizes)
+        return [replace(numbers, places=where) for numbers, where in zip(found, places, strict=True)]
+
+    def _sum_all(self, pieces: Sequence[Any], weighed: Sequence[Numbers]) -> None:
+        """The pieces may have been cut anew since they were weighed."""
+        coefficients = joined(weighed).coefficients if weighed else None
+        start = 0
+        for piece in pieces:
+            losses, _ = self.evaluation.losses(piece)
+            rows = slice(start, start := start + len(losses))
+            self._sum(piece, losses, None, None if coefficients is None else rows_of(coefficients, rows))
+
 
 def check_finite(losses: Tensor, places: Tensor) -> None:
     problem = problem_of_losses(losses.detach(), places)
@@ -180,3 +230,11 @@ def _unscaled(values: PerSample, scale: float) -> PerSample:
     if scale == 1:
         return values
     return values / scale if isinstance(values, Tensor) else {name: v / scale for name, v in values.items()}
+
+
+def _fingerprint(direction: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Its length, and how far it reaches into a fixed direction."""
+    return (
+        sum(d.double().square().sum().item() for d in direction.values()) ** 0.5,
+        sum(checksum(d).item() for d in direction.values()),
+    )

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.columns import Noted
-from samplewise.step.parts import Part
+from samplewise.step.parts import Part, total
 from samplewise.transforms.numbers import PerSample, together
 
 
@@ -23,6 +24,19 @@ class Counters:
     updates: int = 0
     skipped: int = 0
     epochs: int = 0
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks have of a window, together."""
+
+    skips: float  # ranks that have found something not finite, and may leave the update out
+    samples: int
+    ended: int  # ranks that have no more
+    losses: float  # their sum
+    counts: float
+    denominators: float
+    odd: float  # ranks with counts below zero
 
 
 @dataclass(slots=True)
@@ -38,10 +52,26 @@ class Window:
     begun: bool = False  # whether anything may have been changed for it
     failure: Exception | None = None  # why it will be skipped
     noted: list[Noted] = field(default_factory=list)  # of its batches, if anything is asked for
+    share: int | None = None  # how many samples this rank is to bring, if there are others
+    agreed: Agreement | None = None  # what all ranks have, and have looked at together
 
     @property
     def open(self) -> bool:
         return bool(self.parts or self.waiting)
+
+    @property
+    def denominator(self) -> Tensor | float:
+        return total(self.parts) if self.agreed is None else self.agreed.denominators
+
+    @property
+    def others(self) -> int:
+        """Samples of other ranks."""
+        return 0 if self.agreed is None else self.agreed.samples - self.samples
+
+    @property
+    def unseen(self) -> list[Part]:
+        """Parts that have not been looked at for what is not finite."""
+        return self.parts if self.agreed is None else []
 
     def state(self) -> dict[str, PerSample]:
         """The numbers of its samples, joined."""

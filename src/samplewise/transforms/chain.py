@@ -10,10 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from samplewise.errors import TransformError
-from samplewise.transforms.numbers import Numbers, joined, split
+from samplewise.transforms.numbers import Numbers, PerSample, joined, split
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.transform import Grouping, SampleTransform, SumTransform, Transform
 from samplewise.transforms.weight import weight
+
+Ask = Callable[[SampleTransform, Numbers], PerSample]
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,11 +45,18 @@ class Stage:
     def window(self) -> bool:
         return any(t.window for t in self.transforms)
 
-    def weigh(self, parts: Sequence[Numbers]) -> list[Numbers]:
-        """The parts of a window with their coefficients. Each transform sees what the one before it left."""
+    @property
+    def counts_places(self) -> bool:
+        """Whether it matters where in the window a sample stands."""
+        return any(t.positions is not None for t in self.transforms)
+
+    def weigh(self, parts: Sequence[Numbers], ask: Ask = SampleTransform.__call__) -> list[Numbers]:
+        """The parts of a window with their coefficients. Each transform sees what the one before it left; `ask` puts
+        the question to one that must see the window as a whole.
+        """
         parts = list(parts)
         for t in self.transforms:
-            found = split(t(joined(parts)), [len(p) for p in parts]) if t.window else [t(p) for p in parts]
+            found = split(ask(t, joined(parts)), [len(p) for p in parts]) if t.window else [t(p) for p in parts]
             parts = [p.scaled(c, t.renormalises) for p, c in zip(parts, found, strict=True)]
         return parts
 
@@ -76,8 +85,12 @@ class Chain:
     def window(self) -> bool:
         return self.grouping is not None or self.samples.window
 
+    @property
+    def references(self) -> list[Reference]:
+        return [*self.samples.references, *self.groups.references]
+
     def directions(self, parameters: Mapping[str, Tensor]) -> dict[Reference, dict[str, Tensor]]:
-        return {r: r.direction(parameters) for r in [*self.samples.references, *self.groups.references]}
+        return {r: r.direction(parameters) for r in self.references}
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.transforms))})"

@@ -84,12 +84,48 @@ def joined(parts: Sequence[Numbers]) -> Numbers:
     return Numbers(
         losses=torch.cat([p.losses for p in parts]),
         counts=torch.cat([p.counts for p in parts]),
+        places=None if parts[0].places is None else torch.cat([p.places for p in parts if p.places is not None]),
         raw_norms=None if parts[0].raw_norms is None else together([p.raw_norms for p in parts]),
         raw_dots={r: together([p.raw_dots[r] for p in parts]) for r in parts[0].raw_dots},
         coefficients=None if parts[0].coefficients is None else together([p.coefficients for p in parts]),
         shares=torch.cat([p.denominators for p in parts]),
         columns=_columns(parts),
     )
+
+
+def as_table(numbers: Numbers) -> Tensor:
+    """(B, numbers of a sample) in float64, which holds them all: what ranks tell each other."""
+    return torch.stack([column.double() for column in _flat(numbers)], 1)
+
+
+def from_table(table: Tensor, places: Tensor, like: Numbers) -> Numbers:
+    """The numbers of other samples, from a table of the same columns."""
+    columns = iter([column.to(mine.dtype) for column, mine in zip(table.unbind(1), _flat(like), strict=True)])
+
+    def filled(values: PerSample | None) -> Any:
+        if isinstance(values, dict):
+            return {name: next(columns) for name in values}
+        return None if values is None else next(columns)
+
+    return Numbers(  # in the order of `_flat`
+        losses=filled(like.losses),
+        counts=filled(like.counts),
+        raw_norms=filled(like.raw_norms),
+        coefficients=filled(like.coefficients),
+        shares=filled(like.shares),
+        raw_dots={reference: filled(dots) for reference, dots in like.raw_dots.items()},
+        places=places,
+    )
+
+
+def _flat(numbers: Numbers) -> list[Tensor]:
+    several = numbers.losses, numbers.counts, numbers.raw_norms, numbers.coefficients, numbers.shares
+    known = [values for values in (*several, *numbers.raw_dots.values()) if values is not None]
+    return [column for values in known for column in (values.values() if isinstance(values, dict) else [values])]
+
+
+def rows_of(values: PerSample, rows: Tensor | slice) -> PerSample:
+    return values[rows] if isinstance(values, Tensor) else {name: v[rows] for name, v in values.items()}
 
 
 def split(found: PerSample, sizes: list[int]) -> list[PerSample]:

@@ -45,6 +45,18 @@ class SampleTransform:
             for name, c in found.items()
         }
 
+    def needed(self, numbers: Numbers) -> Numbers:
+        """What it needs of them, and nothing that somebody else has asked for."""
+        return Numbers(
+            numbers.losses,
+            numbers.counts,
+            places=numbers.places,
+            raw_norms=numbers.raw_norms if "norms" in self.needs else None,
+            raw_dots={} if self.reference is None else {self.reference: numbers.raw_dots[self.reference]},
+            coefficients=numbers.coefficients,
+            shares=numbers.denominators,
+        )
+
     def _checked(self, found: Any, samples: int, what: str) -> Tensor:
         if not isinstance(found, Tensor) or found.shape != (samples,):
             kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
@@ -69,6 +81,7 @@ class SumTransform:
     name: str
     formula: str  # what it adds
     act: Callable[[list[Tensor]], None] = field(repr=False)
+    generator: torch.Generator | None = None  # where it draws random numbers from; None: torch's own, if at all
 
     def __repr__(self) -> str:
         return self.name

@@ -1,0 +1,196 @@
+"""This rank among those that train with it: whose share of a window is what, and what they agree on at its end.
+
+What may fail stands between two meetings, so that a rank that fails finds the others at one, wherever it was. What is
+not finite and may be skipped is told at a meeting, too: then all leave the update out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise import ranks
+from samplewise.errors import DistributedError, NonFiniteGradientError, NonFiniteLossError
+from samplewise.replay import random_state
+from samplewise.step.parts import cat, total, total_loss
+from samplewise.step.problems import NO_DENOMINATOR, problem_of_counts, problem_of_losses
+from samplewise.step.spread import Replicas, spread
+from samplewise.step.window import Agreement, Window
+from samplewise.transforms.chain import Stage
+from samplewise.transforms.numbers import Numbers, PerSample, as_table, from_table, rows_of
+from samplewise.transforms.transform import SampleTransform, SumTransform
+
+
+def team_of(
+    model: nn.Module, strategy: str | None, modules: Sequence[nn.Module], settings: Mapping[str, Any]
+) -> Team | None:
+    """None where there is one process. What is said about a step must be said on every rank."""
+    spread_out = spread(model, strategy, modules)
+    if spread_out is None:
+        return None
+    if not ranks.same({name: repr(value) for name, value in settings.items()}):
+        raise DistributedError(
+            f"all ranks must make the same step; found settings that differ, here {dict(settings)}. Give Step(...) the "
+            "same arguments on every rank."
+        )
+    return Team(spread_out)
+
+
+class Team:
+    """`dealt`: how many samples of all ranks are in the windows since the loaders began; `carried`: how many are in one
+    that was begun with the loaders before.
+    """
+
+    def __init__(self, spread: Replicas) -> None:
+        self.rank, self.size, self.spread = ranks.rank(), ranks.size(), spread
+        self.dealt = self.carried = self._first = 0
+        self.all_ended = False
+        self._heard = False  # whether a meeting has told that this window is left out
+
+    # --- shares ----------------------------------------------------------------------------------------------------
+
+    def share(self, window: Window, samples: int) -> int:
+        """How many samples of a window this rank is to bring: number i of what is dealt out is at rank i mod N."""
+        if window.share is None:
+            window.share = self._held(self.dealt + samples) - self._held(self.dealt)
+        return window.share
+
+    def _held(self, samples: int) -> int:
+        return max(0, (samples - self.rank + self.size - 1) // self.size)
+
+    def deal_anew(self, window: Window, samples: int | None) -> None:
+        """What comes next is the beginning of what the loaders deal out; some may have been carried over."""
+        self.dealt = -self.carried
+        window.share = None if samples is None else window.samples + self._held(samples - self.carried)
+
+    def _more(self, missing: int, ended: bool) -> int:
+        """A part of what a window still lacks, for ranks that can have more."""
+        going = [rank for rank, has_ended in enumerate(ranks.everyone(ended)) if not has_ended]
+        return 0 if ended else missing // len(going) + (going.index(self.rank) < missing % len(going))
+
+    # --- meetings --------------------------------------------------------------------------------------------------
+
+    def meet(self, window: Window, samples: int | None, tail: str, ended: bool = False) -> bool:
+        """The one meeting of a window: whether the ranks together have its samples. If not, those that can will bring
+        more of them, and meet again.
+        """
+        agreed = self._agree(window, ended)
+        self.all_ended = agreed.ended == self.size
+        missing = 0 if samples is None else samples - agreed.samples
+        complete = agreed.samples > 0 and (missing <= 0 or (self.all_ended and tail == "update"))
+        if complete:
+            self._first, self.dealt, self.carried = self.dealt, self.dealt + agreed.samples, 0
+        elif self.all_ended:
+            self.carried = agreed.samples if tail == "carry" else 0
+        else:
+            window.share = self.share(window, samples or 0) + self._more(missing, ended)
+        window.agreed = agreed if complete or tail == "drop" else None
+        return complete
+
+    def _agree(self, window: Window, ended: bool = False) -> Agreement:
+        known = [] if window.failure is not None else window.parts
+        sums = (total_loss(known).double(), total(known, shares=False), total(known)) if known else (0.0, 0.0, 0.0)
+        odd = any(bool(part.counts.min() < 0) for part in known if part.counts is not None)
+        skips, everyones, enders, *rest = ranks.meet(window.failure is not None, window.samples, ended, *sums, odd)
+        return Agreement(skips, int(everyones), int(enders), *rest)
+
+    def agree_again(self, window: Window) -> None:
+        """Where samples are computed once their window is complete, this is after that."""
+        assert window.agreed is not None
+        window.agreed = replace(window.agreed, skips=1.0) if self._heard else self._agree(window)
+        self._heard = False
+
+    def check(self) -> None:
+        """Before numbers are exchanged: all ranks have theirs."""
+        self.sums()
+
+    def sums(self, *numbers: float | Tensor) -> list[float]:
+        """Of numbers of all ranks, if all have theirs."""
+        skips, *found = ranks.meet(0.0, *numbers)
+        if skips:
+            self._heard = True
+            raise _elsewhere()
+        return found
+
+    def problem(self, window: Window, may_skip: bool) -> Exception | None:
+        """What is not finite on any rank, the same everywhere: something to skip, or an error on all ranks."""
+        assert window.agreed is not None
+        if window.agreed.skips:
+            return window.failure or _elsewhere()
+        if isfinite(window.agreed.losses) and not window.agreed.odd:
+            return None if window.agreed.denominators else NonFiniteLossError(NO_DENOMINATOR)
+        mine = problem_of_losses(cat([part.losses for part in window.parts])) or problem_of_counts(window.parts)
+        if not may_skip:
+            ranks.together(mine)
+        return mine or _elsewhere()
+
+    def compare(self, fingerprint: list[float] | None) -> None:
+        """Directions that samples are compared with are the same on all ranks, up to rounding."""
+        told = [torch.tensor(other) for other in ranks.everyone(fingerprint) if other is not None]
+        if any(not torch.allclose(other, told[0], rtol=1e-4, atol=1e-4 * float(told[0].abs().max())) for other in told):
+            raise DistributedError(
+                "the reference must be the same on all ranks; found that they have different ones. Make it from the "
+                "same samples on every rank, or of all: sw.gradients(losses, model).mean(reduce=True)."
+            )
+
+    # --- numbers of all ranks --------------------------------------------------------------------------------------
+
+    def places(self, samples: int) -> Tensor:
+        """Where this rank's samples stand in the window of all."""
+        sizes, first = ranks.gathered(torch.tensor([samples])).tolist(), self._first % self.size
+        turns = [torch.arange(n) * self.size + (rank - first) % self.size for rank, n in enumerate(sizes)]
+        return torch.searchsorted(torch.cat(turns).sort().values, turns[self.rank])
+
+    def weigh(self, stage: Stage, parts: Sequence[Numbers], owned: Tensor | None = None) -> list[Numbers]:
+        """The parts of this rank with their coefficients. Where a transform must see the whole window, it is asked with
+        the numbers of all ranks; `owned` are those that this rank tells the others.
+        """
+        if parts:
+            return stage.weigh(parts, lambda t, numbers: self._ask(t, numbers, owned))
+        for _ in [t for t in stage.transforms if t.window]:
+            self.check()
+            ranks.by_rank(torch.zeros(0, dtype=torch.float64))
+        return []
+
+    def _ask(self, t: SampleTransform, numbers: Numbers, owned: Tensor | None) -> PerSample:
+        self.check()
+        numbers = t.needed(numbers)
+        assert numbers.places is not None
+        mine = torch.cat([numbers.places.to(numbers.losses.device)[:, None], as_table(numbers)], 1)
+        told = ranks.by_rank((mine if owned is None else mine[owned]).flatten())
+        table = torch.cat(told).view(-1, mine.shape[1])
+        table = table[table[:, 0].argsort()]
+        places = table[:, 0].contiguous()
+        answer = t(from_table(table[:, 1:], places.long(), numbers))
+        return rows_of(answer, torch.searchsorted(places, mine[:, 0].contiguous()))
+
+    # --- random numbers of all ranks -------------------------------------------------------------------------------
+
+    def act(self, transform: SumTransform, gradients: list[Tensor]) -> None:
+        """On sums that all ranks have, with the random numbers of rank 0: they go on as one would."""
+        restore, generators = random_state(), _generators(transform, gradients)
+        states = ranks.told([generator.get_state() for generator in generators])
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        transform.act(gradients)
+        if self.rank:
+            restore()
+
+
+def _generators(transform: SumTransform, gradients: Sequence[Tensor]) -> list[torch.Generator]:
+    """Where it may draw from."""
+    own = [] if transform.generator is None else [transform.generator]
+    devices = sorted({g.device.index or 0 for g in gradients if g.device.type == "cuda"})
+    return [*own, torch.default_generator, *(torch.cuda.default_generators[k] for k in devices)]
+
+
+def _elsewhere() -> NonFiniteGradientError:
+    return NonFiniteGradientError(
+        "losses and gradients must be finite on every rank; found that they are not on another one. Nothing was "
+        "updated."
+    )
