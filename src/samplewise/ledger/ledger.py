@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from samplewise.errors import LedgerError, SamplewiseError
+from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
 from samplewise.ledger.files import FOLDER, Parts, arrow, numbered, samples
+from samplewise.ledger.previews import items_within, write_previews
 from samplewise.ledger.rows import table_of
+from samplewise.replay import random_state
 from samplewise.step.update import Update
 
 TOGETHER = 512  # updates are made rows at a time: until then they are kept as they are
@@ -33,6 +36,8 @@ class Ledger:
     columns: what else of the batch is recorded: keys, or a dict of names and keys.
     norms: False spares their cost, if no transform needs them; they are NaN then.
     every: so many rows are written at a time; and, with a trainer, what there is at every checkpoint.
+    show: what the report shows of a sample, a function of its id that returns an image, a text, or a mapping or vector
+    of values, alone or in a tuple with a label. None: the item of the data set that `sw.Indexed` numbers. False: none.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class Ledger:
         columns: Iterable[Hashable] | Mapping[str, Hashable] = (),
         norms: bool = True,
         every: int = 100_000,
+        show: Callable[[Any], Any] | Literal[False] | None = None,
     ):
         if type(every) is not int or every < 1:
             raise ValueError(f"every must be a positive number of rows; found {every!r}.")
@@ -50,10 +56,11 @@ class Ledger:
             raise TypeError(f"columns must be several keys, or a dict of names and keys; found the text {columns!r}.")
         arrow()  # now, not after an epoch
         self.directory = None if directory is None else Path(directory)
-        self.norms, self.every = norms, every
+        self.norms, self.every, self.show = norms, every, show
         named = columns if isinstance(columns, Mapping) else {str(key): key for key in columns}
         self.keys: dict[str, Hashable] = {**named, "id": id}
         self._resumes = self._rehearses = False
+        self._item: Callable[[Any], Any] | None = show if callable(show) else None
         self._parts: Parts | None = None
         self._count = 0  # of parts, as a state says
         self._forget()
@@ -136,14 +143,38 @@ class Ledger:
         if self._rehearses:
             return
         self.listen(step)
+        if self.show is None:
+            self._item = items_within(getattr(trainer, "loader", None))
         if self._parts is None or self._resumes:
             self._open(self._place(trainer), clear=self.directory is None)
 
     def on_update(self, update: Update) -> None:
         self.add(update)
 
+    def on_epoch_end(self, epoch: int) -> None:
+        if (epoch + 1) & epoch == 0:  # 1, 2, 4, 8, ...: all that is there is read, and later there is more of it
+            self._preview()
+
     def on_fit_end(self) -> None:
         self.flush()
+        self._preview()
+
+    def _preview(self) -> None:
+        """Keeps what the most suspicious samples look like. No reason to end a training if that fails."""
+        if self._rehearses or self._item is None or self._parts is None or not (self._parts.count or self._rows):
+            return
+        restore = random_state()  # data sets may draw
+        try:
+            write_previews(self._parts.run, self._item, self.samples())
+        except Exception as why:
+            warnings.warn(
+                f"samples can be shown in the report if they can be looked up; found {type(why).__name__}: {why} "
+                "Use Ledger(show=a function of the id), or show=False.",
+                LedgerWarning,
+                stacklevel=2,
+            )
+        finally:
+            restore()
 
     def on_error(self) -> None:
         with suppress(SamplewiseError):  # the one that is told of is the first

@@ -1,0 +1,147 @@
+"""What the most suspicious samples look like, kept beside the ledger so that a report can show them without the data.
+
+`previews.json`: {"version": 1, "samples": {id: {"label": ..., and one of
+    "image":  {"width", "height", "channels", "data"}   bytes, row by row, in base64
+    "text":   its beginning
+    "values": {name: number or text}}}}
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samplewise.files import whole
+from samplewise.ledger.indexed import Indexed
+from samplewise.ledger.visits import SCORES, recommended, suspicion, visited
+
+FILE, VERSION = "previews.json", 1
+MOST = 300  # samples; opening a report should not mean opening the data set
+LARGEST = 64  # pixels a side
+LETTERS, VALUES = 400, 32
+LABELS = ("label", "labels", "y", "target")
+TEXTS = ("text", "sentence", "content", "document", "prompt", "question")
+
+Preview = dict[str, Any]
+
+
+def items_within(loader: Any) -> Callable[[Any], Any] | None:
+    """From the numbers that `sw.Indexed` gives to the items it gives them to, within a loader and subsets, if any."""
+    found = getattr(loader, "dataset", None)
+    while found is not None and not isinstance(found, Indexed):
+        found = getattr(found, "dataset", None)
+    return None if found is None else found.dataset.__getitem__
+
+
+def write_previews(run: Path, item: Callable[[Any], Any], visits: Any) -> None:
+    """Of the samples that a table of visits makes suspicious, by any of its scores. `item` is a function of an id."""
+    found = {str(each): preview(item(each)) for each in islice(_most_suspicious(visited(visits)), MOST)}
+    with whole(run / FILE, run / f".{FILE}.partial") as file:
+        file.write(json.dumps({"version": VERSION, "samples": found}).encode())
+
+
+def _most_suspicious(samples: Any) -> Iterable[Any]:
+    """Ids, each once, the first of every ranking before the second."""
+    ids, scores = samples["id"].to_pylist(), [name for name in samples.column_names if name in SCORES]
+    rankings = []
+    for by in (recommended(scores), *((name,) for name in scores)):
+        score = suspicion(samples, by)
+        rankings.append(sorted(range(len(ids)), key=lambda k: -score[k])[:MOST])
+    return dict.fromkeys(ids[k] for k in chain.from_iterable(zip(*rankings, strict=True)))
+
+
+# --- of one sample ---------------------------------------------------------------------------------------------------
+
+
+def preview(item: Any) -> Preview:
+    """Of an image, a text, or a vector or mapping of values; or of a tuple of one of these and a label."""
+    content, label = _parts(item)
+    return {**({} if label is None else {"label": str(label)}), **_seen(content)}
+
+
+def _parts(item: Any) -> tuple[Any, Any]:
+    """What a sample is, and its label if it has one of its own."""
+    if isinstance(item, Mapping):
+        label = next((item[name] for name in LABELS if name in item), None)
+        text = next((item[name] for name in TEXTS if isinstance(item.get(name), str)), None)
+        rest = {name: value for name, value in item.items() if name not in LABELS}
+        return (next(iter(rest.values())) if len(rest) == 1 else rest) if text is None else text, _single(label)
+    if isinstance(item, (tuple, list)) and item:
+        return item[0], _single(item[1]) if len(item) > 1 else None
+    return item, None
+
+
+def _single(label: Any) -> Any:
+    if isinstance(label, Tensor) or hasattr(label, "item"):
+        return label.item() if getattr(label, "ndim", 0) == 0 or label.size == 1 else None
+    return label if isinstance(label, (int, float, str)) else None
+
+
+def _seen(content: Any) -> Preview:
+    if isinstance(content, str):
+        return {"text": content[:LETTERS]}
+    if isinstance(content, Mapping):
+        return {"values": {str(name): _value(value) for name, value in islice(content.items(), VALUES)}}
+    array = _tensor(content)
+    if array is None:
+        return {"text": repr(content)[:LETTERS]}
+    image = _as_image(array)
+    if image is not None:
+        height, width, channels = image.shape
+        data = base64.b64encode(bytes(image.flatten().tolist())).decode()
+        return {"image": {"width": width, "height": height, "channels": channels, "data": data}}
+    numbers = array.flatten()
+    return {"values": {str(k): _value(v) for k, v in enumerate(numbers[:VALUES].tolist())}}
+
+
+def _value(value: Any) -> int | float | str:
+    single = _single(value)
+    return single if isinstance(single, (int, float, str)) else repr(value)[:LETTERS]
+
+
+def _tensor(content: Any) -> Tensor | None:
+    if isinstance(content, Tensor):
+        return content.detach().cpu()
+    if hasattr(content, "convert") and hasattr(content, "getbands"):  # of Pillow
+        content = content.convert("RGB")
+        flat = torch.frombuffer(bytearray(content.tobytes()), dtype=torch.uint8)
+        return flat.view(content.height, content.width, 3)
+    try:
+        return torch.as_tensor(content)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _as_image(array: Tensor) -> Tensor | None:
+    """(height, width, channels) of bytes, not larger than a thumbnail; None if the shape is not that of an image."""
+    if array.dim() == 2:
+        array = array[None]
+    elif array.dim() == 3 and array.shape[-1] in (1, 3, 4) and array.shape[0] not in (1, 3, 4):
+        array = array.permute(2, 0, 1)
+    if array.dim() != 3 or array.shape[0] not in (1, 3, 4) or min(array.shape[1:]) < 4 or array.is_complex():
+        return None
+    pixels = _brightness(array)
+    shrink = max(array.shape[1:]) / LARGEST
+    if shrink > 1:
+        size = [max(1, round(side / shrink)) for side in array.shape[1:]]
+        pixels = F.interpolate(pixels[None], size=size, mode="area")[0]
+    return pixels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
+
+
+def _brightness(array: Tensor) -> Tensor:
+    """From 0 to 255: bytes as they are, shares of one times 255, and anything else from its least to its most."""
+    pixels = array.float().nan_to_num(0, 0, 0)
+    if array.dtype == torch.uint8:
+        return pixels
+    low, high = pixels.amin(), pixels.amax()
+    if low >= 0 and high <= 1:
+        return 255 * pixels
+    return 255 * (pixels - low) / (high - low).clamp(min=1e-12)

@@ -1,0 +1,185 @@
+"""What suspicious samples look like: kept beside the ledger, of any kind of data, without disturbing a training."""
+
+import base64
+import json
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+import samplewise as sw
+from samplewise.ledger import previews
+from samplewise.ledger.previews import items_within, preview, write_previews
+
+X = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(20) % 3
+
+
+def pixels(found):
+    image = found["image"]
+    flat = torch.tensor(list(base64.b64decode(image["data"])))
+    return flat.view(image["height"], image["width"], image["channels"])
+
+
+def fit(run, data, epochs=1, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    ledger = sw.Ledger(**options)
+    step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), samples=7)
+    trainer = sw.Trainer(step, run, [ledger], progress=False, device="cpu")
+    trainer.fit(DataLoader(data, batch_size=5, shuffle=True), epochs=epochs)
+    return model
+
+
+def kept(run):
+    found = json.loads((run / "previews.json").read_text())
+    assert found["version"] == 1
+    return found["samples"]
+
+
+# --------------------------------------------------------------------------------------------------------- of a sample
+
+
+def test_shares_of_one_are_brightness():
+    found = preview((X[3], Y[3]))
+    assert found["label"] == "0"
+    assert torch.equal(pixels(found)[:, :, 0], (255 * X[3, 0]).round().long())
+
+
+def test_normalised_images_go_from_black_to_white():
+    shown = pixels(preview(5 * X[0] - 2))
+    assert (shown.min(), shown.max()) == (0, 255)
+    assert preview(torch.full((8, 8), 7.0))["image"]["data"] == base64.b64encode(bytes(64)).decode()
+    assert pixels(preview(torch.tensor([torch.nan, 0.5] * 32).view(8, 8))).flatten().tolist() == [0, 128] * 32
+
+
+@pytest.mark.parametrize("kind", ["first", "last", "numpy", "bytes", "pillow"])
+def test_colours_in_any_order(kind):
+    image = (255 * torch.rand(6, 9, 3)).round()
+    image[0, 0] = torch.tensor([0.0, 255.0, 128.0])
+    given = {
+        "first": lambda: image.permute(2, 0, 1) / 255,
+        "last": lambda: image / 255,
+        "numpy": lambda: (image / 255).numpy(),
+        "bytes": lambda: image.to(torch.uint8),
+        "pillow": lambda: pillow(image),
+    }[kind]()
+    assert torch.equal(pixels(preview(given)), image.long())
+
+
+def pillow(image):
+    from PIL import Image
+
+    return Image.fromarray(image.to(torch.uint8).numpy())
+
+
+def test_large_images_shrink():
+    found = preview(torch.rand(3, 200, 100))["image"]
+    assert (found["height"], found["width"], found["channels"]) == (64, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (("some <b>text</b>", 1), {"label": "1", "text": "some <b>text</b>"}),
+        ({"text": "a" * 1000, "labels": torch.tensor(4)}, {"label": "4", "text": "a" * 400}),
+        ({"note": "alone", "y": 2}, {"label": "2", "text": "alone"}),
+        ({"age": 40, "town": "Ulm", "y": 2}, {"label": "2", "values": {"age": 40, "town": "Ulm"}}),
+        ((torch.tensor([1.0, 2.5]), np.int64(3)), {"label": "3", "values": {"0": 1.0, "1": 2.5}}),
+        ((torch.arange(100), "cat"), {"label": "cat", "values": {str(k): k for k in range(32)}}),
+        ({"ids": torch.arange(2)}, {"values": {"0": 0, "1": 1}}),
+        ({"a": torch.arange(2), "b": 1.5}, {"values": {"a": "tensor([0, 1])", "b": 1.5}}),
+        ((torch.ones(2), torch.ones(5)), {"values": {"0": 1.0, "1": 1.0}}),  # no label, but a target
+        ([(1, 2)], {"values": {"0": 1, "1": 2}}),
+        ((slice(3), 0), {"label": "0", "text": "slice(None, 3, None)"}),
+    ],
+)
+def test_texts_and_rows(item, expected):
+    assert preview(item) == expected
+
+
+# ----------------------------------------------------------------------------------------------------------- of a run
+
+
+def test_a_trainer_keeps_them(tmp_path):
+    fit(tmp_path, sw.Indexed(TensorDataset(X, Y)))
+    found = kept(tmp_path)
+    assert set(found) == {str(i) for i in range(20)}
+    for i, shown in found.items():
+        assert shown["label"] == str(int(Y[int(i)]))
+        assert torch.equal(pixels(shown)[:, :, 0], (255 * X[int(i), 0]).round().long())
+
+
+def test_the_most_suspicious_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(previews, "MOST", 3)
+    visits = pa.table({"id": [0, 1, 2, 3, 4], "loss": [5.0, 4.0, 3.0, 2.0, 1.0], "norm": [1.0, 2.0, 3.0, 9.0, 8.0]})
+    write_previews(tmp_path, lambda i: f"sample {i}", visits)
+    assert list(kept(tmp_path)) == ["3", "0", "1"]  # by both and by norm; by loss; the second by loss
+    assert kept(tmp_path)["3"] == {"text": "sample 3"}
+
+
+def test_through_subsets():
+    data = sw.Indexed(TensorDataset(X, Y))
+    item = items_within(DataLoader(Subset(Subset(data, range(10, 20)), range(5))))
+    assert torch.equal(item(3)[0], X[3])  # the numbers are those of Indexed
+    assert items_within(DataLoader(TensorDataset(X, Y))) is None
+    assert items_within([1, 2]) is items_within(None) is None
+
+
+def test_ids_of_ones_own(tmp_path):
+    data = [{"x": X[i], "y": Y[i], "id": f"s{i}"} for i in range(20)]
+    step = sw.Step(
+        nn.Linear(64, 3),
+        sw.sgd(0.1),
+        lambda m, b: nn.functional.cross_entropy(m(b["x"].flatten(1)), b["y"], reduction="none"),
+    )
+    ledger = sw.Ledger(show=lambda name: (f"a text on {name}", 7))
+    sw.Trainer(step, tmp_path, [ledger], progress=False, device="cpu").fit(DataLoader(data, batch_size=5), epochs=1)
+    assert kept(tmp_path)["s3"] == {"label": "7", "text": "a text on s3"}
+
+
+def test_not_asked_for(tmp_path):
+    fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=False)
+    assert not (tmp_path / "previews.json").exists()
+
+
+def test_looking_does_not_change_the_training(tmp_path):
+    class Noisy(TensorDataset):
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return x + 0.1 * torch.randn(()), y
+
+    runs = [
+        fit(tmp_path / str(show), sw.Indexed(Noisy(X, Y)), epochs=4, **({} if show else {"show": False}))
+        for show in (True, False)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*(run.parameters() for run in runs), strict=True))
+
+
+def test_what_cannot_be_looked_up_is_told_and_ends_nothing(tmp_path):
+    def show(i):
+        raise KeyError(f"no {i}")
+
+    message = r"can be shown in the report if they can be looked up; found KeyError: 'no \d+' Use Ledger\(show="
+    with pytest.warns(sw.LedgerWarning, match=message):
+        fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=show)
+    assert len(sw.samples(tmp_path)) == 20 and not (tmp_path / "previews.json").exists()
+
+
+def test_how_often(tmp_path):
+    looked = []
+    ledger = sw.Ledger(tmp_path, show=lambda i: looked.append(i) or "")
+    step = sw.Step(nn.Linear(1, 1), sw.sgd(0.1), lambda m, b: m(b["x"]).squeeze(1))
+    ledger.on_fit_start(SimpleNamespace(fast_dev_run=False, run=None), step)
+    for epoch in range(9):
+        for update in step.over([{"x": torch.ones(2, 1), "id": torch.arange(2)}]):
+            ledger.on_update(update)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ledger.on_epoch_end(epoch)
+    assert len(looked) == 2 * 4  # after 1, 2, 4 and 8 epochs
