@@ -53,7 +53,7 @@ def test_a_process_ends_with_the_same_code():
         ),
         (["train"], ["--resume", "loss(model, batch)", "cross entropy", "AdamW", "runs/<name"]),
         (["doctor"], ["The exit code is 0 if all is well"]),
-        (["report"], ["report.html"]),
+        (["report"], ["report.html", "comparison.html", "--to FILE", "--watch"]),
     ],
 )
 def test_help_says_it(arguments, said):
@@ -74,3 +74,27 @@ def test_a_report_of_nothing():
     result = command("report", "runs/none")
     assert one_line(result).startswith("samplewise: Invalid value for RUN: a report needs a run directory; found none")
     assert result.exit_code == 2
+
+
+def test_a_report_of_two_runs(recipe):
+    for name in ("one.py", "two.py"):
+        command("train", recipe(HEALTHY, name), "--epochs", 1)
+    result = command("report", "runs/one", "runs/two")
+    assert (result.exit_code, result.stdout) == (0, "comparison.html\n")
+    assert "<title>one and two</title>" in Path("comparison.html").read_text()
+    assert command("report", "runs/one", "--to", "page.html").stdout == "page.html\n"
+    assert "<title>one</title>" in Path("page.html").read_text()
+
+
+def test_a_report_that_follows_a_run_which_has_ended(recipe):
+    command("train", recipe(HEALTHY), "--epochs", 1)
+    result = command("report", "--watch", "runs/recipe")
+    assert result.exit_code == 0
+    assert result.stdout == "The training has ended: runs/recipe/report.html stays as it is.\n"
+
+
+def test_a_report_that_cannot_be_written(recipe):
+    command("train", recipe(HEALTHY), "--epochs", 1)
+    Path("page.html").mkdir()
+    result = command("report", "runs/recipe", "--to", "page.html")
+    assert result.exit_code == 1 and one_line(result).startswith("the report cannot be written: ")

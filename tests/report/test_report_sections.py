@@ -1,0 +1,171 @@
+"""Noise scale, layers, cost, configuration: what each section makes of the lines of a log."""
+
+from importlib.metadata import version
+from math import inf, nan
+
+import pytest
+from pages import ABOUT, WHOLE, train
+
+from samplewise.report.layers import telling
+from samplewise.report.run import Curve
+
+# --------------------------------------------------------------------------------------- noise scale
+
+
+def noise(update, scale, batch=64):
+    return {"kind": "noise", "epoch": 0, "update": update, "scale": scale, "trace": 1.0, "signal": 1.0, "batch": batch}
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (640.5, "about 640 samples, the median of the later half: the batch of 64 is far below it."),
+        (100.0, "about 100 samples, the median of the later half: the batch of 64 is near it"),
+        (20.0, "about 20 samples, the median of the later half: the batch of 64 is near it"),
+        (3.25, "about 3.2 samples, the median of the later half: the batch of 64 is far above it."),
+    ],
+)
+def test_the_batch_size_is_judged_by_the_later_half(report, scale, said):
+    shown = report([noise(k, 1e6) for k in (1, 2)] + [noise(k, scale) for k in (3, 4)])
+    assert said in shown.text
+    assert len(shown.charts["Noise scale, in samples"]) == 2  # and the batch size
+    assert "could not be estimated" not in shown.text
+
+
+def test_a_scale_that_is_no_estimate_is_a_gap_and_counted(report):
+    shown = report([noise(k, scale) for k, scale in enumerate([200.0, nan, -5.0, inf, 300.0])])
+    assert "At 3 of 5 places it could not be estimated." in shown.text
+    assert shown.charts["Noise scale, in samples"][0].count("M") == 2
+    assert "Infinity" not in shown.text
+
+
+def test_no_scale_at_all(report):
+    shown = report([noise(1, nan), noise(2, -1.0)])
+    assert "The noise scale is not known. At 2 of 2 places it could not be estimated." in shown.text
+
+
+def test_a_batch_size_that_is_not_known(report):
+    shown = report([noise(1, 100.0, batch=None)])
+    assert "about 100 samples, the median of the later half; the batch size used is not known." in shown.text
+
+
+def test_without_its_lines_there_is_no_section(report):
+    shown = report(WHOLE)
+    assert not {"Noise scale", "Layers"} & {text.strip() for text in shown.text.split("\n")}
+
+
+# -------------------------------------------------------------------------------------------- layers
+
+
+def layers(update, **norms):
+    return {"kind": "layers", "epoch": 0, "update": update, "norms": norms}
+
+
+def test_every_layer_has_a_curve_and_a_row(report):
+    shown = report([layers(1, a=1.0, b=2.0), layers(2, a=0.5, b=8.0), layers(3, a=0.75, b=4.0)])
+    assert len(shown.charts["Gradient norm of each layer"]) == 2
+    assert shown.tables["Layers"] == [
+        ["layer", "first", "last", "lowest", "highest"],
+        ["a", "1.000", "0.750", "0.500", "1.000"],
+        ["b", "2.000", "4.000", "2.000", "8.000"],
+    ]
+    assert "left out" not in shown.text
+
+
+def test_many_layers_show_the_most_telling_dozen(report):
+    norms = {f"layer{k:02}": 1.0 for k in range(30)}
+    shown = report([layers(1, **norms), layers(2, **{**norms, "layer07": 1e-6, "layer20": 50.0})])
+    rows = [row[0] for row in shown.tables["Layers"][1:]]
+    assert len(rows) == 12 and {"layer07", "layer20"} < set(rows) and rows == sorted(rows)
+    assert "18 of 30 layers are left out" in shown.text
+
+
+def test_a_layer_that_broke_down_is_telling():
+    steady = [Curve(f"steady{k}", [(1.0, 5.0), (2.0, 5.0)]) for k in range(20)]
+    broken = Curve("broken", [(1.0, 0.1), (2.0, nan)])
+    assert broken in telling([*steady, broken], 3)
+
+
+@pytest.mark.parametrize("norms", [None, [], {"a": "b"}, {"a": None}])
+def test_lines_of_layers_that_tell_nothing(report, norms):
+    shown = report([{**layers(1), "norms": norms}, *WHOLE])
+    assert "Layers" not in shown.tables
+
+
+def test_layers_of_which_none_is_finite(report):
+    assert "No norm of a layer is finite." in report([layers(1, a=nan, b=inf)]).text
+
+
+# ------------------------------------------------------------------------------------ time and memory
+
+
+def test_where_the_time_went(report):
+    lines = [train(k, phases={"data": 0.1, "forward": 0.3}) for k in (10, 20)]
+    shown = report(lines)
+    assert "Where the time went" in shown.charts
+    assert shown.tables["Time and memory"] == [
+        ["phase", "ms per update", "share", "seconds in all"],
+        ["data", "10.00", "25.0 %", "0.2000"],
+        ["forward", "30.00", "75.0 %", "0.6000"],
+        ["all", "40.00", "100.0 %", "0.8000"],
+    ]
+
+
+def test_phases_of_one_line_only(report):
+    shown = report([train(1), train(2, phases={"data": 0.5, "strange": "x", "bad": nan}), train(3)])
+    assert [row[0] for row in shown.tables["Time and memory"][1:]] == ["data", "all"]
+    assert shown.tables["Time and memory"][-1] == ["all", "500.0", "100.0 %", "0.5000"]
+
+
+def test_phases_that_took_no_time(report):
+    shown = report([train(1, phases={"data": 0.0}), train(2, phases={"data": 0.0})])
+    assert shown.tables["Time and memory"][-1] == ["all", "0.000", "0.0 %", "0.000"]
+
+
+def test_without_phases_there_is_the_time_of_an_update(report):
+    shown = report(WHOLE)
+    assert "Milliseconds per update" in shown.charts
+    assert "Where the time went" not in shown.charts and "Peak memory so far, MiB" not in shown.charts
+
+
+@pytest.mark.parametrize(("size", "unit"), [(3 * 2**30, "GiB"), (5 * 2**20, "MiB"), (700, "KiB")])
+def test_memory_has_a_chart_in_its_unit(report, size, unit):
+    shown = report([train(1, memory=size), train(2, memory=size)])
+    assert f"Peak memory so far, {unit}" in shown.charts and "memory" not in shown.charts
+
+
+# -------------------------------------------------------------------------------------- configuration
+
+
+def test_tables_within_run_json_are_tables_of_the_page(report):
+    about = {**ABOUT, "versions": {"torch": "2.13.0"}, "machine": {"cores": 2}, "seed": 7, "odd": {"a": [1, {"b": 2}]}}
+    shown = report(WHOLE, about)
+    assert dict(shown.tables["Versions"]) == {"torch": "2.13.0"} and dict(shown.tables["Machine"]) == {"cores": "2"}
+    assert dict(shown.tables["Run"])["seed"] == "7" and dict(shown.tables["Odd"]) == {"a": '[1, {"b": 2}]'}
+
+
+def test_a_run_of_another_version_is_told_of(report):
+    shown = report(WHOLE, {**ABOUT, "samplewise": "9.9"})
+    assert f"The run was made by samplewise 9.9 and is read by {version('samplewise')}" in shown.text
+    assert "Train loss" in shown.charts
+
+
+@pytest.mark.parametrize("wrote", [version("samplewise"), None, 3])
+def test_a_run_of_this_version_or_of_none_is_not(report, wrote):
+    assert "was made by" not in report(WHOLE, {**ABOUT, "samplewise": wrote}).text
+
+
+def test_the_figures_that_one_looks_for_first(report):
+    text = report(WHOLE).text
+    assert "4updates2epochs0.7500highest validation accuracy2.000lowest validation loss1.500lowest train loss" in text
+
+
+# ------------------------------------------------------------------------------------------- the page
+
+
+def test_every_section_can_be_reached(report):
+    shown = report(WHOLE)
+    links = [value for name, value in shown.attributes if name == "href" and value.startswith("#")]
+    ids = [value for name, value in shown.attributes if name == "id"]
+    assert {"#curves", "#samples", "#configuration", "#time-and-memory"} < set(links)
+    assert {link[1:] for link in links} <= set(ids)
