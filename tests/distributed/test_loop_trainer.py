@@ -2,18 +2,15 @@
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
 from samplewise import ranks
-from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
 from samplewise.loop.loggers import CSV
 
 SAMPLES = 23

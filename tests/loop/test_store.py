@@ -528,11 +528,11 @@ def test_an_old_one_that_cannot_be_removed_is_told_of(tmp_path, monkeypatch):
     def unlink(path, missing_ok=False):
         raise PermissionError("not yours")
 
-    Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path, keep=1)
     monkeypatch.setattr(Path, "unlink", unlink)
     message = "update-000000001.ckpt must go, but cannot be removed: .* Remove it by hand.$"
     with pytest.warns(CheckpointWarning, match=message):
-        assert Checkpoints(tmp_path, keep=1).save({}, 2).exists()
+        assert checkpoints.save({}, 2).exists()
 
 
 def test_a_directory_that_cannot_be_written_to(tmp_path):

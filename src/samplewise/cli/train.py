@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
+from samplewise import ranks
 from samplewise.cli.arguments import Device, RecipeFile, device_named
 from samplewise.cli.recipe import Recipe, blaming
+from samplewise.loop.distributed import join
 from samplewise.loop.seeding import seed_everything
 from samplewise.loop.trainer import Trainer
 from samplewise.step.step import Step
@@ -55,6 +59,10 @@ def train(
             show_default=False,
         ),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Start N processes that train together: torchrun --nproc-per-node N."),
+    ] = None,
 ) -> None:
     """Train what a recipe describes.
 
@@ -65,10 +73,15 @@ def train(
     Checkpoints are written after each epoch and at the end; Ctrl-C ends after the current update and saves as well.
     With --resume training goes on there, with no sample lost or seen twice. --epochs and --updates count from the
     very beginning: after 2 epochs, --resume --epochs 5 trains for 3 more.
+
+    Several processes: --processes N, or torchrun ... -m samplewise train RECIPE. --samples are those of all together,
+    and the recipe's batches those of each.
     """
+    if processes is not None:
+        _launch(processes)
     if epochs is not None and updates is not None:
         raise typer.BadParameter("give one of --epochs and --updates; found both.", param_hint="--updates")
-    pieces, where = _microbatch(microbatch), device_named(device)
+    pieces, where = _microbatch(microbatch), join(device_named(device))
     transforms = () if clip is None else (clipped(_bound(clip)),)
     run = _directory(run or Path("runs") / recipe.stem, resume)
 
@@ -81,19 +94,30 @@ def train(
     optimizer, metrics = found.optimizer(model), found.metrics()
     with blaming(recipe):
         how = "auto" if compile is None else compile
-        step = Step(model, optimizer, found.loss(), samples, pieces, transforms, compile=how)
+        step = Step(model, optimizer, found.loss(), samples, pieces, transforms, compile=how, strategy="ddp")
         trainer = Trainer(step, run, metrics=metrics, device=where, seed=seed)
         reason = trainer.fit(loader, validation, None if updates else epochs or EPOCHS, updates, resume)
     _tell(reason, trainer, run)
 
 
+def _launch(processes: int) -> NoReturn:
+    """Torch's own launcher takes over, and starts this command so many times."""
+    given = iter(sys.argv[1:])
+    same = [a for a in given if not (a.startswith("--processes=") or (a == "--processes" and next(given, True)))]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "samplewise", *same])
+
+
 def _tell(reason: str, trainer: Trainer, run: Path) -> None:
     interrupted = reason in signal.Signals.__members__
-    typer.echo(f"{f'stopped by {reason}' if interrupted else reason}: {trainer.step.counters.updates} updates in all")
-    typer.echo(f"log          {run / 'log.jsonl'}")
-    typer.echo(f"checkpoints  {run / 'checkpoints'}")
+    if ranks.rank() == 0:
+        done = trainer.step.counters.updates
+        typer.echo(f"{f'stopped by {reason}' if interrupted else reason}: {done} updates in all")
+        typer.echo(f"log          {run / 'log.jsonl'}")
+        typer.echo(f"checkpoints  {run / 'checkpoints'}")
+        if interrupted:
+            typer.echo("go on with   --resume")
     if interrupted:
-        typer.echo("go on with   --resume")
         raise typer.Exit(128 + signal.Signals[reason])
 
 

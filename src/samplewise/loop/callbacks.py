@@ -8,6 +8,7 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
+from samplewise.loop.contents import savable
 from samplewise.loop.durations import duration
 
 
@@ -80,7 +81,7 @@ class ModelCheckpoint:
         self._save_if(self.every.epochs is not None and (epoch + 1) % self.every.epochs == 0, trainer)
 
     def on_fit_end(self, trainer: Any) -> None:
-        if trainer.run is not None and not trainer.step.waiting:  # those samples could not come again
+        if trainer.run is not None and savable(trainer.step):  # else those samples could not come again
             self._save_if(not self._saved, trainer)
 
     def _save_if(self, wanted: bool, trainer: Any) -> None:

@@ -19,9 +19,10 @@ from samplewise.criteria import Criterion
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.about import about
 from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.loop.contents import check_resumed, check_savable, kinds
 from samplewise.loop.costs import Clock, LayerNorms, peak_memory
 from samplewise.loop.devices import moved
-from samplewise.loop.distributed import Stop, join, tell
+from samplewise.loop.distributed import Stop, by_all, join, tell
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
 from samplewise.loop.feed import Feed, Place
@@ -29,11 +30,12 @@ from samplewise.loop.metrics import Outputs, Quotient, as_metrics, joined, resul
 from samplewise.loop.progress import Progress, Silent, make_progress
 from samplewise.loop.run import Run
 from samplewise.loop.running import Running
-from samplewise.loop.seeding import load_random_states, random_states, seed_of, seeded
+from samplewise.loop.seeding import load_random_states, random_states, reseed, seed_of, seeded
 from samplewise.loop.sharding import Share
 from samplewise.losses import per_sample
 from samplewise.replay import modes
 from samplewise.step.slices import Slices
+from samplewise.step.spread import inner
 from samplewise.step.step import Step
 from samplewise.step.update import Update
 
@@ -76,10 +78,11 @@ class Trainer:
         _check_given(step, callbacks, metrics)
         _check_options(log_every, fast_dev_run, overfit)
         self.fast_dev_run, self.overfit = fast_dev_run, overfit
-        self.step, self.model, self.seed, self.log_every = step, step.model, seed, log_every
+        self.step, self.model, self.seed, self.log_every = step, inner(step.model), seed, log_every
         self.run = None if run is None else Path(run)
         self.device = join(device, timeout)
         self.model.to(self.device)
+        step.join()
         if isinstance(step.loss_fn, (nn.Module, Criterion)):
             step.loss_fn.to(self.device)
         self._metrics, self._wants_progress = as_metrics(metrics or {}, self.device), progress
@@ -88,7 +91,7 @@ class Trainer:
             callbacks = [LayerNorms(), *callbacks]
             if not any(isinstance(c, ModelCheckpoint) for c in callbacks):
                 callbacks.append(ModelCheckpoint())
-        self._listeners = Listeners(callbacks, trainer=self, step=step, model=step.model)
+        self._listeners = Listeners(callbacks, trainer=self, step=step, model=self.model)
         self._progress: Progress = Silent()
         self._stop = Stop()
         self._share = None if sharded else Share(ranks.rank(), ranks.size())
@@ -271,34 +274,19 @@ class Trainer:
 
     def _state(self, log: int) -> dict[str, Any]:
         assert self._feed is not None
-        parts = {name: part.state_dict() for name, part in self._parts().items()}
-        if self.step.waiting:
-            raise CheckpointError(
-                "an open window must be saved as sums; found samples that wait for more, because a transform has to "
-                "see all at once. Use tail='update' or 'drop', or save in the middle of epochs: every='100up'."
-            )
-        own = {"epoch": self._epoch, **self._feed.state(self.step.taken), "log": log, "seed": self.seed}
-        return {**parts, "trainer": own, "kinds": self._kinds(), **random_states()}
-
-    def _kinds(self) -> dict[str, str]:
-        """What their states alone do not tell: torch would take those of another kind, and be wrong or fail later."""
+        check_savable(self.step)
         parts = self._parts()
-        return {name: type(parts[name]).__name__ if name in parts else "none" for name in ("optimizer", "scheduler")}
+        states = by_all(lambda: {name: part.state_dict() for name, part in parts.items()})
+        own = {"epoch": self._epoch, **self._feed.state(self.step.taken), "log": log, "seed": self.seed}
+        return {**states, "trainer": own, "kinds": kinds(parts), **random_states()}
 
     def _load(self, state: dict[str, Any]) -> int:
         """Returns how much of the log belongs to this state."""
-        own = state["trainer"]
-        if own["seed"] != self.seed:
-            raise CheckpointError(f"a run must be resumed with its own seed {own['seed']}; found {self.seed}.")
-        for name, kind in self._kinds().items():
-            if kind != state["kinds"][name]:
-                raise CheckpointError(
-                    f"a run must be resumed with the {name} it was saved with, {state['kinds'][name]}; found {kind}. "
-                    "Take that one, or begin a run of another name."
-                )
-        for name, part in self._parts().items():
-            part.load_state_dict(state[name])
         assert self._feed is not None
+        own, parts = state["trainer"], self._parts()
+        check_resumed(state, parts, self.seed)
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
         self._epoch = own["epoch"]
         self._feed.load(own, self._epoch)
         self.step.counters.epochs = self._epoch  # one more, if its loader had ended: it will end again
@@ -325,6 +313,8 @@ class Trainer:
             first = 1 if self.fast_dev_run else self.overfit
             self._feed = Feed(loader, self.seed, first, saved=self._files is not None, share=self._share)
             self._epoch = self.step.counters.epochs
+            if ranks.rank():  # what they draw, for dropout say, is not what rank 0 does
+                reseed(seed_of(self.seed, ranks.rank()))
         self.step.counters.epochs = self._epoch  # one more, if somebody left in validation: the epoch will end again
         self.loader = loader
         self._feed.use(loader)

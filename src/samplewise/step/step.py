@@ -193,6 +193,15 @@ class Step:
         """How many samples of the last batch have been taken, while it is not used up; then 0."""
         return 0 if self._rest is None else self._rest.taken
 
+    def join(self) -> None:
+        """Takes the ranks in that were not there when the step was made, which shares the model with them as with
+        strategy="ddp". Before the first update.
+        """
+        if self._team is None and ranks.active():
+            self._team = self._finish.team = team_of(self.model, "ddp", self._evaluation.modules, self.settings)
+            self._compiling.mode = False
+            self._summing = self._make_summing()
+
     @contextmanager
     def telling(self, tell: Callable[[str], None]) -> Iterator[None]:
         """Meanwhile `tell` is called with a line where compiling takes long, instead of printing it. From a thread."""
@@ -287,6 +296,7 @@ class Step:
             "precision": self.precision.state_dict(),
             "microbatch": self._microbatch.size,
             "compiling": self._compiling.state_dict(),
+            "dealt": [] if self._team is None else [self._team.size, self._team.dealt],
             "window": {
                 "parts": parts,
                 "sums": sums,
@@ -303,6 +313,8 @@ class Step:
             self._microbatch.size = state["microbatch"]
         self._compiling.load_state_dict(state["compiling"])
         self._made_compiled = False
+        if self._team is not None:  # others than those before begin to deal where those have left off
+            self._team.dealt = dict([state.get("dealt") or (0, 0)]).get(self._team.size, 0)
         window = state["window"]
         self._window = opened(window["parts"], window["failure"], window.get("noted", []))
         if "norms" in window["parts"] and not (window["failure"] or self._summing.knows_norms):
@@ -407,7 +419,7 @@ class Step:
             window.noted.append(note(piece, self.columns, self.counters.epochs))
         if self._summing.window:
             window.waiting.append(piece)
-            window.samples += size or 0
+            window.samples += size or length(piece) or 1  # at least, until it is computed
             window.sized &= size is not None
         else:
             parts = self._sum([piece], alone)
