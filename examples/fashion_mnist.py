@@ -1,0 +1,56 @@
+"""Fashion-MNIST from Debian's package: 60,000 small pictures of clothes to train on, 10,000 to test on.
+
+    apt-get install dataset-fashion-mnist
+    python examples/fashion_mnist.py            # what is there
+
+Other examples take `load` from here. The files have the format of MNIST, so those of other data sets will do, too.
+"""
+
+import gzip
+import math
+from pathlib import Path
+
+import torch
+
+PLACE = Path("/usr/share/datasets/fashion-mnist")
+NAMES = "T-shirt trousers pullover dress coat sandal shirt sneaker bag boot".split()
+BYTES = 8  # the code for numbers from 0 to 255
+
+
+def load(part="train", place=PLACE):
+    """Pixels (N, 1, 28, 28) from 0 to 1, and labels (N,). `part` is "train" or "t10k"."""
+    pixels = read(place / f"{part}-images-idx3-ubyte.gz", dimensions=3)
+    labels = read(place / f"{part}-labels-idx1-ubyte.gz", dimensions=1)
+    if len(pixels) != len(labels):
+        raise ValueError(f"each picture must have one label; found {len(pixels)} and {len(labels)} in {place}.")
+    return pixels[:, None].float() / 255, labels.long()
+
+
+def read(path, dimensions):
+    """A file of bytes: two zeros, the code of the type, the number of dimensions, their sizes, and then the numbers."""
+    if not path.exists():
+        what_to_do = "Install Debian's package dataset-fashion-mnist, or say where the files are."
+        raise FileNotFoundError(f"Fashion-MNIST must be on this machine; found no {path}. {what_to_do}")
+    data = bytearray(gzip.decompress(path.read_bytes()))
+    start = 4 + 4 * dimensions
+    sizes = [int.from_bytes(data[at : at + 4]) for at in range(4, start, 4)]
+    if data[:4] != bytes([0, 0, BYTES, dimensions]) or len(data) != start + math.prod(sizes):
+        found = f"{len(data)} bytes that begin with {bytes(data[:start]).hex(' ', 4)}"
+        raise ValueError(
+            f"{path} must hold bytes in {dimensions} dimensions, all of them; found {found}. Copy it again."
+        )
+    return torch.frombuffer(data, dtype=torch.uint8, offset=start).view(sizes)
+
+
+def main():
+    for part in ("train", "t10k"):
+        pixels, labels = load(part)
+        print(f"{part}: pixels {tuple(pixels.shape)}, labels {tuple(labels.shape)}")
+        print(", ".join(f"{n} {name}" for n, name in zip(labels.bincount(), NAMES, strict=True)))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FileNotFoundError as why:
+        print(why)

@@ -1,0 +1,81 @@
+"""How far a batch can be trusted about the noise scale: estimates beside the truth, which all digits together tell.
+
+    python examples/noise_scale.py                     # 50 batches of each size, a few seconds
+    python examples/noise_scale.py --batches 2000      # the table of docs/diagnostics.md
+
+The digits are the population: with the gradient g of each, G is their mean and tr Σ their variance. Batches are drawn
+with replacement, for which the estimates of |G|² and tr Σ are unbiased. Needs scikit-learn.
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+import samplewise as sw
+
+DECAY = 0.99
+HEAD = f"{'batch':>5}{'trace':>16}{'signal':>16}{'below 0':>10}{'scale: median, 80 %':>24}{'running':>16}"
+
+
+def gradients(model, x, y):
+    return sw.gradients(F.cross_entropy(model(x), y, reduction="none"), model)
+
+
+def truth(model, x, y):
+    """tr Σ and |G|² by enumeration: every gradient written out."""
+    rows = torch.cat([rows.flatten(1) for rows in gradients(model, x, y).full().values()], 1)
+    mean = rows.mean(0)
+    return (rows - mean).square().sum(1).mean().item(), mean.square().sum().item()
+
+
+def estimates(model, x, y, size, batches):
+    """Of each batch its trace and signal, and the running estimate of the scale after it."""
+    running, generator = sw.NoiseScale(decay=DECAY), torch.Generator().manual_seed(size)
+    for _ in range(batches):
+        some = torch.randint(len(y), (size,), generator=generator)
+        g = gradients(model, x[some], y[some])
+        noise = sw.noise_scale(g)
+        yield noise.trace, noise.signal, running.add(g).scale
+
+
+def line(found, trace, signal):
+    """As multiples of the truth."""
+    traces, signals, running = found[:, 0] / trace, found[:, 1] / signal, found[:, 2] / (trace / signal)
+    low, middle, high = (traces / signals).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
+    below, settled = (signals < 0).double().mean(), running[len(found) // 2 :]  # the running one is given time
+    ratio = f"{middle:.2f}, {low:.2f} to {high:.2f}"
+    return f"{spread(traces):>16}{spread(signals):>16}{below:10.1%}{ratio:>24}{spread(settled):>16}"
+
+
+def spread(values):
+    return f"{values.mean():.3f} ± {values.std():.3f}"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batches", type=int, default=50)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # for a net of this size more of them only wait for each other
+    torch.set_default_dtype(torch.float64)
+    pixels, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(pixels) / 16, torch.tensor(labels)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), samples=64)
+    for epoch in range(21):
+        if epoch in (0, 5, 20):
+            trace, signal = truth(model, x, y)
+            print(f"\nafter {epoch} epochs: tr Σ {trace:.3g}, |G|² {signal:.3g}, scale {trace / signal:.0f}")
+            print(HEAD)
+            for size in (16, 64, 256):
+                found = torch.tensor(list(estimates(model, x, y, size, options.batches)))
+                print(f"{size:5}{line(found, trace, signal)}")
+        order = torch.randperm(len(y))
+        step.run([(x[order], y[order])])
+
+
+if __name__ == "__main__":
+    main()

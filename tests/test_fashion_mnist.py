@@ -1,0 +1,58 @@
+"""The loader of the examples, on files of its format that are small enough to write here."""
+
+import gzip
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+fashion = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "fashion_mnist.py"))
+load = fashion["load"]
+
+
+def write(path, sizes, numbers, kind=8):
+    head = bytes([0, 0, kind, len(sizes)]) + b"".join(size.to_bytes(4) for size in sizes)
+    path.write_bytes(gzip.compress(head + bytes(numbers)))
+
+
+@pytest.fixture
+def place(tmp_path):
+    write(tmp_path / "train-images-idx3-ubyte.gz", (2, 3, 2), [0, 51, 102, 153, 204, 255, *[255] * 6])
+    write(tmp_path / "train-labels-idx1-ubyte.gz", (2,), [9, 0])
+    return tmp_path
+
+
+def test_pixels_and_labels(place):
+    pixels, labels = load("train", place)
+    assert pixels.shape == (2, 1, 3, 2) and pixels.dtype == torch.float32
+    torch.testing.assert_close(pixels[0].flatten(), torch.linspace(0, 1, 6))
+    assert (pixels[1] == 1).all()
+    assert labels.tolist() == [9, 0] and labels.dtype == torch.int64
+
+
+def test_what_to_install_where_files_are_missing(place):
+    missing = place / "t10k-images-idx3-ubyte.gz"
+    with pytest.raises(
+        FileNotFoundError, match=re.escape(f"must be on this machine; found no {missing}. Install")
+    ) as e:
+        load("t10k", place)
+    assert "Debian's package dataset-fashion-mnist" in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "numbers", "kind"), [((3,), [9, 0], 8), ((1,), [9, 0], 8), ((2,), [9, 0], 9), ((2, 1), [9, 0], 8)]
+)
+def test_a_file_that_is_cut_short_or_of_another_kind(place, sizes, numbers, kind):
+    write(place / "train-labels-idx1-ubyte.gz", sizes, numbers, kind)
+    with pytest.raises(
+        ValueError, match=r"must hold bytes in 1 dimensions, all of them; found \d+ bytes .* Copy it ag"
+    ):
+        load("train", place)
+
+
+def test_a_label_for_each_picture(place):
+    write(place / "train-labels-idx1-ubyte.gz", (3,), [9, 0, 1])
+    with pytest.raises(ValueError, match="each picture must have one label; found 2 and 3 in"):
+        load("train", place)
