@@ -13,8 +13,10 @@ def test_demo(tmp_path, module):
         [sys.executable, "-W", "error", "-m", *module], cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
     assert run.returncode == 0, run.stderr
-    found = [int(share) for share in re.findall(r"^ +\d+ +(\d+)% +\d+% +10%$", run.stdout, re.MULTILINE)]
+    found = [int(share) for share in re.findall(r"^ +\d+ +(\d+)% +\d+% +\d+% +10%$", run.stdout, re.MULTILINE)]
     assert len(found) == 3
     assert min(found) > 80  # of the samples that stand out have a wrong label; by chance a tenth
     assert (tmp_path / "runs" / "demo" / "report.html").exists()
     assert "runs/demo/report.html" in run.stdout
+    assert "The ledger: 17,244 visits, with id, epoch, update, loss, norm, weight, margin, label." in run.stdout
+    assert re.search(r"noise scale at the end: [\d,]+ samples; the batch has 64\.", run.stdout)

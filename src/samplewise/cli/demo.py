@@ -1,7 +1,7 @@
 """`samplewise demo`: a tenth of the labels is wrong; which?
 
-Digits that ship inside scikit-learn, a small net, a minute. Then what no other library shows: the samples whose
-gradients stand out, how many of the wrong labels are among them, and what it costs to know.
+Digits that ship inside scikit-learn, a small net, a minute. Then what no other library shows: which samples the net
+struggled with, how many of the wrong labels are among them, whether the batch was sensible, and what it costs to know.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,25 +24,31 @@ Batch = tuple[Tensor, Tensor]
 
 
 def demo() -> None:
-    """Find wrong labels by their gradients.
+    """Find wrong labels by what became of every sample.
 
-    Trains a small net on digits of which a tenth have a wrong label, and shows which ones stand out and what it costs
-    to know. Takes less than a minute, on data that ship inside scikit-learn. The run is kept under runs/.
+    Trains a small net on digits of which a tenth have a wrong label, with a ledger of every sample at every visit;
+    shows which ones stand out, the noise of their gradients and what it costs to know, and makes a report. Takes less
+    than a minute, on data that ship inside scikit-learn. The run is kept under runs/.
     """
     torch.manual_seed(0)
     x, y, wrong, held_out = digits()
     print(f"Training on {len(y)} digits of 8×8 pixels, {int(wrong.sum())} of which have a wrong label.\n")
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
     run = free(Path("runs"), "demo")
-    step = sw.Step(model, torch.optim.Adam(model.parameters(), lr=1e-3), loss_fn, samples=BATCH)
-    trainer = sw.Trainer(step, run, metrics={"accuracy": accuracy}, log_every=10)
-    loader = DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=True)
+    step = sw.Step(model, torch.optim.Adam(model.parameters(), lr=1e-3), with_margin, samples=BATCH)
+    noise = sw.NoiseScale()
+    trainer = sw.Trainer(
+        step, run, [sw.Ledger(columns={"label": 1}), noise], metrics={"accuracy": accuracy}, log_every=10
+    )
+    loader = DataLoader(sw.Indexed(TensorDataset(x, y)), batch_size=BATCH, shuffle=True)
     trainer.fit(loader, validate=DataLoader(TensorDataset(*held_out), batch_size=256), epochs=EPOCHS)
 
-    model.eval()
-    losses, norms = measured(model, x, y)
-    show_unusual(y, wrong, losses, norms)
-    show_found(wrong, losses, norms)
+    visits = sw.samples(run)
+    show_ledger(visits)
+    suspects = sw.suspects(visits)
+    show_suspects(suspects, y, wrong)
+    show_found(suspects, wrong)
+    show_noise(noise)
     show_price(model, x, y)
     show_report(run)
 
@@ -54,7 +61,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Batch]:
         raise ImportError("the demo needs scikit-learn: pip install 'samplewise[demo]'") from None
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels))
-    x, y = torch.tensor(pixels, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
+    x, y = torch.tensor(pixels, dtype=torch.float32)[order].view(-1, 1, 8, 8) / 16, torch.tensor(labels)[order]
     held_out, n = (x[:360], y[:360]), len(y) - 360
     x, y = x[360:], y[360:].clone()
     wrong = torch.zeros(n, dtype=torch.bool)
@@ -63,30 +70,48 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Batch]:
     return x, y, wrong, held_out
 
 
-def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def measured(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss and gradient norm of every sample."""
-    losses = loss_fn(model, (x, y))
-    return losses.detach(), sw.gradients(losses, model).norms()
+def with_margin(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The losses, and for the ledger by how much the label's logit is ahead of all others."""
+    logits, own = model(batch[0]), batch[1][:, None]
+    others = logits.scatter(1, own, -torch.inf).amax(1)
+    losses = F.cross_entropy(logits, batch[1], reduction="none")
+    return losses, {"margin": logits.gather(1, own)[:, 0] - others}
 
 
-def show_unusual(y: Tensor, wrong: Tensor, losses: Tensor, norms: Tensor) -> None:
-    print("\nThe samples whose gradients stand out")
-    print("  sample  label   norm   loss")
-    for i in norms.argsort(descending=True)[:8].tolist():
+def show_ledger(visits: Any) -> None:
+    print(f"\nThe ledger: {len(visits):,} visits, with {', '.join(visits.column_names)}. The last of them:")
+    last = visits.slice(len(visits) - 3).select(["id", "epoch", "loss", "norm", "margin"]).to_pylist()
+    print("  sample  epoch   loss   norm  margin")
+    for row in last:
+        print(f"{row['id']:8}{row['epoch']:7}{row['loss']:7.2f}{row['norm']:7.2f}{row['margin']:8.2f}")
+
+
+def show_suspects(suspects: Any, y: Tensor, wrong: Tensor) -> None:
+    print(f"\nThe most suspicious samples, by their mean {' and '.join(suspects.by)} over all visits")
+    print("  sample  label   loss   norm  margin")
+    for place in suspects.order[:8].tolist():
+        i, scores = int(suspects.ids[place]), {name: s[place].item() for name, s in suspects.scores.items()}
         mark = "  wrong label" if wrong[i] else ""
-        print(f"{i:8}{int(y[i]):7}{norms[i].item():7.2f}{losses[i].item():7.2f}{mark}")
+        print(f"{i:8}{int(y[i]):7}{scores['loss']:7.2f}{scores['norm']:7.2f}{-scores['margin']:8.2f}{mark}")
 
 
-def show_found(wrong: Tensor, losses: Tensor, norms: Tensor) -> None:
+def show_found(suspects: Any, wrong: Tensor) -> None:
     print("\nHow many of the first k have a wrong label")
-    print("       k   by norm   by loss   by chance")
+    print("       k   by margin   by norm   by loss   by chance")
+    rankings = [wrong[suspects.ids[suspects.scores[by].argsort(descending=True)]] for by in ("margin", "norm", "loss")]
     for k in (20, 50, int(wrong.sum())):
-        by_norm, by_loss = (wrong[by.argsort(descending=True)[:k]].float().mean() for by in (norms, losses))
-        print(f"{k:8}{by_norm:10.0%}{by_loss:10.0%}{wrong.float().mean():12.0%}")
+        margin, norm, loss = (ranked[:k].float().mean() for ranked in rankings)
+        print(f"{k:8}{margin:12.0%}{norm:10.0%}{loss:10.0%}{wrong.float().mean():12.0%}")
+
+
+def show_noise(noise: sw.NoiseScale) -> None:
+    found = noise.value
+    told = f"{found.scale:,.0f} samples" if found.signal > 0 else "hidden by noise"
+    print(f"\nThe gradient's noise scale at the end: {told}; the batch has {BATCH}.")
 
 
 def show_price(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -113,7 +138,7 @@ def show_report(run: Path) -> None:
     try:
         from samplewise.report.page import write_report
 
-        print(f"The curves of this run: {write_report(run)}")
+        print(f"Curves, samples and costs to look at: {write_report(run)}")
     except ImportError as missing:
         print(missing)
 
