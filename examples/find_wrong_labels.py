@@ -1,19 +1,23 @@
-"""Find wrong labels: digits of which some have another's label, ranked by every score that `sw.suspects` has.
+"""Find wrong labels: pictures of which some have another's label, ranked by every score that `sw.suspects` has.
 
-    python examples/find_wrong_labels.py                          # one seed, a few seconds
-    python examples/find_wrong_labels.py --seeds 5 --first 10     # the table of docs/diagnostics.md
+    python examples/find_wrong_labels.py                          # digits, one seed, a few seconds
+    python examples/find_wrong_labels.py --seeds 5 --first 10     # the tables of docs/diagnostics.md
+    python examples/find_wrong_labels.py --seeds 5 --first 10 --data fashion --samples 20000 --epochs 10
 
-Needs scikit-learn, whose digits these are. Where cleanlab is installed, it is compared with.
+Needs scikit-learn, whose digits these are, and for clothes what examples/fashion_mnist.py says. Where cleanlab is
+installed, it is compared with.
 """
 
 import argparse
 import copy
+import sys
 import time
 from collections import defaultdict
 from statistics import mean, median
 
 import torch
 import torch.nn.functional as F
+from fashion_mnist import load
 from sklearn.datasets import load_digits
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
@@ -26,43 +30,67 @@ except ImportError:
     get_label_quality_scores = None
 
 SCORES = ("loss", "margin", "el2n", "norm", "last_norm", "self_influence", "agreement")
+PAIRS = (("margin", "el2n"), ("loss", "margin"))  # whose ranks are averaged
 BATCH, CHECKPOINTS, FOLDS = 64, 5, 5
 
 
-def digits(share, seed):
-    """Pixels, labels, and which of them are wrong."""
-    generator = torch.Generator().manual_seed(seed)
+def digits():
+    """Pixels and labels."""
     pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+    return pixels.float() / 16, labels
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def cnn():
+    first, second = nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.Conv2d(16, 32, 3, stride=2, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(32 * 7 * 7, 10))
+
+
+DATA = {"digits": (digits, perceptron), "fashion": (load, cnn)}
+
+
+def mislabelled(labels, share, seed):
+    """Labels of which some are another's, and which of them."""
+    generator = torch.Generator().manual_seed(seed)
     wrong = torch.zeros(len(labels), dtype=torch.bool)
     wrong[torch.randperm(len(labels), generator=generator)[: round(share * len(labels))]] = True
     shift = torch.randint(1, 10, labels.shape, generator=generator)
-    return pixels.float() / 16, torch.where(wrong, (labels + shift) % 10, labels), wrong
+    return torch.where(wrong, (labels + shift) % 10, labels), wrong
 
 
 def loss_fn(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
+def seen(model, logits, losses, labels):
+    """What may be recorded of samples while they are trained on."""
+    right = F.one_hot(labels, 10)
+    margin = (logits * right).sum(1) - logits.masked_fill(right.bool(), -torch.inf).amax(1)
+    el2n = (logits.softmax(1) - right).norm(dim=1)
+    return {"loss": losses, "margin": margin, "el2n": el2n, "norm": sw.gradients(losses, model).norms()}
+
+
 def train(x, y, options, watch=False):
     """The model, some checkpoints on the way, every visit if it is watched, and the seconds of an epoch."""
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = DATA[options.data][1]()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     checkpoints, visits, seconds = [], defaultdict(list), []
     for epoch in range(1, options.epochs + 1):
-        start = time.perf_counter()
+        start = time.process_time()
         for i in torch.randperm(len(y)).split(BATCH):
             logits = model(x[i])
             losses = F.cross_entropy(logits, y[i], reduction="none")
             if watch:
-                others = logits.scatter(1, y[i, None], -torch.inf).amax(1)
-                margin = logits.gather(1, y[i, None])[:, 0] - others
-                found = {"id": i, "loss": losses, "margin": margin, "norm": sw.gradients(losses, model).norms()}
-                for name, column in found.items():
+                for name, column in seen(model, logits, losses, y[i]).items():
                     visits[name].append(column.detach())
+                visits["id"].append(i)
             optimizer.zero_grad()
             losses.mean().backward()
             optimizer.step()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         if epoch % max(1, options.epochs // CHECKPOINTS) == 0:
             checkpoints.append((copy.deepcopy(model.state_dict()), options.lr))
     return model, checkpoints, {name: torch.cat(parts) for name, parts in visits.items()}, median(seconds)
@@ -73,18 +101,18 @@ def rankings(x, y, options):
     model, checkpoints, _, epoch = train(x, y, options)
     data = list(zip(x.split(256), y.split(256), strict=True))
     for when, at in (("at the end", None), (f"{CHECKPOINTS} checkpoints", checkpoints)):
-        for by in (*SCORES, None):
-            start = time.perf_counter()
+        for by in (*SCORES, *PAIRS):
+            start = time.process_time()
             found = sw.suspects(model, loss_fn, data, by=by, checkpoints=at)
-            yield f"{when}: {by or 'recommended'}", found.score, (time.perf_counter() - start) / epoch
+            yield f"{when}: {' and '.join(found.by)}", found.score, (time.process_time() - start) / epoch
     _, _, visits, watched = train(x, y, options, watch=True)
-    for by in ("loss", "norm", ("loss", "norm"), "margin"):
-        name = by if isinstance(by, str) else " and ".join(by)
-        yield f"visits: {name}", sw.suspects(visits, by=by).score, (watched - epoch) / epoch
+    for by in ("loss", "norm", "margin", "el2n", *PAIRS, ("loss", "norm")):
+        found = sw.suspects(visits, by=by)
+        yield f"visits: {' and '.join(found.by)}", found.score[found.ids.argsort()], (watched - epoch) / epoch
     if get_label_quality_scores:
-        start = time.perf_counter()
+        start = time.process_time()
         quality = get_label_quality_scores(y.numpy(), held_out(x, y, options).numpy())
-        yield f"cleanlab, {FOLDS} folds", -torch.tensor(quality), (time.perf_counter() - start) / epoch
+        yield f"cleanlab, {FOLDS} folds", -torch.tensor(quality), (time.process_time() - start) / epoch
 
 
 def held_out(x, y, options):
@@ -106,20 +134,25 @@ def recall(wrong, score, share):
 
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--data", choices=DATA, default="digits")
+    parser.add_argument("--shares", type=float, nargs="+", default=(0.1, 0.2))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--samples", type=int, help="only the first so many")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--lr", type=float, default=1e-3)
     options = parser.parse_args()
     torch.set_num_threads(1)  # for a net of this size more of them only wait for each other
-    for share in (0.1, 0.2):
+    x, labels = (column[: options.samples] for column in DATA[options.data][0]())
+    for share in options.shares:
         table = defaultdict(list)
         for seed in range(options.first, options.first + options.seeds):
             torch.manual_seed(seed)
-            x, y, wrong = digits(share, seed)
+            y, wrong = mislabelled(labels, share, seed)
             for name, score, cost in rankings(x, y, options):
                 quality = roc_auc_score(wrong, score), average_precision_score(wrong, score)
                 table[name].append((*quality, recall(wrong, score, 0.1), recall(wrong, score, 0.2), cost))
+            print(f"{share:.0%} wrong labels, seed {seed}: done", file=sys.stderr)
         print(f"\n{share:.0%} wrong labels, mean of {options.seeds} seeds; cost in epochs of training")
         print(f"{'':32}{'AUC':>8}{'AP':>8}{'first 10%':>11}{'first 20%':>11}{'cost':>8}")
         for name, rows in table.items():
