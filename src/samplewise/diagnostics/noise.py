@@ -91,7 +91,6 @@ class NoiseScale:
             raise ValueError(f"decay must lie in [0, 1); found {decay!r}.")
         self.decay = decay
         self._trace = self._signal = self._weight = 0.0
-        self._batch = 0  # samples of the last update
 
     def add(self, norms: Gradients | Tensor, grad_norm: float | Tensor | None = None) -> Noise:
         """Takes a batch into account and returns the estimate so far."""
@@ -117,7 +116,7 @@ class NoiseScale:
     def on_fit_start(self, step: Any) -> None:
         step.record.add("norms")
 
-    def on_update(self, update: Any) -> None:
+    def on_update(self, update: Any, trainer: Any = None) -> None:
         """Updates that were skipped, or have one sample and so no variance, are passed over."""
         if update.skipped or update.samples < 2 or update.updates > 1:
             return
@@ -128,24 +127,19 @@ class NoiseScale:
                 "the noise scale needs updates that are the plain mean of their samples; found weights or counts other "
                 "than 1. Call add(g) with gradients of your own."
             )
-        self._batch = update.samples
-        self.add(update.norms, update.grad_norm)
-
-    def on_log(self, trainer: Any, kind: str, fields: dict[str, Any]) -> None:
-        """The estimate so far, beside every line on the training."""
-        if kind == "train" and self._weight:
-            now = self.value
-            numbers = {"scale": now.scale, "trace": now.trace, "signal": now.signal, "batch": self._batch}
-            trainer.write("noise", epoch=fields["epoch"], update=fields["update"], **numbers)
+        now = self.add(update.norms, update.grad_norm)
+        if trainer is not None and trainer.step.counters.updates % trainer.log_every == 0:
+            numbers = {"scale": now.scale, "trace": now.trace, "signal": now.signal}
+            batch = trainer.step.samples or update.samples  # the last of an epoch may be smaller
+            trainer.write("noise", update=trainer.step.counters.updates, batch=batch, **numbers)
 
     def state_dict(self) -> dict[str, float]:
         """For checkpoints."""
-        return {"trace": self._trace, "signal": self._signal, "weight": self._weight, "batch": self._batch}
+        return {"trace": self._trace, "signal": self._signal, "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Goes on where the other stood."""
         self._trace, self._signal, self._weight = state["trace"], state["signal"], state["weight"]
-        self._batch = state["batch"]
 
 
 def _noise(norms: Tensor, mean_norm: float) -> Noise:
