@@ -26,6 +26,9 @@ from samplewise.transforms.numbers import Numbers, PerSample, as_table, from_tab
 from samplewise.transforms.transform import SampleTransform, SumTransform
 
 
+AFTER = 2**40  # any turn of what was carried over
+
+
 def team_of(
     model: nn.Module, strategy: str | None, modules: Sequence[nn.Module], settings: Mapping[str, Any]
 ) -> Team | None:
@@ -48,7 +51,9 @@ class Team:
 
     def __init__(self, spread: Replicas) -> None:
         self.rank, self.size, self.spread = ranks.rank(), ranks.size(), spread
-        self.dealt = self.carried = self._first = 0
+        self.dealt = self.carried = 0
+        self._first = 0  # number of the first sample of the window that is being computed
+        self._kept = self._kept_first = 0  # own samples in it that were carried over, and number of the first of all
         self.all_ended = False
         self._heard = False  # whether a meeting has told that this window is left out
 
@@ -65,6 +70,7 @@ class Team:
 
     def deal_anew(self, window: Window, samples: int | None) -> None:
         """What comes next is the beginning of what the loaders deal out; some may have been carried over."""
+        self._kept, self._kept_first = window.samples if self.carried else 0, self.dealt
         self.dealt = -self.carried
         window.share = None if samples is None else window.samples + self._held(samples - self.carried)
 
@@ -84,6 +90,7 @@ class Team:
         missing = 0 if samples is None else samples - agreed.samples
         complete = agreed.samples > 0 and (missing <= 0 or (self.all_ended and tail == "update"))
         if complete:
+            self._kept = self._kept if self.carried else 0
             self._first, self.dealt, self.carried = self.dealt, self.dealt + agreed.samples, 0
         elif self.all_ended:
             self.carried = agreed.samples if tail == "carry" else 0
@@ -142,9 +149,16 @@ class Team:
 
     def places(self, samples: int) -> Tensor:
         """Where this rank's samples stand in the window of all."""
-        sizes, first = ranks.gathered(torch.tensor([samples])).tolist(), self._first % self.size
-        turns = [torch.arange(n) * self.size + (rank - first) % self.size for rank, n in enumerate(sizes)]
+        told = ranks.gathered(torch.tensor([[self._kept, samples - self._kept]])).tolist()
+        turns = [
+            torch.cat([self._turns(kept, rank, self._kept_first), AFTER + self._turns(new, rank, max(0, self._first))])
+            for rank, (kept, new) in enumerate(told)
+        ]
         return torch.searchsorted(torch.cat(turns).sort().values, turns[self.rank])
+
+    def _turns(self, samples: int, rank: int, first: int) -> Tensor:
+        """When a rank's samples are dealt out, one to each rank in turn, if number `first` comes first."""
+        return torch.arange(samples) * self.size + (rank - first) % self.size
 
     def weigh(self, stage: Stage, parts: Sequence[Numbers], owned: Tensor | None = None) -> list[Numbers]:
         """The parts of this rank with their coefficients. Where a transform must see the whole window, it is asked with

@@ -1,0 +1,43 @@
+"""Several ranks with the same window make the updates of one process, to rounding."""
+
+import pytest
+from spread_models import SAMPLES, TRANSFORMS, assert_same, run
+
+
+def compare(team, **options):
+    alone = run(**{**options, "batch": SAMPLES if options.get("samples") else options["batch"] * len(team.processes)})
+    for found in team.run(_run, options):
+        assert_same(alone, found)
+
+
+def _run(options):
+    return run(**options)
+
+
+@pytest.mark.parametrize("how", ["ddp", "plain"])
+@pytest.mark.parametrize("transforms", TRANSFORMS)
+def test_every_transform(two, transforms, how):
+    compare(two, transforms=transforms, how=how, samples=6, batch=4)
+
+
+SOME = ["plain", "clip", "weight by place", "drop a quantile", "group and clip", "noise"]
+
+
+@pytest.mark.parametrize("transforms", SOME)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(samples=None, batch=2),
+        dict(samples=6, batch=4, microbatch=2),
+        dict(samples=6, batch=4, microbatch="auto"),
+        dict(samples=5, batch=1, tail="carry"),
+        dict(samples=7, batch=3, tail="drop"),
+        dict(samples=1, batch=2),
+        dict(samples=40, batch=5),
+        dict(samples=6, batch=2, losses="counted", max_grad_norm=0.1),
+    ],
+    ids=str,
+)
+def test_windows_however_they_are_filled(three, transforms, options):
+    """Also with fewer samples than ranks in a window, and with ranks that have none in the last one."""
+    compare(three, transforms=transforms, **options)
