@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from samplewise import ranks
 from samplewise.engine.gradients import Gradients
 
 
@@ -117,17 +118,20 @@ class NoiseScale:
         step.record.add("norms")
 
     def on_update(self, update: Any, trainer: Any = None) -> None:
-        """Updates that were skipped, or have one sample and so no variance, are passed over."""
+        """Updates that were skipped, or have one sample and so no variance, are passed over. Several ranks must all
+        call it: the samples are those of all.
+        """
         if update.skipped or update.samples < 2 or update.updates > 1:
             return
-        weights = update.weights
+        weights, problem = update.weights, None
         plain = not isinstance(weights, Mapping) and bool((weights == 1).all())
         if not plain or float(update.sums()[1]) != update.samples:
-            raise ValueError(
+            problem = ValueError(
                 "the noise scale needs updates that are the plain mean of their samples; found weights or counts other "
                 "than 1. Call add(g) with gradients of your own."
             )
-        now = self.add(update.norms, update.grad_norm)
+        ranks.together(problem)
+        now = self.add(ranks.gathered(update.norms), update.grad_norm)
         if trainer is not None and trainer.step.counters.updates % trainer.log_every == 0:
             numbers = {"scale": now.scale, "trace": now.trace, "signal": now.signal}
             batch = trainer.step.samples or update.samples  # the last of an epoch may be smaller
