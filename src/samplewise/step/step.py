@@ -222,6 +222,7 @@ class Step:
                 yield from self._use_up()
             if self._team is not None:
                 yield from self._until_all_have_ended(self._team)
+                return
         except Exception as error:  # the loader's, too
             self._fail(error)
             raise
@@ -230,8 +231,6 @@ class Step:
             yield self.apply()
         elif self.tail == "drop":
             self._drop()
-        if self._team is not None:
-            self._team.deal_anew(self._window, self.samples)
 
     def run(self, loader: Iterable[Any]) -> Totals:
         """All updates of `over(loader)`, added up."""
@@ -505,12 +504,16 @@ class Step:
 
     def _until_all_have_ended(self, team: Team) -> Iterator[Update]:
         """This rank's loader has; the others may go on, and wait for it at the end of each window."""
-        while True:
+        team.all_ended = False
+        while not team.all_ended:
             update = self._meet(team, ended=True)
+            if team.all_ended:  # known before the last update is told of: whoever breaks out has ended an epoch
+                self.counters.epochs += 1
+                if self.tail == "drop":
+                    self._drop()
+                team.deal_anew(self._window, self.samples)
             if update is not None:
                 yield update
-            if team.all_ended:
-                return
 
     def _all_end(self, team: Team) -> Update | None:
         """An update of what all ranks have, which all ask for."""
