@@ -154,10 +154,10 @@ class Plot {
 
   nearest(left, top, reach) {
     let best = null, least = reach ** 2;
-    this.places.forEach((at, k) => {
-      const distance = at ? (at[0] - left) ** 2 + (at[1] - top) ** 2 : Infinity;
+    for (const k of this.grid ? this.about.suspects() : this.places.keys()) {  // those that can be seen
+      const at = this.places[k], distance = at ? (at[0] - left) ** 2 + (at[1] - top) ** 2 : Infinity;
       if (distance < least) [best, least] = [k, distance];
-    });
+    }
     return best;
   }
 

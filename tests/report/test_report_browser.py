@@ -1,0 +1,206 @@
+"""The page in a real browser: everything that can be clicked is, and the console must have nothing to say."""
+
+import pyarrow as pa
+import pytest
+from browsing import LAPTOP, PHONE, chromium
+from pages import ABOUT, WHOLE, picture, train, visits, write_ledger, write_previews, write_run
+
+from samplewise.report import scatter
+from samplewise.report.compare import write_comparison
+from samplewise.report.page import write_report
+
+N = 400
+EVIL = (
+    """</script><script>window.hacked=1</script><img src=x onerror="window.hacked=2">'"`${window.hacked=3}\u2028&lt;"""
+)
+
+
+@pytest.fixture(scope="module")
+def session():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(session):
+    session.complaints()
+    yield session
+    assert session.complaints() == []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """With all that a page can show. By loss the last sample is the worst, by margin the first."""
+    directory = tmp_path_factory.mktemp("runs") / "digits"
+    more = [train(k, phases={"data": 0.1, "forward": 0.2}, memory=2**28) for k in (5, 6)]
+    more += [{"kind": "noise", "epoch": 0, "update": k, "scale": 100.0 * k, "batch": 64} for k in (1, 6)]
+    more += [{"kind": "layers", "epoch": 0, "update": k, "norms": {"first": 1.0, "last": 0.1 * k}} for k in (1, 6)]
+    write_run(directory, [*WHOLE[:-1], *more])
+    losses = [*(0.01 * 1.01**k for k in range(N - 2)), 5.0, 20.0]
+    columns = {"label": pa.array([k % 10 for k in range(N)]), "margin": pa.array([float(k) for k in range(N)])}
+    write_ledger(directory, *(visits(list(range(N)), losses, epoch, **columns) for epoch in range(2)))
+    texts = {str(k): {"text": f"the words of {k}"} for k in range(360, 399)}
+    write_previews(directory, {"399": {"image": picture(8, 8)}, "0": {"values": {"age": 3}}, **texts})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return write_report(run)
+
+
+def pinned(browser):
+    return browser.texts("#pinned h3")
+
+
+def cards(browser):
+    return browser.texts("#gallery strong")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
+def test_from_score_to_card_to_point_and_back(browser, page, size, dark):
+    browser.show(page, size, dark)
+    assert browser.run("return document.documentElement.scrollWidth") <= size[0]
+    shade = browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert (shade == "rgb(16, 20, 25)") == dark
+
+    assert cards(browser)[:2] == ["0", "1"] and len(cards(browser)) == 24  # by margin
+    browser.click("[data-score='1']")
+    assert cards(browser)[:2] == ["399", "398"]
+    assert browser.texts("#scores [aria-pressed='true']") == ["loss"]
+
+    browser.click("[data-sample='399']")
+    assert pinned(browser) == ["Sample 399"]
+    assert browser.one("#pinned img").get_attribute("naturalWidth") == "8"
+    assert browser.texts("#gallery [aria-pressed='true'] strong") == ["399"]
+
+    browser.click("[data-sample='398']")
+    assert pinned(browser) == ["Sample 398"] and browser.texts("#pinned blockquote") == ["the words of 398"]
+
+    browser.point(*browser.suspect(), click=True, finger=size == PHONE)
+    browser.until(lambda: pinned(browser) == ["Sample 399"])
+    browser.click("#to-gallery")
+    assert browser.run("return document.activeElement.querySelector('strong').textContent") == "399"
+    browser.click("#let-go")
+    assert pinned(browser) == [] and "Click a point or a card" in browser.one("#pinned").text
+
+
+def test_the_pointer_tells_of_the_nearest(browser, page):
+    browser.show(page)
+    assert not browser.one("#tip").is_displayed()
+    browser.point(*browser.suspect())
+    names = browser.texts("#tip dt")
+    assert browser.one("#tip").is_displayed() and browser.one("#tip strong").text.startswith("Sample ")
+    assert names[:3] == ["loss", "gradient norm", "margin"] and {"visits", "label"} < set(names)
+    browser.point(70, 15)  # where nobody is
+    assert not browser.one("#tip").is_displayed()
+
+
+def test_the_keyboard_reaches_all(browser, page):
+    browser.show(page)
+    browser.press("#plot", "ARROW_RIGHT", "ARROW_RIGHT", "ARROW_RIGHT", "ARROW_LEFT", "ENTER")
+    assert pinned(browser) == ["Sample 1"]  # the second by margin
+    browser.press("#plot", "END", "ENTER")
+    assert pinned(browser) == ["Sample 39"]
+    browser.press("#plot", "ESCAPE")
+    assert pinned(browser) == [] and not browser.one("#tip").is_displayed()
+    browser.press("[data-sample='0']", "ENTER")
+    assert pinned(browser) == ["Sample 0"] and browser.texts("#pinned dl:first-of-type dt") == ["age"]
+
+
+def test_more_cards_until_there_are_no_more(browser, page):
+    browser.show(page)
+    assert browser.one("#more").text == "Show more (16 left)"
+    browser.click("#more")
+    assert len(cards(browser)) == 40 and not browser.one("#more").is_displayed()
+
+
+def test_every_link_leads_to_its_section(browser, page):
+    browser.show(page, PHONE)
+    links = [link.get_attribute("href").partition("#")[2] for link in browser.all("nav a")]
+    assert len(links) == 10
+    for anchor in links:
+        browser.run("arguments[0].click()", browser.one(f"nav a[href='#{anchor}']"))
+        top = browser.run("return document.getElementById(arguments[0]).getBoundingClientRect().top", anchor)
+        end = browser.run("return innerHeight + scrollY >= document.documentElement.scrollHeight - 1")
+        assert 0 < top < 200 or end, anchor
+
+
+def test_colours_follow_the_device_while_the_page_is_open(browser, page):
+    browser.show(page)
+    light = browser.suspect()
+    scheme = {"name": "prefers-color-scheme", "value": "dark"}
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    assert browser.until(browser.suspect) == light  # found by the colour it has now
+
+
+def test_counts_of_many_samples(browser, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(scatter, "MOST_SAMPLES", 100)
+    browser.show(write_report(run, tmp_path / "many.html"))
+    browser.point(*browser.suspect(), click=True)
+    assert pinned(browser)
+    middle = browser.run("const c = document.getElementById('plot'); return [c.clientWidth, c.clientHeight]")
+    browser.point(middle[0] / 2 + 20, middle[1] / 2 - 15)
+    assert browser.texts("#tip dt") == ["samples", "loss", "gradient norm"]
+    assert " to " in browser.texts("#tip dd")[1]
+
+
+def test_a_page_that_reloads_itself_is_as_it_was_left(browser, run, tmp_path):
+    browser.show(write_report(run, tmp_path / "live.html", reload=0.8))
+    browser.run("""
+        document.querySelector("[data-score='1']").click();
+        document.querySelector("[data-sample='398']").click();
+        window.old = true;
+        scrollTo(0, 700);""")
+    browser.until(lambda: browser.run("return !window.old && document.readyState === 'complete'"))
+    assert browser.run("return scrollY") == 700
+    assert pinned(browser) == ["Sample 398"] and cards(browser)[0] == "399"
+
+
+@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
+def test_a_comparison(browser, run, tmp_path, size):
+    other = write_run(tmp_path / "other", WHOLE, {**ABOUT, "name": "other", "settings": {"batch_size": 1}})
+    write_ledger(other, visits(list(range(N)), [1.0 + k for k in range(N)]))
+    browser.show(write_comparison([run, other], tmp_path / "both.html"), size)
+    assert browser.run("return document.documentElement.scrollWidth") <= size[0]
+    assert not browser.one("details table").is_displayed()
+    browser.click("summary")
+    assert browser.one("details table").is_displayed()
+    assert browser.texts("#suspects h2") == ["Suspects"] and len(browser.all("figure svg")) > 5
+
+
+def test_nothing_of_the_data_runs(browser, tmp_path):
+    lines = [train(k, **{EVIL: 1.0}) for k in (1, 2)]
+    lines += [{"kind": "layers", "epoch": 0, "update": k, "norms": {EVIL: 1.0, "b": 2.0}} for k in (1, 2)]
+    hostile = write_run(tmp_path / "hostile", lines, {**ABOUT, "name": EVIL, "settings": {EVIL: EVIL}})
+    write_ledger(
+        hostile, visits([EVIL, "b"], [2.0, 1.0], **{EVIL: pa.array([EVIL, EVIL]), "label": pa.array([EVIL] * 2)})
+    )
+    write_previews(hostile, {EVIL: {"text": EVIL}, "b": {"values": {EVIL: EVIL}}})
+    browser.show(write_report(hostile))
+    for sample in (0, 1):
+        browser.click(f"[data-sample='{sample}']")
+    browser.press("#plot", "ARROW_RIGHT")
+    shown = " ".join(EVIL.split())
+    assert " ".join(browser.driver.title.split()) == shown and shown in " ".join(browser.one("#gallery").text.split())
+    other = write_run(tmp_path / "other", lines, ABOUT)
+    write_ledger(other, visits([EVIL, "b"], [2.0, 1.0]))
+    hacked = browser.run("return window.hacked")
+    browser.show(write_comparison([hostile, other], tmp_path / "both.html"))
+    assert hacked is None and browser.run("return window.hacked") is None
+
+
+def test_a_script_that_is_not_ours_is_refused(session, page):
+    session.show(page)
+    session.run(
+        "const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s)"
+    )
+    assert session.run("return window.hacked") is None
+    (complaint,) = session.complaints()
+    assert "Content Security Policy" in complaint["message"]
+
+
+def test_a_page_without_samples_has_no_script(browser, tmp_path):
+    browser.show(write_report(write_run(tmp_path / "plain")))
+    assert browser.all("script") == [] and len(browser.all("figure svg")) > 4
