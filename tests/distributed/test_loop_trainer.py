@@ -2,17 +2,19 @@
 
 import json
 import math
+import signal
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import samplewise as sw
 from samplewise import ranks
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
+from samplewise.loop.events import EVENTS
 from samplewise.loop.loggers import CSV
 
 SAMPLES = 23
@@ -190,3 +192,112 @@ def test_as_many_ranks_go_on_to_the_last_bit(two, tmp_path):
     assert all(torch.equal(found, expected) for (found, _), (expected, _) in zip(parts, whole, strict=True))
     assert log(tmp_path / "parts") == log(tmp_path / "whole")
     assert not torch.equal(whole[0][0], going_on(tmp_path / "alone", 12, True, 0.3)[0])  # dropout was there
+
+
+# ---------------------------------------------------------------------------------------------- leaving, and failing
+
+
+class Asks:
+    """One rank wants to stop after an update."""
+
+    def __init__(self, rank, update, how):
+        self.rank, self.update, self.how = rank, update, how
+
+    def on_update(self, trainer, update):
+        if ranks.rank() == self.rank and update.index == self.update:
+            self.how(trainer)
+
+
+def asked(trainer):
+    trainer.stop("rank 1 has seen enough")
+
+
+def signalled(trainer):
+    signal.raise_signal(signal.SIGTERM)
+
+
+def stopped(run, how):
+    made = trainer(run, [Asks(1, 5, how), ModelCheckpoint(every="100up")])
+    reason = made.fit(loader(), epochs=5)
+    return reason, made.step.counters.updates, parameters(made)
+
+
+@pytest.mark.parametrize(("how", "reason"), [(asked, "rank 1 has seen enough"), (signalled, "SIGTERM")])
+def test_all_leave_after_the_same_update_and_can_come_back(how, reason, two, tmp_path):
+    found = two.run(stopped, tmp_path / "run", how)
+    assert [(why, updates) for why, updates, _ in found] == [(reason, 6)] * 2
+    assert torch.equal(found[0][2], found[1][2])
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["update-000000006.ckpt"]
+    assert log(tmp_path / "run")[-1] == {"kind": "end", "update": 6, "reason": reason}
+
+
+def patient(run):
+    """A validation loss that does not become better."""
+    made = trainer(run, [EarlyStopping("loss", patience=2)], lr=0.0)
+    return made.fit(loader(), validate=loader(11), epochs=9), made.step.counters.epochs
+
+
+def test_early_stopping_is_decided_alike(two, tmp_path):
+    assert two.run(patient, tmp_path / "run") == [("loss has not become better for 2 epochs", 3)] * 2
+
+
+class Fails:
+    def __init__(self, event):
+        self.event = event
+        setattr(self, event, self._fail)
+
+    def _fail(self):
+        if ranks.rank() == 1:
+            raise RuntimeError(f"out of memory in {self.event}")
+
+
+class BadSample(Dataset):
+    """Number 9 cannot be read."""
+
+    def __init__(self):
+        self.data = data()
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, i):
+        if i == 9:
+            raise OSError("sample 9 cannot be read")
+        return self.data[i]
+
+
+def failing(run, where):
+    callbacks = [Fails(where)] if where.startswith("on_") else []
+    made = trainer(run, callbacks, metrics={"broken": broken} if where == "validation" else None)
+    if where == "data":
+        made.fit(DataLoader(BadSample(), batch_size=4), epochs=1)
+    if where == "NaN":
+        x, y = data().tensors
+        x[9] = torch.nan
+        made.fit(DataLoader(TensorDataset(x, y), batch_size=4), epochs=1)
+    made.fit(loader(), validate=loader(11), epochs=2)
+
+
+def broken(outputs, batch):
+    if ranks.rank() == 1:
+        raise ValueError("a metric fails")
+    return torch.ones(len(outputs))
+
+
+FAILURES = {
+    "data": "OSError: sample 9 cannot be read",
+    "validation": "ValueError: a metric fails",
+    "NaN": "NonFiniteLossError: losses must be finite; ",
+    **{event: f"RuntimeError: out of memory in {event}" for event in EVENTS if event not in ("on_error",)},
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_an_error_of_one_rank_ends_all_with_its_message(where, two, tmp_path):
+    other, own = two.errors(failing, tmp_path / "run", where)
+    assert own.startswith(FAILURES[where])
+    assert other.startswith(
+        "DistributedError: every rank must get through its part; found that rank 1 of 2 failed, with"
+    )
+    assert FAILURES[where] in other
+    assert two.run(ranks.size) == [2, 2]  # they are still in step
