@@ -145,13 +145,10 @@ def _make_alike(p: Tensor, kind: int) -> None:
     if kind != SPARSE:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
         return
-    if p.grad is None:
-        p.grad = torch.sparse_coo_tensor(
-            torch.zeros(1, 0, dtype=torch.long, device=p.device), p.new_zeros(0, *p.shape[1:]), p.shape
-        )
-    mine = p.grad.coalesce()
-    rows, values = ranks.gathered(mine.indices().t()), ranks.gathered(mine.values())
-    p.grad = torch.sparse_coo_tensor(rows.t(), values, p.shape).coalesce()
+    none = torch.zeros(0, 1, dtype=torch.long, device=p.device), p.new_zeros(0, *p.shape[1:])
+    rows, values = none if p.grad is None else (p.grad.coalesce().indices().t(), p.grad.coalesce().values())
+    places, numbers = ranks.gathered(rows).t(), ranks.gathered(values)
+    p.grad = torch.sparse_coo_tensor(places, numbers, p.shape, check_invariants=False).coalesce()
 
 
 def _refuse_exchanges(modules: Sequence[nn.Module]) -> None:

@@ -25,7 +25,6 @@ from samplewise.transforms.chain import Stage
 from samplewise.transforms.numbers import Numbers, PerSample, as_table, from_table, rows_of
 from samplewise.transforms.transform import SampleTransform, SumTransform
 
-
 AFTER = 2**40  # any turn of what was carried over
 
 
@@ -109,7 +108,8 @@ class Team:
     def agree_again(self, window: Window) -> None:
         """Where samples are computed once their window is complete, this is after that."""
         assert window.agreed is not None
-        window.agreed = replace(window.agreed, skips=1.0) if self._heard else self._agree(window)
+        now = None if self._heard else self._agree(window)
+        window.agreed = now if now is not None and not now.skips else replace(window.agreed, skips=1.0)
         self._heard = False
 
     def check(self) -> None:

@@ -1,0 +1,413 @@
+"""What ranks do about NaN, errors, wrappers, buffers and odd batches; and what is refused."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spread_models import assert_same, data, loss_fn, net, own_batches, wrapped
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import samplewise as sw
+from samplewise import ranks
+
+OTHER = (
+    "DistributedError: every rank must get through its part; found that rank 1 of 2 failed, with {} Look at the error "
+    "of that rank: this one stopped because of it."
+)
+
+
+CHAINS = {
+    "plain": (),
+    "clip": [sw.clip(0.5)],
+    "drop": [sw.drop(largest=1)],
+    "group": [sw.group(3), sw.clip(0.5)],
+    "weight": [sw.weight(4)],
+}
+
+
+def sgd(model, lr=0.3):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# -------------------------------------------------------------------------------------------------------- NaN
+
+
+def broken(model, batch):
+    """The loss of sample 9 is NaN; on two ranks it is with rank 1."""
+    return torch.where(batch[2] == 9, torch.nan, loss_fn(model, batch))
+
+
+def skipping(transforms, samples):
+    model, strategy = wrapped(net(), "plain")
+    step = sw.Step(
+        model,
+        sgd(model),
+        broken,
+        samples,
+        transforms=CHAINS[transforms],
+        on_nonfinite="skip",
+        strategy=strategy,
+        audit=False,
+    )
+    updates = [(u.samples, u.loss, u.grad_norm, u.skipped) for u in step.over(own_batches(9))]
+    return flat(model), updates, copy.copy(step.counters), True
+
+
+@pytest.mark.parametrize("transforms", ["plain", "clip", "drop"])
+def test_one_ranks_nan_skips_the_update_on_all(two, transforms):
+    alone = skipping(transforms, 6)
+    assert alone[2].skipped == 1
+    for found in two.run(skipping, transforms, 6):
+        assert_same(alone, found)
+
+
+def raising(transforms):
+    model, strategy = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), broken, 20, transforms=CHAINS[transforms], strategy=strategy, audit=False)
+    before = flat(model)
+    try:
+        step.run(own_batches(3))
+    finally:
+        assert torch.equal(flat(model), before)
+        assert not step.open
+
+
+@pytest.mark.parametrize("transforms", ["plain", "clip", "drop"])
+def test_one_ranks_nan_is_an_error_on_all(two, transforms):
+    found = two.errors(raising, transforms)
+    said = "losses must be finite; found nan at sample 4 of the window (1 of "
+    assert found[1].startswith(f"NonFiniteLossError: {said}")
+    assert found[0] == OTHER.format(found[1])
+
+
+def half(overflows):
+    """Gradients of rank 1 overflow float16 once."""
+    model, strategy = wrapped(nn.Linear(4, 2), "plain")
+
+    def losses(model, batch):
+        factor = 1e8 if overflows.pop() and ranks.rank() == 1 else 1.0
+        return model(batch).float().square().sum(1) * factor
+
+    step = sw.Step(model, sgd(model, 1e-3), losses, precision="16-mixed", strategy=strategy, audit=False)
+    step.precision.scale = 256.0
+    torch.manual_seed(ranks.rank())
+    done = [step(torch.randn(3, 4))[0].skipped for _ in range(3)]
+    return done, step.precision.scale, flat(model).tolist()
+
+
+def test_the_loss_scale_is_the_same_on_all_ranks(two):
+    one, other = two.run(half, [False, True, False])
+    assert one == other
+    assert one[0] == [False, True, False] and one[1] == 128.0
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+
+
+def failing(where, transforms):
+    model, strategy = wrapped(net(), "plain")
+    here = ranks.rank() == 1
+
+    def losses(model, batch):
+        if here and where == "loss" and 11 in batch[2].tolist():
+            raise ValueError("sample 11 is odd")
+        return loss_fn(model, batch)
+
+    def batches():
+        for number, batch in enumerate(own_batches(2)):
+            if here and where == "loader" and number == 2:
+                raise ValueError("sample 11 is odd")
+            yield batch
+
+    step = sw.Step(model, sgd(model), losses, 4, transforms=CHAINS[transforms], strategy=strategy, audit=False)
+    try:
+        for _ in step.over(batches()):
+            pass
+    finally:
+        ranks.barrier()  # the ranks are still in step
+        assert not step.open
+
+
+@pytest.mark.parametrize("transforms", ["plain", "clip", "drop", "group"])
+@pytest.mark.parametrize("where", ["loss", "loader"])
+def test_an_error_on_one_rank_ends_all(two, where, transforms):
+    assert two.errors(failing, where, transforms) == [
+        OTHER.format("ValueError: sample 11 is odd."),
+        "ValueError: sample 11 is odd",
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+def unshared():
+    model = net()
+    sw.Step(model, sgd(model), loss_fn)
+
+
+def test_models_that_nobody_shares_are_refused(two):
+    message = (
+        "DistributedError: a model must be shared by the ranks that train it; found 2 ranks, each with a model of its "
+        "own. Use Step(..., strategy='ddp'), or hand over a DistributedDataParallel."
+    )
+    assert two.errors(unshared) == [message] * 2
+
+
+def differing(what):
+    model = net()
+    if what == "settings":
+        sw.Step(model, sgd(model), loss_fn, samples=4 + ranks.rank(), strategy="ddp")
+    elif what == "models":
+        model = nn.Linear(3 + ranks.rank(), 2)
+        sw.Step(model, sgd(model), loss_fn, strategy="ddp")
+    else:
+        model = DistributedDataParallel(model)
+        with torch.no_grad():
+            model.module[3].bias[1] += ranks.rank()
+        sw.Step(model, sgd(model), loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("settings", "all ranks must make the same step; found settings that differ, here {'samples': "),
+        ("models", "all ranks must have the same model; found parameters or buffers of other names, shapes or types."),
+        ("values", "all ranks must begin with the same parameters and buffers; found that '3.bias' differs."),
+    ],
+)
+def test_ranks_that_differ_are_refused(two, what, message):
+    assert all(found.startswith(f"DistributedError: {message}") for found in two.errors(differing, what))
+
+
+def refused_wrapper(what):
+    model = net()
+    if what == "SyncBatchNorm":
+        model = nn.Sequential(model, nn.SyncBatchNorm(3))
+        sw.Step(model, sgd(model), loss_fn, strategy="ddp")
+    elif what == "hooks":
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+        sw.Step(model, sgd(model), loss_fn)
+    else:
+        model = DistributedDataParallel(model)
+        step = sw.Step(model, sgd(model), lambda _, batch: loss_fn(model, batch))
+        step(own_batches(3)[0])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("SyncBatchNorm", "ranks must exchange nothing within a forward pass; found SyncBatchNorm: 1."),
+        ("hooks", "a DistributedDataParallel must leave its gradients to the step; found one with communication hooks"),
+        ("closure", "a loss function must call the model that it is given; found that it calls the Distributed"),
+    ],
+)
+def test_wrappers_that_would_exchange_something_else_are_refused(two, what, message):
+    assert all(found.startswith(f"DistributedError: {message}") for found in two.errors(refused_wrapper, what))
+
+
+def own_reference():
+    model, strategy = wrapped(net(), "plain")
+    mine = [part[ranks.rank() :][:3] for part in data()]
+    reference = sw.align(lambda: sw.gradients(loss_fn(model, mine), model).mean())
+    sw.Step(model, sgd(model), loss_fn, 6, transforms=[reference], strategy=strategy).run(own_batches(3))
+
+
+def test_references_that_differ_are_refused(two):
+    message = "DistributedError: the reference must be the same on all ranks; found that they have different ones."
+    assert all(found.startswith(message) for found in two.errors(own_reference))
+
+
+def test_a_strategy_that_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match=r"strategy must be None.*found 'dpp'"):
+        sw.Step(net(), sw.sgd(0.1), loss_fn, strategy="dpp")
+
+
+def test_one_process_may_name_its_strategy():
+    model = net()
+    assert sw.Step(model, sgd(model), loss_fn, strategy="ddp").run(own_batches(5)).updates == 4
+
+
+# ------------------------------------------------------------------------------------------------- the wrapper
+
+
+def disturbed():
+    """Forward passes of the wrapper, for whatever reason, make its reducer wait for a backward pass."""
+    model, _ = wrapped(net(), "ddp")
+    step = sw.Step(model, sgd(model), loss_fn, 6, microbatch=1, transforms=[sw.weight(4)], audit=False)
+    for _ in step.over(own_batches(3)):
+        model(data()[0])
+    return flat(model)
+
+
+def undisturbed():
+    model = net()
+    sw.Step(model, sgd(model), loss_fn, 6, transforms=[sw.weight(4)], audit=False).run(own_batches(17))
+    return flat(model)
+
+
+def test_a_wrapper_used_in_between_takes_no_part(two):
+    for found in two.run(disturbed):
+        torch.testing.assert_close(found, undisturbed(), rtol=1e-10, atol=1e-12)
+
+
+def with_batch_norm(how):
+    torch.manual_seed(ranks.rank())
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    model, strategy = (DistributedDataParallel(model), None) if how == "ddp" else (model, "ddp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sw.TrainingWarning)
+        step = sw.Step(model, sgd(model), loss_fn, strategy=strategy)
+        step.run(own_batches(3))
+    return [b.tolist() for b in model.buffers()], flat(model).tolist()
+
+
+@pytest.mark.parametrize("how", ["ddp", "plain"])
+def test_buffers_are_those_of_rank_0(two, how):
+    one, other = two.run(with_batch_norm, how)
+    assert one == other
+    assert one[0][2] == 3  # batches that rank 0 has seen
+
+
+def batch_norm_warning():
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    sw.Step(model, sgd(model), loss_fn, strategy="ddp", audit=False).run(own_batches(3))
+
+
+def test_batch_norm_sees_a_window_in_pieces(two):
+    message = "TrainingWarning: BatchNorm in training mode sees a window in 2 pieces: 1."
+    assert all(found.startswith(message) for found in two.errors(batch_norm_warning))
+
+
+# ----------------------------------------------------------------------------------------------- odd gradients
+
+
+class Routed(nn.Module):
+    """Even and odd samples have a layer each; nobody uses the third. On two ranks each rank reaches one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Linear(5, 3) for _ in range(3)).double()
+
+    def losses(self, batch):
+        outputs = [self.layers[int(n) % 2](x) for x, n in zip(batch[0], batch[2], strict=True)]
+        return F.cross_entropy(torch.stack(outputs), batch[1], reduction="none")
+
+
+def routed(batch):
+    model = Routed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    strategy = "ddp" if ranks.active() else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sw.TrainingWarning)  # of the third layer
+        sw.Step(model, optimizer, lambda m, b: m.losses(b), 4, strategy=strategy).run(own_batches(batch))
+    return flat(model)
+
+
+def test_parameters_that_one_rank_reaches(two):
+    """Those that none reaches stay as they are, without weight decay, as in one process."""
+    for found in two.run(routed, 2):
+        torch.testing.assert_close(found, routed(4), rtol=1e-10, atol=1e-12)
+
+
+def sparse(transforms):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True), nn.Linear(4, 3)).double()
+    model, strategy = wrapped(model, "plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    words = torch.randint(0, 20, (17, 6), generator=torch.Generator().manual_seed(1))
+    step = sw.Step(model, optimizer, loss_fn, 6, transforms=CHAINS[transforms], strategy=strategy, audit=False)
+    step.run(own_batches(3, [words, *data()[1:]]))
+    return flat(model)
+
+
+@pytest.mark.parametrize("transforms", ["plain", "weight"])
+def test_sparse_gradients(two, transforms):
+    for found in two.run(sparse, transforms):
+        torch.testing.assert_close(found, sparse(transforms), rtol=1e-10, atol=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------- odd loaders
+
+
+def uneven(samples):
+    """Rank 0 has one sample, and rank 1 the rest."""
+    model, strategy = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, samples, strategy=strategy, audit=False)
+    mine = slice(0, 1) if ranks.rank() == 0 else slice(1, None)
+    batches = list(zip(*(part[mine].split(2) for part in data()), strict=True))
+    return [(u.samples, u.own) for u in step.over(batches)], flat(model).tolist()
+
+
+def test_windows_have_all_their_samples_wherever_those_are(two):
+    (one, parameters), (other, others) = two.run(uneven, 6)
+    assert [samples for samples, _ in one] == [6, 6, 5] == [samples for samples, _ in other]
+    assert [own for _, own in one] == [1, 0, 0] and [own for _, own in other] == [5, 6, 5]
+    assert parameters == others
+
+
+def by_hand():
+    model, strategy = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, strategy=strategy, audit=False)
+    first = [part[:5] for part in data()]
+    if ranks.rank() == 1 or not ranks.active():
+        step.accumulate(first)
+    update = step.apply()
+    told = update.samples, update.own, len(update.losses), len(update.norms) if ranks.active() else 0
+    with pytest.raises(sw.BatchError, match="an update must have samples; found none accumulated"):
+        step.apply()
+    assert step.flush() is None
+    return flat(model), told
+
+
+def test_by_hand_a_rank_may_have_nothing(two):
+    alone, _ = by_hand()
+    (one, told), (other, _) = two.run(by_hand)
+    assert told == (5, 0, 0, 0)
+    torch.testing.assert_close(one, alone)
+    torch.testing.assert_close(other, alone)
+
+
+# --------------------------------------------------------------------------------------------------------- beside
+
+
+def beside():
+    model, strategy = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, 6, strategy=strategy, compile=True, audit=False)
+    if ranks.rank() == 0:
+        step.record.add("norms")  # a matter of each rank
+    norms = [update.norms for update in step.over(own_batches(3))] if ranks.rank() == 0 else step.run(own_batches(3))
+    return step.compiled, flat(model).tolist(), len(norms) if ranks.rank() == 0 else norms.samples
+
+
+def test_what_ranks_may_do_on_their_own(two):
+    one, other = two.run(beside)
+    assert one[0] == other[0] == "updates of several ranks are not compiled; found 2"
+    assert one[1] == other[1]
+    assert one[2] == 3 and other[2] == 17
+
+
+def noisy():
+    """Noise from torch's own generator: that of rank 0, and everybody's own random numbers go on."""
+    model, strategy = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, 6, transforms=[sw.noise(1.0)], strategy=strategy, audit=False)
+    torch.manual_seed(7 + ranks.rank())
+    step.run(own_batches(3))
+    return flat(model), torch.rand(1).item()
+
+
+def test_noise_is_drawn_once(two):
+    alone = noisy()
+    one, other = two.run(noisy)
+    assert torch.equal(one[0], other[0])
+    torch.testing.assert_close(one[0], alone[0], rtol=1e-10, atol=1e-12)
+    assert one[1] == alone[1]
+    assert other[1] == torch.rand(1, generator=torch.Generator().manual_seed(8)).item()
