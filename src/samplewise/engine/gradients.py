@@ -10,12 +10,14 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
+from samplewise import ranks
 from samplewise.engine.arguments import Weights, check_direction, check_losses, named_parameters, weights_by_name
 from samplewise.engine.finite import finite_numbers, finite_tensors
 from samplewise.engine.forms import Form
 from samplewise.engine.graph import Graph, graph_alive
 from samplewise.engine.interaction import storage_of
 from samplewise.engine.plan import Plan
+from samplewise.engine.replicas import inner, refuse_replicas
 from samplewise.engine.rowwise import as_matrix
 from samplewise.engine.sources import AsRows, OnePass, Reference, Source, make_plan
 from samplewise.engine.table import render
@@ -47,8 +49,11 @@ def gradients(
         raise ValueError(f"interacting must be 'refuse' or 'allow'; found {interacting!r}.")
     if create_graph and strategy == "twice":
         raise ValueError("create_graph needs the forms kept; found strategy='twice', which drops them. Use 'fused'.")
+    parameters = inner(parameters) if isinstance(parameters, nn.Module) else parameters
     modules = [parameters] if isinstance(parameters, nn.Module) else []
-    return gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting)
+    g = gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting)
+    g.own = True
+    return g
 
 
 def gradients_of(
@@ -82,6 +87,7 @@ class Gradients:
         self._graph, self._strategy = graph, strategy
         self._constants, self._create_graph, self._interacting = constants, create_graph, interacting
         self._parameters = graph.wanted
+        self.own = False  # whether nobody sums what it writes over the ranks
         self._sources: dict[str, Source] = {}
         self._known_plan: Plan | None = None
         self._known_norms: dict[str, Tensor] | None = None
@@ -167,14 +173,20 @@ class Gradients:
 
     # --- tensors like the parameters -------------------------------------------------------------------------------
 
-    def sum(self, weights: Weights | None = None) -> dict[str, Tensor]:
-        """name -> sum_i w_i g_i; weights (B,), or a dict name -> (B,). Zeros for parameters that no loss reaches."""
-        per_name = weights_by_name(weights, self.names, len(self))
-        return self._like_parameters(self._ask(lambda form, name: form.sum(per_name[name])))
+    def sum(self, weights: Weights | None = None, reduce: bool = False) -> dict[str, Tensor]:
+        """name -> sum_i w_i g_i; weights (B,), or a dict name -> (B,). Zeros for parameters that no loss reaches.
 
-    def mean(self) -> dict[str, Tensor]:
-        """name -> sum_i g_i / B."""
-        return {name: total / len(self) for name, total in self.sum().items()}
+        reduce: over the samples of all ranks, each of which must ask.
+        """
+        per_name = weights_by_name(weights, self.names, len(self))
+        sums = self._like_parameters(self._ask(lambda form, name: form.sum(per_name[name])))
+        return self._reduced(sums) if reduce else sums
+
+    def mean(self, reduce: bool = False) -> dict[str, Tensor]:
+        """name -> sum_i g_i / B; with `reduce`, over the samples of all ranks."""
+        sums = self.sum(reduce=reduce)
+        samples = ranks.meet(len(self))[0] if reduce else len(self)
+        return {name: total / samples for name, total in sums.items()}
 
     def second_moment(self) -> dict[str, Tensor]:
         """name -> sum_i g_i**2, the diagonal of the empirical Fisher matrix (not divided by B)."""
@@ -193,6 +205,8 @@ class Gradients:
         What was kept is let go, for this is mostly the last question: another one costs another backward pass.
         retain_graph=False makes it the last: strategy "twice" then frees the graph as it goes, for the least memory.
         """
+        if self.own:
+            refuse_replicas(self._parameters.values())
         per_name = weights_by_name(weights, self.names, len(self))
         if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
             return self._ordinary_backward(weights, retain_graph)
@@ -331,6 +345,13 @@ class Gradients:
         """In the parameters' order, not that of the pass, so that equal runs are equal to the last bit."""
         with self._exactly():
             return sum((parts[name] for name in self.names if name in parts), start=self._zeros(*more))
+
+    def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._create_graph and ranks.active():
+            raise ParameterError("a sum over ranks cannot be differentiated; found create_graph=True. Leave one out.")
+        ranks.together()
+        ranks.totals(list(sums.values()))
+        return sums
 
     def _like_parameters(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = finite_tensors(found)

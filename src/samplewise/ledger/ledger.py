@@ -90,7 +90,7 @@ class Ledger:
             )
         self._updates.append(update)
         self._epochs.append(epoch)
-        self._rows += update.samples
+        self._rows += update.own
         if len(self._updates) >= self._patience:
             self._gather()
         if self._rows >= self.every:

@@ -61,9 +61,9 @@ def _rows(update: Update) -> int:
             found = f"a tensor of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
             raise LedgerError(f"ids must be one per sample, (B,) or a list; found {found}. {_WHERE}")
         rows += len(ids)
-    if rows != update.samples and not update.skipped:
+    if rows != update.own and not update.skipped:
         raise LedgerError(
-            f"a batch must have one id for each loss; found {rows} ids for {update.samples} losses. {_WHERE}"
+            f"a batch must have one id for each loss; found {rows} ids for {update.own} losses. {_WHERE}"
         )
     return rows
 

@@ -15,17 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samplewise import ranks
+from samplewise.engine.replicas import inner as inner
 from samplewise.errors import DistributedError
 from samplewise.losses import LossFn
 from samplewise.replay import Buffers, checksum
 from samplewise.step.parameters import Trained
 
 STRATEGIES = (None, "ddp")
-
-
-def inner(model: nn.Module) -> nn.Module:
-    """What a wrapper is around."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def spread(model: nn.Module, strategy: str | None, modules: Sequence[nn.Module]) -> Replicas | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from samplewise import ranks
 from samplewise.batches import length
+from samplewise.engine.replicas import inner
 from samplewise.errors import BatchError, LossesError, NonFiniteGradientError, NonFiniteLossError, ParameterError
 from samplewise.losses import as_loss_fn
 from samplewise.replay import Buffers
@@ -32,7 +33,6 @@ from samplewise.step.precision import Precision
 from samplewise.step.recall import Recall
 from samplewise.step.rules import Rule, as_optimizer
 from samplewise.step.slices import Slices
-from samplewise.step.spread import inner
 from samplewise.step.summing import OfNumbers, Plain, Summing, Weighted
 from samplewise.step.team import Team, team_of
 from samplewise.step.update import Outcome, Totals, Update
@@ -504,16 +504,18 @@ class Step:
 
     def _until_all_have_ended(self, team: Team) -> Iterator[Update]:
         """This rank's loader has; the others may go on, and wait for it at the end of each window."""
-        team.all_ended = False
-        while not team.all_ended:
+        while True:
             update = self._meet(team, ended=True)
-            if team.all_ended:  # known before the last update is told of: whoever breaks out has ended an epoch
+            all_ended = team.all_ended
+            if all_ended:  # known before the last update is told of: whoever breaks out has ended an epoch
                 self.counters.epochs += 1
                 if self.tail == "drop":
                     self._drop()
                 team.deal_anew(self._window, self.samples)
             if update is not None:
                 yield update
+            if all_ended:
+                return
 
     def _all_end(self, team: Team) -> Update | None:
         """An update of what all ranks have, which all ask for."""

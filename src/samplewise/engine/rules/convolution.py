@@ -1,8 +1,10 @@
 """Convolutions of any dimension, stride, dilation and grouping, transposed ones included.
 
 Two ways to the rows, the faster of which depends on the sizes: one grouped convolution for a chunk of samples, each
-sample a group; or the patches under the kernel, written out, times the gradient. Where rows would be larger than
-patches and gradient together, norms come from pairs of positions and sums from the ordinary backward.
+sample a group; or the patches under the kernel, written out, times the gradient. Patches of many channels are copied
+several times as fast with the channels last, so the rows have them last, too, and only answers are turned. Where rows
+would be larger than patches and gradient together, norms come from pairs of positions and sums from the ordinary
+backward.
 
 Legend: b sample, n image of the sample, o and i channels out and in, p position of the output, k place in a patch.
 """
@@ -10,7 +12,7 @@ Legend: b sample, n image of the sample, o and i channels out and in, p position
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -56,7 +58,8 @@ def kernel(use: Use) -> Form | None:
     if rows is None or g.is_complex() or g.dim() != weight.dim():
         return None
     form = Convolution(rows.gather(x), rows.gather(g), weight.detach(), _settings(use.node))
-    return form if form.prefers_factors else Dense(*form.parts(0, form.samples))
+    kept = form if form.prefers_factors else Dense(*form.parts(0, form.samples))
+    return ChannelsLast(kept) if form.channels_last else kept
 
 
 def bias(use: Use) -> Form | None:
@@ -64,16 +67,18 @@ def bias(use: Use) -> Form | None:
 
 
 class Convolution(Form):
+    """Rows (o, i, k), or with channels last (o, k, i)."""
+
     dot = rowwise.dot
     gram = rowwise.gram
     sum_of_squares = rowwise.sum_of_squares
     project = rowwise.project
 
     def __init__(self, x: Tensor, g: Tensor, weight: Tensor, settings: Settings):
-        super().__init__(x.shape[0], tuple(weight.shape))
         self.x, self.g, self.weight, self.settings = x, g, weight, settings  # x (b, n, i, ...), g (b, n, o, ...)
         self.positions = g.shape[1] * math.prod(g.shape[3:])
-        self.patch = math.prod(self.shape[1:])
+        self.patch = math.prod(weight.shape[1:])
+        super().__init__(x.shape[0], tuple((weight.movedim(1, -1) if self.channels_last else weight).shape))
 
     @property
     def prefers_factors(self) -> bool:
@@ -84,6 +89,10 @@ class Convolution(Form):
     def by_patches(self) -> bool:
         few = self.patch < SMALL_PATCH or self.positions <= FEW_POSITIONS
         return self.settings.has_plain_patches and few
+
+    @property
+    def channels_last(self) -> bool:
+        return self.by_patches and self.patch >= SMALL_PATCH
 
     def rows(self, start: int, stop: int) -> Tensor:
         if not self.by_patches or torch.is_grad_enabled():
@@ -134,9 +143,9 @@ class Convolution(Form):
     def _factors(self, start: int, stop: int) -> Outer:
         """left (b, np, o), right (b, np, ik)"""
         x, g = self.x[start:stop], self.g[start:stop]
-        patches = _patches(x.flatten(0, 1), self.shape[2:], self.settings)
-        patches = patches.view(*x.shape[:2], self.patch, -1).transpose(2, 3).flatten(1, 2)
-        return Outer([Term(g.flatten(3).transpose(2, 3).flatten(1, 2), patches)], self.shape)
+        patches = _patches(x.flatten(0, 1), self.weight.shape[2:], self.settings, self.channels_last)
+        right = patches.unflatten(0, x.shape[:2]).flatten(1, 2)
+        return Outer([Term(g.flatten(3).transpose(2, 3).flatten(1, 2), right)], self.shape)
 
     def squared_norms(self) -> Tensor:
         step = max(1, CHUNK // (self.positions * self.patch))
@@ -149,7 +158,7 @@ class Convolution(Form):
     def _shifts_pay(self) -> bool:
         """One image per sample, and fewer pairs of input positions than pairs of output positions times patch."""
         padded = math.prod(s + 2 * p for s, p in zip(self.x.shape[3:], self.settings.padding, strict=True))
-        kernel = math.prod(self.shape[2:])
+        kernel = math.prod(self.weight.shape[2:])
         return self.x.shape[1] == 1 and kernel > 1 and 2 * padded**2 < self.positions**2 * kernel
 
     def _norms_by_shifts(self, start: int, stop: int) -> Tensor:
@@ -163,7 +172,7 @@ class Convolution(Form):
     def _windows(self) -> Iterator[tuple[slice, ...]]:
         """For each place of the kernel: the input positions that it meets."""
         stride, dilation, out = self.settings.stride, self.settings.dilation, self.g.shape[3:]
-        for place in product(*(range(size) for size in self.shape[2:])):
+        for place in product(*(range(size) for size in self.weight.shape[2:])):
             firsts = [at * d for at, d in zip(place, dilation, strict=True)]
             yield tuple(slice(f, f + (n - 1) * s + 1, s) for f, n, s in zip(firsts, out, stride, strict=True))
 
@@ -173,21 +182,63 @@ class Convolution(Form):
     def sum(self, weights: Tensor | None) -> Tensor:
         along = (-1,) + (1,) * (self.g.dim() - 1)
         g = self.g if weights is None else self.g * weights.to(self.g.dtype).view(along)
-        return self._kernel_gradient(self.x.flatten(0, 1), g.flatten(0, 1), self.weight, 1)
+        total = self._kernel_gradient(self.x.flatten(0, 1), g.flatten(0, 1), self.weight, 1)
+        return total.movedim(1, -1) if self.channels_last else total
 
     def describe(self) -> str:
         return f"factors, {self.positions} positions"
 
 
-def _patches(x: Tensor, kernel_size: tuple[int, ...], settings: Settings) -> Tensor:
-    """(n, i, ...) -> (n, i * k, p): what lies under the kernel at each position."""
+class ChannelsLast(Form):
+    """A form whose rows are (o, k, i), seen as the parameter is, (o, i, k)."""
+
+    project = rowwise.project
+
+    def __init__(self, source: Form):
+        o, *kernel, i = source.shape
+        super().__init__(source.samples, (o, i, *kernel), source.row_size, source.step)
+        self.source = source
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.source.rows(start, stop).movedim(-1, 2)
+
+    def squared_norms(self) -> Tensor:
+        return self.source.squared_norms()
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return self.source.dot(direction.movedim(1, -1))
+
+    def gram(self, other: Form) -> Tensor:
+        return self.source.gram(other.source) if isinstance(other, ChannelsLast) else rowwise.gram(self, other)
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        return _first(self.source.sum(weights))
+
+    def sum_of_squares(self, centre: Tensor | None) -> Tensor:
+        return _first(self.source.sum_of_squares(None if centre is None else centre.movedim(1, -1)))
+
+    def describe(self) -> str:
+        return self.source.describe()
+
+
+def _first(tensor: Tensor) -> Tensor:
+    """(o, k, i) -> (o, i, k), in memory, too: it may become somebody's .grad."""
+    return tensor.movedim(-1, 1).contiguous()
+
+
+def _patches(x: Tensor, kernel_size: Sequence[int], settings: Settings, channels_last: bool) -> Tensor:
+    """(n, i, ...) -> (n, p, i * k), or with channels last (n, p, k * i): what the kernel meets at each position."""
     windows = _padded(x, settings)
+    if channels_last:
+        windows = windows.movedim(1, -1).contiguous().movedim(-1, 1)
     for d, size in enumerate(kernel_size):
         reach = (size - 1) * settings.dilation[d] + 1
         windows = windows.unfold(2 + d, reach, settings.stride[d])[..., :: settings.dilation[d]]
     dims = len(kernel_size)
-    order = (0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-    return windows.permute(order).flatten(2 + dims).flatten(1, 1 + dims)
+    positions, places = range(2, 2 + dims), range(2 + dims, 2 + 2 * dims)
+    if channels_last:
+        return windows.permute(0, *positions, *places, 1).flatten(1 + dims).flatten(1, dims)
+    return windows.permute(0, 1, *places, *positions).flatten(2 + dims).flatten(1, 1 + dims).transpose(1, 2)
 
 
 def _padded(x: Tensor, settings: Settings) -> Tensor:
