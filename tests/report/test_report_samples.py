@@ -86,7 +86,7 @@ def test_a_choice_for_each_score_and_the_first_is_pressed(run):
 
 def test_other_columns_are_shown_and_places_of_the_log_are_not(run):
     keys = [found["key"] for found in page_of(run).samples["columns"]]
-    assert keys == ["loss", "norm", "self_influence", "visits", "weight", "label"]
+    assert keys == ["label", "loss", "norm", "self_influence", "visits", "weight"]
 
 
 def test_unknown_values_are_null(tmp_path):

@@ -72,7 +72,7 @@ def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
         "axes": [x._asdict(), y._asdict()] if x and y else None,
         "grid": None if whole or not (x and y) else {"size": GRID, "cells": density((x, y), (xs, ys))},
         "ids": [shortened(one) for one in ids],
-        "columns": _columns(each.take(rows)) + _labels(each, ids, previews),
+        "columns": _labels(each, ids, previews) + _columns(each.take(rows)),
         "scores": [{"title": s.title, "order": [numbers[row] for row in s.order]} for s in samples.scores],
         "previews": {k: shown[ids[k]] for k in suspects if ids[k] in shown},
     }
@@ -97,7 +97,8 @@ def _columns(chosen: Any) -> list[dict[str, Any]]:
     extra = [name for name in chosen.column_names if name not in HIDDEN and name not in SCORES]
     scores = [name for name in SCORES if name in chosen.column_names]
     titles = {name: TITLES.get(name, name) for name in scores} | {name: name for name in extra}
-    found = {name: [_plain(v) for v in chosen[name].to_pylist()] for name in [*scores, "visits", *extra]}
+    names = sorted([*scores, "visits", *extra], key=lambda name: name != "label")  # that is looked for first
+    found = {name: [_plain(v) for v in chosen[name].to_pylist()] for name in names}
     return [{"name": titles.get(name, name), "key": name, **_told(values)} for name, values in found.items()]
 
 

@@ -1,0 +1,49 @@
+"""Makes docs/report.png: the samples of the demo's run, as the report shows them.
+
+python docs/report_picture.py        # needs Debian's chromium and chromium-driver
+"""
+
+import os
+import shutil
+import tempfile
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image
+from selenium import webdriver
+
+from samplewise.cli.demo import demo
+
+TARGET = Path(__file__).with_name("report.png")
+SIZE = (1180, 1006)
+
+
+def screenshot(page: Path) -> bytes:
+    """From the heading of the samples on, with the first suspect pinned."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    for argument in ("headless=new", "no-sandbox", "hide-scrollbars"):
+        options.add_argument(f"--{argument}")
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    try:
+        screen = dict(zip(("width", "height"), SIZE, strict=True), deviceScaleFactor=1, mobile=False)
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        driver.get(page.as_uri())
+        driver.execute_script(
+            "document.querySelector('.card').click(); document.querySelector('nav').remove();"
+            "document.documentElement.style.scrollPaddingTop = '1.5rem';"
+            "document.querySelector('#samples h2').scrollIntoView()"
+        )
+        return driver.get_screenshot_as_png()
+    finally:
+        driver.quit()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        demo()
+        picture = Image.open(BytesIO(screenshot(Path("runs/demo/report.html").resolve())))
+        os.chdir(TARGET.parent)
+    picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(TARGET, optimize=True)
+    print(f"{TARGET}: {TARGET.stat().st_size / 1024:.0f} kB")
