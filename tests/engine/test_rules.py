@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import samplewise as sw
 from samplewise.engine.rules import RULES, Rule
 from samplewise.engine.rules.conformance import check_rule
 from samplewise.engine.rules.use import summed
@@ -106,9 +107,30 @@ def test_a_rule_that_is_never_asked_is_caught():
         check_rule(("Convolution", 1), model, losses)
 
 
-def test_conv_in_every_form():
+@pytest.mark.parametrize(
+    ("make", "channels", "size", "options"),
+    [
+        (nn.Conv2d, 2, 9, dict(kernel_size=3)),
+        (nn.Conv2d, 20, 5, dict(kernel_size=3)),
+        (nn.Conv2d, 3, 12, dict(kernel_size=5)),
+        (nn.Conv2d, 40, 4, dict(kernel_size=2)),
+        (nn.Conv2d, 8, 9, dict(kernel_size=3, stride=2, padding=(0, 1), dilation=(1, 2))),
+        (nn.Conv1d, 16, 21, dict(kernel_size=4, padding=2, dilation=3)),
+        (nn.Conv3d, 8, 4, dict(kernel_size=(2, 2, 3), stride=(1, 2, 1))),
+    ],
+)
+def test_conv_in_every_form(make, channels, size, options):
     """Small and large kernels take different ways; none may change the numbers."""
-    for channels, size, kernel in ((2, 9, 3), (20, 5, 3), (3, 12, 5), (40, 4, 2)):
-        model = nn.Sequential(nn.Conv2d(channels, 2 * channels, kernel, dilation=1), nn.Tanh()).double()
-        x = noise(SAMPLES, channels, size, size).double()
-        check_rule(("Convolution", 1), model, lambda m, x=x: F.softplus(m(x)).flatten(1).mean(1))
+    model = nn.Sequential(make(channels, 2 * channels, **options), nn.Tanh()).double()
+    x = noise(SAMPLES, channels, *[size] * (model[0].weight.dim() - 2)).double()
+    check_rule(("Convolution", 1), model, lambda m: F.softplus(m(x)).flatten(1).mean(1))
+
+
+def test_sums_of_a_conv_lie_in_memory_as_its_weight_does():
+    """Optimizers may ask it of .grad; turned rows are an affair of the rule."""
+    model = nn.Conv2d(16, 32, 3)
+    x = noise(SAMPLES, 16, 9, 9)
+    g = sw.gradients(model(x).square().flatten(1).sum(1), model)
+    g.backward()
+    assert model.weight.grad.is_contiguous()
+    assert g.sum()["weight"].is_contiguous() and g.second_moment()["weight"].is_contiguous()
