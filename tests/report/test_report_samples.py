@@ -215,10 +215,10 @@ def test_a_large_picture_becomes_a_thumbnail(channels, kind):
 
 
 def test_texts_and_values(run):
-    write_previews(run, {"7": {"text": "a" * 1000}, "3": {"values": {"age": 0.123456, "who": "b"}}})
+    write_previews(run, {"7": {"text": "a" * 1000}, "3": {"values": {"age": 81234.5678, "who": "b"}}})
     shown = page_of(run).samples["previews"]
     assert shown["7"] == {"text": "a" * 600 + "…"}
-    assert shown["3"] == {"values": [["age", "0.1235"], ["who", "b"]]}
+    assert shown["3"] == {"values": [["age", "81234.6"], ["who", "b"]]}
 
 
 def test_labels_of_previews_where_the_ledger_has_none(tmp_path):

@@ -169,3 +169,39 @@ def test_every_section_can_be_reached(report):
     ids = [value for name, value in shown.attributes if name == "id"]
     assert {"#curves", "#samples", "#configuration", "#time-and-memory"} < set(links)
     assert {link[1:] for link in links} <= set(ids)
+
+
+# --------------------------------------------------------------------------------------- too much of it
+
+
+def test_a_log_of_very_many_numbers(report):
+    numbers = {f"number{k:03}": [0.1 * k, 0.2] for k in range(100)}
+    lines = [train(k, **{name: value[k % 2] for name, value in numbers.items()}) for k in range(1, 4)]
+    shown = report(lines)
+    assert [name for name in shown.charts if name.startswith("number")][-1] == "number056"
+    assert "43 more numbers of the log are left out: 60 are drawn." in shown.text
+
+
+def test_many_charts_have_fewer_points_each(report):
+    lines = [train(k, **{f"number{n:02}": (k * 7919 % 101) / n for n in range(1, 50)}) for k in range(3000)]
+    shown = report(lines)
+    assert max(path.count("L") for path in shown.charts["number01"]) < 500
+    assert len(shown.html) < 1_000_000
+
+
+def test_a_run_of_very_many_epochs(report):
+    shown = report([train(k, epoch=k) for k in range(1, 2001)])
+    rows = [row[0] for row in shown.tables["Epochs"][1:]]
+    assert len(rows) == 200 and rows[0] == "1" and rows[-1] == "2,000" and len(set(rows)) == 200
+    assert "200 of 2,000 epochs." in shown.text
+
+
+def test_very_many_warnings(report):
+    shown = report([train(k, **{f"number{n}": nan for n in range(50)}) for k in (1, 2)])
+    assert shown.text.count("values NaN or infinite") == 30
+    assert "… and 20 more." in shown.text
+
+
+def test_a_setting_that_goes_on_and_on(report):
+    shown = report(WHOLE, {**ABOUT, "settings": {"words": "a" * 10**6, "numbers": list(range(10**5))}})
+    assert len(shown.html) < 300_000 and dict(shown.tables["Settings"])["words"] == "a" * 1000 + "…"

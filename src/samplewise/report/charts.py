@@ -64,13 +64,14 @@ class Frame(NamedTuple):
 
     first: float
     last: float
+    points: int = MOST_POINTS  # of a chart
 
 
 def lines(curves: Sequence[Curve], frame: Frame, prefix: str, label: str, log: bool = False) -> str:
     """Curves as an `<svg>` element; `prefix` keeps its ids apart from those of the other charts of the page. `label` is
     for those who cannot see it, and escaped already.
     """
-    return _svg(lambda axes: _plot(axes, curves), frame, prefix, label, log)
+    return _svg(lambda axes: _plot(axes, curves, frame), frame, prefix, label, log)
 
 
 def bands(around: Sequence[Band], curves: Sequence[Curve], frame: Frame, prefix: str, label: str, log: bool) -> str:
@@ -80,7 +81,7 @@ def bands(around: Sequence[Band], curves: Sequence[Curve], frame: Frame, prefix:
         for band in around:
             xs = [x for x, _ in band.low]
             axes.fill_between(xs, [y for _, y in band.low], [y for _, y in band.high], color=LINES[0], alpha=0.2, lw=0)
-        _plot(axes, curves)
+        _plot(axes, curves, frame)
 
     return _svg(paint, frame, prefix, label, log)
 
@@ -120,15 +121,15 @@ def _svg(paint: Callable[[Axes], None], frame: Frame, prefix: str, label: str, l
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         paint(axes)
-        _frame(axes, *frame)
+        _frame(axes, frame.first, frame.last)
         _logarithmic(axes) if log else axes.locator_params(axis="y", nbins=6)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # else it names its maker, with addresses
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
     return _for_the_page(out.getvalue(), prefix, label)
 
 
-def _plot(axes: Axes, curves: Sequence[Curve]) -> None:
-    most = max(FEWEST_POINTS, MOST_POINTS // max(1, len(curves)))
+def _plot(axes: Axes, curves: Sequence[Curve], frame: Frame) -> None:
+    most = max(FEWEST_POINTS, frame.points // max(1, len(curves)))
     for k, curve in enumerate(curves):
         points = thin([(x, _drawable(y)) for x, y in curve.points], most)
         xs, ys = zip(*points, strict=True) if points else ((), ())

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from samplewise.report import settings, training
 from samplewise.report.charts import Frame
-from samplewise.report.html import NOTHING, Section, aligned, columns, fact, pairs, quiet, table, text
+from samplewise.report.html import NOTHING, Section, aligned, columns, fact, pairs, quiet, shortened, table, text
 from samplewise.report.page import page, warned, write
-from samplewise.report.previews import Preview, Previews, as_html, read_previews, shortened
+from samplewise.report.previews import Preview, Previews, as_html, read_previews
 from samplewise.report.run import Curve, Run, read_run
 from samplewise.report.samples import Samples, read_samples
 

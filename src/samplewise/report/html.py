@@ -90,7 +90,11 @@ def facts(title: str, known: Mapping[str, Any]) -> str:
 def fact(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), 1000)
+
+
+def shortened(words: str, longest: int = 200) -> str:
+    return words if len(words) <= longest else words[:longest] + "…"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:

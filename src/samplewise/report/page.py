@@ -19,6 +19,8 @@ from samplewise.report.run import Run, read_run
 from samplewise.report.samples import read_samples
 from samplewise.report.scatter import scatter
 
+MOST_WARNINGS = 30
+
 
 def write_report(run: Path, to: Path | None = None, reload: float | None = None) -> Path:
     """Writes the report of a run directory into one HTML file, `report.html` in it unless `to` says otherwise.
@@ -56,7 +58,8 @@ def report(run: Run, reload: float | None = None) -> str:
 
 
 def warned(said: Sequence[str]) -> Section:
-    entries = "".join(f"<li>{text(warning)}</li>" for warning in said)
+    more = [f"… and {len(said) - MOST_WARNINGS:,} more."] if len(said) > MOST_WARNINGS else []
+    entries = "".join(f"<li>{text(warning)}</li>" for warning in [*said[:MOST_WARNINGS], *more])
     return Section("Warnings", f'<ul class="warnings">{entries}</ul>' if said else "")
 
 

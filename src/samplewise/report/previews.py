@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
 
-from samplewise.report.html import pairs, text
+from samplewise.report.html import pairs, shortened, text
 from samplewise.report.run import Run
 
 VERSION = 1
@@ -79,12 +79,11 @@ def prepared(entry: Preview) -> Preview:
     if "image" in entry:
         return {"image": picture(**entry["image"])}
     if "text" in entry:
-        words = str(entry["text"])
-        return {"text": words if len(words) <= LONGEST_TEXT else words[:LONGEST_TEXT] + "…"}
+        return {"text": shortened(str(entry["text"]), LONGEST_TEXT)}
     values = entry.get("values")
     if values is None:
         return {}
-    return {"values": [[str(name), shortened(value)] for name, value in list(values.items())[:MOST_VALUES]]}
+    return {"values": [[shortened(str(name)), _written(value)] for name, value in list(values.items())[:MOST_VALUES]]}
 
 
 def as_html(preview: Preview) -> str:
@@ -96,9 +95,8 @@ def as_html(preview: Preview) -> str:
     return pairs(preview["values"]) if "values" in preview else ""
 
 
-def shortened(value: object, longest: int = 200) -> str:
-    written = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return written if len(written) <= longest else written[:longest] + "…"
+def _written(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else shortened(str(value))
 
 
 def picture(width: int, height: int, channels: int, data: str) -> str:

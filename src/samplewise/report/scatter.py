@@ -11,8 +11,8 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from samplewise.ledger.visits import SCORES
-from samplewise.report.html import Section, embedded, quiet, text
-from samplewise.report.previews import Previews, shortened
+from samplewise.report.html import Section, embedded, quiet, shortened, text
+from samplewise.report.previews import Previews
 from samplewise.report.samples import TITLES, Samples
 
 MOST_SAMPLES = 20_000
@@ -51,7 +51,7 @@ def density(axes: Sequence[Axis], values: Sequence[Values]) -> list[list[int]]:
     both = np.array(values, dtype=float)
     inside = [np.clip(v, a.low, a.high) for v, a in zip(both[:, np.isfinite(both).all(0)], axes, strict=True)]
     edges = [(np.geomspace if a.log else np.linspace)(a.low, a.high, n + 1) for a, n in zip(axes, GRID, strict=True)]
-    counts = np.histogram2d(*inside, bins=edges)[0].astype(int)
+    counts = np.histogram2d(inside[0], inside[1], bins=edges)[0].astype(int)
     return [[int(column), int(row), int(counts[column, row])] for column, row in np.argwhere(counts)]
 
 

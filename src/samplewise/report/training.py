@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Any
 
-from samplewise.report.charts import Frame, lines
+from samplewise.report.charts import MOST_POINTS, Frame, lines
 from samplewise.report.html import Section, aligned, columns, figure, number, quiet, table, text
 from samplewise.report.run import Curve, Line, Run, curve, is_number
 
@@ -15,6 +15,9 @@ LOWER_IS_BETTER = set("loss error err mse rmse mae nll ce bce perplexity ppl bpb
 HIGHER_IS_BETTER = set(
     "accuracy acc top1 top5 f1 auc auroc precision recall iou miou dice bleu psnr ssim r2 map score reward".split()
 )
+MOST_CHARTS = 60
+FULL_CHARTS = 20  # of more, each has fewer points
+MOST_EPOCHS = 200  # in the table
 Charts = dict[str, list[Curve]]  # by title
 
 
@@ -55,10 +58,14 @@ def not_finite(drawn: Curve) -> str:
 
 
 def curves(run: Run) -> Section:
-    frame = Frame(*run.span)
-    figures = "".join(drawn(f"chart{k}", title, found, frame) for k, (title, found) in enumerate(charts(run).items()))
-    missing = "" if run.metrics() else quiet("This run has no validation.")
-    return Section("Curves", columns(figures) + missing if figures else quiet("Nothing to draw yet."))
+    found = list(charts(run).items())
+    shown = found[:MOST_CHARTS]
+    frame = Frame(*run.span, points=MOST_POINTS * min(FULL_CHARTS, len(shown)) // max(1, len(shown)))
+    figures = "".join(drawn(f"chart{k}", *chart, frame) for k, chart in enumerate(shown))
+    left = f"{len(found) - len(shown):,} more numbers of the log are left out: {MOST_CHARTS} are drawn."
+    notes = [left] * (len(found) > len(shown)) + ["This run has no validation."] * (not run.metrics())
+    content = columns(figures) + "".join(map(quiet, notes))
+    return Section("Curves", content if figures else quiet("Nothing to draw yet."))
 
 
 def drawn(prefix: str, title: str, curves: Sequence[Curve], frame: Frame, log: bool = False) -> str:
@@ -108,7 +115,8 @@ def extreme(drawn: Curve, which: str) -> Sequence[tuple[float, float]]:
 
 
 def epochs(run: Run) -> Section:
-    found = sorted({line["epoch"] for line in run.lines if is_number(line.get("epoch")) and isfinite(line["epoch"])})
+    every = sorted({line["epoch"] for line in run.lines if is_number(line.get("epoch")) and isfinite(line["epoch"])})
+    found = _spread(every, MOST_EPOCHS)
     train, validation, ends = _last_of_epoch(run.train), _last_of_epoch(run.validation), _last_of_epoch(run.epoch)
     wanted = [("last train loss", train, "loss"), ("epoch loss", ends, "loss")]
     wanted += [(f"validation {name}", validation, name) for name in run.metrics()]
@@ -119,7 +127,15 @@ def epochs(run: Run) -> Section:
         if any(is_number(line.get(key)) for line in lines.values())
     ]
     rows = list(zip((f"{epoch:,}" for epoch in found), *(aligned(values) for _, values in filled), strict=True))
-    return Section("Epochs", table(("epoch", *(title for title, _ in filled)), rows, words=0) if rows else "")
+    note = quiet(f"{len(found):,} of {len(every):,} epochs.") if len(found) < len(every) else ""
+    return Section("Epochs", table(("epoch", *(title for title, _ in filled)), rows, words=0) + note if rows else "")
+
+
+def _spread(values: list[Any], most: int) -> list[Any]:
+    """So many of them, the first and the last included."""
+    if len(values) <= most:
+        return values
+    return [values[k * (len(values) - 1) // (most - 1)] for k in range(most)]
 
 
 def _last_of_epoch(lines: Iterable[Line]) -> dict[Any, Line]:
