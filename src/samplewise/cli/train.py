@@ -74,8 +74,8 @@ def train(
     With --resume training goes on there, with no sample lost or seen twice. --epochs and --updates count from the
     very beginning: after 2 epochs, --resume --epochs 5 trains for 3 more.
 
-    Several processes: --processes N, or torchrun ... -m samplewise train RECIPE. --samples are those of all together,
-    and the recipe's batches those of each.
+    Several processes: --processes N, or torchrun ... -m -- samplewise train RECIPE. --samples are those of all
+    together, and the recipe's batches those of each.
     """
     if processes is not None:
         _launch(processes)
@@ -104,8 +104,9 @@ def _launch(processes: int) -> NoReturn:
     """Torch's own launcher takes over, and starts this command so many times."""
     given = iter(sys.argv[1:])
     same = [a for a in given if not (a.startswith("--processes=") or (a == "--processes" and next(given, True)))]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "samplewise", *same])
+    # Without the -- it would take our --run for the beginning of an option of its own.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "--"]
+    os.execv(sys.executable, [sys.executable, *torchrun, "samplewise", *same])
 
 
 def _tell(reason: str, trainer: Trainer, run: Path) -> None:

@@ -11,9 +11,12 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from samplewise import ranks
 from samplewise.loop.devices import resolve
+from samplewise.loop.rendezvous import meeting_place
 
 Result = TypeVar("Result")
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells each process
@@ -29,7 +32,9 @@ def join(device: str | torch.device = "auto", timeout: float | None = None) -> t
             torch.cuda.set_device(found)
         if not dist.is_initialized():
             patience = None if timeout is None else timedelta(seconds=timeout)
-            dist.init_process_group("cpu:gloo,cuda:nccl" if found.type == "cuda" else "gloo", timeout=patience)
+            store, rank, size = meeting_place(patience)
+            backend = "cpu:gloo,cuda:nccl" if found.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
             atexit.register(_leave)
     return found
 
@@ -45,6 +50,11 @@ def _own(device: torch.device) -> torch.device:
 def _leave() -> None:
     with suppress(Exception):  # the others may be gone
         dist.destroy_process_group()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What a DistributedDataParallel is around: its forward passes talk to the other ranks, which may have none."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def by_first(call: Callable[[], Result]) -> Result:

@@ -22,7 +22,7 @@ from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.contents import check_resumed, check_savable, kinds
 from samplewise.loop.costs import Clock, LayerNorms, peak_memory
 from samplewise.loop.devices import moved
-from samplewise.loop.distributed import Stop, by_all, join, tell
+from samplewise.loop.distributed import Stop, by_all, join, tell, unwrapped
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
 from samplewise.loop.feed import Feed, Place
@@ -35,7 +35,6 @@ from samplewise.loop.sharding import Share
 from samplewise.losses import per_sample
 from samplewise.replay import modes
 from samplewise.step.slices import Slices
-from samplewise.step.spread import inner
 from samplewise.step.step import Step
 from samplewise.step.update import Update
 
@@ -78,7 +77,7 @@ class Trainer:
         _check_given(step, callbacks, metrics)
         _check_options(log_every, fast_dev_run, overfit)
         self.fast_dev_run, self.overfit = fast_dev_run, overfit
-        self.step, self.model, self.seed, self.log_every = step, inner(step.model), seed, log_every
+        self.step, self.model, self.seed, self.log_every = step, unwrapped(step.model), seed, log_every
         self.run = None if run is None else Path(run)
         self.device = join(device, timeout)
         self.model.to(self.device)

@@ -1,0 +1,107 @@
+"""Started by torchrun: the command line, a user's own script, one whose rank is killed, and one whose rank hangs."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from script import main
+from torch.distributed import HashStore
+
+from samplewise.errors import DistributedError
+from samplewise.loop.rendezvous import agreed_name
+from samplewise.loop.store import Checkpoints
+
+SCRIPT = Path(__file__).with_name("script.py")
+RECIPE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def model():
+    return nn.Linear(5, 3)
+
+def data():
+    x = torch.randn(30, 5)
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4, shuffle=True)
+"""
+
+
+def run(*command, code=0):
+    told = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300, env=told)
+    assert (done.returncode == 0) == (code == 0), done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def torchrun(*options):
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *options]
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "epoch"]
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_only_those_who_live_meet(late):
+    """In what an earlier start has left behind."""
+    store = HashStore()
+    agreed_before = _meet(store, late=None)
+    for _ in range(3):
+        agreed = _meet(store, late)
+        assert len(set(agreed)) == 1 and agreed[0] != agreed_before[0]
+        agreed_before = agreed
+
+
+def _meet(store, late, size=3):
+    def come(rank):
+        time.sleep(0.1 * (rank == late))
+        return agreed_name(store, rank, size, 60.0)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(come, range(size)))
+
+
+def test_who_meets_nobody_says_so():
+    store = HashStore()
+    store.set("hello/1", "dead")
+    message = "all 2 processes that torchrun has started must meet; found that rank 0 has waited for 0 seconds. Look at"
+    with pytest.raises(DistributedError, match=message):
+        agreed_name(store, 0, 2, 0.1)
+
+
+def test_the_command_line_starts_processes(tmp_path):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE)
+    train = ["-m", "samplewise", "train", recipe, "--samples", 7, "--epochs", 2, "--run"]
+    out, _ = run(*train, tmp_path / "two", "--processes", 2)
+    assert out.splitlines()[0] == "2 epochs are done: 10 updates in all"
+    assert len(out.splitlines()) == 3  # told by one of them
+    run(*train, tmp_path / "one")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_a_script_whose_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
+    _, told = run(*torchrun("--max-restarts", 1), SCRIPT, tmp_path / "killed", 9)
+    assert "Signal 9 (SIGKILL)" in told or "exitcode: -9" in told
+    expected = [p.detach() for p in main(tmp_path / "undisturbed").parameters()]
+    state, path = Checkpoints(tmp_path / "killed" / "checkpoints").latest()
+    assert path.name == "update-000000021.ckpt" and path.is_dir()
+    for found, right in zip(state["model"].values(), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-11)
+    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_not_waited_for_ever(tmp_path):
+    _, told = run(*torchrun(), SCRIPT, tmp_path / "hangs", 3, 1, code=1)
+    assert (
+        "DistributedError: all 2 ranks must take part in every exchange; found that all_reduce failed on rank 0" in told
+    )
+    assert "Look for a rank that died, left its loop early, or waits elsewhere" in told
