@@ -228,9 +228,7 @@ def _first(tensor: Tensor) -> Tensor:
 
 def _patches(x: Tensor, kernel_size: Sequence[int], settings: Settings, channels_last: bool) -> Tensor:
     """(n, i, ...) -> (n, p, i * k), or with channels last (n, p, k * i): what the kernel meets at each position."""
-    windows = _padded(x, settings)
-    if channels_last:
-        windows = windows.movedim(1, -1).contiguous().movedim(-1, 1)
+    windows = _padded(x, settings, channels_last)
     for d, size in enumerate(kernel_size):
         reach = (size - 1) * settings.dilation[d] + 1
         windows = windows.unfold(2 + d, reach, settings.stride[d])[..., :: settings.dilation[d]]
@@ -241,5 +239,10 @@ def _patches(x: Tensor, kernel_size: Sequence[int], settings: Settings, channels
     return windows.permute(0, 1, *places, *positions).flatten(2 + dims).flatten(1, 1 + dims).transpose(1, 2)
 
 
-def _padded(x: Tensor, settings: Settings) -> Tensor:
-    return F.pad(x, [side for p in reversed(settings.padding) for side in (p, p)])
+def _padded(x: Tensor, settings: Settings, channels_last: bool = False) -> Tensor:
+    """The same dimensions in the same order; with channels last, these are neighbours in memory."""
+    sides = [side for p in reversed(settings.padding) for side in (p, p)]
+    if channels_last:
+        x = x.movedim(1, -1)
+        return (F.pad(x, [0, 0, *sides]) if any(sides) else x.contiguous()).movedim(-1, 1)
+    return F.pad(x, sides) if any(sides) else x
