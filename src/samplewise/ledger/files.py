@@ -1,7 +1,8 @@
 """A ledger on disk: `samples/part-000000.parquet`, `part-000001.parquet`, ... in the directory of a run.
 
 Each part covers some updates, in their order. It is written beside `samples`, then renamed: what stands there is whole,
-and the folder holds nothing else. Anything that reads Parquet reads the folder.
+and the folder holds nothing else. Anything that reads Parquet reads the folder. Of several ranks each writes what it
+has seen: `part-000000-rank-0-of-2.parquet` and `part-000000-rank-1-of-2.parquet` cover the same updates.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from samplewise import ranks
 from samplewise.errors import LedgerError, LedgerWarning
 from samplewise.files import whole
 
@@ -49,23 +51,42 @@ def samples(run: str | Path, damaged: str = "raise") -> Any:
             "with callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
         )
     for number in range(max(parts) + 1):
-        try:
-            tables.append(_read(path_of(Path(run), number)))
-        except LedgerError as why:
-            if damaged == "raise":
-                raise
-            warnings.warn(f"{why} The rest is there.", LedgerWarning, stacklevel=2)
+        of_ranks = []
+        for path in needed(Path(run), number, parts.get(number, {})):
+            try:
+                of_ranks.append(_read(path))
+            except LedgerError as why:
+                if damaged == "raise":
+                    raise
+                warnings.warn(f"{why} The rest is there.", LedgerWarning, stacklevel=2)
+        tables += of_ranks if len(of_ranks) < 2 else [_in_turn(_together(of_ranks, run))]
     return _together(tables, run)
 
 
-def numbered(run: Path) -> dict[int, Path]:
-    """The parts that are there."""
-    found = ((re.fullmatch(r"part-([0-9]{6,})\.parquet", path.name), path) for path in (run / FOLDER).glob("part-*"))
-    return {int(match[1]): path for match, path in sorted(found, key=lambda pair: pair[1]) if match}
+def numbered(run: Path) -> dict[int, dict[int, Path]]:
+    """The parts that are there: of each, how many ranks have written it, and where one of them has."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in sorted((run / FOLDER).glob("part-*")):
+        match = re.fullmatch(r"part-([0-9]{6,})(?:-rank-[0-9]+-of-([0-9]+))?\.parquet", path.name)
+        if match:
+            found.setdefault(int(match[1]), {})[int(match[2] or 1)] = path
+    return dict(sorted(found.items()))
 
 
-def path_of(run: Path, number: int) -> Path:
-    return run / FOLDER / f"part-{number:06d}.parquet"
+def needed(run: Path, number: int, there: dict[int, Path]) -> list[Path]:
+    """The files of a part, if some of them are there."""
+    size = max(there, default=1)
+    return [path_of(run, number, rank, size) for rank in range(size)]
+
+
+def path_of(run: Path, number: int, rank: int = 0, size: int = 1) -> Path:
+    of_rank = f"-rank-{rank}-of-{size}" if size > 1 else ""
+    return run / FOLDER / f"part-{number:06d}{of_rank}.parquet"
+
+
+def _in_turn(table: Any) -> Any:
+    """Update by update, and within one rank by rank."""
+    return table.take(arrow().compute.sort_indices(table["update"])) if table.num_rows else table
 
 
 def _read(path: Path) -> Any:
@@ -103,28 +124,32 @@ def _together(tables: list[Any], run: str | Path) -> Any:
 
 
 class Parts:
-    """Writes part after part into the directory of a run. `count`: how many there are."""
+    """Writes part after part into the directory of a run. `count`: how many there are. Of several ranks each writes a
+    file of every part.
+    """
 
     def __init__(self, run: Path, count: int):
         self.run, self.count = run, count
 
     def open(self) -> None:
-        """Removes what is newer than the first `count` parts."""
+        """Removes what is newer than the first `count` parts. For one rank to do."""
         there = numbered(self.run)
-        missing = [number for number in range(self.count) if number not in there]
+        files = [path for number in range(self.count) for path in needed(self.run, number, there.get(number, {}))]
+        missing = [path for path in files if not path.exists()]
         if missing:
             raise LedgerError(
-                f"a ledger is resumed with the parts it had; found no {path_of(self.run, missing[0])}. Bring it back "
-                "from a copy, or begin a run of another name."
+                f"a ledger is resumed with the parts it had; found no {missing[0]}. Bring it back from a copy, or "
+                "begin a run of another name."
             )
-        for number, path in reversed(there.items()):  # the newest first: whenever that ends, there is no gap
+        for number in reversed(there):  # the newest first: whenever that ends, there is no gap
             if number >= self.count:
-                path.unlink()
+                for path in (self.run / FOLDER).glob(f"part-{number:06d}*.parquet"):
+                    path.unlink()
         (self.run / FOLDER).mkdir(parents=True, exist_ok=True)
 
     def write(self, table: Any) -> None:
         """All of it, or nothing."""
-        path = path_of(self.run, self.count)
+        path = path_of(self.run, self.count, ranks.rank(), ranks.size())
         aside = self.run / f".{path.name}.partial"
         try:
             with whole(path, aside) as file:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from samplewise import ranks
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
 from samplewise.ledger.files import FOLDER, Parts, arrow, numbered, samples
 from samplewise.ledger.previews import items_within, write_previews
@@ -69,7 +70,8 @@ class Ledger:
         self._updates: list[Update] = []
         self._epochs: list[int | None] = []
         self._tables: list[Any] = []
-        self._rows, self._patience = 0, 1  # the first update is looked at, and then many together
+        self._rows, self._added = 0, 0  # samples and updates since the last part, of all ranks
+        self._patience = 1  # the first update is looked at, and then many together
 
     def listen(self, step: Any) -> None:
         """From now on the updates of this step tell what has to be known."""
@@ -83,30 +85,34 @@ class Ledger:
             return
         if self._parts is None or self._resumes:
             self._open(self._place(), clear=False)
-        if not update.knows(*self.keys):
+        ours = not ranks.active() or bool(update.own or update.noted)  # else it was made of others' samples
+        if ours and not update.knows(*self.keys):
             raise LedgerError(
                 "a ledger must be told of an update from its first sample on; found one that does not know the ids of "
                 "all its samples. Call ledger.listen(step) before; add no update that was begun earlier."
             )
-        self._updates.append(update)
-        self._epochs.append(epoch)
-        self._rows += update.own
+        if ours:
+            self._updates.append(update)
+            self._epochs.append(epoch)
+        self._rows, self._added = self._rows + update.samples, self._added + 1
         if len(self._updates) >= self._patience:
             self._gather()
-        if self._rows >= self.every:
+        if self._rows >= self.every * ranks.size():  # the same everywhere: all ranks write a part, or none does
             self.flush()
 
     def flush(self) -> None:
-        """Writes what has been recorded so far."""
+        """Writes what has been recorded so far. Of several ranks all must do so."""
         self._gather()
-        if self._tables:
+        if self._added:
             assert self._parts is not None
-            self._parts.write(arrow().concat_tables(self._tables, promote_options="default"))
-            self._tables, self._rows = [], 0
+            tables = self._tables or [arrow().table({})]
+            self._parts.write(arrow().concat_tables(tables, promote_options="default"))
+            self._tables, self._rows, self._added = [], 0, 0
 
     def samples(self) -> Any:
-        """What has been recorded so far: see `sw.samples`."""
+        """What has been recorded so far: see `sw.samples`. Of several ranks all must ask."""
         self.flush()
+        ranks.together()
         return samples(self._place() if self._parts is None else self._parts.run)
 
     def _gather(self) -> None:
@@ -126,15 +132,21 @@ class Ledger:
 
     def _open(self, place: Path, clear: bool) -> None:
         """Goes on after the parts that the state knows of. `clear`: without one, what is there may go."""
-        there = len(numbered(place))
-        if there and not self._resumes and not clear:
-            raise LedgerError(
-                f"a ledger must have a directory of its own; found {there} parts in {place / FOLDER}. Load the state "
-                "that belongs to them to go on, or choose another."
-            )
         self._parts = Parts(place, self._count)
-        self._parts.open()
+        if ranks.rank() == 0:
+            self._clean(self._parts, clear)
+        ranks.together()
         self._resumes = False
+
+    def _clean(self, parts: Parts, clear: bool) -> None:
+        there = len(numbered(parts.run))
+        if there and not self._resumes and not clear:
+            self._parts = None
+            raise LedgerError(
+                f"a ledger must have a directory of its own; found {there} parts in {parts.run / FOLDER}. Load the "
+                "state that belongs to them to go on, or choose another."
+            )
+        parts.open()
 
     # --- of a trainer ----------------------------------------------------------------------------------------------
 
@@ -161,11 +173,17 @@ class Ledger:
 
     def _preview(self) -> None:
         """Keeps what the most suspicious samples look like. No reason to end a training if that fails."""
-        if self._rehearses or self._item is None or self._parts is None or not (self._parts.count or self._rows):
+        if self._rehearses or self._item is None or self._parts is None or not (self._parts.count or self._added):
             return
+        self.flush()
+        ranks.together()
+        if ranks.rank() == 0:
+            self._write_previews(self._parts.run, self._item)
+
+    def _write_previews(self, run: Path, item: Callable[[Any], Any]) -> None:
         restore = random_state()  # data sets may draw
         try:
-            write_previews(self._parts.run, self._item, self.samples())
+            write_previews(run, item, samples(run))
         except Exception as why:
             warnings.warn(
                 f"samples can be shown in the report if they can be looked up; found {type(why).__name__}: {why} "
