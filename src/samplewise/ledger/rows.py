@@ -62,9 +62,7 @@ def _rows(update: Update) -> int:
             raise LedgerError(f"ids must be one per sample, (B,) or a list; found {found}. {_WHERE}")
         rows += len(ids)
     if rows != update.own and not update.skipped:
-        raise LedgerError(
-            f"a batch must have one id for each loss; found {rows} ids for {update.own} losses. {_WHERE}"
-        )
+        raise LedgerError(f"a batch must have one id for each loss; found {rows} ids for {update.own} losses. {_WHERE}")
     return rows
 
 
