@@ -24,7 +24,7 @@ TARGET = Path(__file__).with_name("reference.md")
 # Every name of samplewise.__all__ that is no error stands in one of these; errors have a section of their own.
 SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "scan", "check"],
-    "Updates": ["Step", "Update", "auto", "sgd"],
+    "Updates": ["Step", "Update", "auto", "fsdp", "sgd"],
     "Transforms": ["chain", "clip", "weight", "drop", "normalize", "align", "group", "noise", "check_transform"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
     "Attribution": ["influence", "ProjectedStore"],

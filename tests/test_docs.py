@@ -250,7 +250,7 @@ def _public_errors():
 
 def test_public_surface():
     functions = {"gradients", "input_gradients", "check", "scan", "Gradients"}
-    functions |= {"Step", "Trainer", "Update", "auto", "sgd", "chain", "check_transform"}
+    functions |= {"Step", "Trainer", "Update", "auto", "fsdp", "sgd", "chain", "check_transform"}
     functions |= {"Indexed", "Ledger", "samples"}
     functions |= {"noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"}
     functions |= {"influence", "ProjectedStore"}

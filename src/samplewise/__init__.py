@@ -36,6 +36,7 @@ from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.scan import scan as scan
 from samplewise.step.microbatch import auto as auto
 from samplewise.step.rules import sgd as sgd
+from samplewise.step.shards import fsdp as fsdp
 from samplewise.step.step import Step as Step
 from samplewise.step.update import Update as Update
 from samplewise.transforms.align import align as align
@@ -82,6 +83,7 @@ __all__ = [
     "clip",
     "drop",
     "fisher",
+    "fsdp",
     "gradients",
     "group",
     "influence",

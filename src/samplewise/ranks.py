@@ -7,6 +7,7 @@ so. All ranks must call the same ones in the same order.
     together(error)   a meeting without numbers: an error of any rank is raised on all
     total(tensor)     the sum over ranks, in place
     totals(tensors)   the same of many, in few large messages; copies(tensors): what one rank has
+    parts(tensors)    the same, of which each rank gets its rows
     gathered(tensor)  the rows of all ranks, rank by rank, however many each has
     everyone(thing)   a list of what each rank says
     told(thing)       what one rank says
@@ -125,6 +126,38 @@ def _flat(bucket: list[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
 
 
+def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sums over all ranks, of which each rank gets its rows."""
+    found: dict[int, Tensor] = {}
+    for bucket in _buckets(tensors) if active() else ():
+        table = torch.cat([_by_owner(tensor) for tensor in bucket], 1)
+        note("reduce_scatter", _bytes(table))
+        moved = table.to(device(table.device.type))
+        mine = moved.new_empty(moved.shape[1])
+        with _explained("reduce_scatter"):
+            dist.reduce_scatter_single(mine, moved.view(-1))
+        rows = [(own_rows(len(tensor)), tensor) for tensor in bucket]
+        pieces = mine.to(table.device).split([_by_owner(tensor).shape[1] for tensor in bucket])
+        for (own, tensor), piece in zip(rows, pieces, strict=True):
+            found[id(tensor)] = piece.view(-1, *tensor.shape[1:])[: own.stop - own.start]
+    return [found.get(id(tensor), tensor) for tensor in tensors]
+
+
+def own_rows(rows: int) -> slice:
+    """Of a tensor that is cut along its first dimension: as many for each rank, and fewer for the last."""
+    each = -(-rows // size())
+    start = min(rank() * each, rows)
+    return slice(start, min(start + each, rows))
+
+
+def _by_owner(tensor: Tensor) -> Tensor:
+    """(ranks, elements of each), filled up with zeros."""
+    each = -(-len(tensor) // size())
+    padded = tensor.new_zeros(each * size(), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return padded.view(size(), -1)
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """(rows of rank 0, rows of rank 1, ...): ranks may differ in dim 0."""
     return torch.cat(by_rank(tensor))
@@ -196,7 +229,7 @@ def meet(*numbers: float | Tensor, error: Exception | None = None) -> list[float
     """The sums of the numbers over all ranks. A rank that failed says so here, and then every rank raises: the one that
     failed its own error, the others one that names it.
     """
-    if error is not None and (not active() or _has_been_told(error)):
+    if error is not None and (not active() or is_told(error)):
         raise error
     if not active():
         return [float(number) for number in numbers]
@@ -238,7 +271,7 @@ def _sentence(message: str) -> str:
     return message.partition("\n")[0].rstrip(".") + "."
 
 
-def _has_been_told(error: Exception) -> bool:
+def is_told(error: Exception) -> bool:
     """Whether the other ranks know of it."""
     return bool(error.__dict__.get("_told"))
 

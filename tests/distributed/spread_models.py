@@ -5,6 +5,7 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
@@ -95,7 +96,12 @@ def wrapped(model, how):
             p.add_(ranks.rank())
     if how == "ddp":
         return DistributedDataParallel(model), None
-    return model, "ddp"
+    if how == "sharded":
+        ranks.copies(list(model.parameters()))
+        for module in (model[0], model[3], model):
+            fully_shard(module)
+        return model, None
+    return model, {"plain": "ddp", "fsdp": sw.fsdp([nn.Linear])}[how]
 
 
 def own_batches(batch, parts=None):
@@ -117,7 +123,7 @@ def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", **
         for _ in range(epochs)
         for update in step.over(own_batches(batch))
     ]
-    parameters = torch.cat([p.detach().flatten() for p in inside.parameters()])
+    parameters = torch.cat([p.detach().flatten() for p in inside.parameters()])  # whole, where they are sharded
     return parameters, updates, copy.copy(step.counters), not step.open
 
 

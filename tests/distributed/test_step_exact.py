@@ -41,3 +41,11 @@ SOME = ["plain", "clip", "weight by place", "drop a quantile", "group and clip",
 def test_windows_however_they_are_filled(three, transforms, options):
     """Also with fewer samples than ranks in a window, and with ranks that have none in the last one."""
     compare(three, transforms=transforms, **options)
+
+
+@pytest.mark.parametrize(
+    "transforms", ["plain", "clip", "drop a quantile", "clip and noise", "group and clip", "align"]
+)
+@pytest.mark.parametrize("how", ["fsdp", "sharded"])
+def test_sharded_models(two, transforms, how):
+    compare(two, transforms=transforms, how=how, samples=6, batch=4, max_grad_norm=0.3)

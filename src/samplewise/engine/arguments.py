@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from samplewise.engine.finite import all_finite
+from samplewise.engine.sharded import is_sharded, whole_parameters
 from samplewise.errors import LossesError, NonFiniteLossError, ParameterError
 
 Weights = Tensor | Mapping[str, Tensor]
@@ -17,7 +18,8 @@ def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Ten
     """The wanted parameters by name. A model's frozen parameters are left out."""
     named: dict[str, Tensor]
     if isinstance(parameters, nn.Module):
-        named = {name: p for name, p in parameters.named_parameters() if p.requires_grad}
+        everything = whole_parameters(parameters) if is_sharded(parameters) else dict(parameters.named_parameters())
+        named = {name: p for name, p in everything.items() if p.requires_grad}
         if not named:
             raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
     elif isinstance(parameters, Tensor):

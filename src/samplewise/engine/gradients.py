@@ -19,6 +19,7 @@ from samplewise.engine.interaction import storage_of
 from samplewise.engine.plan import Plan
 from samplewise.engine.replicas import inner, refuse_replicas
 from samplewise.engine.rowwise import as_matrix
+from samplewise.engine.sharded import is_sharded
 from samplewise.engine.sources import AsRows, OnePass, Reference, Source, make_plan
 from samplewise.engine.table import render
 from samplewise.errors import ParameterError
@@ -52,7 +53,7 @@ def gradients(
     parameters = inner(parameters) if isinstance(parameters, nn.Module) else parameters
     modules = [parameters] if isinstance(parameters, nn.Module) else []
     g = gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting)
-    g.own = True
+    g.own, g.sharded = True, any(map(is_sharded, modules))
     return g
 
 
@@ -88,6 +89,7 @@ class Gradients:
         self._constants, self._create_graph, self._interacting = constants, create_graph, interacting
         self._parameters = graph.wanted
         self.own = False  # whether nobody sums what it writes over the ranks
+        self.sharded = False  # whether torch does, in an ordinary backward pass
         self._sources: dict[str, Source] = {}
         self._known_plan: Plan | None = None
         self._known_norms: dict[str, Tensor] | None = None
@@ -202,11 +204,18 @@ class Gradients:
     def backward(self, weights: Weights | None = None, retain_graph: bool = True) -> None:
         """Adds sum_i w_i g_i into `.grad`, as Tensor.backward does; parameters that no loss reaches are left alone.
 
-        What was kept is let go, for this is mostly the last question: another one costs another backward pass.
+        What was kept is let go, for this is mostly the last question: another one costs another backward pass. For a
+        model that `fully_shard` has spread over ranks it is an ordinary backward pass, in which torch takes the mean
+        over the ranks.
         retain_graph=False makes it the last: strategy "twice" then frees the graph as it goes, for the least memory.
         """
         if self.own:
             refuse_replicas(self._parameters.values())
+        if self.sharded and isinstance(weights, Mapping):
+            raise ParameterError(
+                "weights of a sharded model's gradients must be one number per sample, for they go through an ordinary "
+                "backward pass; found a dict. Use g.sum(weights), or sw.Step."
+            )
         per_name = weights_by_name(weights, self.names, len(self))
         if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
             return self._ordinary_backward(weights, retain_graph)
@@ -325,14 +334,14 @@ class Gradients:
         hooked = any(
             p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters.values()
         )
-        return hooked or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
+        return hooked or self.sharded or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
 
     def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool) -> None:
         with self._exactly():
             self._plan()  # refuses what must be refused
         losses = self._graph.losses
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
-        reached = [self._parameters[name] for name in self._graph.leaves.values()]
+        reached = None if self.sharded else [self._parameters[name] for name in self._graph.leaves.values()]
         with graph_alive():
             torch.autograd.backward(losses, weights, inputs=reached, retain_graph=retain_graph)
 

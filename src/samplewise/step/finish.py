@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise import ranks
 from samplewise.errors import NonFiniteGradientError, ParameterError, SamplewiseError
 from samplewise.step.parameters import Trained
 from samplewise.step.parts import Part, total
 from samplewise.step.precision import Precision
-from samplewise.step.problems import problem_of, unread_problem
+from samplewise.step.problems import problem_of, problem_of_gradients, unread_problem
 from samplewise.step.team import Team
 from samplewise.step.update import Outcome
 from samplewise.step.window import Window
@@ -96,7 +97,7 @@ class Finish:
             torch._foreach_div_(gradients, scale)
             scale = 1.0
             for transform in self.on_sum:
-                transform.act(gradients) if self.team is None else self.team.act(transform, gradients)
+                transform.act(gradients) if self.team is None else self.team.act(transform, self.trained)
         if not (window.divided and scale == 1) and (gradients := self.trained.gradients()):
             torch._foreach_div_(gradients, by * scale)
 
@@ -106,13 +107,20 @@ class Finish:
         if any(p.counts is not None or p.shares is not None for p in parts):
             others.append(1 / torch.as_tensor(total(parts)))
         others += [torch.where(p.counts.min() < 0, math.inf, 0.0) for p in parts if p.counts is not None]
-        return Sizes(self.trained.gradients(), others)
+        return Sizes(self.trained.gradients(), others, self.sharded)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether other ranks have other parts of the gradients."""
+        return self.team is not None and self.team.spread.sharded
 
     def _problem(self, sizes: Sizes, parts: Sequence[Part]) -> SamplewiseError | None:
         """What is not finite."""
         if sizes.finite():
             return None
-        problem = problem_of(parts, self.trained.named)
+        problem = problem_of(parts, self.trained.owned)
+        if self.sharded and ranks.meet(problem is not None)[0]:
+            problem = problem or problem_of_gradients("in the part of another rank")
         if problem is None:  # all is finite, but too large to be squared
             sizes.measure_again(self.trained.gradients())
         return problem
@@ -144,12 +152,15 @@ class Finish:
 class Sizes:
     """The norms of all gradients and of other tensors, in one vector: its sum tells whether everything is finite."""
 
-    __slots__ = ("_all", "_gradients", "_unit")
+    __slots__ = ("_all", "_gradients", "_sharded", "_unit")
 
-    def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor]):
-        self._gradients, self._unit = len(gradients), 1.0  # type: int, float | Tensor
+    def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor], sharded: bool = False):
+        self._gradients, self._unit, self._sharded = len(gradients), 1.0, sharded  # type: int, float | Tensor, bool
         norms = torch._foreach_norm([*gradients, *others])
-        self._all = torch.stack([n.to(norms[0].device) for n in norms])
+        self._all = self._over_ranks(torch.stack([n.to(norms[0].device) for n in norms]))
+
+    def _over_ranks(self, norms: Tensor) -> Tensor:
+        return ranks.total(norms.double().square()).sqrt() if self._sharded else norms
 
     def norm(self) -> Tensor:
         return torch.linalg.vector_norm(self._all[: self._gradients]) * self._unit
@@ -159,8 +170,10 @@ class Sizes:
 
     def measure_again(self, gradients: Sequence[Tensor]) -> None:
         """In units of the largest element, so that squares do not overflow."""
-        self._unit = torch.stack([g.abs().max().double() for g in gradients]).max()
-        self._all = torch.stack([(g / self._unit).norm().double() for g in gradients])
+        self._unit = torch.stack([g.abs().max().double() for g in gradients if g.numel()]).max()
+        if self._sharded:
+            self._unit = ranks.gathered(self._unit[None]).max()
+        self._all = self._over_ranks(torch.stack([(g / self._unit).norm().double() for g in gradients]))
 
 
 def _can_mask(optimizer: Any, device: torch.device) -> bool:

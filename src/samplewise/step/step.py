@@ -33,6 +33,7 @@ from samplewise.step.precision import Precision
 from samplewise.step.recall import Recall
 from samplewise.step.rules import Rule, as_optimizer
 from samplewise.step.slices import Slices
+from samplewise.step.spread import Strategy
 from samplewise.step.summing import OfNumbers, Plain, Summing, Weighted
 from samplewise.step.team import Team, team_of
 from samplewise.step.update import Outcome, Totals, Update
@@ -73,8 +74,9 @@ class Step:
     the step goes on as it is, and `step.compiled` tells why.
     record: {"norms"} to know `update.norms` where no transform needs them.
     strategy: how several processes share the model. "ddp": each has all of it, that of rank 0 at the start; so has a
-    DistributedDataParallel, which needs no saying. `samples` are those of all ranks together; they exchange gradients
-    once per update.
+    DistributedDataParallel, which needs no saying. "fsdp": each keeps a part of every parameter; see sw.fsdp, and give
+    nothing for a model that is sharded. `samples` are those of all ranks together, who exchange gradients once per
+    update.
 
     If anything raises, the open window is given up, and parameters, optimizer and buffers are as before it.
     """
@@ -96,7 +98,7 @@ class Step:
         audit: int | bool | None = None,
         compile: bool | str = "auto",
         record: Collection[str] = (),
-        strategy: str | None = None,
+        strategy: Strategy = None,
     ):
         check_options(samples, tail, on_nonfinite, max_grad_norm, record)
         check_scheduler(scheduler, optimizer)
@@ -117,9 +119,10 @@ class Step:
         }
 
         modules = [inner(model), *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
-        self._team = team_of(model, strategy, modules, self.settings)
-        optimizer = as_optimizer(optimizer, dict.fromkeys(p for module in modules for p in module.parameters()))
-        self._trained = Trained(optimizer, modules)
+        self._team = team_of(model, strategy, modules, self.settings, optimizer)
+        everything = dict.fromkeys(p for module in modules for p in module.parameters())
+        optimizer = as_optimizer(optimizer, everything if self._team is None else self._team.spread.owned(everything))
+        self._trained = Trained(optimizer, modules, None if self._team is None else self._team.spread.leaves)
         self.precision = Precision(precision)
         self._microbatch = Microbatch(microbatch, modules, self._trained)
         losses = self.loss_fn if self._team is None else self._team.spread.around(self.loss_fn)
@@ -428,6 +431,8 @@ class Step:
 
     def _begin(self, piece: Any) -> None:
         self._window.begun, self._evaluation.seconds = True, 0.0
+        if self._team is not None:
+            self._team.spread.open()
         self._trained.follow()
         self._trained.clear()
         self._buffers.remember()
@@ -485,7 +490,7 @@ class Step:
         """Gives up, and tells the other ranks why."""
         self._give_up()
         if self._team is not None and isinstance(error, Exception):
-            ranks.together(error)
+            self._team.tell(error)
 
     def _give_up(self) -> None:
         """The open window never was, and what is left of the batch is left alone."""
@@ -565,6 +570,8 @@ class Step:
         if outcome.skipped:
             self._trained.clear()
             self._buffers.restore()
+        elif self._team is not None:
+            self._team.spread.gather()
         if outcome.mask is not None:
             self._buffers.restore_unless(outcome.mask.well)
         update = Update(
@@ -589,7 +596,7 @@ class Step:
         """What the first window tells of mistakes."""
         pieces = [len(part) for part in window.parts if len(part)]
         look_at_batch_norm(self._evaluation.modules, pieces * (1 if self._team is None else 2))
-        look_at_reach(self._trained.named, noise=bool(self.transforms.on_sum))
+        look_at_reach(self._trained.owned, noise=bool(self.transforms.on_sum))
         look_at_weights(self.transforms, [part.weights for part in window.parts], self._team is not None)
 
     def _asked_late(self, update: Update) -> Tensor:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from samplewise import ranks
 from samplewise.errors import DistributedError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.replay import random_state
+from samplewise.step.parameters import Trained
 from samplewise.step.parts import cat, total, total_loss
 from samplewise.step.problems import NO_DENOMINATOR, problem_of_counts, problem_of_losses
-from samplewise.step.spread import Replicas, spread
+from samplewise.step.spread import Spread, Strategy, spread
 from samplewise.step.window import Agreement, Window
 from samplewise.transforms.chain import Stage
 from samplewise.transforms.numbers import Numbers, PerSample, as_table, from_table, rows_of
@@ -29,10 +30,14 @@ AFTER = 2**40  # any turn of what was carried over
 
 
 def team_of(
-    model: nn.Module, strategy: str | None, modules: Sequence[nn.Module], settings: Mapping[str, Any]
+    model: nn.Module,
+    strategy: Strategy,
+    modules: Sequence[nn.Module],
+    settings: Mapping[str, Any],
+    optimizer: Any = None,
 ) -> Team | None:
     """None where there is one process. What is said about a step must be said on every rank."""
-    spread_out = spread(model, strategy, modules)
+    spread_out = spread(model, strategy, modules, optimizer)
     if spread_out is None:
         return None
     if not ranks.same({name: repr(value) for name, value in settings.items()}):
@@ -48,7 +53,7 @@ class Team:
     that was begun with the loaders before.
     """
 
-    def __init__(self, spread: Replicas) -> None:
+    def __init__(self, spread: Spread) -> None:
         self.rank, self.size, self.spread = ranks.rank(), ranks.size(), spread
         self.dealt = self.carried = 0
         self._first = 0  # number of the first sample of the window that is being computed
@@ -84,6 +89,7 @@ class Team:
         """The one meeting of a window: whether the ranks together have its samples. If not, those that can will bring
         more of them, and meet again.
         """
+        self.spread.open()
         agreed = self._agree(window, ended)
         self.all_ended = agreed.ended == self.size
         missing = 0 if samples is None else samples - agreed.samples
@@ -111,6 +117,12 @@ class Team:
         now = None if self._heard else self._agree(window)
         window.agreed = now if now is not None and not now.skips else replace(window.agreed, skips=1.0)
         self._heard = False
+
+    def tell(self, error: Exception) -> None:
+        """Raises it, when the others know of it."""
+        if not ranks.is_told(error):
+            self.spread.open()  # where they may be waiting
+        ranks.together(error)
 
     def check(self) -> None:
         """Before numbers are exchanged: all ranks have theirs."""
@@ -185,13 +197,13 @@ class Team:
 
     # --- random numbers of all ranks -------------------------------------------------------------------------------
 
-    def act(self, transform: SumTransform, gradients: list[Tensor]) -> None:
+    def act(self, transform: SumTransform, trained: Trained) -> None:
         """On sums that all ranks have, with the random numbers of rank 0: they go on as one would."""
-        restore, generators = random_state(), _generators(transform, gradients)
+        restore, generators = random_state(), _generators(transform, trained.gradients())
         states = ranks.told([generator.get_state() for generator in generators])
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-        transform.act(gradients)
+        self.spread.act(transform, trained)
         if self.rank:
             restore()
 

@@ -22,4 +22,4 @@ def noise(std: float, generator: torch.Generator | None = None) -> SumTransform:
         for total in sums:
             total.add_(torch.randn(total.shape, dtype=total.dtype, device=total.device, generator=generator), alpha=std)
 
-    return SumTransform(f"noise({std})", f"N(0, {std}²)", act, generator)
+    return SumTransform(f"noise({std})", f"N(0, {std}²)", act, additive=True, generator=generator)

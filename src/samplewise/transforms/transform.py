@@ -81,6 +81,7 @@ class SumTransform:
     name: str
     formula: str  # what it adds
     act: Callable[[list[Tensor]], None] = field(repr=False)
+    additive: bool = False  # whether it adds something that does not depend on the sum
     generator: torch.Generator | None = None  # where it draws random numbers from; None: torch's own, if at all
 
     def __repr__(self) -> str:

@@ -1,0 +1,239 @@
+"""Models that `fully_shard` has spread over ranks: what happens around updates, what is refused, and `sw.gradients`."""
+
+import copy
+
+import pytest
+import torch
+from ranks import Ranks
+from spread_models import assert_same, data, loss_fn, net, own_batches, run
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import samplewise as sw
+from samplewise import ranks
+
+
+def sharded(how=(0, 3)):
+    model = net()
+    for place in how:
+        fully_shard(model[place])
+    return fully_shard(model)
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def flat(model):
+    parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in parts])
+
+
+def _run(options):
+    return run(**options)
+
+
+@pytest.mark.parametrize("transforms", ["plain", "clip", "weight by place"])
+@pytest.mark.parametrize(
+    "options", [dict(samples=1, batch=2), dict(samples=6, batch=4, microbatch=2), dict(samples=None, batch=2)], ids=str
+)
+def test_ranks_may_have_nothing_and_any_number_of_pieces(three, transforms, options):
+    alone = run(transforms, **{**options, "batch": 17 if options["samples"] else 6})
+    for found in three.run(_run, dict(transforms=transforms, how="fsdp", **options)):
+        assert_same(alone, found)
+
+
+# ------------------------------------------------------------------------------------------------------ in between
+
+
+def saved_in_between():
+    """A state dict has the parts, and lets the whole parameters go; a forward pass in between changes nothing."""
+    model = sharded()
+    optimizer = adam(model)
+    step = sw.Step(model, optimizer, loss_fn, 6, transforms=[sw.clip(0.5)], audit=False)
+    states = []
+    for _ in step.over(own_batches(2)):
+        states.append(copy.deepcopy(model.state_dict()))
+        assert all(isinstance(value, DTensor) for value in states[-1].values())
+        with torch.no_grad():
+            model.eval()(data()[0])
+            model.train()
+    moments = [optimizer.state[p]["exp_avg"] for group in optimizer.param_groups for p in group["params"]]
+    last = torch.cat([value.full_tensor().flatten() for value in states[-1].values()])
+    return last, [isinstance(m, DTensor) for m in moments], sum(m.to_local().numel() for m in moments)
+
+
+def alone_in_between():
+    model = net()
+    sw.Step(model, adam(model), loss_fn, 6, transforms=[sw.clip(0.5)], audit=False).run(own_batches(17))
+    return flat(model)
+
+
+def test_the_parts_are_what_is_saved_and_what_the_optimizer_has(two):
+    found = two.run(saved_in_between)
+    for parameters, in_parts, _ in found:
+        torch.testing.assert_close(parameters, alone_in_between(), rtol=1e-10, atol=1e-12)
+        assert all(in_parts)
+    assert sum(elements for *_, elements in found) == len(alone_in_between())
+
+
+def skipping():
+    def broken(model, batch):
+        return torch.where(batch[2] == 9, torch.nan, loss_fn(model, batch))
+
+    model = sharded() if ranks.active() else net()
+    step = sw.Step(model, adam(model), broken, 6, on_nonfinite="skip", audit=False)
+    return [update.skipped for update in step.over(own_batches(17))], flat(model)
+
+
+def test_one_ranks_nan_skips_the_update(two):
+    alone = skipping()
+    for skipped, parameters in two.run(skipping):
+        assert skipped == alone[0] == [False, True, False]
+        torch.testing.assert_close(parameters, alone[1], rtol=1e-10, atol=1e-12)
+
+
+def explosive(scale):
+    """The gradient of one part is infinite, or too large to be squared."""
+    model = nn.Linear(4, 3, bias=False)
+    model = fully_shard(model) if ranks.active() else model
+    batch = torch.zeros(2, 4)
+    batch[:, 1] = 1
+    step = sw.Step(model, sw.sgd(0.0), lambda m, b: m(b)[:, 2] * scale, audit=False)
+    return step(batch)[0].grad_norm
+
+
+def test_gradients_that_are_large_in_one_part(two):
+    assert two.run(explosive, 1e30) == pytest.approx([1e30] * 2)
+    found = two.errors(explosive, 3e38)
+    message = "NonFiniteGradientError: gradients must be finite; found NaN or infinity in "
+    assert found[0].startswith(message) and found[1].startswith(message)
+    assert "the part of another rank" in found[0] or "the part of another rank" in found[1]
+
+
+def failing():
+    model = sharded()
+
+    def losses(model, batch):
+        if 11 in batch[2].tolist():
+            raise ValueError("sample 11 is odd")
+        return loss_fn(model, batch)
+
+    step = sw.Step(model, adam(model), losses, 4, audit=False)
+    try:
+        step.run(own_batches(2))
+    finally:
+        ranks.barrier()
+
+
+def test_an_error_on_one_rank_ends_all(two):
+    found = two.errors(failing)
+    assert found[1] == "ValueError: sample 11 is odd"
+    assert found[0].startswith("DistributedError: every rank must get through its part; found that rank 1 of 2 failed")
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+
+
+def refused(what):
+    model = net()
+    if what == "whole":
+        fully_shard(model[0])
+    elif what == "precision":
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    elif what == "used":
+        optimizer = adam(model)
+        loss_fn(model, data()).mean().backward()
+        optimizer.step()
+        sw.Step(model, optimizer, loss_fn, strategy="fsdp")
+    elif what == "whole optimizer":
+        fully_shard(model)
+        sw.Step(model, adam(model), loss_fn)
+        optimizer = adam(model)
+        sw.Step(model, optimizer, loss_fn)
+    elif what == "sum":
+        fully_shard(model)
+        halved = sw.transforms.transform.SumTransform("halved", "-Σ/2", lambda sums: torch._foreach_mul_(sums, 0.5))
+        sw.Step(model, adam(model), loss_fn, transforms=[halved], audit=False).run(own_batches(3))
+    if what in ("whole", "precision"):
+        sw.Step(model, adam(model), loss_fn)
+
+
+CUT = "DistributedError: every parameter must be cut along its first dimension, in one type, over all ranks; found "
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("whole", CUT + "that '2.weight' is whole. Call fully_shard on the model itself, too."),
+        ("precision", CUT + "a MixedPrecisionPolicy. Use precision= of the step."),
+        ("used", "ParameterError: the optimizer must be new when its model is sharded; found one with a state."),
+        ("whole optimizer", "ParameterError: the optimizer of a sharded model must have the parts; found whole"),
+        ("sum", "DistributedError: what acts on the sum of sharded gradients must add something that does not depend"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(two, what, message):
+    assert all(found.startswith(message) for found in two.errors(refused, what))
+
+
+# -------------------------------------------------------------------------------------------------------- gradients
+
+
+def asked():
+    model = sharded()
+    mine = own_batches(17)[0]
+    with pytest.raises(
+        sw.GraphError, match=r"a sharded model must have computed the losses; found that it never gather"
+    ):
+        sw.gradients(loss_fn(net(), mine), model)
+    g = sw.gradients(loss_fn(model, mine), model)
+    told = g.names, g.norms(), g.sum(), g.full()
+    g = sw.gradients(loss_fn(model, mine), model)
+    g.norms()
+    with pytest.raises(sw.ParameterError, match="weights of a sharded model's gradients must be one number per sample"):
+        g.backward(dict.fromkeys(g.names, torch.ones(len(g))))
+    g.backward()
+    return *told, [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_gradients_have_the_names_and_shapes_of_the_model(two):
+    model = net()
+    g = sw.gradients(loss_fn(model, data()), model)
+    for rank, (names, norms, own, full, grads) in enumerate(two.run(asked)):
+        mine = torch.zeros(17, dtype=torch.float64)
+        mine[rank::2] = 1
+        assert names == g.names
+        torch.testing.assert_close(norms, g.norms()[rank::2])
+        torch.testing.assert_close(own, g.sum(mine))
+        torch.testing.assert_close(full["0.weight"], g["0.weight"][rank::2])
+        torch.testing.assert_close(grads, [total / 2 for total in g.sum().values()])  # fully_shard takes the mean
+
+
+def elsewhere():
+    """Losses of a model that is not the sharded one."""
+    model, mine = sharded(), own_batches(17)[0]
+    loss_fn(model, mine)
+    sw.gradients(loss_fn(net(), mine), model)
+
+
+def test_leaves_that_are_not_in_the_graph_are_no_zeros(two):
+    message = "GraphError: the losses must reach at least one of the parameters; found none of them in the graph"
+    assert all(found.startswith(message) for found in two.errors(elsewhere))
+
+
+def one_rank():
+    model = sharded()
+    step = sw.Step(model, adam(model), loss_fn, 6, transforms=[sw.clip(0.5)], audit=False)
+    step.run(own_batches(17))
+    return flat(model)
+
+
+@pytest.mark.slow
+def test_one_rank_may_have_all_parts():
+    team = Ranks(1)
+    try:
+        (found,) = team.run(one_rank)
+    finally:
+        team.close()
+    torch.testing.assert_close(found, alone_in_between(), rtol=1e-10, atol=1e-12)
