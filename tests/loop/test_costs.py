@@ -102,3 +102,11 @@ def test_what_a_run_was_made_with(tmp_path):
     assert settings["optimizer"].startswith("SGD(lr=0.1")
     assert settings["model"] and settings["loss"] and settings["tail"] == "update"
     assert "max_grad_norm" not in settings  # was not asked for
+
+
+def test_sparse_gradients_have_norms(tmp_path):
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1))
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).squeeze(1))
+    sw.Trainer(step, tmp_path, progress=False, device="cpu", log_every=1).fit([torch.tensor([1, 1, 4])], epochs=1)
+    (line,) = [line for line in log(tmp_path) if line["kind"] == "layers"]
+    assert line["norms"]["0"] == pytest.approx(model[0].weight.grad.to_dense().norm().item())

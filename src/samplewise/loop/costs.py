@@ -66,11 +66,16 @@ class LayerNorms:
     def on_update(self, trainer: Any, update: Update) -> None:
         if update.skipped or trainer.step.counters.updates % trainer.log_every:
             return
-        norms = {n: torch.linalg.vector_norm(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
+        norms = {n: _norm(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
         if norms:  # compiled updates leave none
             values = torch.stack([norm.float().to(trainer.device) for norm in norms.values()]).tolist()
             found = by_layer(dict(zip(norms, values, strict=True)))
             trainer.write("layers", update=trainer.step.counters.updates, norms=found)
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    norm = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of what is spread over ranks
 
 
 def by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, float]:
