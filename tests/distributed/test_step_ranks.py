@@ -361,7 +361,7 @@ def by_hand():
     if ranks.rank() == 1 or not ranks.active():
         step.accumulate(first)
     update = step.apply()
-    told = update.samples, update.own, len(update.losses), len(update.norms) if ranks.active() else 0
+    told = update.samples, update.own, len(update.losses), update.losses.dtype
     with pytest.raises(sw.BatchError, match="an update must have samples; found none accumulated"):
         step.apply()
     assert step.flush() is None
@@ -371,9 +371,46 @@ def by_hand():
 def test_by_hand_a_rank_may_have_nothing(two):
     alone, _ = by_hand()
     (one, told), (other, _) = two.run(by_hand)
-    assert told == (5, 0, 0, 0)
+    assert told == (5, 0, 0, torch.float64)
     torch.testing.assert_close(one, alone)
     torch.testing.assert_close(other, alone)
+
+
+def saved_while_open():
+    model, strategy = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, 40, strategy=strategy, audit=False)
+    step(own_batches(3)[0])
+    try:
+        step.state_dict()
+    finally:
+        assert step.flush().samples == 6
+    step.state_dict()
+
+
+def test_an_open_window_is_in_no_state(two):
+    message = (
+        "DistributedError: a step of several ranks must be saved between two updates; found an open window, of which "
+        "each rank has a part. Save after an update; tail='carry' leaves a window open at the end of a loader."
+    )
+    assert two.errors(saved_while_open) == [message] * 2
+
+
+def made_too_early():
+    model = net()
+    active, ranks.active = ranks.active, lambda: False
+    try:
+        step = sw.Step(model, sgd(model), loss_fn)
+    finally:
+        ranks.active = active
+    step(own_batches(3)[0])
+
+
+def test_a_step_that_was_made_for_one_process(two):
+    message = (
+        "DistributedError: a step must know of all ranks when it is made; found 2 ranks, and a step that was made for "
+        "one process. Call init_process_group first."
+    )
+    assert two.errors(made_too_early) == [message] * 2
 
 
 # --------------------------------------------------------------------------------------------------------- beside

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from samplewise import ranks
 from samplewise.batches import length
 from samplewise.engine.replicas import inner
-from samplewise.errors import BatchError, LossesError, NonFiniteGradientError, NonFiniteLossError, ParameterError
+from samplewise.errors import (
+    BatchError,
+    DistributedError,
+    LossesError,
+    NonFiniteGradientError,
+    NonFiniteLossError,
+    ParameterError,
+)
 from samplewise.losses import as_loss_fn
 from samplewise.replay import Buffers
 from samplewise.step.audit import Audit
@@ -37,7 +44,7 @@ from samplewise.step.spread import Strategy
 from samplewise.step.summing import OfNumbers, Plain, Summing, Weighted
 from samplewise.step.team import Team, team_of
 from samplewise.step.update import Outcome, Totals, Update
-from samplewise.step.window import Counters, Window, nothing_known, opened
+from samplewise.step.window import Counters, Window, empty, nothing_known, opened
 from samplewise.transforms.chain import as_chain
 
 
@@ -291,6 +298,11 @@ class Step:
         not been computed yet are not in it: the first of them is number `counters.samples`. Model, optimizer and
         scheduler have state dicts of their own.
         """
+        if self._team is not None and self._window.open:
+            raise DistributedError(
+                "a step of several ranks must be saved between two updates; found an open window, of which each rank "
+                "has a part. Save after an update; tail='carry' leaves a window open at the end of a loader."
+            )
         parts = self._window.state() if not self._window.waiting else {}
         sums = {name: p.grad.clone() for name, p in self._trained.named.items() if p.grad is not None} if parts else {}
         return {
@@ -433,6 +445,11 @@ class Step:
         self._window.begun, self._evaluation.seconds = True, 0.0
         if self._team is not None:
             self._team.spread.open()
+        elif ranks.active():
+            raise DistributedError(
+                f"a step must know of all ranks when it is made; found {ranks.size()} ranks, and a step that was made "
+                "for one process. Call init_process_group first."
+            )
         self._trained.follow()
         self._trained.clear()
         self._buffers.remember()
@@ -538,7 +555,7 @@ class Step:
         if self._summing.window:
             self._compute()
             team.agree_again(window)
-        window.parts = window.parts or [nothing_known(0, [])]
+        window.parts = window.parts or [empty(next(iter(self._trained.named.values())))]
         if self._finish.checks or window.failure is not None:
             window.failure = team.problem(window, self._finish.on_nonfinite == "skip")
         if window.failure is None:

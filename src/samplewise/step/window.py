@@ -94,6 +94,13 @@ def opened(parts: dict[str, Any], failure: list[str], noted: list[dict[str, Any]
     return window
 
 
+def empty(like: Tensor) -> Part:
+    """Of a rank that has no samples."""
+    wide = torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32
+    none = torch.zeros(0, dtype=wide, device=like.device)
+    return Part(none, norms=none)
+
+
 def nothing_known(samples: int, beside: Sequence[Part]) -> Part:
     """For a window that is skipped before its losses are known. It has the columns of the parts beside it."""
     unknown = torch.full((samples,), torch.nan)
