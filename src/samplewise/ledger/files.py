@@ -13,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from samplewise import ranks
 from samplewise.errors import LedgerError, LedgerWarning
 from samplewise.files import whole
 
@@ -124,12 +123,12 @@ def _together(tables: list[Any], run: str | Path) -> Any:
 
 
 class Parts:
-    """Writes part after part into the directory of a run. `count`: how many there are. Of several ranks each writes a
+    """Writes part after part into the directory of a run. `count`: how many there are. Of `size` ranks each writes a
     file of every part.
     """
 
-    def __init__(self, run: Path, count: int):
-        self.run, self.count = run, count
+    def __init__(self, run: Path, count: int, rank: int = 0, size: int = 1):
+        self.run, self.count, self.rank, self.size = run, count, rank, size
 
     def open(self) -> None:
         """Removes what is newer than the first `count` parts. For one rank to do."""
@@ -149,7 +148,7 @@ class Parts:
 
     def write(self, table: Any) -> None:
         """All of it, or nothing."""
-        path = path_of(self.run, self.count, ranks.rank(), ranks.size())
+        path = path_of(self.run, self.count, self.rank, self.size)
         aside = self.run / f".{path.name}.partial"
         try:
             with whole(path, aside) as file:

@@ -132,7 +132,7 @@ class Ledger:
 
     def _open(self, place: Path, clear: bool) -> None:
         """Goes on after the parts that the state knows of. `clear`: without one, what is there may go."""
-        self._parts = Parts(place, self._count)
+        self._parts = Parts(place, self._count, ranks.rank(), ranks.size())
         if ranks.rank() == 0:
             self._clean(self._parts, clear)
         ranks.together()
