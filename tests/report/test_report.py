@@ -319,3 +319,12 @@ def test_needs_no_torch_and_little_else_of_samplewise(path):
     strange = [name for name in imported(path) if name.split(".")[0] not in allowed]
     ours = [module.__name__ for module in OURS]
     assert [name for name in strange if not name.startswith("samplewise.report") and name not in ours] == []
+
+
+def test_numbers_at_the_axes_keep_their_digits(report):
+    assert "0.502" in report([train(1, loss=0.501), train(2, loss=0.5035)]).text
+
+
+def test_drawings_are_without_what_nobody_sees(report):
+    html = report(WHOLE).html
+    assert "font-family: '" not in html and '<g id="' not in html

@@ -52,6 +52,14 @@ def test_curves_lie_over_each_other(tmp_path, two):
     assert "Ended at update 4: all epochs done" in shown.text and "Not finished: the log reaches update 6" in shown.text
 
 
+def test_of_several_learning_rates_the_first_is_drawn(tmp_path, two):
+    assert "Of several learning rates" not in compared(tmp_path, *two).text
+    write_run(two[0], [train(k, lr=[0.1, 0.2 * k]) for k in (1, 2)], about("first"))
+    shown = compared(tmp_path, *two)
+    assert len(shown.charts["Learning rate"]) == 2
+    assert "Of several learning rates, that of the first group is drawn." in shown.text
+
+
 def test_best_values_side_by_side(tmp_path, two):
     rows = compared(tmp_path, *two).tables["Best values"]
     assert rows[:4] == [

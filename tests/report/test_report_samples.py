@@ -374,3 +374,14 @@ def test_only_our_script_may_run(run):
     (policy,) = [value for name, value in shown.attributes if value and value.startswith("default-src 'none'")]
     digest = base64.b64encode(hashlib.sha256(shown.scripts[-1].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}';" in policy and "connect-src" not in policy
+
+
+def test_very_many_columns_are_cut_short(tmp_path, monkeypatch):
+    monkeypatch.setattr(scatter, "BUDGET", 3000)
+    write_run(tmp_path, NO_LINES)
+    extra = {f"column{k:02}": pa.array([f"{k} {one} " * 10 for one in range(N)]) for k in range(20)}
+    write_ledger(tmp_path, visits(list(range(N)), LOSSES, **extra))
+    shown = page_of(tmp_path)
+    keys = [found["key"] for found in shown.samples["columns"]]
+    assert keys[:5] == ["loss", "norm", "self_influence", "visits", "weight"] and 5 < len(keys) < 20
+    assert f"{25 - len(keys)} columns of the ledger are left out." in shown.text

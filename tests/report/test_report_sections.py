@@ -157,7 +157,7 @@ def test_a_run_of_this_version_or_of_none_is_not(report, wrote):
 
 def test_the_figures_that_one_looks_for_first(report):
     text = report(WHOLE).text
-    assert "4updates2epochs0.7500highest validation accuracy2.000lowest validation loss1.500lowest train loss" in text
+    assert "updates4epochs2highest validation accuracy0.7500lowest validation loss2.000lowest train loss1.500" in text
 
 
 # ------------------------------------------------------------------------------------------- the page

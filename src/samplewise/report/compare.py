@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samplewise.report import settings, training
-from samplewise.report.charts import Frame
 from samplewise.report.html import NOTHING, Section, aligned, columns, fact, pairs, quiet, shortened, table, text
 from samplewise.report.page import page, warned, write
 from samplewise.report.previews import Preview, Previews, as_html, read_previews
@@ -97,23 +96,21 @@ def _same(compared: Sequence[Compared]) -> Section:
 
 
 def _curves(compared: Sequence[Compared]) -> Section:
-    """One chart for each that any run has. A run without it still has its colour."""
+    """One chart for each that any run has."""
     each = [training.charts(c.run) for c in compared]
     titles = dict.fromkeys(title for charts in each for title in charts)
     spans = [c.run.span for c in compared]
-    frame = Frame(min(first for first, _ in spans), max(last for _, last in spans))
-    figures = "".join(
-        training.drawn(f"chart{k}", title, _overlaid(title, compared, each), frame) for k, title in enumerate(titles)
-    )
-    return Section("Curves", columns(figures) if figures else quiet("Nothing to draw yet."))
+    span = min(first for first, _ in spans), max(last for _, last in spans)
+    found = training.figures({title: _overlaid(title, compared, each) for title in titles}, span)
+    several = any(len(curves) > 1 for charts in each for curves in charts.values())
+    note = quiet("Of several learning rates, that of the first group is drawn.") if several else ""
+    return Section("Curves", found + note if found else quiet("Nothing to draw yet."))
 
 
 def _overlaid(title: str, compared: Sequence[Compared], each: Sequence[training.Charts]) -> list[Curve]:
-    """Of several learning rates the first stands for the run."""
-    return [
-        Curve(c.name, charts[title][0].points if title in charts else [])
-        for c, charts in zip(compared, each, strict=True)
-    ]
+    """A run without it still has its colour."""
+    found = [charts[title][0].points if title in charts else [] for charts in each]
+    return [Curve(c.name, points) for c, points in zip(compared, found, strict=True)]
 
 
 def _best(compared: Sequence[Compared]) -> Section:

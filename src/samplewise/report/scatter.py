@@ -22,6 +22,7 @@ DECADES = 30.0  # largest over smallest, from where on an axis is logarithmic
 SMALLEST = 1e-8  # of the largest: what is smaller stands at the edge of a logarithmic axis
 HIDDEN = ("id", "visits", "epoch", "update")
 Values = Sequence[float | None]
+Column = dict[str, Any]  # as the script knows it
 
 
 class Axis(NamedTuple):
@@ -60,7 +61,7 @@ def density(axes: Sequence[Axis], values: Sequence[Values]) -> list[list[int]]:
 
 def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
     """What the page's script is given."""
-    each, (rows, whole) = samples.each, _chosen(samples)
+    each, (rows, columns, whole) = samples.each, _chosen(samples)
     xs, ys = (each[name].to_pylist() if name in each.column_names else [] for name in ("loss", "norm"))
     x, y = axis("loss", xs), axis("gradient norm", ys)
     numbers = {row: k for k, row in enumerate(rows)}
@@ -72,7 +73,7 @@ def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
         "axes": [x._asdict(), y._asdict()] if x and y else None,
         "grid": None if whole or not (x and y) else {"size": GRID, "cells": density((x, y), (xs, ys))},
         "ids": [shortened(one) for one in ids],
-        "columns": _labels(each, ids, previews) + _columns(each.take(rows)),
+        "columns": _labels(each, ids, previews) + columns,
         "scores": [{"title": s.title, "order": [numbers[row] for row in s.order]} for s in samples.scores],
         "previews": {k: shown[ids[k]] for k in suspects if ids[k] in shown},
     }
@@ -84,22 +85,43 @@ def _by_rank(samples: Samples) -> list[list[int]]:
     return [[s.order[k] for s in samples.scores if k < len(s.order)] for k in range(longest)]
 
 
-def _chosen(samples: Samples) -> tuple[list[int], bool]:
-    """The rows that are put into the page, and whether these are all."""
+def _chosen(samples: Samples) -> tuple[list[int], list[Column], bool]:
+    """The rows that are put into the page, their columns, and whether these rows are all."""
     each = samples.each
-    if len(each) <= MOST_SAMPLES and len(json.dumps([each["id"].to_pylist(), _columns(each)])) <= BUDGET:
-        return list(range(len(each))), True
-    return sorted({row for score in samples.scores for row in score.order}), False
+    if len(each) <= MOST_SAMPLES:
+        columns = [_column(each, name) for name in _names(each)]
+        if _size([each["id"].to_pylist(), columns]) <= BUDGET:
+            return list(range(len(each))), columns, True
+    rows = sorted({row for score in samples.scores for row in score.order})
+    return rows, _fitting(each.take(rows)), False
 
 
-def _columns(chosen: Any) -> list[dict[str, Any]]:
-    """What is shown of a sample, with its numbers rounded."""
-    extra = [name for name in chosen.column_names if name not in HIDDEN and name not in SCORES]
-    scores = [name for name in SCORES if name in chosen.column_names]
-    titles = {name: TITLES.get(name, name) for name in scores} | {name: name for name in extra}
-    names = sorted([*scores, "visits", *extra], key=lambda name: name != "label")  # that is looked for first
-    found = {name: [_plain(v) for v in chosen[name].to_pylist()] for name in names}
-    return [{"name": titles.get(name, name), "key": name, **_told(values)} for name, values in found.items()]
+def _size(value: Any) -> int:
+    return len(json.dumps(value))
+
+
+def _names(each: Any) -> list[str]:
+    """What is shown of a sample, in this order."""
+    extra = [name for name in each.column_names if name not in HIDDEN and name not in SCORES]
+    scores = [name for name in SCORES if name in each.column_names]
+    return sorted([*scores, "visits", *extra], key=lambda name: name != "label")  # that is looked for first
+
+
+def _fitting(chosen: Any) -> list[Column]:
+    """Scores are always there, and other columns as long as there is room."""
+    found: list[Column] = []
+    room = BUDGET
+    for name in _names(chosen):
+        column = _column(chosen, name)
+        room -= _size(column)
+        if room >= 0 or name in SCORES:
+            found.append(column)
+    return found
+
+
+def _column(each: Any, name: str) -> Column:
+    values = [_plain(value) for value in each[name].to_pylist()]
+    return {"name": TITLES.get(name, name) if name in SCORES else name, "key": name, **_told(values)}
 
 
 def _told(values: list[Any]) -> dict[str, Any]:
@@ -113,7 +135,7 @@ def _plain(value: object) -> object:
     return shortened(value) if isinstance(value, str) else value
 
 
-def _labels(each: Any, ids: list[str], previews: Previews) -> list[dict[str, Any]]:
+def _labels(each: Any, ids: list[str], previews: Previews) -> list[Column]:
     """As previews have them, where the ledger has none."""
     found = [] if "label" in each.column_names else [previews.label(one) for one in ids]
     return [{"name": "label", "key": "label", **_told(found)}] if any(label is not None for label in found) else []
@@ -126,14 +148,6 @@ def scatter(samples: Samples, previews: Previews) -> Section:
     if samples.each is None:
         return Section("Samples", quiet(samples.missing))
     data = payload(samples, previews)
-    said = (
-        "Each sample by the mean over its visits."
-        if not data["grid"]
-        else (
-            f"{data['total']:,} samples are too many to draw one by one: the shade tells how many there are, and only "
-            "the most suspect are points."
-        )
-    )
     plot = _PLOT if data["axes"] else quiet("Loss or norm is not known: there is nothing to draw them against.")
     choices = "".join(
         f'<button type="button" data-score="{k}" aria-pressed="{"false" if k else "true"}">{text(s["title"])}</button>'
@@ -141,9 +155,25 @@ def scatter(samples: Samples, previews: Previews) -> Section:
     )
     return Section(
         "Samples",
-        f'<p class="quiet">{said} Most suspect are those that a score finds hardest to learn: wrong labels, and the '
-        f'unusual.</p>\n<div id="scores" role="group" aria-label="Suspects by">{choices}</div>\n{plot}\n{_GALLERY}'
+        f"{quiet(_said(samples, data))}\n"
+        f'<div id="scores" role="group" aria-label="Suspects by">{choices}</div>\n{plot}\n{_GALLERY}'
         f"{embedded('samples-data', data)}",
+    )
+
+
+def _said(samples: Samples, data: dict[str, Any]) -> str:
+    """What the points are, and what is not shown."""
+    said = ["Each sample by the mean over its visits."]
+    if data["grid"]:
+        said = [
+            f"{data['total']:,} samples are too many to draw one by one: the shade tells how many there are, and only "
+            "the most suspect are points."
+        ]
+    left = set(_names(samples.each)) - {column["key"] for column in data["columns"]}
+    if left:
+        said.append(f"{len(left):,} columns of the ledger are left out.")
+    return " ".join(
+        [*said, "Most suspect are those that a score finds hardest to learn: wrong labels, and the unusual."]
     )
 
 

@@ -20,7 +20,7 @@ def tiles(run: Run, samples: int | None) -> str:
     for found in reversed(measured(run)):  # validation before training
         for which in better(found.name)[:1] if len(better(found.name)) == 1 else ():
             shown += [(f"{which} {found.name}", number(value)) for _, value in extreme(found, which)]
-    entries = (f"<div><dd>{text(value)}</dd><dt>{text(name)}</dt></div>" for name, value in shown[:TILES])
+    entries = (f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in shown[:TILES])
     return f'<dl class="tiles">{"".join(entries)}</dl>\n' if run.lines else ""
 
 

@@ -58,14 +58,18 @@ def not_finite(drawn: Curve) -> str:
 
 
 def curves(run: Run) -> Section:
-    found = list(charts(run).items())
-    shown = found[:MOST_CHARTS]
-    frame = Frame(*run.span, points=MOST_POINTS * min(FULL_CHARTS, len(shown)) // max(1, len(shown)))
-    figures = "".join(drawn(f"chart{k}", *chart, frame) for k, chart in enumerate(shown))
+    missing = "" if run.metrics() else quiet("This run has no validation.")
+    found = figures(charts(run), run.span)
+    return Section("Curves", found + missing if found else quiet("Nothing to draw yet."))
+
+
+def figures(found: Charts, span: tuple[float, float]) -> str:
+    """The charts beside each other, as far as a page can hold them."""
+    shown = list(found.items())[:MOST_CHARTS]
+    frame = Frame(*span, points=MOST_POINTS * min(FULL_CHARTS, len(shown)) // max(1, len(shown)))
     left = f"{len(found) - len(shown):,} more numbers of the log are left out: {MOST_CHARTS} are drawn."
-    notes = [left] * (len(found) > len(shown)) + ["This run has no validation."] * (not run.metrics())
-    content = columns(figures) + "".join(map(quiet, notes))
-    return Section("Curves", content if figures else quiet("Nothing to draw yet."))
+    content = columns("".join(drawn(f"chart{k}", *chart, frame) for k, chart in enumerate(shown)))
+    return content + (quiet(left) if len(found) > len(shown) else "")
 
 
 def drawn(prefix: str, title: str, curves: Sequence[Curve], frame: Frame, log: bool = False) -> str:
