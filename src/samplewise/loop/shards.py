@@ -84,16 +84,31 @@ class Saver:
         self, aside: Path, path: Path, rest: dict[str, Any], tensors: dict[str, Tensor], then: Callable[[], None]
     ) -> None:
         save(tensors, storage_writer=FileSystemWriter(aside), process_group=self._group)
-        sums: list[dict[str, str]] = [{}] * ranks.size()
-        dist.all_gather_object(sums, _sums(aside.glob(f"__{ranks.rank()}_*")), group=self._group)
-        if ranks.rank() == 0:
+        sums = self._each(lambda: _sums(aside.glob(f"__{ranks.rank()}_*")))
+
+        def finish() -> None:
             files = {name: found for one in sums for name, found in one.items()} | _sums([aside / ".metadata"])
             store.write(aside / REST, {**rest, "files": files})
             _make_way(path, make=False)  # an older one of that number: this one is as good
             os.replace(aside, path)
             sync_directory(path.parent)
             then()
-        dist.barrier(group=self._group)
+
+        self._each(finish if ranks.rank() == 0 else lambda: None)
+
+    def _each(self, call: Callable[[], Any]) -> list[Any]:
+        """What each rank gets from its call; an error of one is everybody's."""
+        found, problem = None, None
+        try:
+            found = call()
+        except Exception as error:
+            problem = f"{type(error).__name__} on rank {ranks.rank()}: {error}"
+        everyones: list[Any] = [None] * ranks.size()
+        dist.all_gather_object(everyones, (found, problem), group=self._group)
+        for _, told in everyones:
+            if told is not None:
+                raise CheckpointError(told)
+        return [one for one, _ in everyones]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -149,6 +164,6 @@ def _copy(tensor: Tensor) -> Tensor:
 def _raise(problem: BaseException | None) -> None:
     if problem is not None:
         raise CheckpointError(
-            f"a checkpoint must be written by all ranks, which failed: {problem}. Free some space or see to the "
-            "permissions, and resume: the checkpoints before it are whole."
+            f"a checkpoint must be written by all ranks, which failed: {str(problem).rstrip('.')}. Free some space or "
+            "see to the permissions, and resume: the checkpoints before it are whole."
         ) from problem
