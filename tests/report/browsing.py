@@ -83,7 +83,8 @@ class Browser:
         return self.driver.find_elements(By.CSS_SELECTOR, css)
 
     def texts(self, css):
-        return [element.text for element in self.all(css)]
+        """At one moment: a page may be about to change."""
+        return self.run("return [...document.querySelectorAll(arguments[0])].map(e => e.innerText.trim())", css)
 
     def click(self, css):
         self.run("arguments[0].scrollIntoView({block: 'center'})", self.one(css))

@@ -153,9 +153,12 @@ def test_a_page_that_reloads_itself_is_as_it_was_left(browser, run, tmp_path):
         document.querySelector("[data-sample='398']").click();
         window.old = true;
         scrollTo(0, 700);""")
-    browser.until(lambda: browser.run("return !window.old && document.readyState === 'complete'"))
-    assert browser.run("return scrollY") == 700
-    assert pinned(browser) == ["Sample 398"] and cards(browser)[0] == "399"
+    left = [700, "Sample 398", "399"]
+    seen = """
+        if (window.old || document.readyState !== "complete") return null;
+        const text = css => document.querySelector(css).innerText;
+        return [scrollY, text("#pinned h3"), text("#gallery strong")]"""
+    browser.until(lambda: browser.run(seen) == left)
 
 
 @pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
