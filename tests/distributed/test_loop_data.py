@@ -7,7 +7,15 @@ import re
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    get_worker_info,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from samplewise import ranks
@@ -200,6 +208,21 @@ def test_where_only_as_many_can_go_on(name, monkeypatch):
     fresh = of(name, 0, 2)
     fresh.load({"place": vars(Place())}, 1)  # between epochs it makes no difference
     assert len(read(fresh, 1)) == len(range(0, SAMPLES, 2))
+
+
+class WorkersShare(IterableDataset):
+    """Each worker has every other sample."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter([(i, torch.zeros(())) for i in range(info.id, SAMPLES, info.num_workers)])
+
+
+def test_a_stream_with_workers_is_divided_in_each_of_them():
+    loader = DataLoader(WorkersShare(), batch_size=3, num_workers=2)
+    shares = [read(Feed(loader, 0, share=Share(rank, 2))) for rank in range(2)]
+    assert sorted(number for share in shares for number, _ in share) == list(range(SAMPLES))
+    assert all(len(share) >= SAMPLES // 2 - 1 for share in shares)
 
 
 def test_drop_last_leaves_no_rank_with_less():

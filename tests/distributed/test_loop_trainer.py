@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import samplewise as sw
 from samplewise import ranks
@@ -119,6 +119,20 @@ def test_ranks_do_what_one_process_does(team, request, alone, tmp_path):
     assert len((tmp_path / "run" / "train.csv").read_text().splitlines()) == len(
         (run / "train.csv").read_text().splitlines()
     )
+
+
+def divided_before(run):
+    """By torch's sampler, which repeats a sample where shares would not be equal."""
+    made = trainer(run, samples=None, sharded=True)
+    sampler = DistributedSampler(data(), ranks.size(), ranks.rank(), shuffle=False)
+    made.fit(DataLoader(data(), batch_size=4, sampler=sampler), epochs=1)
+    return made.step.counters.samples, made.step.counters.updates, parameters(made)
+
+
+def test_what_is_divided_already_is_taken_as_it_is(two, tmp_path):
+    (samples, updates, found), (_, _, other) = two.run(divided_before, tmp_path / "run")
+    assert (samples, updates) == (SAMPLES + 1, 3)
+    assert torch.equal(found, other)
 
 
 # ------------------------------------------------------------------------------------------------------- going on
