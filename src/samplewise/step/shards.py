@@ -134,8 +134,8 @@ class Shards:
         self._unshard()
 
     def _unshard(self) -> None:
-        for each in self._parameters:
-            ranks.note("all_gather", each.manager._sharded_param_data.numel() * each.shard.element_size())
+        for group in self._groups if ranks.active() else ():
+            ranks.note("all_gather", sum(p._sharded_param_data.nbytes for p in group.fsdp_params))
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()

@@ -212,6 +212,11 @@ class Step:
             self._compiling.mode = False
             self._summing = self._make_summing()
 
+    def gather(self) -> None:
+        """Has the whole model at hand on every rank, for forward passes that belong to no update."""
+        if self._team is not None:
+            self._team.spread.open()
+
     @contextmanager
     def telling(self, tell: Callable[[str], None]) -> Iterator[None]:
         """Meanwhile `tell` is called with a line where compiling takes long, instead of printing it. From a thread."""

@@ -210,9 +210,10 @@ class Team:
 
 def _generators(transform: SumTransform, gradients: Sequence[Tensor]) -> list[torch.Generator]:
     """Where it may draw from."""
-    own = [] if transform.generator is None else [transform.generator]
+    if transform.generator is not None:
+        return [transform.generator]
     devices = sorted({g.device.index or 0 for g in gradients if g.device.type == "cuda"})
-    return [*own, torch.default_generator, *(torch.cuda.default_generators[k] for k in devices)]
+    return [torch.default_generator, *(torch.cuda.default_generators[k] for k in devices)]
 
 
 def _elsewhere() -> NonFiniteGradientError:

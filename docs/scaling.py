@@ -1,0 +1,288 @@
+"""What ranks tell each other for one update, and what that means for more of them. Prints the tables of scaling.md.
+
+python docs/scaling.py
+
+The messages are those of the library, one by one: a test compares them with what two ranks are seen to exchange. Times
+and memory follow from them by the formulas below; nobody has measured them on so many GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from samplewise import ranks
+
+Message = tuple[str, int]  # the collective, and the bytes that one rank hands over
+
+# ------------------------------------------------------------------------------------------------ messages of an update
+
+
+@dataclass(frozen=True)
+class Model:
+    shapes: Sequence[tuple[int, ...]]
+    element: int = 4  # bytes
+    gathered: int = 1  # groups of parameters that fully_shard gathers at once
+
+    @property
+    def size(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+
+@dataclass(frozen=True)
+class Update:
+    """window_transforms: for each transform that sees the window as a whole, how many numbers it needs of a sample
+    (drop by norms: 5). spanning: groups with samples on several ranks. said: bytes of what ranks say of their groups'
+    keys, or of their reference, as pickled.
+    """
+
+    model: Model
+    ranks: int
+    window: int  # samples of all ranks, dealt out evenly
+    window_transforms: Sequence[int] = ()
+    by_place: bool = False  # weight(tensor)
+    groups: bool = False
+    spanning: int = 0
+    references: bool = False
+    noise: bool = False
+    said: int = 0
+    sharded: bool = False
+
+    @property
+    def share(self) -> int:
+        return -(-self.window // self.ranks)
+
+    def messages(self) -> list[Message]:
+        return [*meeting(), *self._numbers(), *self._gradients(), *self._after()]
+
+    def _numbers(self) -> Iterable[Message]:
+        """Where transforms need the numbers of all."""
+        if not (self.window_transforms or self.by_place or self.groups):
+            return
+        yield from meeting()
+        yield from gathering(16)  # how many samples each rank has
+        if self.groups:
+            yield from gathering(self.said)
+        for columns in self.window_transforms:
+            yield from meeting()
+            yield from gathering(8 * columns * self.share)
+        for _ in range(self.spanning):
+            yield from meeting()
+            yield from sums(self.model)
+        yield from meeting()
+
+    def _gradients(self) -> Iterable[Message]:
+        if self.references:
+            yield from gathering(self.said)
+        yield "all_reduce", 8 * len(self.model.shapes)  # which parameters any rank has reached
+        yield from (parts(self.model, self.ranks) if self.sharded else sums(self.model))
+
+    def _after(self) -> Iterable[Message]:
+        if self.noise:
+            state = len(pickle.dumps([torch.default_generator.get_state()]))
+            yield from [("broadcast", 8), ("broadcast", state)]
+        if self.sharded:
+            yield "all_reduce", 8 * len(self.model.shapes)  # norms
+            yield from self._gathers()
+
+    def _gathers(self) -> Iterable[Message]:
+        """The parts of whole groups of parameters: as large as the largest of any rank."""
+        parts = [math.prod((-(-rows // self.ranks), *rest)) for rows, *rest in self.model.shapes]
+        whole = self.model.element * sum(parts)
+        for number in range(self.model.gathered):
+            yield "all_gather", whole // self.model.gathered + (number < whole % self.model.gathered)
+
+
+def meeting() -> list[Message]:
+    return [("all_reduce", 8 * ranks.ROOM)]
+
+
+def gathering(count: int) -> list[Message]:
+    """How many rows each rank has, and then the rows."""
+    return [("all_gather", 8), ("all_gather", count)]
+
+
+def sums(model: Model) -> Iterable[Message]:
+    for bucket in buckets([model.element * math.prod(shape) for shape in model.shapes]):
+        yield "all_reduce", bucket
+
+
+def parts(model: Model, size: int) -> Iterable[Message]:
+    """Rows are filled up, so that each rank has as many."""
+    padded = [(-(-rows // size) * size, *rest) for rows, *rest in model.shapes]
+    in_buckets = buckets(
+        [model.element * math.prod(shape) for shape in model.shapes],
+        [model.element * math.prod(shape) for shape in padded],
+    )
+    for bucket in in_buckets:
+        yield "reduce_scatter", bucket
+
+
+def buckets(tensors: Sequence[int], counted: Sequence[int] | None = None) -> list[int]:
+    """Tensors one after the other, until a bucket is full."""
+    filled: list[int] = []
+    told: list[int] = []
+    for size, count in zip(tensors, counted or tensors, strict=True):
+        if not filled or filled[-1] + size > ranks.BUCKET:
+            filled.append(0)
+            told.append(0)
+        filled[-1] += size
+        told[-1] += count
+    return told
+
+
+def added_up(messages: Iterable[Message]) -> tuple[dict[str, int], dict[str, int]]:
+    """How often each collective is called, and its bytes."""
+    calls, count = Counter[str](), Counter[str]()
+    for name, size in messages:
+        calls[name] += 1
+        count[name] += size
+    return dict(calls), dict(count)
+
+
+# --------------------------------------------------------------------------------------------------- times and memory
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Eight GPUs a node. Bandwidths are what one GPU gets in a large collective, in bytes per second."""
+
+    inside: float = 200e9  # within a node
+    between: float = 40e9  # between nodes
+    start: float = 20e-6  # seconds to begin a collective, and for each doubling of the ranks
+    speed: float = 120e12  # operations per second that training gets out of a GPU
+    node: int = 8
+
+    def seconds(self, message: Message, size: int) -> float:
+        """By a ring for the bytes, and by a tree for the beginning."""
+        name, count = message
+        if size == 1:
+            return 0.0
+        travels = {
+            "all_reduce": 2 * (size - 1) / size,
+            "reduce_scatter": (size - 1) / size,
+            "broadcast": 1.0,
+            "all_gather": size - 1,
+        }
+        bandwidth = self.inside if size <= self.node else self.between
+        return self.start * (1 + math.log2(size)) + travels[name] * count / bandwidth
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: Model
+    tokens: int  # of one sample
+    share: int  # samples of one GPU in an update
+
+    def compute(self, machine: Machine, factor: float) -> float:
+        """Six operations per parameter and token, times what per-sample gradients cost beside."""
+        return factor * 6 * self.model.size * self.tokens * self.share / machine.speed
+
+
+def transformer(width: int, layers: int, vocabulary: int) -> Model:
+    block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width), (width,), (width,)]
+    return Model([(vocabulary, width), *block * layers], gathered=1 + layers)
+
+
+CASES = (
+    Case("124 M parameters, 8 sequences of 1024 tokens a GPU", transformer(768, 12, 50304), 1024, 8),
+    Case("1.6 G parameters, 4 sequences of 1024 tokens a GPU", transformer(1600, 48, 50304), 1024, 4),
+)
+SIZES = (1, 8, 64, 1024)
+DROP = 5  # numbers of a sample that drop by norms is told of: its place, loss, count, norm, and share
+
+
+def kinds(case: Case, size: int) -> dict[str, tuple[Update, float]]:
+    """Each with what its computation costs over a plain update, as measured for transformers in one process."""
+    window = size * case.share
+    return {
+        "plain": (Update(case.model, size, window), 1.0),
+        "clip, weight, normalize(1.0)": (Update(case.model, size, window), 1.3),
+        "drop, normalize('mean')": (Update(case.model, size, window, window_transforms=[DROP]), 1.3),
+        "align": (Update(case.model, size, window, references=True, said=60), 1.3),
+        "noise": (Update(case.model, size, window, noise=True), 1.0),
+        "group, 4 of them on several ranks": (
+            Update(case.model, size, window, groups=True, spanning=4 if size > 1 else 0, said=30 * case.share),
+            1.3,
+        ),
+        "clip, fsdp": (Update(case.model, size, window, sharded=True), 1.3),
+    }
+
+
+def exchange(update: Update, machine: Machine) -> float:
+    return sum(machine.seconds(message, update.ranks) for message in update.messages())
+
+
+def memory(model: Model, size: int, sharded: bool) -> dict[str, float]:
+    """Bytes of a rank, in float32 with Adam; activations come on top, and do not depend on the ranks."""
+    one = float(model.size * model.element)
+    if not sharded:
+        return {"parameters": one, "gradients": one, "optimizer": 2 * one, "buckets": min(one, 3 * ranks.BUCKET)}
+    part = one / size
+    return {"parameters": one + part, "gradients": one + part, "optimizer": 2 * part, "buckets": min(one, ranks.BUCKET)}
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def bytes_table(case: Case) -> str:
+    rows = ["| | " + " | ".join(f"{size} ranks" for size in SIZES[1:]) + " |", "|---" * len(SIZES) + "|"]
+    for name in kinds(case, 8):
+        cells = []
+        for size in SIZES[1:]:
+            messages = kinds(case, size)[name][0].messages()
+            cells.append(f"{len(messages)} · {_size(sum(count for _, count in messages))}")
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def time_table(case: Case, machine: Machine) -> str:
+    rows = [
+        "| | " + " | ".join(f"{size} GPU{'s' * (size > 1)}" for size in SIZES) + " |",
+        "|---" * (len(SIZES) + 1) + "|",
+    ]
+    for name in kinds(case, 8):
+        cells = []
+        for size in SIZES:
+            update, factor = kinds(case, size)[name]
+            computed = case.compute(machine, factor)
+            cells.append(f"{1e3 * computed:.0f} + {1e3 * exchange(update, machine):.0f} ms")
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def memory_table() -> str:
+    rows = ["| | " + " | ".join(f"{size}" for size in SIZES) + " |", "|---" * (len(SIZES) + 1) + "|"]
+    for case in CASES:
+        name = case.name.partition(",")[0]
+        for strategy, sharded in (("ddp", False), ("fsdp", True)):
+            cells = [_size(sum(memory(case.model, size, sharded).values())) for size in SIZES]
+            rows.append(f"| {name}, {strategy} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def _size(count: float) -> str:
+    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def tables() -> str:
+    machine, found = Machine(), []
+    for case in CASES:
+        found += [f"Messages of a rank for one update, and their bytes. {case.name}:", bytes_table(case)]
+        found += [f"Computation + exchange of one update. {case.name}:", time_table(case, machine)]
+    return "\n\n".join(
+        [*found, "Memory of a rank without activations, float32, Adam, by number of ranks:", memory_table()]
+    )
+
+
+if __name__ == "__main__":
+    print(tables())
