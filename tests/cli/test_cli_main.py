@@ -47,7 +47,7 @@ def test_a_process_ends_with_the_same_code():
             [
                 "Begin with a recipe",
                 "Train what a recipe describes.",
-                "Find wrong labels by their gradients.",
+                "Find wrong labels by what became of every sample.",
                 "Look at a recipe before it is trained, or at",
             ],
         ),
