@@ -85,7 +85,8 @@ class Ledger:
             return
         if self._parts is None or self._resumes:
             self._open(self._place(), clear=False)
-        ours = not ranks.active() or bool(update.own or update.noted)  # else it was made of others' samples
+        assert self._parts is not None
+        ours = self._parts.size == 1 or bool(update.own or update.noted)  # else it was made of others' samples
         if ours and not update.knows(*self.keys):
             raise LedgerError(
                 "a ledger must be told of an update from its first sample on; found one that does not know the ids of "
@@ -97,7 +98,7 @@ class Ledger:
         self._rows, self._added = self._rows + update.samples, self._added + 1
         if len(self._updates) >= self._patience:
             self._gather()
-        if self._rows >= self.every * ranks.size():  # the same everywhere: all ranks write a part, or none does
+        if self._rows >= self.every * self._parts.size:  # the same everywhere: all ranks write a part, or none does
             self.flush()
 
     def flush(self) -> None:
