@@ -16,6 +16,7 @@ from samplewise import ranks
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
 from samplewise.loop.events import EVENTS
 from samplewise.loop.loggers import CSV
+from samplewise.loop.store import Checkpoints, read
 
 SAMPLES = 23
 
@@ -44,6 +45,7 @@ def accuracy(outputs, batch):
 
 
 def parameters(trainer):
+    trainer.step.gather()  # the whole of them
     return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
 
 
@@ -149,7 +151,7 @@ class Order:
         self.seen = []
 
 
-def going_on(run, until, resume=True, dropout=0.0, **options):
+def going_on(run, until, resume=True, dropout=0.0, strategy="ddp", best=0):
     """Trains until so many updates are made; says what the parameters are and which samples went into each update."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).double()
@@ -163,10 +165,10 @@ def going_on(run, until, resume=True, dropout=0.0, **options):
         return nn.functional.cross_entropy(model(inputs), targets, reduction="none")
 
     step = sw.Step(
-        model, optimizer, loss_fn, 6, scheduler=scheduler, transforms=[sw.clip(1.0)], audit=False, strategy="ddp"
+        model, optimizer, loss_fn, 6, scheduler=scheduler, transforms=[sw.clip(1.0)], audit=False, strategy=strategy
     )
-    callbacks = [order, EarlyStopping("loss", patience=9), ModelCheckpoint(every="2up")]
-    made = sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=1, log_every=2, **options)
+    callbacks = [order, EarlyStopping("loss", patience=9), ModelCheckpoint(every="2up", best=best)]
+    made = sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=1, log_every=2)
     training, validation = (sw.Indexed(data(samples)) for samples in (SAMPLES, 11))
     training, validation = DataLoader(training, batch_size=4, shuffle=True), DataLoader(validation, batch_size=3)
     made.fit(training, validation, updates=until, resume=resume)
@@ -196,6 +198,26 @@ def test_others_go_on_where_ranks_have_left_off(before, after, stop, two, three,
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
     assert windows(begun) + windows(ended) == windows([(expected, updates)])
     assert close(log(tmp_path / "run"), log(run))
+
+
+def fully_sharded(run, until):
+    found, updates = going_on(run, until, strategy="fsdp", best=1)
+    return found, updates
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_what_ranks_share_is_saved_and_resumed(before, after, two, three, undisturbed, tmp_path):
+    expected, updates = undisturbed[1]
+    start = {1: lambda _, *given: [going_on(*given)], 2: two.run, 3: three.run}
+    begun = start[before](fully_sharded, tmp_path / "run", 6)
+    ended = start[after](fully_sharded, tmp_path / "run", 12)
+    state, path = Checkpoints(tmp_path / "run" / "checkpoints").latest()
+    assert path.name == "update-000000012.ckpt"
+    found = torch.cat([tensor.flatten() for tensor in state["model"].values()])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    assert windows(begun) + windows(ended) == windows([(expected, updates)])
+    [best] = (tmp_path / "run").glob("best-*.ckpt")
+    assert sum(tensor.numel() for tensor in read(best)["model"].values()) == len(expected)
 
 
 def test_as_many_ranks_go_on_to_the_last_bit(two, tmp_path):

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
 from samplewise import ranks
 from samplewise.errors import CheckpointError
 from samplewise.step.step import Step
@@ -27,6 +31,32 @@ def check_savable(step: Step) -> None:
             f"an open window must be saved as sums; found {found}. Use tail='update' or 'drop', or save in the middle "
             "of epochs: every='100up'."
         )
+
+
+def load(part: Any, state: Any) -> None:
+    """Where ranks share a model, each takes its own part of what was saved."""
+    if ranks.active() and isinstance(part, nn.Module):
+        now = part.state_dict()
+        state = {name: _as_shared(value, now.get(name)) for name, value in state.items()}
+    elif ranks.active() and isinstance(part, torch.optim.Optimizer):
+        owners = [p for group in part.param_groups for p in group["params"]]
+        each = {
+            k: {name: _as_shared(value, owners[k]) for name, value in values.items()}
+            for k, values in state["state"].items()
+        }
+        state = {**state, "state": each}
+    part.load_state_dict(state)
+
+
+def _as_shared(value: Any, like: Any) -> Any:
+    if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return value
+
+
+def whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a model, on every rank, with what ranks share put together."""
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
 def kinds(parts: Mapping[str, Any]) -> dict[str, str]:

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from samplewise import files, ranks
 from samplewise.errors import CheckpointError, CheckpointWarning
@@ -249,7 +250,8 @@ def _encode_items(value: dict[Any, Any], place: tuple[Any, ...], tensors: list[T
 
 
 def _encode_tensor(value: Tensor, place: tuple[Any, ...], tensors: list[Tensor]) -> list[Any]:
-    if type(value) not in TENSORS or value.layout != torch.strided or value.is_meta or value.is_quantized:
+    whole = type(value) in TENSORS or isinstance(value, DTensor)
+    if not whole or value.layout != torch.strided or value.is_meta or value.is_quantized:
         raise TypeError(
             f"{_dotted(place)} must be a plain, dense tensor with data; found {_kind(value)} of layout {value.layout} "
             f"and dtype {value.dtype} on {value.device}. Convert it, or leave it out of the state."
@@ -260,6 +262,8 @@ def _encode_tensor(value: Tensor, place: tuple[Any, ...], tensors: list[Tensor])
 
 def _copy(value: Tensor) -> Tensor:
     """As it goes into the file."""
+    if isinstance(value, DTensor):
+        raise TypeError("a tensor must be whole to be written by one process; found one that ranks share.")
     copy = value.detach().resolve_conj().resolve_neg().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copy if copy.dtype in DTYPES else copy.reshape(-1).view(torch.uint8)
 

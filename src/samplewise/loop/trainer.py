@@ -19,7 +19,7 @@ from samplewise.criteria import Criterion
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.about import about
 from samplewise.loop.callbacks import ModelCheckpoint
-from samplewise.loop.contents import check_resumed, check_savable, kinds
+from samplewise.loop.contents import check_resumed, check_savable, kinds, load, whole
 from samplewise.loop.costs import Clock, LayerNorms, peak_memory
 from samplewise.loop.devices import moved
 from samplewise.loop.distributed import Stop, by_all, join, tell, unwrapped
@@ -263,7 +263,7 @@ class Trainer:
         """The model's state alone, beside the log."""
         if self.fast_dev_run:
             return Path(os.devnull)
-        state = {"model": self.model.state_dict(), "update": self.step.counters.updates}
+        state = {"model": whole(self.model.state_dict()), "update": self.step.counters.updates}
         return self._run_files().save_aside(name, state)
 
     def _run_files(self) -> Run:
@@ -285,7 +285,7 @@ class Trainer:
         own, parts = state["trainer"], self._parts()
         check_resumed(state, parts, self.seed)
         for name, part in parts.items():
-            part.load_state_dict(state[name])
+            load(part, state[name])
         self._epoch = own["epoch"]
         self._feed.load(own, self._epoch)
         self.step.counters.epochs = self._epoch  # one more, if its loader had ended: it will end again
@@ -410,6 +410,7 @@ class Trainer:
         """Every module in eval mode and no graph; then each in its own mode, and all random numbers as before."""
         modules = [self.model, *([self.step.loss_fn] if isinstance(self.step.loss_fn, nn.Module) else [])]
         restore = modes(*modules)
+        self.step.gather()
         try:
             for module in (module for root in modules for module in root.modules()):
                 module.training = False
