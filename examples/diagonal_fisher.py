@@ -1,0 +1,103 @@
+"""The diagonal Fisher matrix of three small CNNs, beside the loop of one sample at a time that it stands for.
+
+    python examples/diagonal_fisher.py                                 # 256 pictures, a few seconds
+    python examples/diagonal_fisher.py --samples 4096 --rounds 5       # the table of docs/diagnostics.md
+
+The pictures are Fashion-MNIST's, or noise of that size where it is not installed.
+"""
+
+import argparse
+import copy
+import time
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from fashion_mnist import load
+from torch import nn
+
+import samplewise as sw
+
+
+def strided():
+    first, second = nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.Conv2d(16, 32, 3, stride=2, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(32 * 7 * 7, 10))
+
+
+def pooled(kernel, padding, side):
+    """`side`: of the pictures that the linear layer sees."""
+    first, second = nn.Conv2d(1, 16, kernel, padding=padding), nn.Conv2d(16, 32, kernel, padding=padding)
+    body = (first, nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), nn.MaxPool2d(2))
+    return nn.Sequential(*body, nn.Flatten(), nn.Linear(32 * side**2, 10))
+
+
+NETS = {
+    "3×3, stride 2": strided,
+    "5×5, pooling": lambda: pooled(5, 0, 4),
+    "3×3, padding, pooling": lambda: pooled(3, 1, 7),
+}
+
+
+def pictures(samples):
+    try:
+        x, y = load()
+        return "Fashion-MNIST", x[:samples], y[:samples]
+    except FileNotFoundError:
+        return "noise", torch.rand(samples, 1, 28, 28), torch.randint(10, (samples,))
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def loop(model, x, y):
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for batch in zip(x.split(1), y.split(1), strict=True):
+        model.zero_grad()
+        loss_fn(model, batch).sum().backward()
+        for name, p in model.named_parameters():
+            total[name] += p.grad**2 / len(y)
+    return total
+
+
+def epoch(model, batches):
+    for batch in batches:
+        model.zero_grad()
+        loss_fn(model, batch).mean().backward()
+
+
+def seconds(function, *arguments):
+    start = time.process_time()
+    function(*arguments)
+    return time.process_time() - start
+
+
+def error(found, true):
+    """The largest of the parameters' relative errors, by their norms."""
+    return max(((found[name] - value).norm() / value.norm()).item() for name, value in true.items())
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    name, x, y = pictures(options.samples)
+    batches = list(zip(x.split(options.batch), y.split(options.batch), strict=True))
+    print(f"{name}, {len(y)} pictures in batches of {options.batch}, one thread; seconds of the processor")
+    print(f"{'':24}{'epoch':>9}{'fisher':>9}{'loop':>9}{'loop/fisher':>13}{'error':>10}{'of the loop':>13}")
+    for name, make in NETS.items():
+        model = make().eval()
+        true = loop(copy.deepcopy(model).double(), x.double(), y)
+        errors = error(sw.fisher(model, loss_fn, batches), true), error(loop(model, x, y), true)
+        jobs = (epoch, model, batches), (sw.fisher, model, loss_fn, batches), (loop, model, x, y)
+        times = [[seconds(*job) for job in jobs] for _ in range(options.rounds)]
+        plain, fisher, one = (median(column) for column in zip(*times, strict=True))
+        print(f"{name:24}{plain:9.2f}{fisher:9.2f}{one:9.2f}{one / fisher:13.1f}{errors[0]:10.0e}{errors[1]:13.0e}")
+
+
+if __name__ == "__main__":
+    main()
