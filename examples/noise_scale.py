@@ -1,7 +1,7 @@
 """How far a batch can be trusted about the noise scale: estimates beside the truth, which all digits together tell.
 
     python examples/noise_scale.py                     # 50 batches of each size, a few seconds
-    python examples/noise_scale.py --batches 2000      # the table of docs/diagnostics.md
+    python examples/noise_scale.py --batches 10000     # the table of docs/diagnostics.md
 
 The digits are the population: with the gradient g of each, G is their mean and tr Σ their variance. Batches are drawn
 with replacement, for which the estimates of |G|² and tr Σ are unbiased. Needs scikit-learn.
