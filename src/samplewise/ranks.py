@@ -18,6 +18,7 @@ A rank that fails between two meetings calls `together(error)`: the others hear 
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -200,7 +201,7 @@ def _gather(tensor: Tensor) -> Tensor:
 
 def everyone(thing: Any) -> list[Any]:
     """What each rank says, by rank."""
-    return [pickle.loads(bytes(said.tolist())) for said in by_rank(_pickled(thing))] if active() else [thing]
+    return [_unpickled(said) for said in by_rank(_pickled(thing))] if active() else [thing]
 
 
 def told(thing: Any, source: int = 0) -> Any:
@@ -210,7 +211,7 @@ def told(thing: Any, source: int = 0) -> Any:
     said = _pickled(thing if rank() == source else None)
     length = int(copied(torch.tensor([len(said)]), source))
     said = said if rank() == source else said.new_empty(length)
-    return pickle.loads(bytes(copied(said, source).tolist()))
+    return _unpickled(copied(said, source))
 
 
 def same(thing: Any) -> bool:
@@ -220,6 +221,11 @@ def same(thing: Any) -> bool:
 
 def _pickled(thing: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+
+
+def _unpickled(said: Tensor) -> Any:
+    said = said.cpu().contiguous()
+    return pickle.loads(ctypes.string_at(said.data_ptr(), len(said)))
 
 
 # --- meetings --------------------------------------------------------------------------------------------------------

@@ -225,6 +225,13 @@ def test_a_stream_with_workers_is_divided_in_each_of_them():
     assert all(len(share) >= SAMPLES // 2 - 1 for share in shares)
 
 
+def test_ranks_with_samples_of_their_own_stay_as_many(monkeypatch):
+    monkeypatch.setattr(ranks, "size", lambda: 2)
+    _, state, _ = used("in order", 1, 1)
+    with pytest.raises(CheckpointError, match="must be resumed in the middle of an epoch with as many ranks as it was"):
+        Feed(LOADERS["in order"](), seed=5).load(state, 0)
+
+
 def test_drop_last_leaves_no_rank_with_less():
     loader = DataLoader(Samples(), batch_size=4, drop_last=True)
     shares = [read(Feed(loader, 0, share=Share(rank, 2))) for rank in range(2)]

@@ -137,6 +137,50 @@ def test_what_is_divided_already_is_taken_as_it_is(two, tmp_path):
     assert torch.equal(found, other)
 
 
+def rehearsed(run):
+    made = trainer(run, fast_dev_run=True)
+    return made.fit(loader(), validate=loader(11), epochs=9), made.step.counters.updates, made.step.counters.samples
+
+
+def test_a_rehearsal_is_one_update_of_a_batch_each(two, tmp_path):
+    assert two.run(rehearsed, tmp_path / "run") == [("fast_dev_run is done", 1, 8)] * 2
+    assert not (tmp_path / "run").exists()
+
+
+def overfitted(batch_size):
+    made = trainer(overfit=2)
+    made.fit(loader(batch_size=batch_size), epochs=3)
+    return parameters(made)
+
+
+def test_overfitting_takes_the_first_batches_of_all(two):
+    expected = overfitted(8)
+    for found in two.run(overfitted, 4):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def wrapped(run, epochs):
+    """A DistributedDataParallel of the user's."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    shared = nn.parallel.DistributedDataParallel(model) if ranks.active() else model
+    made = sw.Trainer(
+        sw.Step(shared, optimizer, nn.CrossEntropyLoss(), 6), run, progress=False, device="cpu", metrics={"a": accuracy}
+    )
+    made.fit(loader(), validate=loader(11), epochs=epochs, resume=True)
+    return parameters(made), made.evaluate(loader(7)), made.predict(loader(7, shuffle=False))
+
+
+def test_a_wrapper_of_the_users_is_trained_saved_and_looked_at_without(two, tmp_path):
+    expected, metrics, outputs = wrapped(tmp_path / "alone", 2)
+    two.run(wrapped, tmp_path / "two", 1)
+    for found in (*two.run(wrapped, tmp_path / "two", 2), wrapped(tmp_path / "two", 2)):
+        torch.testing.assert_close(found[0], expected, rtol=1e-10, atol=1e-12)
+        assert close(found[1], metrics)
+        torch.testing.assert_close(found[2], outputs, rtol=1e-10, atol=1e-12)
+
+
 # ------------------------------------------------------------------------------------------------------- going on
 
 

@@ -81,12 +81,16 @@ class Given:
         self._whole = "batch" in inspect.signature(metric.update).parameters
 
     def update(self, outputs: Any, batch: Any) -> None:
+        self.metric.update(outputs, self.wanted(batch))
+
+    def wanted(self, batch: Any) -> Any:
+        """What it is fed with, beside the outputs."""
         if not self._whole and not (isinstance(batch, (tuple, list)) and len(batch) > 1):
             raise TypeError(
                 "a metric with update, compute and reset is fed with (outputs, y) of batches (x, y); found a "
                 f"{type(batch).__name__}. Give it a method update(outputs, batch) that takes out what it needs."
             )
-        self.metric.update(outputs, batch if self._whole else batch[1])
+        return batch if self._whole else batch[1]
 
     def compute(self) -> Any:
         return self.metric.compute()
@@ -102,13 +106,13 @@ class Gathered:
         self._given, self._device, self._seen = given, device, list[Any]()
 
     def update(self, outputs: Any, batch: Any) -> None:
-        self._seen.append(moved((outputs, batch), torch.device("cpu")))
+        self._seen.append(moved((outputs, self._given.wanted(batch)), torch.device("cpu")))
 
     def compute(self) -> Any:
         for together in zip_longest(*ranks.everyone(self._seen)):
             for seen in together:
                 if seen is not None:
-                    self._given.update(*moved(seen, self._device))
+                    self._given.metric.update(*moved(seen, self._device))
         return self._given.compute()
 
     def reset(self) -> None:

@@ -144,6 +144,8 @@ class Checkpoints:
             raise ValueError(f"update must be a number of updates, 0 or more; found {update}.")
         self._remove_leftovers()  # first, since they may fill the disk
         path = self.path_of(update)
+        if path.is_dir():  # of several ranks: a file does not take the place of a folder
+            path.rename(path.with_name(f".{path.name}{PARTIAL}"))
         write(path, state)
         self.remove_older_than(update)
         return path
