@@ -82,8 +82,8 @@ def test_a_report_of_two_runs(recipe):
     result = command("report", "runs/one", "runs/two")
     assert (result.exit_code, result.stdout) == (0, "comparison.html\n")
     assert "<title>one and two</title>" in Path("comparison.html").read_text()
-    assert command("report", "runs/one", "--to", "page.html").stdout == "page.html\n"
-    assert "<title>one</title>" in Path("page.html").read_text()
+    assert command("report", "runs/one", "--to", "some/place/page.html").stdout == "some/place/page.html\n"
+    assert "<title>one</title>" in Path("some/place/page.html").read_text()
 
 
 def test_a_report_that_follows_a_run_which_has_ended(recipe):

@@ -21,6 +21,7 @@ UNSET = {"name", "started"}  # differs anyway
 class Compared(NamedTuple):
     name: str  # unlike those of the others
     run: Run
+    charts: training.Charts
     samples: Samples
     previews: Previews
 
@@ -32,7 +33,8 @@ def write_comparison(runs: Sequence[Path], to: Path | None = None, reload: float
 
 def comparison(runs: Sequence[Run], reload: float | None = None) -> str:
     compared = [
-        Compared(name, run, read_samples(run), read_previews(run)) for name, run in zip(names(runs), runs, strict=True)
+        Compared(name, run, training.charts(run), read_samples(run), read_previews(run))
+        for name, run in zip(names(runs), runs, strict=True)
     ]
     sections = [
         _differences(compared),
@@ -57,7 +59,7 @@ def names(runs: Sequence[Run]) -> list[str]:
 
 def _warnings(compared: Compared) -> list[str]:
     run = compared.run
-    found = run.left_out + settings.warnings(run) + training.warnings(run)
+    found = run.left_out + settings.warnings(run) + training.warnings(compared.charts)
     return found + compared.samples.warnings + compared.previews.warnings
 
 
@@ -97,7 +99,7 @@ def _same(compared: Sequence[Compared]) -> Section:
 
 def _curves(compared: Sequence[Compared]) -> Section:
     """One chart for each that any run has."""
-    each = [training.charts(c.run) for c in compared]
+    each = [c.charts for c in compared]
     titles = dict.fromkeys(title for charts in each for title in charts)
     spans = [c.run.span for c in compared]
     span = min(first for first, _ in spans), max(last for _, last in spans)

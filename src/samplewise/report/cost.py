@@ -66,8 +66,8 @@ def _parts(spent: list[Spent], phases: list[str]) -> list[Curve]:
     stretches = min(len(spent), STRETCHES)
     edges = [k * len(spent) // stretches for k in range(stretches + 1)]
     pieces = [spent[start:end] for start, end in pairwise(edges)]
-    first = Spent(spent[0].update - spent[0].updates, 1.0, {})  # the first stretch has a beginning, too
-    places = [first.update, *(piece[-1].update for piece in pieces)]
+    begin = spent[0].update - spent[0].updates
+    places = [begin, *(piece[-1].update for piece in pieces)]
     sums = [{p: sum(s.seconds.get(p, 0.0) for s in piece) for p in phases} for piece in [pieces[0], *pieces]]
     return [Curve(p, [(x, total[p]) for x, total in zip(places, sums, strict=True)]) for p in phases]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from samplewise.report.charts import Frame, lines, spans_decades
 from samplewise.report.html import Section, aligned, beside, figure, quiet, table
-from samplewise.report.run import Curve, Run, curve
+from samplewise.report.run import Curve, Run, points
 
 MOST = 12
 
@@ -34,12 +34,13 @@ def layers(run: Run) -> Section:
 
 def _curves(run: Run) -> list[Curve]:
     """One for each layer, in the order of the model."""
-    norms: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (line, found) for line in run.layers if isinstance(found := line.get("norms"), dict)
-    ]
-    names = dict.fromkeys(name for _, found in norms for name in found)
-    curves = [curve([{**line, "norm": found.get(name)} for line, found in norms], "norm", name) for name in names]
-    return [c for c in curves if c.points]
+    values: dict[str, list[tuple[Any, Any]]] = {}
+    for line in run.layers:
+        norms = line.get("norms")
+        for name, norm in norms.items() if isinstance(norms, dict) else ():
+            values.setdefault(name, []).append((line.get("update"), norm))
+    curves = [Curve(name, points(found)) for name, found in values.items()]
+    return [found for found in curves if found.points]
 
 
 def telling(curves: list[Curve], most: int = MOST) -> list[Curve]:

@@ -32,15 +32,16 @@ def write_report(run: Path, to: Path | None = None, reload: float | None = None)
 
 
 def write(page: str, to: Path) -> Path:
+    to.parent.mkdir(parents=True, exist_ok=True)
     with whole(to, to.with_name(f".{to.name}.partial")) as file:
         file.write(page.encode(errors="replace"))  # half a surrogate pair in a name is no reason to fail
     return to
 
 
 def report(run: Run, reload: float | None = None) -> str:
-    samples, previews = read_samples(run), read_previews(run)
+    samples, previews, charts = read_samples(run), read_previews(run), training.charts(run)
     sections = [
-        training.curves(run),
+        training.curves(run, charts),
         scatter(samples, previews),
         norms(run, samples),
         noise(run),
@@ -51,7 +52,7 @@ def report(run: Run, reload: float | None = None) -> str:
         training.skipped(run),
         settings.configuration(run),
     ]
-    said = run.left_out + settings.warnings(run) + training.warnings(run) + samples.warnings + previews.warnings
+    said = run.left_out + settings.warnings(run) + training.warnings(charts) + samples.warnings + previews.warnings
     head = f'<p class="quiet">{text(training.state(run))}</p>\n' + settings.tiles(run, samples.count)
     scripts = ["words.js", "plot.js", "samples.js"] if samples.each is not None else []
     return page(run.name, head, [warned(said), *sections], scripts, reload)

@@ -77,22 +77,26 @@ class Run:
 
     def learning_rates(self) -> list[Curve]:
         """One curve for each parameter group; `lr` is a list where there is more than one."""
-        lines = max(self.train, [{**line, "lr": line.get("rates")} for line in self.lr], key=len)
-        lists = [(line, lr if isinstance(lr := line.get("lr"), list) else [lr]) for line in lines]
+        lines, key = (self.lr, "rates") if len(self.lr) > len(self.train) else (self.train, "lr")
+        lists = [(line.get("update"), lr if isinstance(lr := line.get(key), list) else [lr]) for line in lines]
         groups = max((len(lrs) for _, lrs in lists), default=0)
-        by_group = [[{**line, "lr": lrs[g]} for line, lrs in lists if g < len(lrs)] for g in range(groups)]
-        return [curve(lines, "lr", f"group {g}") for g, lines in enumerate(by_group)]
+        return [
+            Curve(f"group {g}", points((update, lrs[g]) for update, lrs in lists if g < len(lrs)))
+            for g in range(groups)
+        ]
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) in (int, float)  # and no bool
 
 
 def curve(lines: Iterable[Line], key: str, name: str | None = None) -> Curve:
     """A value against updates. A line without it is no point; NaN and infinity are points, and stay."""
-    found = ((line.get("update"), line.get(key)) for line in lines)
-    points = [(float(x), float(y)) for x, y in found if is_number(x) and isfinite(x) and is_number(y)]
-    return Curve(name or key, points)
+    return Curve(name or key, points((line.get("update"), line.get(key)) for line in lines))
+
+
+def points(found: Iterable[tuple[Any, Any]]) -> list[Point]:
+    return [(float(x), float(y)) for x, y in found if is_number(x) and isfinite(x) and is_number(y)]
 
 
 def read_run(directory: Path) -> Run:

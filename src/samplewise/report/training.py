@@ -42,10 +42,10 @@ def charts(run: Run) -> Charts:
     return {title: curves for title, curves in found.items() if any(drawn.points for drawn in curves)}
 
 
-def warnings(run: Run) -> list[str]:
+def warnings(found: Charts) -> list[str]:
     named = [
         drawn._replace(name=f"{title}, {drawn.name}" if len(curves) > 1 else title)
-        for title, curves in charts(run).items()
+        for title, curves in found.items()
         for drawn in curves
     ]
     return [said for drawn in named if (said := not_finite(drawn))]
@@ -57,10 +57,10 @@ def not_finite(drawn: Curve) -> str:
     return said if bad else ""
 
 
-def curves(run: Run) -> Section:
+def curves(run: Run, found: Charts) -> Section:
     missing = "" if run.metrics() else quiet("This run has no validation.")
-    found = figures(charts(run), run.span)
-    return Section("Curves", found + missing if found else quiet("Nothing to draw yet."))
+    content = figures(found, run.span)
+    return Section("Curves", content + missing if content else quiet("Nothing to draw yet."))
 
 
 def figures(found: Charts, span: tuple[float, float]) -> str:
