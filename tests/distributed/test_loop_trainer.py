@@ -181,6 +181,31 @@ def test_a_wrapper_of_the_users_is_trained_saved_and_looked_at_without(two, tmp_
         torch.testing.assert_close(found[2], outputs, rtol=1e-10, atol=1e-12)
 
 
+def joined_later(strategy):
+    """As under torchrun, where it is the trainer that joins the ranks."""
+    active, ranks.active = ranks.active, lambda: False
+    try:
+        model = nn.Linear(5, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), 6, strategy=strategy)
+    finally:
+        ranks.active = active
+    made = sw.Trainer(step, progress=False, device="cpu")
+    made.fit(loader(), updates=2)
+    return parameters(made)
+
+
+def test_a_step_that_was_made_before_its_ranks_were_joined(two):
+    for strategy in (None, "ddp"):
+        found, other = two.run(joined_later, strategy)
+        assert torch.equal(found, other)
+    message = (
+        "DistributedError: ranks must be there when a step with strategy='fsdp' is made; found that they came later. "
+        "Call torch.distributed.init_process_group() before it."
+    )
+    assert two.errors(joined_later, "fsdp") == [message] * 2
+
+
 # ------------------------------------------------------------------------------------------------------- going on
 
 

@@ -126,6 +126,7 @@ class Step:
         }
 
         modules = [inner(model), *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
+        self._strategy = strategy
         self._team = team_of(model, strategy, modules, self.settings, optimizer)
         everything = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, everything if self._team is None else self._team.spread.owned(everything))
@@ -208,6 +209,11 @@ class Step:
         strategy="ddp". Before the first update.
         """
         if self._team is None and ranks.active():
+            if self._strategy not in (None, "ddp"):
+                raise DistributedError(
+                    f"ranks must be there when a step with strategy={self._strategy!r} is made; found that they came "
+                    "later. Call torch.distributed.init_process_group() before it."
+                )
             self._team = self._finish.team = team_of(self.model, "ddp", self._evaluation.modules, self.settings)
             self._compiling.mode = False
             self._summing = self._make_summing()
