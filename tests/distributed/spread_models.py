@@ -78,8 +78,8 @@ TRANSFORMS = {
     "group and align": lambda model: [sw.group(3), sw.align(lambda: direction(model))],
     "noise": lambda model: [sw.noise(0.3, generator=seeded())],
     "clip and noise": lambda model: [sw.clip(0.5), sw.noise(0.3, generator=seeded())],
-    "clip, drop, normalize to the mean, weight": lambda model: [
-        sw.clip(0.5),
+    "weight, drop, normalize to the mean, weight": lambda model: [
+        soft,  # not a clip, after which norms are equal and dropped by chance
         sw.drop(quantile=0.8),
         sw.normalize("mean"),
         sw.weight(4, renormalise=True),

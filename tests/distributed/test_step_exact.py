@@ -49,3 +49,19 @@ def test_windows_however_they_are_filled(three, transforms, options):
 @pytest.mark.parametrize("how", ["fsdp", "sharded"])
 def test_sharded_models(two, transforms, how):
     compare(two, transforms=transforms, how=how, samples=6, batch=4, max_grad_norm=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "plain", "fsdp", "sharded"])
+@pytest.mark.parametrize("transforms", TRANSFORMS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(samples=7, batch=2, microbatch=1, tail="carry"),
+        dict(samples=5, batch=2, losses="counted", max_grad_norm=0.1, tail="drop"),
+        dict(samples=None, batch=3, microbatch=2),
+    ],
+    ids=str,
+)
+def test_every_transform_in_every_way(three, transforms, how, options):
+    compare(three, transforms=transforms, how=how, **options)

@@ -1,11 +1,14 @@
 """What ranks do about NaN, errors, wrappers, buffers and odd batches; and what is refused."""
 
 import copy
+import os
+import signal
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import Ranks
 from spread_models import assert_same, data, loss_fn, net, own_batches, wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -142,6 +145,27 @@ def test_an_error_on_one_rank_ends_all(two, where, transforms):
         OTHER.format("ValueError: sample 11 is odd."),
         "ValueError: sample 11 is odd",
     ]
+
+
+def dying():
+    model, strategy = wrapped(net(), "plain")
+
+    def losses(model, batch):
+        if ranks.rank() == 1 and 11 in batch[2].tolist():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss_fn(model, batch)
+
+    sw.Step(model, sgd(model), losses, 4, strategy=strategy, audit=False).run(own_batches(2))
+
+
+def test_a_rank_that_is_killed_ends_the_others():
+    team = Ranks(2, timeout=20)
+    try:
+        found = team.errors(dying)
+    finally:
+        team.close()
+    assert found[1] == "EOFError: the process is gone"
+    assert found[0].startswith("DistributedError: all 2 ranks must take part in every exchange; found that all_reduce ")
 
 
 # ---------------------------------------------------------------------------------------------------- refusals
