@@ -62,7 +62,7 @@ def _is_time(value: object) -> bool:
 
 
 def _parts(spent: list[Spent], phases: list[str]) -> list[Curve]:
-    """Milliseconds per update of each phase, over stretches of the run."""
+    """Seconds of each phase, over stretches of the run."""
     stretches = min(len(spent), STRETCHES)
     edges = [k * len(spent) // stretches for k in range(stretches + 1)]
     pieces = [spent[start:end] for start, end in pairwise(edges)]
