@@ -49,12 +49,19 @@ class Contest:
         step = sw.Step(*self.fresh(), self.loss_fn, transforms=transforms, audit=False)
         return lambda: step((self.work.inputs, self.work.targets))
 
+    def sharded(self, *transforms: object) -> Update:
+        model = copy.deepcopy(self.work.model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        step = sw.Step(model, optimizer, self.loss_fn, transforms=transforms, audit=False, strategy="fsdp")
+        return lambda: step((self.work.inputs, self.work.targets))
+
     def entries(self) -> dict[str, Update]:
         return {
             "DDP": self.plain(),
             "Step": self.step(),
             "Step, clip": self.step(sw.clip(self.work.clip)),
             "Step, drop a quantile": self.step(sw.drop(quantile=0.9)),
+            "Step, clip, fsdp": self.sharded(sw.clip(self.work.clip)),
         }
 
 
