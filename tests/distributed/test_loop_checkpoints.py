@@ -103,6 +103,27 @@ def test_a_checkpoint_that_cannot_be_written_is_told_of_on_all_ranks(where, two,
     assert names(tmp_path / "run") == ["update-000000002.ckpt"]
 
 
+class Odd(torch.optim.SGD):
+    """Has another state on each rank."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "rank": ranks.rank()}
+
+
+def odd(run):
+    made = trainer(run)
+    made.step.optimizer.__class__ = Odd
+    made.fit(loader(), updates=1)
+
+
+def test_states_that_differ_are_not_saved_as_one(two, tmp_path):
+    for error in two.errors(odd, tmp_path / "run"):
+        assert error.startswith(
+            "CheckpointError: model, optimizer and loss must have states of the same form on all ranks, of which each "
+            "saves a part; found that they differ. Make them alike on every rank;"
+        )
+
+
 @pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "rest.ckpt"])
 @pytest.mark.parametrize("harm", ["changed", "cut", "gone"])
 def test_a_damaged_folder_is_passed_over(file, harm, saved, tmp_path):

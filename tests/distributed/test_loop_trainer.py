@@ -255,7 +255,10 @@ def undisturbed(tmp_path_factory):
     return run, going_on(run, 12)
 
 
-@pytest.mark.parametrize("stop", [2, 3, 4, 6])  # in an epoch of four updates, at its end, and in the next
+# In the middle of an epoch of four updates, at its end, and in the next one.
+@pytest.mark.parametrize(
+    "stop", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow), 6]
+)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2), (2, 3)])
 def test_others_go_on_where_ranks_have_left_off(before, after, stop, two, three, undisturbed, tmp_path):
     run, (expected, updates) = undisturbed

@@ -28,7 +28,7 @@ def join(device: str | torch.device = "auto", timeout: float | None = None) -> t
     """
     found = _own(resolve(device))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and all(name in os.environ for name in LAUNCHED):
-        if found.type == "cuda":
+        if found.type == "cuda" and found.index is not None:
             torch.cuda.set_device(found)
         if not dist.is_initialized():
             patience = None if timeout is None else timedelta(seconds=timeout)

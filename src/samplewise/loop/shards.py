@@ -53,6 +53,12 @@ class Saver:
         self.wait()
         rest = {name: part for name, part in state.items() if name not in LARGE}
         text, tensors = store.encoded({name: state[name] for name in LARGE if name in state})
+        if not ranks.same(hashlib.sha256(text.encode()).digest()):
+            raise CheckpointError(
+                "model, optimizer and loss must have states of the same form on all ranks, of which each saves a part; "
+                "found that they differ. Make them alike on every rank; for an optimizer that divides its state among "
+                "them, use strategy='fsdp'."
+            )
         copies = {str(k): _copy(tensor) for k, tensor in enumerate(tensors)}
         aside = path.with_name(f".{path.name}{store.PARTIAL}")
         by_first(lambda: _make_way(aside))
