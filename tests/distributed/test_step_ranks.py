@@ -262,9 +262,9 @@ def test_one_process_may_name_its_strategy():
 # ------------------------------------------------------------------------------------------------- the wrapper
 
 
-def disturbed():
+def disturbed(options):
     """Forward passes of the wrapper, for whatever reason, make its reducer wait for a backward pass."""
-    model, _ = wrapped(net(), "ddp")
+    model = DistributedDataParallel(net(), **options)
     step = sw.Step(model, sgd(model), loss_fn, 6, microbatch=1, transforms=[sw.weight(4)], audit=False)
     for _ in step.over(own_batches(3)):
         model(data()[0])
@@ -277,8 +277,9 @@ def undisturbed():
     return flat(model)
 
 
-def test_a_wrapper_used_in_between_takes_no_part(two):
-    for found in two.run(disturbed):
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_a_wrapper_used_in_between_takes_no_part(two, options):
+    for found in two.run(disturbed, options):
         torch.testing.assert_close(found, undisturbed(), rtol=1e-10, atol=1e-12)
 
 
