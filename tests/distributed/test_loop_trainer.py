@@ -272,6 +272,39 @@ def test_others_go_on_where_ranks_have_left_off(before, after, stop, two, three,
     assert close(log(tmp_path / "run"), log(run))
 
 
+def test_ranks_and_one_process_take_turns(two, three, undisturbed, tmp_path):
+    """Within an epoch, from batches of which a part is used."""
+    expected, updates = undisturbed[1]
+    found = [two.run(going_on, tmp_path / "run", 5)]
+    found.append([going_on(tmp_path / "run", 6)])
+    found.append(three.run(going_on, tmp_path / "run", 7))
+    found.append([going_on(tmp_path / "run", 12)])
+    torch.testing.assert_close(found[-1][0][0], expected, rtol=1e-9, atol=1e-11)
+    assert [window for some in found for window in windows(some)] == windows([(expected, updates)])
+
+
+def in_parts(*ends):
+    made = trainer()
+    for end in ends:
+        made.fit(loader(), updates=end)
+    return parameters(made)
+
+
+def test_a_trainer_that_goes_on_in_the_middle_of_a_batch(two):
+    expected = in_parts(9)
+    for found in two.run(in_parts, 2, 3, 9):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def nothing():
+    trainer().fit(loader(3, drop_last=True), epochs=1)
+
+
+def test_a_loader_that_is_empty_on_all_ranks(two):
+    message = "BatchError: an epoch must have at least one batch; found none in epoch 0. See to the loader: a generator"
+    assert all(error.startswith(message) for error in two.errors(nothing))
+
+
 def fully_sharded(run, until):
     found, updates = going_on(run, until, strategy="fsdp", best=1)
     return found, updates

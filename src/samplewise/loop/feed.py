@@ -103,11 +103,8 @@ class Feed:
             self._rows = length(batch) or 1 if self.share.size > 1 else 0
             yield batch, at.inside
             at = Place(at.batches + 1, 0, self._source.state(), at.kind, at.start, at.samples + self._rows)
-        if self._last is None and at.batches == 0 and not at.start and self.share.whole:  # else it is no wonder
-            raise BatchError(
-                f"an epoch must have at least one batch; found none in epoch {number}. See to the loader: a generator "
-                "is empty the second time, and drop_last drops all of a small data set."
-            )
+        if self._last is None and self.share.size == 1:  # of several ranks, some may have none
+            _check_begun(number, at)
 
     def look(self, number: int) -> None:
         """Before `epoch`, on all ranks: goes as far as the first batch, and sees whether they have the same order."""
@@ -118,6 +115,8 @@ class Feed:
         batches = self._enter(number, at)
         first = next(batches, END)
         self._source.look.agree(looked=at.state is None)
+        if not ranks.meet(first is not END)[0]:
+            _check_begun(number, at)
         self._ahead = chain([] if first is END else [first], batches)
 
     def _enter(self, number: int, at: Place) -> Iterator[Any]:
@@ -201,6 +200,15 @@ class Feed:
             except TypeError as why:
                 raise CheckpointError(f"the state of a loader must be one that can be saved: {why}") from why
             self._unchecked = False
+
+
+def _check_begun(number: int, at: Place) -> None:
+    """Nothing came: no wonder where all has been used before."""
+    if at.batches == 0 and at.start == 0:
+        raise BatchError(
+            f"an epoch must have at least one batch; found none in epoch {number}. See to the loader: a generator is "
+            "empty the second time, and drop_last drops all of a small data set."
+        )
 
 
 def _check_used(batch: Any, used: int) -> None:
