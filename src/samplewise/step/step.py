@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from math import inf
-from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samplewise import ranks
-from samplewise.batches import length
 from samplewise.engine.replicas import inner
 from samplewise.errors import (
     BatchError,
     DistributedError,
-    LossesError,
-    NonFiniteGradientError,
-    NonFiniteLossError,
-    ParameterError,
 )
 from samplewise.losses import as_loss_fn
-from samplewise.replay import Buffers
 from samplewise.step.audit import Audit
 from samplewise.step.columns import Noted, note
 from samplewise.step.compiled.compiling import Compiling
 from samplewise.step.evaluation import Evaluation
 from samplewise.step.finish import Finish
-from samplewise.step.grouping import Grouped
+from samplewise.step.maker import Maker
 from samplewise.step.microbatch import Auto, Microbatch
-from samplewise.step.mistakes import look_at_batch_norm, look_at_modes, look_at_reach, look_at_weights
 from samplewise.step.options import check_options, check_scheduler
 from samplewise.step.parameters import Trained
-from samplewise.step.parts import Part
 from samplewise.step.precision import Precision
-from samplewise.step.recall import Recall
 from samplewise.step.rules import Rule, as_optimizer
 from samplewise.step.slices import Slices
 from samplewise.step.spread import Strategy
-from samplewise.step.summing import OfNumbers, Plain, Summing, Weighted
 from samplewise.step.team import Team, team_of
-from samplewise.step.update import Outcome, Totals, Update
-from samplewise.step.window import Counters, Window, empty, nothing_known, opened
+from samplewise.step.update import Totals, Update
+from samplewise.step.window import Counters, Window
 from samplewise.transforms.chain import as_chain
 
 
@@ -112,8 +101,6 @@ class Step:
         self.model, self.loss_fn = model, as_loss_fn(loss_fn)
         self.samples, self.tail = samples, tail
         self.transforms, self.record = as_chain(transforms), set(record)
-        self.columns: dict[str, Hashable] = {}  # name -> key of the batch: what `update.columns` holds of it
-        self.counters = Counters()
         self.settings = {
             "samples": samples,
             "microbatch": microbatch,
@@ -127,13 +114,13 @@ class Step:
 
         modules = [inner(model), *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
         self._strategy = strategy
-        self._team = team_of(model, strategy, modules, self.settings, optimizer)
+        team = team_of(model, strategy, modules, self.settings, optimizer)
         everything = dict.fromkeys(p for module in modules for p in module.parameters())
-        optimizer = as_optimizer(optimizer, everything if self._team is None else self._team.spread.owned(everything))
-        self._trained = Trained(optimizer, modules, None if self._team is None else self._team.spread.leaves)
+        optimizer = as_optimizer(optimizer, everything if team is None else team.spread.owned(everything))
+        self._trained = Trained(optimizer, modules, None if team is None else team.spread.leaves)
         self.precision = Precision(precision)
         self._microbatch = Microbatch(microbatch, modules, self._trained)
-        losses = self.loss_fn if self._team is None else self._team.spread.around(self.loss_fn)
+        losses = self.loss_fn if team is None else team.spread.around(self.loss_fn)
         self._evaluation = Evaluation(modules, self._trained, losses, self.precision, self._microbatch.budget)
         self._finish = Finish(
             self._trained,
@@ -143,11 +130,13 @@ class Step:
             self.transforms.on_sum,
             max_grad_norm,
             on_nonfinite,
-            self._team,
+            team,
         )
         self._audit = Audit(self._evaluation, audit, self.transforms.measures)
+        parts = self._evaluation, self._microbatch, self._finish, self._audit
+        self._maker = Maker(*parts, self.transforms, self.record)
         self._compiling = Compiling(
-            compile if self._team is None else False,
+            compile if team is None else False,
             self._evaluation,
             self._finish,
             self._microbatch,
@@ -156,14 +145,33 @@ class Step:
             self._pause,
             bool(audit),
         )
-        self._buffers = Buffers(modules)
-        self._summing = self._make_summing()
-        self._window = Window()
         self._rest: Slices | None = None  # of the last batch, while it is not used up
-        self._first = self._unseen = True  # window, gradients
-        self._recall: Recall | None = None
         self._alone = False  # nobody looks in between
         self._made_compiled = False
+
+    @property
+    def counters(self) -> Counters:
+        """What it has done so far."""
+        return self._maker.counters
+
+    @property
+    def columns(self) -> dict[str, Hashable]:
+        """name -> key of the batch: what `update.columns` holds of it."""
+        return self._maker.columns
+
+    @columns.setter
+    def columns(self, columns: dict[str, Hashable]) -> None:
+        self._maker.columns = columns
+
+    @property
+    def _team(self) -> Team | None:
+        """Ranks that make updates together."""
+        return self._maker.team
+
+    @property
+    def _window(self) -> Window:
+        """The open one."""
+        return self._maker.window
 
     @property
     def optimizer(self) -> Any:
@@ -214,9 +222,10 @@ class Step:
                     f"ranks must be there when a step with strategy={self._strategy!r} is made; found that they came "
                     "later. Call torch.distributed.init_process_group() before it."
                 )
-            self._team = self._finish.team = team_of(self.model, "ddp", self._evaluation.modules, self.settings)
+            team = team_of(self.model, "ddp", self._evaluation.modules, self.settings)
+            assert team is not None
+            self._maker.join(team)
             self._compiling.mode = False
-            self._summing = self._make_summing()
 
     def gather(self) -> None:
         """Has the whole model at hand on every rank, for forward passes that belong to no update."""
@@ -251,7 +260,7 @@ class Step:
         if self._window.open and self.tail == "update":
             yield self.apply()
         elif self.tail == "drop":
-            self._drop()
+            self._maker.drop()
 
     def run(self, loader: Iterable[Any]) -> Totals:
         """All updates of `over(loader)`, added up."""
@@ -282,7 +291,7 @@ class Step:
         try:
             rest = Slices(batch)
             while not rest.empty:
-                self._add(*rest.take(self._microbatch.size))
+                self._maker.add(*rest.take(self._microbatch.size))
         except BaseException as error:
             self._fail(error)
             raise
@@ -294,7 +303,7 @@ class Step:
             update = self._all_end(self._team)
         elif self._window.open:
             try:
-                update = self._apply()
+                update = self._maker.update()
             except BaseException:
                 self._give_up()
                 raise
@@ -314,25 +323,18 @@ class Step:
                 "a step of several ranks must be saved between two updates; found an open window, of which each rank "
                 "has a part. Save after an update; tail='carry' leaves a window open at the end of a loader."
             )
-        parts = self._window.state() if not self._window.waiting else {}
-        sums = {name: p.grad.clone() for name, p in self._trained.named.items() if p.grad is not None} if parts else {}
         return {
             "counters": asdict(self.counters),
             "precision": self.precision.state_dict(),
             "microbatch": self._microbatch.size,
             "compiling": self._compiling.state_dict(),
             "dealt": [] if self._team is None else [self._team.size, self._team.dealt],
-            "window": {
-                "parts": parts,
-                "sums": sums,
-                "failure": self._window.failure_state(),
-                "noted": [each.state_dict() for each in self._window.noted] if parts else [],
-            },
+            "window": self._maker.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._give_up()
-        self.counters = Counters(**state["counters"])
+        self._maker.counters = Counters(**state["counters"])
         self.precision.load_state_dict(state["precision"])
         if self._microbatch.automatic:
             self._microbatch.size = state["microbatch"]
@@ -340,15 +342,7 @@ class Step:
         self._made_compiled = False
         if self._team is not None:  # others than those before begin to deal where those have left off
             self._team.dealt = dict([state.get("dealt") or (0, 0)]).get(self._team.size, 0)
-        window = state["window"]
-        self._window = opened(window["parts"], window["failure"], window.get("noted", []))
-        if "norms" in window["parts"] and not (window["failure"] or self._summing.knows_norms):
-            self.record.add("norms")  # it goes on as it was begun
-            self._summing = self._make_summing()
-        self._buffers.remember()
-        for name, total_so_far in window["sums"].items():
-            parameter = self._trained.named[name]
-            parameter.grad = total_so_far.to(parameter.device, copy=True)
+        self._maker.load_state_dict(state["window"])
 
     # --- filling a window ------------------------------------------------------------------------------------------
 
@@ -368,7 +362,8 @@ class Step:
         self._trained.clear()
         start = rest.taken
         for made in make(rest, self.samples):
-            update = self._told(*made, self._noted(rest, start) if self.columns else [])
+            update = self._maker.tell(*made, self._noted(rest, start) if self.columns else [])
+            self._made_compiled = True
             if rest.empty:
                 self._rest = None
             start = rest.taken
@@ -384,20 +379,6 @@ class Step:
         """Whether the next update is one to look at."""
         return self._audit.due(self.counters.updates)
 
-    def _told(
-        self, part: Part, count: int, made: int, norm: float, lr: list[Any], seconds: float, noted: list[Noted]
-    ) -> Update:
-        counters = self.counters
-        outcome = Outcome(False, lr, lambda: torch.tensor(norm, dtype=torch.float64))
-        update = Update(counters.updates, count, outcome, [part], self._asked_late, noted, made)
-        update.phases = {"compiled": seconds}
-        self._made_compiled = True
-        counters.updates += made
-        counters.microbatches += made
-        counters.samples += count
-        self._recall = None
-        return update
-
     def _fill(self) -> Update | None:
         """Takes pieces until an update is complete or the batch is used up."""
         try:
@@ -405,7 +386,7 @@ class Step:
                 if self._room() > 0:
                     self._add_next(rest)
                 if self._room() <= 0 or (rest.empty and self.samples is None):
-                    update = self._apply() if self._team is None else self._meet(self._team)
+                    update = self._maker.update() if self._team is None else self._meet(self._team)
                     if update is not None:
                         return update
         except BaseException as error:
@@ -425,94 +406,13 @@ class Step:
         piece, size = rest.take(None if limit == inf else int(limit))
         if rest.empty:
             self._rest = None
-        if self.samples is not None and size is None and self._summing.window:
+        if self.samples is not None and size is None and self._maker.sees_windows_whole:
             raise BatchError(_UNCUT.format(samples=self.samples, found="batches that cannot be cut"))
         whole = not window.open and (rest.empty if self.samples is None else size == self.samples)
-        self._add(piece, size, alone=whole and self._team is None)
+        self._maker.add(piece, size, alone=whole and self._team is None)
         if self._room() < 0:
             found = f"a batch that cannot be cut, with which there are {window.samples}"
             raise BatchError(_UNCUT.format(samples=self.samples, found=found))
-
-    def _add(self, piece: Any, size: int | None, alone: bool = False) -> None:
-        """Adds a piece of `size` samples, if that is known, to the window; `alone` if it will be all of it."""
-        started, window = perf_counter(), self._window
-        if not window.open:
-            self._begin(piece)
-        if self._recall is not None:
-            self._recall.pieces.append(piece)
-        if self.columns and (window.noted or not window.open):  # of all its samples, or of none
-            window.noted.append(note(piece, self.columns, self.counters.epochs))
-        if self._summing.window:
-            window.waiting.append(piece)
-            window.samples += size or length(piece) or 1  # at least, until it is computed
-            window.sized &= size is not None
-        else:
-            parts = self._sum([piece], alone)
-            window.samples += self._counted(parts, size)
-            window.parts += parts
-        window.seconds += perf_counter() - started
-
-    def _begin(self, piece: Any) -> None:
-        self._window.begun, self._evaluation.seconds = True, 0.0
-        if self._team is not None:
-            self._team.spread.open()
-        elif ranks.active():
-            raise DistributedError(
-                f"a step must know of all ranks when it is made; found {ranks.size()} ranks, and a step that was made "
-                "for one process. Call init_process_group first."
-            )
-        self._trained.follow()
-        self._trained.clear()
-        self._buffers.remember()
-        if "norms" in self.record and not self._summing.knows_norms:
-            self._summing = self._make_summing()
-        self._summing.begin()
-        self._recall = None
-        if self._first:
-            look_at_modes(self._evaluation.modules)
-            if not self._summing.knows_norms:
-                self._recall = Recall(self._evaluation, self._microbatch)
-        if piece is not None:
-            self._audit.look(piece, self._first, self.counters.updates)
-            self._first = False  # an error is told again to whoever tries again
-
-    def _sum(self, pieces: Sequence[Any], alone: bool = False) -> list[Part]:
-        """Gradients into `.grad`. What is not finite and may be skipped spoils the window, and is no error."""
-        window, summing = self._window, self._summing
-        if window.failure is not None:
-            return [nothing_known(length(piece) or 0, window.parts) for piece in pieces]
-        try:
-            if alone and isinstance(summing, Plain) and not (self.transforms.on_sum or self._microbatch.automatic):
-                part, window.divided = summing.add_mean(pieces[0])
-                return [part]
-            if self._team is not None and summing.window:
-                assert isinstance(summing, OfNumbers)
-                return summing.add_with_others(pieces, self._microbatch)
-            start = 0 if window.waiting else window.samples
-            return self._microbatch.attempt(lambda pieces: summing.add(pieces, start), pieces)
-        except (NonFiniteLossError, NonFiniteGradientError) as error:
-            if not self._finish.may_skip(error):
-                raise
-            window.failure = error
-            return [nothing_known(length(piece) or 0, window.parts) for piece in pieces]
-
-    def _counted(self, parts: Sequence[Part], size: int | None) -> int:
-        found = sum(len(part) for part in parts)
-        if size is not None and found != size:
-            raise LossesError(
-                f"loss_fn must return one loss for each sample where batches are cut; found {found} losses for {size} "
-                "samples. Use samples=None and microbatch=None, or return one loss per sample."
-            )
-        self.counters.samples += found
-        self.counters.microbatches += len(parts)
-        return found
-
-    def _drop(self) -> None:
-        """The samples of the open window have been seen, and that is all."""
-        window = self._window
-        seen = self.counters.samples + (window.samples if window.waiting else 0) + window.others
-        self._give_up()
-        self.counters.samples = seen
 
     def _fail(self, error: BaseException) -> None:
         """Gives up, and tells the other ranks why."""
@@ -522,18 +422,14 @@ class Step:
 
     def _give_up(self) -> None:
         """The open window never was, and what is left of the batch is left alone."""
-        if self._window.begun:
-            self._trained.clear()
-            self._buffers.restore()
-            self.counters.samples -= sum(len(part) for part in self._window.parts)
-            self.counters.microbatches -= len(self._window.parts)
-        self._window, self._rest = Window(), None
+        self._maker.give_up()
+        self._rest = None
 
     # --- with other ranks ------------------------------------------------------------------------------------------
 
     def _meet(self, team: Team, ended: bool = False) -> Update | None:
         """The update, if the ranks together have its samples."""
-        return self._apply() if team.meet(self._window, self.samples, self.tail, ended) else None
+        return self._maker.update() if team.meet(self._window, self.samples, self.tail, ended) else None
 
     def _until_all_have_ended(self, team: Team) -> Iterator[Update]:
         """This rank's loader has; the others may go on, and wait for it at the end of each window."""
@@ -543,7 +439,7 @@ class Step:
             if all_ended:  # known before the last update is told of: whoever breaks out has ended an epoch
                 self.counters.epochs += 1
                 if self.tail == "drop":
-                    self._drop()
+                    self._maker.drop()
                 team.deal_anew(self._window, self.samples)
             if update is not None:
                 yield update
@@ -553,99 +449,10 @@ class Step:
     def _all_end(self, team: Team) -> Update | None:
         """An update of what all ranks have, which all ask for."""
         try:
-            return self._apply() if team.meet(self._window, None, "update", ended=True) else None
+            return self._maker.update() if team.meet(self._window, None, "update", ended=True) else None
         except BaseException as error:
             self._fail(error)
             raise
-
-    def _compute_with_others(self, team: Team) -> None:
-        """The sums of all ranks, in `.grad`."""
-        window = self._window
-        if not window.begun:
-            self._begin(None)
-        if self._summing.window:
-            self._compute()
-            team.agree_again(window)
-        window.parts = window.parts or [empty(next(iter(self._trained.named.values())))]
-        if self._finish.checks or window.failure is not None:
-            window.failure = team.problem(window, self._finish.on_nonfinite == "skip")
-        if window.failure is None:
-            if isinstance(self._summing, OfNumbers) and self.transforms.references:
-                team.compare(self._summing.fingerprint())
-            team.spread.reduce(self._trained, self._buffers)
-
-    # --- the update ------------------------------------------------------------------------------------------------
-
-    def _compute(self) -> None:
-        """What has waited for the window to be complete."""
-        window = self._window
-        window.parts = self._sum(window.waiting)
-        window.samples = self._counted(window.parts, window.samples if window.sized else None)
-
-    def _apply(self) -> Update:
-        started, window = perf_counter(), self._window
-        if self._team is not None:
-            self._compute_with_others(self._team)
-        elif window.waiting:
-            self._compute()
-        if self._unseen and window.failure is None:
-            self._look_back(window)
-            self._unseen = False
-        if self._recall is not None:
-            self._recall.keep_parameters()
-        finishing = perf_counter()
-        outcome = self._finish(window)
-        if outcome.skipped:
-            self._trained.clear()
-            self._buffers.restore()
-        elif self._team is not None:
-            self._team.spread.gather()
-        if outcome.mask is not None:
-            self._buffers.restore_unless(outcome.mask.well)
-        update = Update(
-            self.counters.updates,
-            window.samples + window.others,
-            outcome,
-            window.parts,
-            self._asked_late,
-            window.noted,
-            agreed=window.agreed,
-        )
-        self.counters.samples += window.others
-        self.counters.updates += not outcome.skipped
-        self.counters.skipped += outcome.skipped
-        self._window = Window()
-        ended, forward = perf_counter(), self._evaluation.seconds
-        gradients = window.seconds + finishing - started - forward
-        update.phases = {"forward": forward, "gradients": gradients, "optimizer": ended - finishing}
-        return update
-
-    def _look_back(self, window: Window) -> None:
-        """What the first window tells of mistakes."""
-        pieces = [len(part) for part in window.parts if len(part)]
-        look_at_batch_norm(self._evaluation.modules, pieces * (1 if self._team is None else 2))
-        look_at_reach(self._trained.owned, noise=bool(self.transforms.on_sum))
-        look_at_weights(self.transforms, [part.weights for part in window.parts], self._team is not None)
-
-    def _asked_late(self, update: Update) -> Tensor:
-        """Norms that nobody had asked for when they were at hand. The first update can be recalled; from now on they
-        are recorded.
-        """
-        if self._recall is None:
-            self.record.add("norms")
-            raise ParameterError(
-                f"update.norms must be asked for before the update is made; found that nothing had asked for those of "
-                f"update {update.index}. They are known from the next update on; Step(..., record=['norms']) knows all."
-            )
-        norms = self._recall.norms()
-        self.record.add("norms")
-        return norms
-
-    def _make_summing(self) -> Summing:
-        if not self.transforms.weighs and "norms" not in self.record:
-            return Plain(self._evaluation)
-        kind = Weighted if self.transforms.grouping is None else Grouped
-        return kind(self._evaluation, self.transforms, "norms" in self.record, self._team)
 
 
 _UNCUT = (
