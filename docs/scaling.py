@@ -205,7 +205,7 @@ def kinds(case: Case, size: int) -> dict[str, tuple[Update, float]]:
         "plain": (Update(case.model, size, window), 1.0),
         "clip, weight, normalize(1.0)": (Update(case.model, size, window), 1.3),
         "drop, normalize('mean')": (Update(case.model, size, window, window_transforms=[DROP]), 1.3),
-        "align": (Update(case.model, size, window, references=True, said=60), 1.3),
+        "align": (Update(case.model, size, window, references=True, said=18 * len(case.model.shapes)), 1.3),
         "noise": (Update(case.model, size, window, noise=True), 1.0),
         "group, 4 of them on several ranks": (
             Update(case.model, size, window, groups=True, spanning=4 if size > 1 else 0, said=30 * case.share),

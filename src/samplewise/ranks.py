@@ -137,10 +137,11 @@ def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
         mine = moved.new_empty(moved.shape[1])
         with _explained("reduce_scatter"):
             dist.reduce_scatter_single(mine, moved.view(-1))
-        rows = [(own_rows(len(tensor)), tensor) for tensor in bucket]
-        pieces = mine.to(table.device).split([_by_owner(tensor).shape[1] for tensor in bucket])
-        for (own, tensor), piece in zip(rows, pieces, strict=True):
-            found[id(tensor)] = piece.view(-1, *tensor.shape[1:])[: own.stop - own.start]
+        rows = [-(-len(tensor) // size()) for tensor in bucket]
+        widths = [n * tensor[0].numel() for n, tensor in zip(rows, bucket, strict=True)]
+        for tensor, n, piece in zip(bucket, rows, mine.to(table.device).split(widths), strict=True):
+            own = own_rows(len(tensor))
+            found[id(tensor)] = piece.view(n, *tensor.shape[1:])[: own.stop - own.start]
     return [found.get(id(tensor), tensor) for tensor in tensors]
 
 

@@ -49,7 +49,7 @@ KINDS = {
     "drop a quantile": dict(window_transforms=[5]),  # place, loss, count, norm, share
     "normalize to the mean": dict(window_transforms=[5]),
     "weight, drop, normalize to the mean, weight": dict(window_transforms=[6, 6]),  # and the coefficient
-    "align": dict(references=True, said=len(pickle.dumps([1.0, 2.0]))),
+    "align": dict(references=True, said=len(pickle.dumps([1.0, 2.0] * 6))),
     "noise": dict(noise=True),
     "group and clip": dict(groups=True, spanning=spanning(), said=keys_said()),
 }

@@ -53,7 +53,7 @@ def gradients(
     parameters = inner(parameters) if isinstance(parameters, nn.Module) else parameters
     modules = [parameters] if isinstance(parameters, nn.Module) else []
     g = gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting)
-    g.own, g.sharded = True, any(map(is_sharded, modules))
+    g._own, g._sharded = True, any(map(is_sharded, modules))
     return g
 
 
@@ -88,8 +88,8 @@ class Gradients:
         self._graph, self._strategy = graph, strategy
         self._constants, self._create_graph, self._interacting = constants, create_graph, interacting
         self._parameters = graph.wanted
-        self.own = False  # whether nobody sums what it writes over the ranks
-        self.sharded = False  # whether torch does, in an ordinary backward pass
+        self._own = False  # whether nobody sums what it writes over the ranks
+        self._sharded = False  # whether torch does, in an ordinary backward pass
         self._sources: dict[str, Source] = {}
         self._known_plan: Plan | None = None
         self._known_norms: dict[str, Tensor] | None = None
@@ -209,9 +209,9 @@ class Gradients:
         over the ranks.
         retain_graph=False makes it the last: strategy "twice" then frees the graph as it goes, for the least memory.
         """
-        if self.own:
+        if self._own:
             refuse_replicas(self._parameters.values())
-        if self.sharded and isinstance(weights, Mapping):
+        if self._sharded and isinstance(weights, Mapping):
             raise ParameterError(
                 "weights of a sharded model's gradients must be one number per sample, for they go through an ordinary "
                 "backward pass; found a dict. Use g.sum(weights), or sw.Step."
@@ -334,14 +334,14 @@ class Gradients:
         hooked = any(
             p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters.values()
         )
-        return hooked or self.sharded or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
+        return hooked or self._sharded or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
 
     def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool) -> None:
         with self._exactly():
             self._plan()  # refuses what must be refused
         losses = self._graph.losses
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
-        reached = None if self.sharded else [self._parameters[name] for name in self._graph.leaves.values()]
+        reached = None if self._sharded else [self._parameters[name] for name in self._graph.leaves.values()]
         with graph_alive():
             torch.autograd.backward(losses, weights, inputs=reached, retain_graph=retain_graph)
 

@@ -232,9 +232,6 @@ def _unscaled(values: PerSample, scale: float) -> PerSample:
     return values / scale if isinstance(values, Tensor) else {name: v / scale for name, v in values.items()}
 
 
-def _fingerprint(direction: Mapping[str, Tensor]) -> tuple[float, float]:
-    """Its length, and how far it reaches into a fixed direction."""
-    return (
-        sum(d.double().square().sum().item() for d in direction.values()) ** 0.5,
-        sum(checksum(d).item() for d in direction.values()),
-    )
+def _fingerprint(direction: Mapping[str, Tensor]) -> list[float]:
+    """For each parameter how long it is, and how far it reaches into a fixed direction."""
+    return [number for d in direction.values() for number in (d.double().norm().item(), checksum(d).item())]
