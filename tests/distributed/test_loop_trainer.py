@@ -123,6 +123,32 @@ def test_ranks_do_what_one_process_does(team, request, alone, tmp_path):
     )
 
 
+def few(samples):
+    import torchmetrics
+
+    metrics = {"auroc": torchmetrics.AUROC(task="multiclass", num_classes=3), "mine": Largest(), "accuracy": accuracy}
+    return trainer(metrics=metrics if samples > 1 else dict(list(metrics.items())[1:])).evaluate(loader(samples))
+
+
+def test_validation_with_hardly_a_sample_for_each_rank(two):
+    for samples in (1, 9):
+        assert close(two.run(few, samples), [few(samples)] * 2)
+
+
+def too_few():
+    import torchmetrics
+
+    trainer(metrics={"auroc": torchmetrics.AUROC(task="multiclass", num_classes=3)}).evaluate(loader(1))
+
+
+def test_torchmetrics_needs_a_batch_on_every_rank(two):
+    message = (
+        "BatchError: every rank must have a batch of its own for metric 'auroc', since torchmetrics cannot put "
+        "together what some lack; found 1 of 2 ranks without one. Use more samples, or a function (outputs, batch)."
+    )
+    assert two.errors(too_few) == [message] * 2
+
+
 def divided_before(run):
     """By torch's sampler, which repeats a sample where shares would not be equal."""
     made = trainer(run, samples=None, sharded=True)
@@ -409,7 +435,9 @@ class BadSample(Dataset):
 
 def failing(run, where):
     callbacks = [Fails(where)] if where.startswith("on_") else []
-    made = trainer(run, callbacks, metrics={"broken": broken} if where == "validation" else None)
+    made = trainer(run, callbacks, metrics={"broken": broken} if where in ("validation", "evaluate") else None)
+    if where == "evaluate":
+        made.evaluate(loader())
     if where == "data":
         made.fit(DataLoader(BadSample(), batch_size=4), epochs=1)
     if where == "NaN":
@@ -428,6 +456,7 @@ def broken(outputs, batch):
 FAILURES = {
     "data": "OSError: sample 9 cannot be read",
     "validation": "ValueError: a metric fails",
+    "evaluate": "ValueError: a metric fails",
     "NaN": "NonFiniteLossError: losses must be finite; ",
     **{event: f"RuntimeError: out of memory in {event}" for event in EVENTS if event not in ("on_error",)},
 }

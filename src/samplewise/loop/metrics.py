@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from samplewise import ranks
 from samplewise.batches import length
-from samplewise.errors import LossesError
+from samplewise.errors import BatchError, LossesError
 from samplewise.loop.devices import moved
 
 TAKEN = ("kind", "epoch", "update", "loss", "train_loss")
@@ -120,7 +120,32 @@ class Gathered:
         self._given.reset()
 
 
-Metric = Mean | Given | Gathered
+class Synchronised:
+    """One that talks to the other ranks by itself, as torchmetrics' do; if all have something to say."""
+
+    def __init__(self, given: Given, name: str):
+        self._given, self._name, self._fed = given, name, False
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        self._given.update(outputs, batch)
+        self._fed = True
+
+    def compute(self) -> Any:
+        empty = int(ranks.meet(not self._fed)[0])
+        if empty:
+            raise BatchError(
+                f"every rank must have a batch of its own for metric {self._name!r}, since torchmetrics cannot put "
+                f"together what some lack; found {empty} of {ranks.size()} ranks without one. Use more samples, or a "
+                "function (outputs, batch)."
+            )
+        return self._given.compute()
+
+    def reset(self) -> None:
+        self._fed = False
+        self._given.reset()
+
+
+Metric = Mean | Given | Gathered | Synchronised
 
 
 def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Metric]:
@@ -129,8 +154,7 @@ def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Me
         if name in TAKEN:
             raise ValueError(f"a metric must have a name of its own; found {name!r}, which the log uses itself.")
         if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
-            given = Given(metric, device)
-            found[name] = given if not ranks.active() or _synchronises(metric) else Gathered(given, device)
+            found[name] = _of_ranks(Given(metric, device), name, device) if ranks.active() else Given(metric, device)
         elif callable(metric):
             found[name] = Mean(metric)
         else:
@@ -141,8 +165,9 @@ def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Me
     return found
 
 
-def _synchronises(metric: Any) -> bool:
-    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(metric).__mro__)
+def _of_ranks(given: Given, name: str, device: torch.device) -> Metric:
+    known = any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(given.metric).__mro__)
+    return Synchronised(given, name) if known else Gathered(given, device)
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -363,7 +363,11 @@ class Trainer:
         """The loss, Σ losses / Σ counts over all batches, and the metrics. Modes of all modules are kept. With several
         ranks all must call it: each looks at its own samples, and all get the result.
         """
-        return self._evaluated(self._validation_batches(loader))
+        try:
+            return self._evaluated(self._validation_batches(loader))
+        except Exception as error:
+            tell(error)
+            raise
 
     def _evaluated(self, batches: Iterable[Any]) -> dict[str, float]:
         sums, outputs = Quotient(), Outputs(self.model)
