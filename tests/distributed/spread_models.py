@@ -110,14 +110,14 @@ def own_batches(batch, parts=None):
     return list(zip(*(part.split(batch) for part in own), strict=True))
 
 
-def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", **options):
+def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", audit=False, **options):
     """The parameters, and what the updates say, after a few epochs."""
     model, strategy = wrapped(net(), how)
     inside = getattr(model, "module", model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     made = TRANSFORMS[transforms](inside)
     fn = {"loss_fn": loss_fn, "counted": counted}[losses]
-    step = sw.Step(model, optimizer, fn, transforms=made, strategy=strategy, audit=False, **options)
+    step = sw.Step(model, optimizer, fn, transforms=made, strategy=strategy, audit=audit, **options)
     updates = [
         (update.samples, update.loss, update.grad_norm, update.skipped)
         for _ in range(epochs)

@@ -231,7 +231,8 @@ class Maker:
     def _look_back(self, window: Window) -> None:
         """What the first window tells of mistakes."""
         pieces = [len(part) for part in window.parts if len(part)]
-        look_at_batch_norm(self.evaluation.modules, pieces * (1 if self.team is None else 2))
+        if pieces:
+            look_at_batch_norm(self.evaluation.modules, pieces * (1 if self.team is None else self.team.size))
         look_at_reach(self.trained.owned, noise=bool(self.chain.on_sum))
         look_at_weights(self.chain, [part.weights for part in window.parts], self.team is not None)
 
