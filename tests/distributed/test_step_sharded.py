@@ -44,6 +44,47 @@ def test_ranks_may_have_nothing_and_any_number_of_pieces(three, transforms, opti
         assert_same(alone, found)
 
 
+class Tied(nn.Module):
+    """The embedding is the head, and a list of blocks stands between them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def next_token(model, tokens):
+    logits = model(tokens[:, :-1]).transpose(1, 2)
+    return nn.functional.cross_entropy(logits, tokens[:, 1:], reduction="none").mean(1)
+
+
+def tied(strategy):
+    model = Tied()
+    tokens = torch.randint(0, 11, (13, 5), generator=torch.Generator().manual_seed(1))
+    step = sw.Step(model, adam(model), next_token, 6, transforms=[sw.clip(0.05)], strategy=strategy, audit=False)
+    step.run(own_batches(4, [tokens])[k][0] for k in range(len(own_batches(4, [tokens]))))
+    g = sw.gradients(next_token(model, tokens), model)
+    return flat(model), g.names, g.norms()
+
+
+def test_a_tied_head_is_one_parameter(two):
+    parameters, names, norms = tied(None)
+    for found in two.run(tied, "fsdp"):
+        torch.testing.assert_close(found[0], parameters, rtol=1e-10, atol=1e-12)
+        assert found[1] == names
+        torch.testing.assert_close(found[2], norms, rtol=1e-10, atol=1e-12)
+
+
 # ------------------------------------------------------------------------------------------------------ in between
 
 

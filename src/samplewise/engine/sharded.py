@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from samplewise.errors import GraphError
 
@@ -40,28 +41,25 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def sharded_parameters(model: nn.Module) -> list[Sharded]:
-    paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
+    """In the model's order. A module has the part or the whole of a parameter, as it was used last."""
     managers = [manager for group in parameter_groups(model) for manager in group.fsdp_params]
-    places = [(manager, manager._module_info) for manager in managers]
-    return [Sharded(f"{paths[id(at.module)]}.{at.param_name}".lstrip("."), manager) for manager, at in places]
+    known = {id(getattr(manager, form, None)): manager for manager in managers for form in FORMS}
+    return [Sharded(name, known[id(p)]) for name, p in model.named_parameters() if id(p) in known]
+
+
+FORMS = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The leaves of graphs by the names of the parameters, in their order; parameters that are not sharded are there as
     they are.
     """
-    found = {each.name: each for each in sharded_parameters(model)}
-    missing = [name for name, each in found.items() if each.whole is None]
+    found: dict[str, Tensor | None] = {each.name: each.whole for each in sharded_parameters(model)}
+    leaves = {name: found.get(name, p) for name, p in model.named_parameters()}
+    missing = [name for name, leaf in leaves.items() if leaf is None or isinstance(leaf, DTensor)]
     if missing:
         raise GraphError(
             f"a sharded model must have computed the losses; found that it never gathered {missing[0]!r}. Call the "
             "model itself, not a part of it, before asking for gradients."
         )
-    in_order = [name for name, _ in model.named_parameters()]
-    others = dict(model.named_parameters())
-    return {name: _leaf(found[name].whole) if name in found else others[name] for name in in_order}
-
-
-def _leaf(whole: nn.Parameter | None) -> Tensor:
-    assert whole is not None
-    return whole
+    return {name: leaf for name, leaf in leaves.items() if leaf is not None}
