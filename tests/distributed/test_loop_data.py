@@ -4,9 +4,12 @@ Ranks are played one after the other: a share is a number out of how many, and n
 """
 
 import re
+from itertools import chain
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -173,7 +176,7 @@ def used(name, size, batches):
     shares = [read(feed, batches=batches) for feed in feeds]
     places = [feed.here(0) for feed in feeds]
     if size == 1:
-        return shares[0], {"place": vars(places[0])}, feeds[0]
+        return shares[0], feeds[0].state(0), feeds[0]
     return in_turn(shares), {"places": [vars(p) for p in places], "used": feeds[0]._used(places)}, feeds[0]
 
 
@@ -208,6 +211,53 @@ def test_where_only_as_many_can_go_on(name, monkeypatch):
     fresh = of(name, 0, 2)
     fresh.load({"place": vars(Place())}, 1)  # between epochs it makes no difference
     assert len(read(fresh, 1)) == len(range(0, SAMPLES, 2))
+
+
+class Numbers(Dataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, i):
+        return i, float(i)
+
+
+@given(
+    samples=st.integers(1, 40),
+    used=st.integers(0, 40),
+    before=st.integers(1, 5),
+    after=st.integers(1, 5),
+    sizes=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+)
+def test_any_number_of_ranks_goes_on_after_any_sample(samples, used, before, after, sizes):
+    """Whatever the batches of those who were there before and of those who come."""
+
+    def feed(rank, size, batch):
+        loader = DataLoader(Numbers(samples), batch_size=batch, shuffle=True)
+        return Feed(loader, seed=5, share=Share(rank, size))
+
+    order = read(feed(0, 1, 1))
+    used = min(used, samples)
+    own = [len(range(rank, used, before)) for rank in range(before)]
+    kind = feed(0, 1, 1)._source.kind
+    places = [Place(n // sizes[0], n % sizes[0], None, kind, 0, n - n % sizes[0]) for n in own]
+    there = feed(0, before, sizes[0])
+    assert there._used(places) == used
+    there.go_to(places[0])
+    state = there.state(0) if before == 1 else {"places": list(map(vars, places)), "used": used}
+    rest = []
+    for rank in range(after):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "size", lambda: after)
+            patch.setattr(ranks, "rank", lambda rank=rank: rank)
+            other = feed(rank, after, sizes[1] if after != before else sizes[0])
+            other.load(state, 0)
+            rest.append(read(other))
+    assert sorted(chain(*rest)) == sorted(order[used:])
+    if after != before:
+        assert in_turn(rest) == order[used:]
 
 
 class WorkersShare(IterableDataset):

@@ -89,8 +89,9 @@ def test_the_command_line_starts_processes(tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
-def test_a_script_whose_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
-    _, told = run(*torchrun("--max-restarts", 1), SCRIPT, tmp_path / "killed", 9)
+@pytest.mark.parametrize("update", [9, *(pytest.param(k, marks=pytest.mark.slow) for k in (0, 6, 13, 20))])
+def test_a_script_whose_rank_is_killed_goes_on_from_its_last_checkpoint(update, tmp_path):
+    _, told = run(*torchrun("--max-restarts", 1), SCRIPT, tmp_path / "killed", update)
     assert "Signal 9 (SIGKILL)" in told or "exitcode: -9" in told
     expected = [p.detach() for p in main(tmp_path / "undisturbed").parameters()]
     state, path = Checkpoints(tmp_path / "killed" / "checkpoints").latest()

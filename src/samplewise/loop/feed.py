@@ -127,7 +127,7 @@ class Feed:
         """Where this rank, or all of them, will go on; of the last batch so many samples are taken."""
         here = self.here(taken)
         if not ranks.active():
-            return {"place": vars(here)}
+            return {"place": vars(here), "used": self._used_alone(here)}
         places = [Place(**place) for place in ranks.everyone(vars(here))]
         return {"places": [vars(place) for place in places], "used": self._used(places)}
 
@@ -137,6 +137,12 @@ class Feed:
         even = all(n == len(range(rank, sum(taken), len(taken))) for rank, n in enumerate(taken))
         known = even and self.divides and self._source.samples(0, 0) is not None
         return places[0].start + sum(taken) if known else None
+
+    def _used_alone(self, here: Place) -> int | None:
+        """The same of one process, as long as it is known how large its batches are: ranks may have others."""
+        size: Any = getattr(self.loader, "batch_size", None)
+        known = type(size) is int and self._source.samples(0, 0) is not None
+        return here.start + here.batches * size + here.inside if known else None
 
     def load(self, state: dict[str, Any], epoch: int) -> None:
         """Goes on there, with as many ranks or with others."""
@@ -150,7 +156,7 @@ class Feed:
 
     def _start_of(self, state: dict[str, Any], places: Sequence[Place], epoch: int) -> int:
         used, first = state.get("used"), places[0]
-        if len(places) == 1:
+        if used is None and len(places) == 1:
             found = self._source.samples(epoch if self.first is None else 0, first.batches, first.start)
             used = None if found is None else first.start + found + first.inside
         if used is None or self.first is not None or not self.divides:
