@@ -91,8 +91,8 @@ def test_the_command_line_starts_processes(tmp_path):
 
 @pytest.mark.parametrize("update", [9, *(pytest.param(k, marks=pytest.mark.slow) for k in (0, 6, 13, 20))])
 def test_a_script_whose_rank_is_killed_goes_on_from_its_last_checkpoint(update, tmp_path):
-    _, told = run(*torchrun("--max-restarts", 1), SCRIPT, tmp_path / "killed", update)
-    assert "Signal 9 (SIGKILL)" in told or "exitcode: -9" in told
+    run(*torchrun("--max-restarts", 1), SCRIPT, tmp_path / "killed", update)
+    assert (tmp_path / "killed" / "killed").exists()
     expected = [p.detach() for p in main(tmp_path / "undisturbed").parameters()]
     state, path = Checkpoints(tmp_path / "killed" / "checkpoints").latest()
     assert path.name == "update-000000021.ckpt" and path.is_dir()
