@@ -67,3 +67,10 @@ except ImportError as missing:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "checkpoints need safetensors: pip install 'samplewise[train]'"
+
+
+def test_what_takes_long_to_import_waits_until_it_is_needed():
+    slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
+    script = f"import sys, samplewise; print([name for name in {slow} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.stdout.strip() == "[]", run.stderr

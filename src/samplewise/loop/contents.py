@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from samplewise import ranks
+from samplewise.engine.sharded import in_parts
 from samplewise.errors import CheckpointError
 from samplewise.step.step import Step
 
@@ -49,14 +49,16 @@ def load(part: Any, state: Any) -> None:
 
 
 def _as_shared(value: Any, like: Any) -> Any:
-    if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
+    if in_parts(like) and isinstance(value, Tensor) and value.shape == like.shape:
+        from torch.distributed.tensor import distribute_tensor  # slow to import, and there already
+
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return value
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a model, on every rank, with what ranks share put together."""
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    return {name: value.full_tensor() if in_parts(value) else value for name, value in state.items()}
 
 
 def kinds(parts: Mapping[str, Any]) -> dict[str, str]:

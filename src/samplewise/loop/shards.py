@@ -7,6 +7,8 @@
 `rest.ckpt` says where each of those tensors belongs and what the bytes of all files sum up to. The folder is written
 beside its place and renamed by rank 0 when all are done, while the training goes on. Reading it takes `.metadata`,
 which is a pickle of torch's: do not read a folder from a stranger.
+
+Torch's module takes long to import: that is done when it is needed.
 """
 
 from __future__ import annotations
@@ -23,10 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from samplewise import ranks
 from samplewise.errors import CheckpointError
@@ -89,6 +87,9 @@ class Saver:
     def _write(
         self, aside: Path, path: Path, rest: dict[str, Any], tensors: dict[str, Tensor], then: Callable[[], None]
     ) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
         save(tensors, storage_writer=FileSystemWriter(aside), process_group=self._group)
         sums = self._each(lambda: _sums(aside.glob(f"__{ranks.rank()}_*")))
 
@@ -119,6 +120,10 @@ class Saver:
 
 def read(path: Path) -> dict[str, Any]:
     """The state in a folder, whole, in one process or in each of several."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     state = store.read(path / REST)
     _check(path, state.pop("files"))
     text = state.pop("large")

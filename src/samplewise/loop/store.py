@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from samplewise import files, ranks
+from samplewise.engine.sharded import in_parts
 from samplewise.errors import CheckpointError, CheckpointWarning
 
 FORMAT = "samplewise checkpoint"
@@ -252,7 +252,7 @@ def _encode_items(value: dict[Any, Any], place: tuple[Any, ...], tensors: list[T
 
 
 def _encode_tensor(value: Tensor, place: tuple[Any, ...], tensors: list[Tensor]) -> list[Any]:
-    whole = type(value) in TENSORS or isinstance(value, DTensor)
+    whole = type(value) in TENSORS or in_parts(value)
     if not whole or value.layout != torch.strided or value.is_meta or value.is_quantized:
         raise TypeError(
             f"{_dotted(place)} must be a plain, dense tensor with data; found {_kind(value)} of layout {value.layout} "
@@ -264,7 +264,7 @@ def _encode_tensor(value: Tensor, place: tuple[Any, ...], tensors: list[Tensor])
 
 def _copy(value: Tensor) -> Tensor:
     """As it goes into the file."""
-    if isinstance(value, DTensor):
+    if in_parts(value):
         raise TypeError("a tensor must be whole to be written by one process; found one that ranks share.")
     copy = value.detach().resolve_conj().resolve_neg().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copy if copy.dtype in DTYPES else copy.reshape(-1).view(torch.uint8)

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from samplewise import ranks
-from samplewise.engine.sharded import parameter_groups, sharded_parameters
+from samplewise.engine.sharded import parameter_groups, sharded_modules, sharded_parameters
 from samplewise.errors import DistributedError, ParameterError
 from samplewise.losses import LossFn
 from samplewise.replay import Buffers
@@ -48,6 +46,8 @@ def shard(model: nn.Module, modules: Sequence[nn.Module], policy: Policy, optimi
         raise ParameterError(
             "the optimizer must be new when its model is sharded; found one with a state. Make it just before the step."
         )
+    from torch.distributed.fsdp import fully_shard
+
     make_equal(modules)
     before = dict(model.named_parameters())
     for module in _chosen(model, policy):
@@ -79,7 +79,7 @@ class Shards:
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]):
         self.model, self.modules = model, modules
         self._groups = list(parameter_groups(model))
-        self._states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+        self._states: list[Any] = [module._get_fsdp_state() for module in sharded_modules(model)]
         self._parameters = sharded_parameters(model)
         refuse_exchanges(modules)
         self._refuse_options()
@@ -136,14 +136,14 @@ class Shards:
     def _unshard(self) -> None:
         for group in self._groups if ranks.active() else ():
             ranks.note("all_gather", sum(p._sharded_param_data.nbytes for p in group.fsdp_params))
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
+        for module in sharded_modules(self.model):
+            module.unshard()
 
     def around(self, loss_fn: LossFn) -> LossFn:
         """The loss function, called so that forward passes leave the parameters where they are: as if they were done
         again on the way back, for activation checkpointing.
         """
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         def losses(model: nn.Module, batch: Any) -> Any:
             for state in self._states:
