@@ -6,10 +6,11 @@ import threading
 import pytest
 import torch
 from test_loop_trainer import going_on, loader, parameters, trainer
+from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver
 
 from samplewise import ranks
 from samplewise.errors import CheckpointError, CheckpointWarning
-from samplewise.loop import shards, store
+from samplewise.loop import store
 from samplewise.loop.callbacks import ModelCheckpoint
 
 
@@ -33,19 +34,19 @@ class Releases:
 
 
 def slowly(run):
-    gate, save = threading.Event(), shards.save
+    gate, save = threading.Event(), state_dict_saver.save
 
     def held_up(*given, **more):
         assert gate.wait(60)
         return save(*given, **more)
 
-    shards.save = held_up
+    state_dict_saver.save = held_up
     try:
         releases = Releases(run, 2, gate)
         made = trainer(run, [releases, ModelCheckpoint(every="2up")])
         made.fit(loader(), updates=4)
     finally:
-        shards.save = save
+        state_dict_saver.save = save
     return releases.there
 
 
@@ -82,7 +83,7 @@ def failing(run, where):
     def fail(*given, **more):
         raise OSError("no space left")
 
-    place, name, rank = {"data": (shards.FileSystemWriter, "write_data", 1), "rest": (store, "write", 0)}[where]
+    place, name, rank = {"data": (FileSystemWriter, "write_data", 1), "rest": (store, "write", 0)}[where]
     original = getattr(place, name)
     if ranks.rank() == rank:
         setattr(place, name, fail)
