@@ -66,9 +66,10 @@ def test_over_checkpoints_the_margin_is_the_aum_and_self_influence_a_sum():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_by_default_the_ranks_of_margin_and_el2n_are_averaged():
+def test_ranks_of_several_are_averaged():
     model, x, y = make()
-    found = sw.suspects(model, loss_fn, [(x, y)])
+    assert sw.suspects(model, loss_fn, [(x, y)]).by == ("margin",)
+    found = sw.suspects(model, loss_fn, [(x, y)], by=["margin", "el2n"])
     assert found.by == ("margin", "el2n") == tuple(found.scores)
     places = zip(*(ranks(found.scores[name].tolist()) for name in found.by), strict=True)
     assert found.score.tolist() == pytest.approx([sum(both) / 2 for both in places])
@@ -177,8 +178,8 @@ def test_equal_values_share_a_rank():
 def test_it_prints():
     model, x, y = make()
     lines = str(sw.suspects(model, loss_fn, [(x, y)])).splitlines()
-    assert lines[0] == "the first of 12 samples, by margin and el2n"
-    assert lines[1].split() == ["sample", "margin", "el2n"]
+    assert lines[0] == "the first of 12 samples, by margin"
+    assert lines[1].split() == ["sample", "margin"]
     assert len(lines) == 13
 
 
@@ -208,7 +209,13 @@ def test_visits_are_averaged_by_sample():
 
 @pytest.mark.parametrize(
     ("columns", "by"),
-    [("loss norm", ("loss", "norm")), ("loss", ("loss",)), ("norm", ("norm",)), ("margin loss", ("margin",))],
+    [
+        ("loss norm", ("loss",)),
+        ("norm margin", ("margin",)),
+        ("loss", ("loss",)),
+        ("norm", ("norm",)),
+        ("margin loss", ("margin",)),
+    ],
 )
 def test_what_a_table_is_ranked_by(columns, by):
     assert sw.suspects({name: VISITS[name] for name in ("id", *columns.split())}).by == by
@@ -222,7 +229,8 @@ def test_visits_that_are_not_finite_are_left_out():
 
 
 def test_who_has_one_of_two_scores_stands_in_the_middle_of_the_other():
-    found = sw.suspects({"id": [0, 1, 2], "loss": [1.0, 2.0, 3.0], "norm": [math.nan, 1.0, 2.0]})
+    table = {"id": [0, 1, 2], "loss": [1.0, 2.0, 3.0], "norm": [math.nan, 1.0, 2.0]}
+    found = sw.suspects(table, by=["loss", "norm"])
     assert found.score.tolist() == [0.25, 0.25, 1]
     assert sw.suspects({"id": [0, 1], "loss": [1.0, 2.0], "norm": [math.nan, 1.0]}, by="norm").top(2).tolist() == [1, 0]
 

@@ -119,7 +119,7 @@ def test_the_most_suspicious_first(tmp_path, monkeypatch):
     monkeypatch.setattr(previews, "MOST", 3)
     visits = pa.table({"id": [0, 1, 2, 3, 4], "loss": [5.0, 4.0, 3.0, 2.0, 1.0], "norm": [1.0, 2.0, 3.0, 9.0, 8.0]})
     write_previews(tmp_path, lambda i: f"sample {i}", visits)
-    assert list(kept(tmp_path)) == ["3", "0", "1"]  # by both and by norm; by loss; the second by loss
+    assert list(kept(tmp_path)) == ["0", "3", "1"]  # by loss, by norm, and the second by loss
     assert kept(tmp_path)["3"] == {"text": "sample 3"}
 
 

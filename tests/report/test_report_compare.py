@@ -80,8 +80,8 @@ def test_suspects_of_both_and_of_one_only(tmp_path, two):
     shown = compared(tmp_path, *two)
     assert "19 are suspect in both runs, with their places in each." in shown.text
     assert "198first2second2" in shown.text and shown.tags.count("img") == 1
-    assert "Only in first: 1 of 20, by loss and gradient norm199" in shown.text
-    assert "Only in second: 1 of 20, by loss and gradient norm0" in shown.text
+    assert "Only in first: 1 of 20, by loss199" in shown.text
+    assert "Only in second: 1 of 20, by loss0" in shown.text
 
 
 def test_suspects_need_two_ledgers(tmp_path, two):

@@ -57,8 +57,8 @@ def test_every_sample_is_there_with_the_mean_over_its_visits(tmp_path):
 def test_the_suspects_are_those_of_the_scores(run):
     shown, each = page_of(run), samples.read_samples(read_run(run)).each
     titles = [score["title"] for score in shown.samples["scores"]]
-    assert titles == ["loss and gradient norm (recommended)", "loss", "gradient norm", "self-influence"]
-    for score, by in zip(shown.samples["scores"], [("loss", "norm"), ("loss",), ("norm",)], strict=False):
+    assert titles == ["loss (recommended)", "gradient norm", "self-influence"]
+    for score, by in zip(shown.samples["scores"], [("loss",), ("norm",), ("self_influence",)], strict=True):
         found = suspicion(each, by)
         assert score["order"] == sorted(range(N), key=lambda k, of=found: -of[k])[: samples.FEWEST_SUSPECTS]
         assert score["order"][:2] == [7, 3]
@@ -81,7 +81,7 @@ def test_a_tenth_is_suspect_and_never_more_than_fit(tmp_path):
 
 def test_a_choice_for_each_score_and_the_first_is_pressed(run):
     pressed = [value for name, value in page_of(run).attributes if name == "aria-pressed"]
-    assert pressed == ["true", "false", "false", "false"]
+    assert pressed == ["true", "false", "false"]
 
 
 def test_other_columns_are_shown_and_places_of_the_log_are_not(run):

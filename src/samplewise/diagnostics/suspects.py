@@ -20,7 +20,7 @@ from samplewise.losses import LossFn
 from samplewise.measuring import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
 from samplewise.scan import scan
 
-RECOMMENDED = ("margin", "el2n")  # measured: docs/diagnostics.md
+RECOMMENDED = "margin"  # measured: docs/diagnostics.md
 
 Key = Hashable | Callable[[Any], Tensor]  # where a batch has something: a key, or a function of the batch
 
@@ -84,7 +84,7 @@ def suspects(
     some of loss, norm, margin (the label's logit minus the largest other) and el2n. A sample's score is the mean
     over those of its visits that are finite; of the margin that is the AUM.
 
-    by: a score, or several, whose ranks are averaged; default margin and el2n, of a table margin, or loss and norm
+    by: a score, or several, whose ranks are averaged; default the margin; of a table without one, the loss
     also: more scores to compute
     logits: a function of (model, batch), default model(batch[0])
     labels: where a batch has its labels: a key, an index or a function of the batch

@@ -37,9 +37,9 @@ def visited(table: Any) -> Any:
 
 
 def recommended(names: Iterable[str]) -> tuple[str, ...]:
-    """By which of these scores: the margin; else loss and norm, or either; else what there is."""
-    there = [name for name in SCORES if name in set(names)]
-    return ("margin",) if "margin" in there else tuple(n for n in ("loss", "norm") if n in there) or tuple(there)
+    """By which of these scores: the one that found most wrong labels where we measured it, in docs/diagnostics.md."""
+    there = set(names)
+    return next((name,) for name in ("margin", "loss", "el2n", "norm", "self_influence") if name in there)
 
 
 def scored(samples: Any, name: str) -> list[float]:
