@@ -51,7 +51,7 @@ class Maker:
         record: set[str],
     ):
         self.evaluation, self.microbatch, self.finish, self.chain = evaluation, microbatch, finish, chain
-        self.trained, self.record = evaluation.trained, record
+        self.trained, self.record, self.team = evaluation.trained, record, finish.team
         self.columns: dict[str, Hashable] = {}  # name -> key of the batch: what is noted of it
         self.counters, self.window = Counters(), Window()
         self._audit, self._buffers = audit, Buffers(evaluation.modules)
@@ -59,13 +59,9 @@ class Maker:
         self._first = self._unseen = True  # window, gradients
         self._recall: Recall | None = None
 
-    @property
-    def team(self) -> Team | None:
-        return self.finish.team
-
     def join(self, team: Team) -> None:
         """Others take part from now on."""
-        self.finish.team = team
+        self.team = self.finish.team = team
         self._summing = self._make_summing()
 
     @property
@@ -98,7 +94,7 @@ class Maker:
         self.window.begun, self.evaluation.seconds = True, 0.0
         if self.team is not None:
             self.team.spread.open()
-        elif ranks.active():
+        elif self._first and ranks.active():
             raise DistributedError(
                 f"a step must know of all ranks when it is made; found {ranks.size()} ranks, and a step that was made "
                 "for one process. Call init_process_group first."
@@ -188,18 +184,12 @@ class Maker:
             self.team.spread.gather()
         if outcome.mask is not None:
             self._buffers.restore_unless(outcome.mask.well)
-        update = Update(
-            self.counters.updates,
-            window.samples + window.others,
-            outcome,
-            window.parts,
-            self._asked_late,
-            window.noted,
-            agreed=window.agreed,
-        )
-        self.counters.samples += window.others
-        self.counters.updates += not outcome.skipped
-        self.counters.skipped += outcome.skipped
+        counters, others = self.counters, 0 if self.team is None else window.others
+        known = outcome, window.parts, self._asked_late, window.noted
+        update = Update(counters.updates, window.samples + others, *known, agreed=window.agreed)
+        counters.samples += others
+        counters.updates += not outcome.skipped
+        counters.skipped += outcome.skipped
         self.window = Window()
         ended, forward = perf_counter(), self.evaluation.seconds
         gradients = window.seconds + finishing - started - forward

@@ -114,7 +114,7 @@ class Step:
 
         modules = [inner(model), *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
         self._strategy = strategy
-        team = team_of(model, strategy, modules, self.settings, optimizer)
+        self._team = team = team_of(model, strategy, modules, self.settings, optimizer)
         everything = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, everything if team is None else team.spread.owned(everything))
         self._trained = Trained(optimizer, modules, None if team is None else team.spread.leaves)
@@ -162,11 +162,6 @@ class Step:
     @columns.setter
     def columns(self, columns: dict[str, Hashable]) -> None:
         self._maker.columns = columns
-
-    @property
-    def _team(self) -> Team | None:
-        """Ranks that make updates together."""
-        return self._maker.team
 
     @property
     def _window(self) -> Window:
@@ -222,9 +217,9 @@ class Step:
                     f"ranks must be there when a step with strategy={self._strategy!r} is made; found that they came "
                     "later. Call torch.distributed.init_process_group() before it."
                 )
-            team = team_of(self.model, "ddp", self._evaluation.modules, self.settings)
-            assert team is not None
-            self._maker.join(team)
+            self._team = team_of(self.model, "ddp", self._evaluation.modules, self.settings)
+            assert self._team is not None
+            self._maker.join(self._team)
             self._compiling.mode = False
 
     def gather(self) -> None:

@@ -1,8 +1,8 @@
 """Convolutions of any dimension, stride, dilation and grouping, transposed ones included.
 
 Two ways to the rows, the faster of which depends on the sizes: one grouped convolution for a chunk of samples, each
-sample a group; or the patches under the kernel, written out, times the gradient. Patches of many channels are copied
-several times as fast with the channels last, so the rows have them last, too, and only answers are turned. Where rows
+sample a group; or the patches under the kernel, written out, times the gradient. Patches of middling size are copied
+several times as fast with the channels last: then the rows have them last, too, and only answers are turned. Where rows
 would be larger than patches and gradient together, norms come from pairs of positions and sums from the ordinary
 backward.
 
@@ -30,6 +30,8 @@ from samplewise.engine.rules.use import Use, summed
 SMALL_PATCH = 64
 # Up to this many positions the patches fit the cache, and the product with them beats a grouped convolution.
 FEW_POSITIONS = 100
+# From this many numbers under the kernel on, copying them is the smaller part of the work, and the channels stay first.
+WIDE_PATCH = 512
 # Temporaries of a chunk of samples stay below this many elements.
 CHUNK = 2**20
 
@@ -92,7 +94,7 @@ class Convolution(Form):
 
     @property
     def channels_last(self) -> bool:
-        return self.by_patches and self.patch >= SMALL_PATCH
+        return self.by_patches and SMALL_PATCH <= self.patch < WIDE_PATCH
 
     def rows(self, start: int, stop: int) -> Tensor:
         if not self.by_patches or torch.is_grad_enabled():
