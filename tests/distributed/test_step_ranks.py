@@ -420,22 +420,25 @@ def test_an_open_window_is_in_no_state(two):
     assert two.errors(saved_while_open) == [message] * 2
 
 
-def made_too_early():
+def made_too_early(updates, compile):
     model = net()
     active, ranks.active = ranks.active, lambda: False
     try:
-        step = sw.Step(model, sgd(model), loss_fn)
+        step = sw.Step(model, sgd(model), loss_fn, compile=compile)
+        for _ in range(updates):
+            step(own_batches(3)[0])
     finally:
         ranks.active = active
     step(own_batches(3)[0])
 
 
-def test_a_step_that_was_made_for_one_process(two):
+@pytest.mark.parametrize(("updates", "compile"), [(0, False), (2, False), (3, True)])
+def test_a_step_that_was_made_for_one_process(two, updates, compile):
     message = (
         "DistributedError: a step must know of all ranks when it is made; found 2 ranks, and a step that was made for "
         "one process. Call init_process_group first."
     )
-    assert two.errors(made_too_early) == [message] * 2
+    assert two.errors(made_too_early, updates, compile) == [message] * 2
 
 
 # --------------------------------------------------------------------------------------------------------- beside

@@ -64,6 +64,14 @@ class Maker:
         self.team = self.finish.team = team
         self._summing = self._make_summing()
 
+    def check_alone(self) -> None:
+        """Ranks that came after the step was made would train models of their own."""
+        if self.team is None and ranks.active():
+            raise DistributedError(
+                f"a step must know of all ranks when it is made; found {ranks.size()} ranks, and a step that was made "
+                "for one process. Call init_process_group first."
+            )
+
     @property
     def sees_windows_whole(self) -> bool:
         """Whether pieces wait until all are there."""
@@ -94,11 +102,7 @@ class Maker:
         self.window.begun, self.evaluation.seconds = True, 0.0
         if self.team is not None:
             self.team.spread.open()
-        elif self._first and ranks.active():
-            raise DistributedError(
-                f"a step must know of all ranks when it is made; found {ranks.size()} ranks, and a step that was made "
-                "for one process. Call init_process_group first."
-            )
+        self.check_alone()
         self.trained.follow()
         self.trained.clear()
         self._buffers.remember()

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samplewise import ranks
-from samplewise.engine.replicas import inner as inner
 from samplewise.engine.sharded import is_sharded
 from samplewise.errors import DistributedError
 from samplewise.step.replicas import Replicas

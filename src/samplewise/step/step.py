@@ -352,6 +352,7 @@ class Step:
 
     def _compiled(self, rest: Slices) -> Iterator[Update]:
         """As many as can be made by compiled code. In blocks, they are told of as one."""
+        self._maker.check_alone()
         make = self._compiling.blocks if self._alone else self._compiling.updates
         self._trained.follow()
         self._trained.clear()
