@@ -23,8 +23,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from samplewise import ranks
 from samplewise.errors import BatchError, CheckpointError
+from samplewise.loop.dealing import Divided, Share
 from samplewise.loop.feed import Feed, Place
-from samplewise.loop.sharding import Divided, Share
 
 SAMPLES = 23
 

@@ -7,7 +7,9 @@ from small import loader, log, make, parameters
 import samplewise as sw
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, ModelCheckpoint
 
-COSINE = lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)  # noqa: E731
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
 
 @pytest.mark.parametrize("samples", [None, 10, 4])
@@ -88,8 +90,8 @@ def test_callbacks_are_saved_as_they_are_after_the_event(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({}, dict(scheduler=COSINE), "resumed with the scheduler it was saved with, none; found CosineAnnealingLR"),
-        (dict(scheduler=COSINE), {}, "resumed with the scheduler it was saved with, CosineAnnealingLR; found none"),
+        ({}, dict(scheduler=cosine), "resumed with the scheduler it was saved with, none; found CosineAnnealingLR"),
+        (dict(scheduler=cosine), {}, "resumed with the scheduler it was saved with, CosineAnnealingLR; found none"),
         ({}, dict(optimizer=torch.optim.AdamW), "resumed with the optimizer it was saved with, SGD; found AdamW"),
     ],
 )

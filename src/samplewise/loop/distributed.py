@@ -11,8 +11,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from samplewise import ranks
 from samplewise.loop.devices import resolve
@@ -50,11 +48,6 @@ def _own(device: torch.device) -> torch.device:
 def _leave() -> None:
     with suppress(Exception):  # the others may be gone
         dist.destroy_process_group()
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """What a DistributedDataParallel is around: its forward passes talk to the other ranks, which may have none."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def by_first(call: Callable[[], Result]) -> Result:

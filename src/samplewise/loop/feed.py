@@ -15,7 +15,7 @@ from samplewise import ranks
 from samplewise.batches import length
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop import store
-from samplewise.loop.sharding import Share, check_undivided
+from samplewise.loop.dealing import Share, check_undivided
 from samplewise.loop.sources import END, is_ordered, source_of
 
 

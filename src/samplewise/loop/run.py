@@ -11,8 +11,8 @@ from samplewise import ranks
 from samplewise.errors import CheckpointError
 from samplewise.loop import store
 from samplewise.loop.distributed import by_all
+from samplewise.loop.folders import Saver
 from samplewise.loop.log import Log
-from samplewise.loop.shards import Saver
 
 
 class Run:

@@ -6,7 +6,7 @@
     Replayed    anything else: gone through from the beginning of the epoch.
 
 What a loader draws in this process, it draws from a stream of its own: the model draws on as if nothing had been.
-With several ranks each gives the rank's share of the samples: see `sharding.py`.
+With several ranks each gives the rank's share of the samples: see `dealing.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from samplewise.batches import length
 from samplewise.errors import BatchError, CheckpointError
+from samplewise.loop.dealing import Divided, Look, Share, dealt, drawn
 from samplewise.loop.seeding import Stream, Unveiling, parts_of, seed_generators, seed_of, seeded_samples
-from samplewise.loop.sharding import Divided, Look, Share, dealt, drawn
 from samplewise.replay import random_state
 
 CHUNK = 64  # how many entries of an order are drawn at a time

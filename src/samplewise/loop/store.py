@@ -103,9 +103,9 @@ def tensors_in(text: str) -> list[tuple[torch.dtype, list[int]]]:
 def read(path: Path, device: str | torch.device = "cpu") -> dict[Any, Any]:
     """The state that `write` has put there, or several ranks together, its tensors on `device`."""
     if Path(path).is_dir():
-        from samplewise.loop import shards  # which reads most of it with this very function
+        from samplewise.loop import folders  # which reads most of it with this very function
 
-        return _moved(shards.read(Path(path)), torch.device(device))
+        return _moved(folders.read(Path(path)), torch.device(device))
     safetensors = _safetensors()
     try:
         about = _metadata(path)

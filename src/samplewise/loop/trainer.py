@@ -16,13 +16,15 @@ from torch import nn
 
 from samplewise import ranks
 from samplewise.criteria import Criterion
+from samplewise.engine.replicas import inner
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.about import about
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.contents import check_resumed, check_savable, kinds, load, whole
 from samplewise.loop.costs import Clock, LayerNorms, peak_memory
+from samplewise.loop.dealing import Share
 from samplewise.loop.devices import moved
-from samplewise.loop.distributed import Stop, by_all, join, tell, unwrapped
+from samplewise.loop.distributed import Stop, by_all, join, tell
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
 from samplewise.loop.feed import Feed, Place
@@ -31,7 +33,6 @@ from samplewise.loop.progress import Progress, Silent, make_progress
 from samplewise.loop.run import Run
 from samplewise.loop.running import Running
 from samplewise.loop.seeding import load_random_states, random_states, reseed, seed_of, seeded
-from samplewise.loop.sharding import Share
 from samplewise.losses import per_sample
 from samplewise.replay import modes
 from samplewise.step.slices import Slices
@@ -77,7 +78,7 @@ class Trainer:
         _check_given(step, callbacks, metrics)
         _check_options(log_every, fast_dev_run, overfit)
         self.fast_dev_run, self.overfit = fast_dev_run, overfit
-        self.step, self.model, self.seed, self.log_every = step, unwrapped(step.model), seed, log_every
+        self.step, self.model, self.seed, self.log_every = step, inner(step.model), seed, log_every
         self.run = None if run is None else Path(run)
         self.device = join(device, timeout)
         self.model.to(self.device)
