@@ -18,8 +18,12 @@ A rank that fails between two meetings calls `together(error)`: the others hear 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import itertools
 import pickle
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,7 +114,7 @@ def _sent(bucket: list[Tensor], name: str, begin: Callable[[Tensor], Any]) -> Ca
     note(name, _bytes(flat))
     moved = flat.to(device(flat.device.type))
     with _explained(name):
-        work = begin(moved)
+        work = begin(_handed_over(moved))
 
     def arrived() -> None:
         with _explained(name), torch.no_grad():
@@ -136,7 +140,7 @@ def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
         moved = table.to(device(table.device.type))
         mine = moved.new_empty(moved.shape[1])
         with _explained("reduce_scatter"):
-            dist.reduce_scatter_single(mine, moved.view(-1))
+            dist.reduce_scatter_single(_handed_over(mine), _handed_over(moved.view(-1)))
         rows = [-(-len(tensor) // size()) for tensor in bucket]
         widths = [n * tensor[0].numel() for n, tensor in zip(rows, bucket, strict=True)]
         for tensor, n, piece in zip(bucket, rows, mine.to(table.device).split(widths), strict=True):
@@ -189,7 +193,7 @@ def _gather(tensor: Tensor) -> Tensor:
 
     def gather(moved: Tensor) -> None:
         there = found.to(moved.device)
-        dist.all_gather_single(there, moved.contiguous())
+        dist.all_gather_single(_handed_over(there), moved)
         if there is not found:
             found.copy_(there)
 
@@ -320,10 +324,31 @@ def _collective(name: str, tensor: Tensor, call: Callable[[Tensor], object], bac
     note(name, _bytes(tensor))
     moved = tensor.to(device(tensor.device.type))
     with _explained(name):
-        call(moved)
+        call(_handed_over(moved))
     if back and moved is not tensor:
         with torch.no_grad():
             tensor.copy_(moved)
+
+
+_held: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _handed_over(tensor: Tensor) -> Tensor:
+    """Under another name, which lives until the process group has let go of it."""
+    alias = tensor.detach()
+    _held[next(_numbers)] = alias
+    return alias
+
+
+@atexit.register
+def settle(patience: float = 5.0) -> None:
+    """Until the process group has let go of all that was handed over: its threads let go a moment after a message has
+    arrived, for which they need the interpreter. One that is ending would take the whole process with it.
+    """
+    until = time.monotonic() + patience
+    while _held and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """What ranks say to each other, counted; and what becomes of one that fails or does not come."""
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Ranks
 
 from samplewise import ranks
@@ -76,6 +79,20 @@ def test_collectives_and_their_bytes_are_counted(two):
     meeting = 8 * ranks.ROOM
     expected = {"all_reduce": 3, "all_gather": 2}, {"all_reduce": 40 + 24 + meeting, "all_gather": 8 + 4}
     assert two.run(counted) == [expected] * 2
+
+
+def held_until_all_came():
+    """Rank 1 comes late: until then the group of rank 0 holds on to what nobody else does."""
+    ranks.settle()
+    time.sleep(0.5 * ranks.rank())
+    dist.all_reduce(ranks._handed_over(torch.zeros(3)), async_op=True)
+    held = len(ranks._held)
+    ranks.settle()
+    return held, len(ranks._held)
+
+
+def test_nobody_leaves_while_the_group_holds_on_to_a_message(two):
+    assert two.run(held_until_all_came)[0] == (1, 0)
 
 
 # --------------------------------------------------------------------------------------------------------- failures

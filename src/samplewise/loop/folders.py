@@ -78,6 +78,11 @@ class Saver:
         self._thread, problem, self._problem = None, self._problem, None
         by_all(lambda: _raise(problem))
 
+    def finish(self) -> None:
+        """When all is on disk, the group is given back, with its threads."""
+        self.wait()
+        dist.destroy_process_group(self._group)
+
     def close(self) -> None:
         """After an error: what was begun gets some time, but a rank that is gone is not waited for."""
         if self._thread is not None:

@@ -100,7 +100,8 @@ class Run:
     def finish(self) -> None:
         """What is being saved is on disk."""
         if self._saver is not None:
-            self._saver.wait()
+            self._saver.finish()
+            self._saver = None
 
     def close(self) -> None:
         if self._saver is not None:
