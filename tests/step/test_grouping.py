@@ -1,17 +1,11 @@
 """Groups of samples, against a loop: one backward pass a sample, summed group by group."""
 
-from collections import namedtuple
-from functools import partial
-
 import pytest
 import torch
+from by_hand import LR, Window, clipped, close, counted, cut, descend, mlp, one_by_one, squared
 from torch import nn
 
 import samplewise as sw
-
-LR = 0.1
-close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
-
 
 # ------------------------------------------------------------- data
 
@@ -44,56 +38,7 @@ GRID = {
 }
 
 
-def cut(data, size):
-    return [{key: values[k : k + size] for key, values in data.items()} for k in range(0, len(data["x"]), size)]
-
-
-def mlp():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
-def squared(model, batch):
-    return (model(batch["x"]) - batch["y"]).square().sum(1)
-
-
-def counted(model, batch):
-    return squared(model, batch) * batch["n"], batch["n"]
-
-
 # ------------------------------------------------------------- the loop
-
-
-Rows = namedtuple("Rows", "losses counts grads batch")  # grads: name -> (B, *shape), of samples or of groups
-
-
-def one_by_one(model, loss_fn, batch):
-    names = [name for name, _ in model.named_parameters()]
-    losses, counts, rows = [], [], []
-    for sample in cut(batch, 1):
-        found = loss_fn(model, sample)
-        loss, count = found if isinstance(found, tuple) else (found, torch.ones(1).double())
-        rows.append(torch.autograd.grad(loss.sum(), list(model.parameters())))
-        losses.append(loss.detach())
-        counts.append(count.double())
-    grads = dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True))
-    return Rows(torch.cat(losses), torch.cat(counts), grads, batch)
-
-
-def parts(rows):
-    return {name: g.flatten(1).square().sum(1).sqrt() for name, g in rows.grads.items()}
-
-
-def norms(rows):
-    return torch.stack(list(parts(rows).values())).square().sum(0).sqrt()
-
-
-def dots(rows, reference):
-    return sum((g * reference[name]).flatten(1).sum(1) for name, g in rows.grads.items())
-
-
-def clipped(lengths, bound):
-    return torch.tensor([1.0 if n <= bound else bound / n for n in lengths.tolist()], dtype=torch.float64)
 
 
 def in_groups(rows, own, shares):
@@ -102,7 +47,7 @@ def in_groups(rows, own, shares):
     owner = torch.tensor([list(dict.fromkeys(users)).index(user) for user in users])
     member = (owner == torch.arange(int(owner.max()) + 1)[:, None]).double()  # (groups, B)
     grads = {name: torch.tensordot(member * own, g, dims=1) for name, g in rows.grads.items()}
-    return Rows(member @ (own * rows.losses), member @ shares, grads, None), owner
+    return Window(member @ (own * rows.losses), member @ shares, grads, None), owner
 
 
 def loop(model, loss_fn, batches, of_samples, of_groups):
@@ -112,9 +57,7 @@ def loop(model, loss_fn, batches, of_samples, of_groups):
         own, shares = of_samples(rows)
         groups, owner = in_groups(rows, own, shares)
         c, below = of_groups(groups)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p -= LR * torch.tensordot(c[name] if isinstance(c, dict) else c, groups.grads[name], dims=1) / below
+        descend(model, groups.grads, c, below)
         whole = {name: own * part[owner] for name, part in c.items()} if isinstance(c, dict) else own * c[owner]
         yield rows, whole
 
@@ -142,7 +85,7 @@ def as_they_are(rows):
 
 
 def clip_samples(rows):
-    return clipped(norms(rows), 4.0), rows.counts
+    return clipped(rows.norms, 4.0), rows.counts
 
 
 def weigh(rows):
@@ -160,29 +103,29 @@ def drop_two_samples(rows):
 
 
 def clip_groups(rows):
-    return clipped(norms(rows), 11.0), rows.counts.sum()
+    return clipped(rows.norms, 11.0), rows.counts.sum()
 
 
 def clip_parts_of_groups(rows):
-    return {name: clipped(lengths, 3.0) for name, lengths in parts(rows).items()}, rows.counts.sum()
+    return {name: clipped(lengths, 3.0) for name, lengths in rows.parts.items()}, rows.counts.sum()
 
 
 def drop_a_group(rows):
     keep = torch.ones_like(rows.losses)
-    keep[norms(rows).argmax()] = 0
+    keep[rows.norms.argmax()] = 0
     return keep, (keep * rows.counts).sum()
 
 
 def clip_then_average(rows):
     """chain(clip(11.0), normalize("mean"))"""
-    c = clipped(norms(rows), 11.0)
-    left = c * norms(rows)
+    c = clipped(rows.norms, 11.0)
+    left = c * rows.norms
     return c * left.mean() / left, rows.counts.sum()
 
 
 def weigh_groups(rows):
     """weight(per_group, renormalise=True)"""
-    c = rows.losses / rows.counts / (1 + norms(rows))
+    c = rows.losses / rows.counts / (1 + rows.norms)
     return c, (c * rows.counts).sum()
 
 
@@ -191,7 +134,7 @@ def per_group(losses, counts, norms):
 
 
 def average(rows):
-    return norms(rows).mean() / norms(rows), rows.counts.sum()
+    return rows.norms.mean() / rows.norms, rows.counts.sum()
 
 
 REFERENCE = {name: g[8] for name, g in one_by_one(mlp(), squared, DATA).grads.items()}
@@ -199,7 +142,7 @@ REFERENCE = {name: g[8] for name, g in one_by_one(mlp(), squared, DATA).grads.it
 
 def align_groups(rows):
     length = torch.cat([r.flatten() for r in REFERENCE.values()]).norm()
-    return (dots(rows, REFERENCE) / norms(rows) / length).clamp(min=0), rows.counts.sum()
+    return (rows.dots(REFERENCE) / rows.norms / length).clamp(min=0), rows.counts.sum()
 
 
 def none(rows):
@@ -244,11 +187,11 @@ def test_the_bounds_bite_some_groups_and_not_others():
     """Else the comparisons above would compare nothing."""
     rows = one_by_one(mlp(), squared, DATA)
     groups, _ = in_groups(rows, *as_they_are(rows))
-    assert 0 < int((norms(groups) > 11.0).sum()) < 4
-    assert 0 < int((norms(rows) > 4.0).sum()) < 13
-    over = torch.stack([lengths > 3.0 for lengths in parts(groups).values()])
+    assert 0 < int((groups.norms > 11.0).sum()) < 4
+    assert 0 < int((rows.norms > 4.0).sum()) < 13
+    over = torch.stack([lengths > 3.0 for lengths in groups.parts.values()])
     assert over.any() and not over.all()
-    assert 0 < int((dots(groups, REFERENCE) > 0).sum()) < 4
+    assert 0 < int((groups.dots(REFERENCE) > 0).sum()) < 4
 
 
 # ------------------------------------------------------------- keys
@@ -320,13 +263,13 @@ def test_keys_that_are_none(key, error, message, shape):
 def test_norms_are_those_of_samples(name, shape):
     updates, wanted = agrees(*CASES[name], shape, record={"norms"})
     for update, (rows, _) in zip(updates, wanted, strict=True):
-        close(update.norms, norms(rows))
+        close(update.norms, rows.norms)
 
 
 @pytest.mark.parametrize("shape", [(13, None, None), (4, 13, 2)], ids=str)
 def test_norms_of_the_first_update_when_asked_late(shape):
     updates, wanted = agrees(*CASES["group, clip"], shape)
-    close(updates[0].norms, norms(wanted[0][0]))
+    close(updates[0].norms, wanted[0][0].norms)
 
 
 # ------------------------------------------------------------- however the window is cut
@@ -378,7 +321,7 @@ def test_a_reference_is_made_once_per_window(microbatch):
     def rule(rows):
         c, _ = align_groups(rows)
         keep = torch.ones_like(c)
-        keep[(c * norms(rows)).sort(stable=True).indices[0]] = 0
+        keep[(c * rows.norms).sort(stable=True).indices[0]] = 0
         return c * keep, (keep * rows.counts).sum()
 
     list(loop(theirs, squared, cut(DATA, 7), as_they_are, rule))

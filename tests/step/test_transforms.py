@@ -3,19 +3,15 @@
 import math
 from collections import namedtuple
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+from by_hand import LR, Window, clipped, close, counted, cut, descend, mlp, one_by_one, squared
 from torch import nn
 
 import samplewise as sw
 from samplewise.transforms.transform import SampleTransform, SumTransform
-
-LR = 0.1
-close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
-
 
 # ------------------------------------------------------------- data, cut in many ways
 
@@ -45,69 +41,11 @@ GRID = {
 }
 
 
-def cut(data, size):
-    return [{key: values[k : k + size] for key, values in data.items()} for k in range(0, len(data["x"]), size)]
-
-
 def windows(batch, samples, microbatch):
     return cut(DATA, samples or batch)
 
 
-def mlp():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
-def squared(model, batch):
-    return (model(batch["x"]) - batch["y"]).square().sum(1)
-
-
-def counted(model, batch):
-    return squared(model, batch) * batch["n"], batch["n"]
-
-
 # ------------------------------------------------------------- the loop
-
-
-@dataclass
-class Window:
-    """What the loop knows of the samples of one update."""
-
-    losses: torch.Tensor
-    counts: torch.Tensor
-    grads: dict  # name -> (B, *shape)
-    batch: dict
-
-    @property
-    def parts(self):
-        return {name: g.flatten(1).square().sum(1).sqrt() for name, g in self.grads.items()}
-
-    @property
-    def norms(self):
-        return torch.stack(list(self.parts.values())).square().sum(0).sqrt()
-
-    def dots(self, reference):
-        return sum((g * reference[name]).flatten(1).sum(1) for name, g in self.grads.items())
-
-
-def one_by_one(model, loss_fn, batch):
-    names = [name for name, _ in model.named_parameters()]
-    losses, counts, rows = [], [], []
-    for sample in cut(batch, 1):
-        found = loss_fn(model, sample)
-        loss, count = found if isinstance(found, tuple) else (found, torch.ones(1).double())
-        rows.append(torch.autograd.grad(loss.sum(), list(model.parameters())))
-        losses.append(loss.detach())
-        counts.append(count)
-    grads = dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True))
-    return Window(torch.cat(losses), torch.cat(counts), grads, batch)
-
-
-@torch.no_grad()
-def descend(model, grads, c, below):
-    """p -= lr × Σ c·g / below."""
-    for name, p in model.named_parameters():
-        p -= LR * torch.tensordot(c[name] if isinstance(c, dict) else c, grads[name], dims=1) / below
 
 
 def loop(model, loss_fn, batches, rule):
@@ -135,10 +73,6 @@ def agrees(transforms, rule, shape, loss_fn=squared, **options):
 
 
 # ------------------------------------------------------------- the rules, written out
-
-
-def clipped(norms, bound):
-    return torch.tensor([1.0 if n <= bound else bound / n for n in norms.tolist()], dtype=torch.float64)
 
 
 def kept(values, largest=0, smallest=0, above=math.inf):
