@@ -221,6 +221,11 @@ def test_what_a_table_is_ranked_by(columns, by):
     assert sw.suspects({name: VISITS[name] for name in ("id", *columns.split())}).by == by
 
 
+def test_self_influence_of_ones_own_goes_before_the_squared_norm():
+    found = sw.suspects({"id": [1, 2], "norm": [1.0, 2.0], "self_influence": [2.0, 1.0]})
+    assert found.scores["self_influence"].tolist() == [2.0, 1.0]
+
+
 def test_visits_that_are_not_finite_are_left_out():
     found = sw.suspects({"id": ["a", "b", "a", "c"], "loss": [1.0, 2.0, math.inf, math.nan], "norm": [math.nan] * 4})
     assert (found.ids, found.score.tolist(), found.by) == (["a", "b"], [1, 2], ("loss",))

@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -199,6 +200,81 @@ def test_without_norms_nobody_computes_them(tmp_path):
     assert all(value != value for value in found["norm"]) and step.record == set()
 
 
+def with_column(*kinds):
+    """A loss function whose column c is made by each of these in turn; None: there is none this time."""
+    turns = iter(kinds)
+
+    def loss_fn(model, batch):
+        losses, make = losses_of(model, batch), next(turns)
+        return (losses, {"c": make(len(losses))}) if make else losses
+
+    return loss_fn
+
+
+LARGE = 2**24 + 1  # that float32 does not know
+KINDS = {
+    "whole": lambda n: torch.full((n,), LARGE),
+    "float": lambda n: torch.full((n,), 0.5),
+    "double": lambda n: torch.full((n,), 1e300, dtype=torch.float64),
+    "bool": lambda n: torch.ones(n, dtype=torch.bool),
+    "none": None,
+}
+VALUES = {"whole": LARGE, "float": 0.5, "double": 1e300, "bool": 1, "none": None}
+
+
+@pytest.mark.parametrize("every", [8, 10, 1000], ids=lambda n: f"{n} rows a part")
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("whole", "whole", "float"),
+        ("float", "whole", "bool"),
+        ("bool", "float", "double"),
+        ("whole", "none", "whole"),
+        ("none", "none", "whole"),
+        ("double", "double", "double"),
+    ],
+    ids=" ".join,
+)
+def test_a_column_may_change_its_type(tmp_path, kinds, every):
+    step = step_(with_column(*(KINDS[kind] for kind in kinds)))
+    found = recorded(tmp_path, step, loader(), epochs=1, every=every)["c"]
+    expected = [VALUES[kind] for kind, n in zip(kinds, (8, 8, 6), strict=True) for _ in range(n)]
+    assert [None if v != v else v for v in found] == expected
+
+
+def test_a_whole_number_that_no_double_is(tmp_path):
+    step = step_(with_column(KINDS["bool"], lambda n: torch.full((n,), 2**53 + 1), None))
+    with pytest.raises(
+        sw.LedgerError, match=r"the column 'c' must be whole numbers .* as large as 2\*\*53; found floats"
+    ):
+        recorded(tmp_path, step, loader(), epochs=1)
+
+
+def with_ids(ids):
+    return [{"x": X[k : k + len(part)], "y": Y[k : k + len(part)], "id": part} for k, part in enumerate(ids)]
+
+
+def of_dicts(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[np.int64(5), np.uint8(6)], torch.tensor([5, 6], dtype=torch.uint16), [5, 6]],
+    ids=["NumPy", "uint16", "list"],
+)
+def test_whole_numbers_of_any_kind_as_ids(tmp_path, ids):
+    assert recorded(tmp_path, step_(of_dicts), with_ids([ids]), epochs=1)["id"] == [5, 6]
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_ids_of_two_kinds(tmp_path, every):
+    with pytest.raises(
+        sw.LedgerError, match=r"the column 'id' must be of one kind in all batches; found .*int64 .*string"
+    ):
+        recorded(tmp_path, step_(of_dicts), with_ids([[1, 2], ["a", "b"]]), epochs=1, every=every)
+
+
 # ----------------------------------------------------------------------------------------------------------- on disk
 
 
@@ -307,8 +383,11 @@ def test_a_batch_without_ids(tmp_path):
         (torch.rand(N), r"the column 'id' must hold whole numbers or texts; found torch.float32"),
         (torch.zeros(N, 2), r"ids must be one per sample, \(B,\) or a list; found a tensor of shape \(22, 2\)"),
         (torch.arange(3), r"one id for each loss; found 3 ids for 22 losses\. Say where the ids are"),
+        ([2**63] * N, r"the column 'id' must hold numbers below 2\*\*63; found 9223372036854775808"),
+        ([1, "a"] * 11, r"the column 'id' must hold whole numbers or texts; found int and str"),
+        ([b"a"] * N, r"the column 'id' must hold whole numbers or texts; found bytes"),
     ],
-    ids=["floats", "matrix", "too few"],
+    ids=["floats", "matrix", "too few", "too large", "both", "bytes"],
 )
 def test_ids_that_are_none(tmp_path, ids, message):
     step = step_(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], reduction="none"))

@@ -58,8 +58,8 @@ def samples(run: str | Path, damaged: str = "raise") -> Any:
                 if damaged == "raise":
                     raise
                 warnings.warn(f"{why} The rest is there.", LedgerWarning, stacklevel=2)
-        tables += of_ranks if len(of_ranks) < 2 else [_in_turn(_together(of_ranks, run))]
-    return _together(tables, run)
+        tables += of_ranks if len(of_ranks) < 2 else [_in_turn(together(of_ranks, run))]
+    return together(tables, run)
 
 
 def numbered(run: Path) -> dict[int, dict[int, Path]]:
@@ -110,12 +110,28 @@ def _read(path: Path) -> Any:
         ) from why
 
 
-def _together(tables: list[Any], run: str | Path) -> Any:
+def agreed(before: Any, now: Any) -> Any:
+    """The columns of two tables: numbers may be of two types, but no column of numbers and of texts."""
+    pa = arrow()
+    for name in (name for name in now.names if name in before.names):
+        old, new = before.field(name), now.field(name)
+        try:
+            pa.unify_schemas([pa.schema([old]), pa.schema([new])], promote_options="permissive")
+        except pa.ArrowException as why:
+            raise LedgerError(
+                f"the column {name!r} must be of one kind in all batches; found {old.type} and then {new.type}. Return "
+                "either numbers or texts."
+            ) from why
+    return pa.unify_schemas([before, now], promote_options="permissive")
+
+
+def together(tables: list[Any], run: str | Path) -> Any:
+    """As one. A whole number that has to stand beside floats must be one that they know."""
     pa = arrow()
     if not tables:
         raise LedgerError(f"a ledger must have a part that can be read; found none in {run}.")
     try:
-        return pa.concat_tables(tables, promote_options="default")
+        return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as why:
         raise LedgerError(
             f"the parts of a ledger must agree about their columns; found that those in {run} do not: {why}"

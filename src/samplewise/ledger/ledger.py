@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from samplewise import ranks
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
-from samplewise.ledger.files import FOLDER, Parts, arrow, numbered, samples
+from samplewise.ledger.files import FOLDER, Parts, agreed, arrow, numbered, samples, together
 from samplewise.ledger.previews import items_within, write_previews
 from samplewise.ledger.rows import table_of
 from samplewise.replay import random_state
@@ -64,6 +64,7 @@ class Ledger:
         self._item: Callable[[Any], Any] | None = show if callable(show) else None
         self._parts: Parts | None = None
         self._count = 0  # of parts, as a state says
+        self._schema = arrow().schema([])
         self._forget()
 
     def _forget(self) -> None:
@@ -107,7 +108,7 @@ class Ledger:
         if self._added:
             assert self._parts is not None
             tables = self._tables or [arrow().table({})]
-            self._parts.write(arrow().concat_tables(tables, promote_options="default"))
+            self._parts.write(together(tables, self._parts.run))
             self._tables, self._rows, self._added = [], 0, 0
 
     def samples(self) -> Any:
@@ -120,7 +121,9 @@ class Ledger:
         updates, epochs = self._updates, self._epochs
         self._updates, self._epochs = [], []
         if updates:
-            self._tables.append(table_of(updates, epochs, self.norms))
+            table = table_of(updates, epochs, self.norms)
+            self._schema = agreed(self._schema, table.schema)
+            self._tables.append(table)
             self._patience = TOGETHER
 
     # --- where -----------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """Updates as the columns of a table, one row per sample.
 
-How updates combine: every column is concatenated. A column that some of them lack is NaN there.
+How updates combine: every column is concatenated. A column that some of them lack is NaN there. Numbers of several
+types become doubles, as long as that changes none of them.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from samplewise.step.columns import Column, Noted
 from samplewise.step.update import Update
 
 OWN = ("id", "epoch", "update", "loss", "norm", "weight")
-WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+WHOLE = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
+KEPT = {torch.bool: torch.int8, torch.float64: torch.float64}  # any other column is float32
 Columns = dict[str, Column]
 
 
@@ -105,8 +108,20 @@ def _joined(name: str, values: Sequence[Any], rows: Sequence[int]) -> Column:
     if not all(v is None or isinstance(v, Tensor) for v in values):
         raise LedgerError(f"the column {name!r} must be of one kind in all batches; found a list in some of them only.")
     filled = [torch.full((n,), torch.nan) if v is None else v for v, n in zip(values, rows, strict=True)]
+    if len({v.dtype for v in filled}) > 1:
+        filled = [_as_double(name, v.cpu()) for v in filled]
     on_device = len({v.device for v in filled}) == 1  # then it is fetched at once
     return filled[0] if len(filled) == 1 else torch.cat(filled if on_device else [v.cpu() for v in filled])
+
+
+def _as_double(name: str, values: Tensor) -> Tensor:
+    double = values.double()
+    if values.dtype in WHOLE and not torch.equal(double.to(values.dtype), values):
+        raise LedgerError(
+            f"the column {name!r} must be whole numbers in all batches if they are as large as 2**53; found floats, or "
+            "nothing, in some batches. Return texts, or whole numbers in all."
+        )
+    return double
 
 
 def _array(name: str, values: Column) -> Any:
@@ -117,23 +132,33 @@ def _array(name: str, values: Column) -> Any:
     if isinstance(values, Tensor):
         if values.dtype in WHOLE:
             return _from_memory(values.to(torch.int64))
-        if name != "id":
-            return _from_memory(values.to(torch.int8 if values.dtype == torch.bool else torch.float32))
+        if name != "id" and not values.is_complex():
+            return _from_memory(values.to(KEPT.get(values.dtype, torch.float32)))
     elif all(isinstance(v, str) for v in values):
         return pa.array(list(values), pa.string())
-    elif all(type(v) is int for v in values):
-        return pa.array(list(values), pa.int64())
-    elif name != "id" and all(isinstance(v, (int, float)) for v in values):
-        return pa.array([float(v) for v in values], pa.float32())
-    found = values.dtype if isinstance(values, Tensor) else type(values[0]).__name__
+    elif all(isinstance(v, Integral) and not isinstance(v, bool) for v in values):
+        return pa.array(_fitting(name, [int(v) for v in values]), pa.int64())
+    elif name != "id" and all(isinstance(v, Real) for v in values):
+        return pa.array([float(v) for v in values], pa.float64())
+    found = values.dtype if isinstance(values, Tensor) else " and ".join(sorted({type(v).__name__ for v in values}))
     wanted = "whole numbers or texts" if name == "id" else "numbers or texts"
     raise LedgerError(f"the column {name!r} must hold {wanted}; found {found}. Return others from the data set.")
+
+
+def _fitting(name: str, values: list[int]) -> list[int]:
+    large = [v for v in values if not -(2**63) <= v < 2**63]
+    if large:
+        raise LedgerError(
+            f"the column {name!r} must hold numbers below 2**63; found {large[0]}. Return them as texts: str(number)."
+        )
+    return values
 
 
 def _from_memory(values: Tensor) -> Any:
     """Copied as it is: neither NumPy nor Python numbers in between."""
     pa = arrow()
-    kinds = {torch.int8: pa.int8(), torch.int32: pa.int32(), torch.int64: pa.int64(), torch.float32: pa.float32()}
+    kinds = {torch.int8: pa.int8(), torch.int32: pa.int32(), torch.int64: pa.int64()}
+    kinds |= {torch.float32: pa.float32(), torch.float64: pa.float64()}
     values = values.cpu().contiguous()
     data = ctypes.string_at(values.data_ptr(), values.nbytes) if values.nbytes else b""
     return pa.Array.from_buffers(kinds[values.dtype], len(values), [None, pa.py_buffer(data)])

@@ -16,13 +16,14 @@ SCORES = {"loss": 1, "norm": 1, "margin": -1, "el2n": 1, "self_influence": 1}
 
 def visited(table: Any) -> Any:
     """One row per sample, in the order of first visits: id, visits, the mean of each score over the visits where it is
-    finite, and of any other column what the last visit said. `self_influence` is the mean of norm².
+    finite, and of any other column what the last visit said. `self_influence` is the mean of norm²,
+    if it is no column.
 
     A score that is finite nowhere is left out, and so is a sample that has none.
     """
     pa, pc = arrow(), arrow().compute
     _check(table)
-    if "norm" in table.column_names:
+    if "norm" in table.column_names and "self_influence" not in table.column_names:
         table = table.append_column("self_influence", pc.power(table["norm"].cast(pa.float64()), 2))
     scores = [name for name in SCORES if name in table.column_names]
     others = [name for name in table.column_names if name not in ("id", *scores)]
