@@ -202,6 +202,20 @@ def test_bad_arguments(tmp_path):
     for number in (torch.nan, 1e300):
         with pytest.raises(ValueError, match="rows must be finite in float32; found NaN or infinity"):
             store.add(torch.full((1, 4), number, dtype=torch.float64))
-    store.add(torch.zeros(1, 4))
+    store.add(torch.full((1, 4), 1e38))
+    with pytest.raises(ValueError, match="queries must be finite in float32; found NaN or infinity"):
+        store.search(torch.full((1, 4), torch.nan))
+    with pytest.raises(ValueError, match=r"dot products must be finite in float32; found .* Scale the queries"):
+        store.search(torch.tensor([[1e38, -1e38, 0.0, 0.0]]))
+    for options in ({"k": 0}, {"k": -1}, {"chunk": 0}, {"k": 2.0}):
+        (name, found), *_ = options.items()
+        with pytest.raises(ValueError, match=f"{name} must be a whole number, 1 or more; found {found}"):
+            store.search(torch.zeros(1, 4), **options)
+    with pytest.raises(TypeError, match=r"rows must be gradients or a real tensor \(B, 4\); found list"):
+        store.add([[0.0] * 4])
+    with pytest.raises(TypeError, match=r"rows must be gradients or a real tensor \(B, 4\); found torch.complex64"):
+        store.add(torch.zeros(1, 4, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"seed must be a whole number; found 1\.5"):
+        sw.ProjectedStore(tmp_path, 4, seed=1.5)
     with pytest.raises(sw.StoreError, match="must hold gradients of one model; found others of 1 samples"):
         store.fill(make()[0], loss_fn, [])

@@ -144,6 +144,49 @@ def test_checkpoints_of_a_loader_that_shuffles_are_matched_by_id():
     torch.testing.assert_close(found.score[found.ids.argsort()], still.score)
 
 
+def test_texts_as_ids():
+    model, x, y = make()
+    plain = sw.suspects(model, loss_fn, [(x, y)])
+    named = [(x[:7], y[:7], [f"s{k}" for k in range(7)]), (x[7:], y[7:], tuple(f"s{k}" for k in range(7, 12)))]
+    found = sw.suspects(model, loss_fn, named, ids=2)
+    assert found.top(3) == [f"s{k}" for k in plain.top(3).tolist()]
+    assert found.top(1)[0] in str(found)
+
+
+def test_ids_and_labels_in_lists():
+    model, x, y = make()
+    found = sw.suspects(
+        model, loss_fn, [(x, y, (10 + y).tolist(), list(range(5, 17)))], labels=lambda b: y.tolist(), ids=3
+    )
+    assert found.top(12).tolist() == (5 + sw.suspects(model, loss_fn, [(x, y)]).top(12)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        (torch.rand(12), "float"),
+        (torch.arange(5), "5 for 12"),
+        (["a", 1] * 6, "int and str"),
+        (torch.zeros(12, 1), "list"),
+    ],
+    ids=["floats", "few", "both", "matrix"],
+)
+def test_ids_that_are_none(ids, found):
+    model, x, y = make()
+    with pytest.raises(ValueError, match=rf"ids must be whole numbers or texts, one per sample; found {found}"):
+        sw.suspects(model, loss_fn, [(x, y, ids)], ids=2)
+
+
+def test_ids_that_repeat_cannot_be_matched_in_another_order():
+    model, x, y = make()
+    checkpoints = [(make(seed=seed)[0].state_dict(), 0.1) for seed in (1, 2)]
+    same = [(x, y, torch.zeros(12, dtype=torch.int64))]
+    assert len(sw.suspects(model, loss_fn, same, by="loss", checkpoints=checkpoints, ids=2)) == 12  # by their places
+
+    with pytest.raises(ValueError, match="an id of its own where the order changes; found 6 ids of 12 samples"):
+        sw.suspects(model, loss_fn, Shuffled(x, y), by="loss", checkpoints=checkpoints, ids=lambda batch: batch[2] // 2)
+
+
 def test_a_class_of_one_and_a_gradient_of_zero_agree_with_nobody():
     model, x, _ = make()
     found = sw.suspects(model, loss_fn, [(x[:3], torch.tensor([0, 0, 1]))], by="agreement")
@@ -261,6 +304,8 @@ def test_a_ledger_will_do(tmp_path):
         ({"id": [1, 2], "loss": [1.0]}, "one row per visit, one at least; found lengths {'id': 2, 'loss': 1}"),
         ({"id": [], "loss": []}, "one row per visit, one at least; found none"),
         ({"id": [1], "loss": [math.nan]}, "must have a finite score of some sample; found none"),
+        ({"id": [1, None], "loss": [1.0, 2.0]}, "every visit must have an id; found 1 of 2 without"),
+        ({"id": [1], "loss": ["high"]}, "the column 'loss' must hold numbers; found string"),
     ],
 )
 def test_a_table_that_is_none(table, message):
@@ -308,6 +353,21 @@ def test_bad_arguments():
         sw.suspects(model, loss_fn, [(x, y)], labels=0)
     with pytest.raises(ValueError, match="the loader must yield at least one batch; found none"):
         sw.suspects(model, loss_fn, [])
+    with pytest.raises(
+        ValueError, match=r"labels must be classes, 0 to 2, .*; found -100\. Leave such samples out, or"
+    ):
+        sw.suspects(model, lambda m, b: loss_fn(m, (b[0], y)), [(x, torch.where(y == 0, -100, y))])
+    with pytest.raises(TypeError, match=r"or a table of visits: .* found dict: "):
+        sw.suspects({"id": [2**64], "loss": [1.0]})
+
+
+def test_batches_that_are_dicts_ask_where_things_are():
+    model, x, y = make()
+    batch = {"x": x, "y": y}
+    with pytest.raises(sw.BatchError, match=r"must hold 0; found keys 'x', 'y'.* Or pass logits=, a function of"):
+        sw.suspects(model, lambda m, b: loss_fn(m, (b["x"], b["y"])), [batch], labels="y")
+    with pytest.raises(sw.BatchError, match=r"must hold 1; found keys 'x', 'y'.* Or say where it is: labels="):
+        sw.suspects(model, lambda m, b: loss_fn(m, (b["x"], b["y"])), [batch], logits=lambda m, b: m(b["x"]))
 
 
 def test_a_loader_whose_samples_change_between_passes():

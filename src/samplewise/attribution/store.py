@@ -44,6 +44,8 @@ class ProjectedStore:
     def __init__(self, path: str | os.PathLike[str], dim: int, seed: int = 0):
         if type(dim) is not int or dim < 1:
             raise ValueError(f"dim must be a whole number, 1 or more; found {dim!r}.")
+        if type(seed) is not int:
+            raise ValueError(f"seed must be a whole number; found {seed!r}.")
         self.path, self.dim, self.seed = Path(path), dim, seed
         self.count, self.model = 0, ""
         if self._index.exists():
@@ -57,11 +59,7 @@ class ProjectedStore:
 
     def add(self, g: Gradients | Tensor) -> None:
         """Appends the projections of a batch of gradients, or rows (B, dim) that are projections already."""
-        rows = g.project(self.dim, self.seed) if isinstance(g, Gradients) else g
-        self._check_rows(rows, "rows")
-        rows = rows.detach().float().cpu()
-        if not rows.isfinite().all():
-            raise ValueError("rows must be finite in float32; found NaN or infinity.")
+        rows = self._projected(g, "rows")
         scales = rows.abs().amax(1)
         parts = (rows / scales.where(scales > 0, 1)[:, None]).half(), scales
         for (name, kind), part in zip(FILES.items(), parts, strict=True):
@@ -100,13 +98,15 @@ class ProjectedStore:
 
         chunk: rows in memory at a time
         """
-        if isinstance(queries, Gradients):
-            queries = queries.project(self.dim, self.seed)
-        self._check_rows(queries, "queries")
-        queries = queries.detach().float().cpu()
+        for name, number in (("k", k), ("chunk", chunk)):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} must be a whole number, 1 or more; found {number!r}.")
+        queries = self._projected(queries, "queries")
         values, places = torch.zeros(len(queries), 0), torch.zeros(len(queries), 0, dtype=torch.int64)
         for start in range(0, self.count, chunk):
             found = queries @ self.rows(start, start + chunk).T
+            if not found.isfinite().all():
+                raise ValueError("dot products must be finite in float32; found larger ones. Scale the queries down.")
             here = torch.arange(start, start + found.shape[1]).expand(len(queries), -1)
             values, places = torch.cat([values, found], 1), torch.cat([places, here], 1)
             values, order = values.sort(dim=1, descending=True, stable=True)  # of equals the earlier comes first
@@ -126,9 +126,18 @@ class ProjectedStore:
         width, path = self._width(name), str(self.path / name)
         return torch.from_file(path, shared=False, size=self.count * width, dtype=FILES[name]).view(self.count, width)
 
-    def _check_rows(self, rows: Tensor, what: str) -> None:
+    def _projected(self, given: Gradients | Tensor, what: str) -> Tensor:
+        """(B, dim), float32."""
+        rows = given.project(self.dim, self.seed) if isinstance(given, Gradients) else given
+        if not isinstance(rows, Tensor) or rows.is_complex():
+            found = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+            raise TypeError(f"{what} must be gradients or a real tensor (B, {self.dim}); found {found}.")
         if rows.dim() != 2 or rows.shape[1] != self.dim:
             raise ValueError(f"{what} must have the store's shape (B, {self.dim}); found {tuple(rows.shape)}.")
+        rows = rows.detach().float().cpu()
+        if not rows.isfinite().all():
+            raise ValueError(f"{what} must be finite in float32; found NaN or infinity.")
+        return rows
 
     def _open(self) -> None:
         found = _read(self._index)

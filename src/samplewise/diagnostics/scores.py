@@ -86,10 +86,13 @@ class Piece:
 
     @cached_property
     def labels(self) -> Tensor:
-        labels = self.labels_of(self.batch)
+        labels = torch.as_tensor(self.labels_of(self.batch), device=self.g.losses.device)
         if labels.shape != (len(self.g),) or labels.is_floating_point():
             found = f"{labels.dtype} of shape {tuple(labels.shape)}"
-            raise ValueError(f"labels must be whole numbers, one per sample, ({len(self.g)},); found {found}.")
+            raise ValueError(
+                f"labels must be whole numbers, one per sample, ({len(self.g)},); found {found}. Say where they are: "
+                "labels=, or rank by='loss', which needs none."
+            )
         return labels.long()
 
     @cached_property
@@ -98,9 +101,18 @@ class Piece:
         if logits.dim() != 2 or len(logits) != len(self.g) or logits.shape[1] < 2:
             raise ValueError(
                 f"logits must have shape ({len(self.g)}, classes), two classes at least; found {tuple(logits.shape)}. "
-                "Pass logits=, a function of (model, batch)."
+                "Pass logits=, a function of (model, batch), or rank by='loss', which needs none."
             )
+        self._check_classes(logits.shape[1])
         return logits
+
+    def _check_classes(self, classes: int) -> None:
+        strange = self.labels[(self.labels < 0) | (self.labels >= classes)]
+        if len(strange):
+            raise ValueError(
+                f"labels must be classes, 0 to {classes - 1}, as many as there are logits; found {strange[0].item()}. "
+                "Leave such samples out, or rank by='loss', which needs no labels."
+            )
 
     def last_norms(self) -> Tensor:
         norms = self.g.norms(by="parameter")

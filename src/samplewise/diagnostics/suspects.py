@@ -13,6 +13,7 @@ from samplewise.batches import pick
 from samplewise.diagnostics.scores import ADDED_UP, SCORES, ClassGradients, Piece
 from samplewise.engine.gradients import Gradients
 from samplewise.engine.table import render
+from samplewise.errors import BatchError
 from samplewise.ledger.files import arrow
 from samplewise.ledger.visits import SCORES as OF_VISITS
 from samplewise.ledger.visits import ranks, recommended, scored, suspicion, visited
@@ -22,7 +23,8 @@ from samplewise.scan import scan
 
 RECOMMENDED = "margin"  # measured: docs/diagnostics.md
 
-Key = Hashable | Callable[[Any], Tensor]  # where a batch has something: a key, or a function of the batch
+Key = Hashable | Callable[[Any], Any]  # where a batch has something: a key, or a function of the batch
+Ids = list[Any]  # whole numbers, or texts
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Suspects:
         places = self.order[:10].tolist()
         rows = [
             (
-                str(self.ids[i] if isinstance(self.ids, list) else int(self.ids[i])),
+                str(self.ids[i] if isinstance(self.ids, list) else self.ids[i].item()),
                 *(f"{s[i].item():.4g}" for s in self.scores.values()),
             )
             for i in places
@@ -108,11 +110,18 @@ def suspects(
 
 
 def _logits(model: nn.Module, batch: Any) -> Tensor:
-    return model(pick(batch, 0))
+    try:
+        inputs = pick(batch, 0)
+    except BatchError as why:
+        raise BatchError(f"{why} Or pass logits=, a function of (model, batch).") from None
+    return model(inputs)
 
 
-def _of(batch: Any, key: Key) -> Tensor:
-    return key(batch) if callable(key) else pick(batch, key)
+def _of(batch: Any, key: Key, name: str) -> Any:
+    try:
+        return key(batch) if callable(key) else pick(batch, key)
+    except BatchError as why:
+        raise BatchError(f"{why} Or say where it is: {name}=, a key or a function of the batch.") from None
 
 
 # --- of a model ------------------------------------------------------------------------------------------------------
@@ -131,7 +140,7 @@ class _Survey:
     labels: Key
     ids: Key | None
 
-    def over(self, checkpoints: Sequence[Checkpoint] | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def over(self, checkpoints: Sequence[Checkpoint] | None) -> tuple[Ids, dict[str, Tensor]]:
         """Of all checkpoints together; lines are matched by id, for a loader may shuffle."""
         if checkpoints is not None or "agreement" in self.names:
             check_repeatable(self.loader, "loader")
@@ -147,19 +156,18 @@ class _Survey:
         }
         return ids, {name: s if name in ADDED_UP else s / len(found) for name, s in total.items()}
 
-    def _once(self, rate: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def _once(self, rate: float) -> tuple[Ids, dict[str, Tensor]]:
         classes = self._classes()
-        ids: list[Tensor] = []
+        ids: Ids = []
         columns: dict[str, list[Tensor]] = {name: [] for name in self.names}
         for batch, g in self._pieces():
             piece = Piece(g, rate, batch, self._logits_of, self._labels_of, classes)
             for name, column in columns.items():
                 column.append(SCORES[name](piece).detach().double().cpu())
-            start = sum(map(len, ids))
-            ids.append(torch.arange(start, start + len(g)) if self.ids is None else _of(batch, self.ids).cpu())
+            ids += range(len(ids), len(ids) + len(g)) if self.ids is None else self._ids_of(batch, len(g))
         if not ids:
             raise ValueError("the loader must yield at least one batch; found none.")
-        return torch.cat(ids), {name: torch.cat(column) for name, column in columns.items()}
+        return ids, {name: torch.cat(column) for name, column in columns.items()}
 
     def _pieces(self) -> Iterator[tuple[Any, Gradients]]:
         return scan(self.model, self.loss_fn, self.loader, self.microbatch)
@@ -168,25 +176,39 @@ class _Survey:
         with torch.no_grad():
             return self.logits(self.model, batch)
 
-    def _labels_of(self, batch: Any) -> Tensor:
-        return _of(batch, self.labels)
+    def _labels_of(self, batch: Any) -> Any:
+        return _of(batch, self.labels, "labels")
+
+    def _ids_of(self, batch: Any, samples: int) -> Ids:
+        found = _of(batch, self.ids, "ids")
+        ids: Ids = found.tolist() if hasattr(found, "tolist") else list(found)
+        kinds = sorted({type(each).__name__ for each in ids})
+        if len(ids) != samples or kinds not in (["int"], ["str"]):
+            said = " and ".join(kinds) if len(ids) == samples else f"{len(ids)} for {samples}"
+            raise ValueError(f"ids must be whole numbers or texts, one per sample; found {said}.")
+        return ids
 
     def _classes(self) -> ClassGradients:
         classes = ClassGradients()
         if "agreement" in self.names:
             for batch, g in self._pieces():
-                classes.add(g, self._labels_of(batch))
+                classes.add(g, torch.as_tensor(self._labels_of(batch), device=g.losses.device))
         return classes
 
 
-def _places(ids: Tensor, others: Tensor) -> Tensor:
+def _places(ids: Ids, others: Ids) -> Tensor:
     """Where in `others` each of the ids stands."""
-    mine, theirs = ids.argsort(stable=True), others.argsort(stable=True)
-    if not torch.equal(ids[mine], others[theirs]):
+    if ids == others:
+        return torch.arange(len(ids))
+    places = {one: k for k, one in enumerate(others)}
+    if len(ids) != len(others) or places.keys() != set(ids):
         raise ValueError("every pass over the loader must yield the same samples; found other ids in a later one.")
-    places = torch.empty_like(mine)
-    places[mine] = theirs
-    return places
+    if len(places) < len(ids):
+        raise ValueError(
+            f"each sample must have an id of its own where the order changes; found {len(places)} ids of {len(ids)} "
+            "samples. Use a loader with shuffle=False, or other ids."
+        )
+    return torch.tensor([places[one] for one in ids])
 
 
 # --- of visits -------------------------------------------------------------------------------------------------------
@@ -199,9 +221,7 @@ def _of_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
     scores = {name: _tensor(scored(samples, name)) for name in samples.column_names if name in OF_VISITS}
     names = _names(by or recommended(scores))
     _check_names(names, scores)
-    ids = samples["id"].to_pylist()
-    texts = any(isinstance(each, str) for each in ids)
-    return Suspects(ids if texts else torch.tensor(ids), _tensor(suspicion(samples, names)), scores, names)
+    return Suspects(_as_ids(samples["id"].to_pylist()), _tensor(suspicion(samples, names)), scores, names)
 
 
 def _as_arrow(table: Any) -> Any:
@@ -214,7 +234,7 @@ def _as_arrow(table: Any) -> Any:
         table = columns
     try:
         return pa.table(table)
-    except (TypeError, ValueError) as why:
+    except (TypeError, ValueError, OverflowError) as why:
         raise TypeError(
             "suspects needs a model, a loss function and a loader, or a table of visits: what sw.samples returns, a "
             f"data frame, or a mapping of columns; found {type(table).__name__}: {why}"
@@ -224,11 +244,16 @@ def _as_arrow(table: Any) -> Any:
 # --- ranking ---------------------------------------------------------------------------------------------------------
 
 
-def _ranked(ids: Tensor, scores: dict[str, Tensor], by: str | Sequence[str]) -> Suspects:
+def _as_ids(ids: Ids) -> Tensor | list[str]:
+    return ids if any(isinstance(each, str) for each in ids) else torch.tensor(ids)
+
+
+def _ranked(ids: Ids, scores: dict[str, Tensor], by: str | Sequence[str]) -> Suspects:
     names = _names(by)
     _check_names(names, scores)
     places = [_tensor(ranks(scores[name].tolist())) for name in names]
-    return Suspects(ids, scores[names[0]] if len(names) == 1 else torch.stack(places).mean(0), scores, names)
+    score = scores[names[0]] if len(names) == 1 else torch.stack(places).mean(0)
+    return Suspects(_as_ids(ids), score, scores, names)
 
 
 def _tensor(values: list[float]) -> Tensor:

@@ -78,6 +78,12 @@ def _check(table: Any) -> None:
         )
     if not len(table):
         raise ValueError("a table of visits must have one row per visit, one at least; found none.")
+    unknown = table["id"].null_count
+    if unknown:
+        raise ValueError(f"every visit must have an id; found {unknown:,} of {len(table):,} without.")
+    for name in SCORES:
+        if name in there and arrow().types.is_string(table[name].type):
+            raise ValueError(f"the column {name!r} must hold numbers; found {table[name].type}.")
 
 
 def _or_null(column: Any) -> Any:
