@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import samplewise as sw
 from samplewise import ranks
@@ -161,6 +161,39 @@ def test_what_is_divided_already_is_taken_as_it_is(two, tmp_path):
     (samples, updates, found), (_, _, other) = two.run(divided_before, tmp_path / "run")
     assert (samples, updates) == (SAMPLES + 1, 3)
     assert torch.equal(found, other)
+
+
+class Stream(IterableDataset):
+    """Nobody knows how long it is."""
+
+    def __iter__(self):
+        return iter(data())
+
+
+def streamed():
+    made = trainer()
+    made.fit(DataLoader(Stream(), batch_size=4), validate=DataLoader(Stream(), batch_size=3), epochs=2)
+    return parameters(made)
+
+
+def test_streams_without_a_length(two):
+    expected = streamed()
+    for found in two.run(streamed):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def all_at_one_rank():
+    """What is divided before may leave a rank with nothing."""
+    made = trainer(sharded=True)
+    own = loader(batch_size=SAMPLES, shuffle=False) if ranks.rank() == 0 else []
+    made.fit(own, validate=own, epochs=2)
+    return parameters(made)
+
+
+def test_a_rank_that_was_given_no_samples(two):
+    expected = all_at_one_rank()
+    for found in two.run(all_at_one_rank):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def rehearsed(run):
@@ -322,13 +355,18 @@ def test_a_trainer_that_goes_on_in_the_middle_of_a_batch(two):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def nothing():
-    trainer().fit(loader(3, drop_last=True), epochs=1)
+def nothing(**options):
+    trainer(**options).fit(loader(3, drop_last=True), epochs=1)
 
 
-def test_a_loader_that_is_empty_on_all_ranks(two):
+def nothing_for_anybody():
+    nothing(sharded=True)
+
+
+@pytest.mark.parametrize("fit", [nothing, nothing_for_anybody])
+def test_a_loader_that_is_empty_on_all_ranks(two, fit):
     message = "BatchError: an epoch must have at least one batch; found none in epoch 0. See to the loader: a generator"
-    assert all(error.startswith(message) for error in two.errors(nothing))
+    assert all(error.startswith(message) for error in two.errors(fit))
 
 
 def fully_sharded(run, until):

@@ -103,21 +103,28 @@ class Feed:
             self._rows = length(batch) or 1 if self.share.size > 1 else 0
             yield batch, at.inside
             at = Place(at.batches + 1, 0, self._source.state(), at.kind, at.start, at.samples + self._rows)
-        if self._last is None and self.share.size == 1:  # of several ranks, some may have none
+        if self._last is None and not self._among_others:  # of whom some may have none
             _check_begun(number, at)
 
     def look(self, number: int) -> None:
-        """Before `epoch`, on all ranks: goes as far as the first batch, and sees whether they have the same order."""
-        if self.share.size == 1 or self._looked:
+        """Before `epoch`, on all ranks: goes as far as the first batch, and sees whether any of them has one, and all
+        have the same order.
+        """
+        if not self._among_others or self._looked:
             return
         self._looked = True
         at = self._of_this_kind(self._after())
         batches = self._enter(number, at)
         first = next(batches, END)
-        self._source.look.agree(looked=at.state is None)
+        if self.divides:
+            self._source.look.agree(looked=at.state is None)
         if not ranks.meet(first is not END)[0]:
             _check_begun(number, at)
         self._ahead = chain([] if first is END else [first], batches)
+
+    @property
+    def _among_others(self) -> bool:
+        return self.share.size > 1 or ranks.active()
 
     def _enter(self, number: int, at: Place) -> Iterator[Any]:
         share = replace(self.share, start=at.start)
@@ -169,9 +176,13 @@ class Feed:
 
     def updates_of(self, samples: int | None) -> int | None:
         """How many updates of so many samples an epoch has, as far as one can tell beforehand."""
-        if not isinstance(self.loader, Sized):
+        try:
+            batches = len(self.loader) if isinstance(self.loader, Sized) else None
+        except TypeError:  # a DataLoader of a stream has a length only if the stream has one
+            batches = None
+        if batches is None:
             return None
-        batches = len(self.loader) if self.first is None else min(self.first, len(self.loader))
+        batches = batches if self.first is None else min(self.first, batches)
         if samples is None:
             return -(-batches // self.share.size)
         if not is_ordered(self.loader) or self.first is not None:
