@@ -76,6 +76,12 @@ def test_a_report_of_nothing():
     assert result.exit_code == 2
 
 
+def test_a_report_to_nowhere(recipe):
+    command("train", recipe(HEALTHY), "--epochs", 1)
+    result = command("report", "runs/recipe", "--to", "/proc/page.html")
+    assert one_line(result).startswith("the report cannot be written: [Errno 2] No such file or directory")
+
+
 def test_a_report_of_two_runs(recipe):
     for name in ("one.py", "two.py"):
         command("train", recipe(HEALTHY, name), "--epochs", 1)

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -95,12 +96,22 @@ def test_large_images_shrink():
         ({"ids": torch.arange(2)}, {"values": {"0": 0, "1": 1}}),
         ({"a": torch.arange(2), "b": 1.5}, {"values": {"a": "tensor([0, 1])", "b": 1.5}}),
         ((torch.ones(2), torch.ones(5)), {"values": {"0": 1.0, "1": 1.0}}),  # no label, but a target
+        ((torch.ones(2), torch.ones(1)), {"label": "1.0", "values": {"0": 1.0, "1": 1.0}}),
+        ({"age": 40, "map": torch.ones(8, 8)}, {"values": {"age": 40, "map": repr(torch.ones(8, 8))[:400]}}),
         ([(1, 2)], {"values": {"0": 1, "1": 2}}),
         ((slice(3), 0), {"label": "0", "text": "slice(None, 3, None)"}),
     ],
 )
 def test_texts_and_rows(item, expected):
     assert preview(item) == expected
+
+
+@pytest.mark.parametrize("name", ["image", "x"])
+def test_the_image_within_a_dict(name):
+    found = preview({"path": "a.png", name: X[3], "y": 2})
+    assert found["label"] == "2" and torch.equal(pixels(found)[:, :, 0], (255 * X[3, 0]).round().long())
+    assert pixels(preview({"path": "a.png", "image": X[3, 0]})).shape == (8, 8, 1)
+    assert pixels(preview({"path": "a.png", name: Image.new("RGB", (9, 8))})).shape == (8, 9, 3)
 
 
 # ----------------------------------------------------------------------------------------------------------- of a run

@@ -173,6 +173,29 @@ def test_a_comparison(browser, run, tmp_path, size):
     assert browser.texts("#suspects h2") == ["Suspects"] and len(browser.all("figure svg")) > 5
 
 
+CUT = """  // facts that a card does not show whole, or breaks within a word
+    return [...document.querySelectorAll(".card dl")].filter(list =>
+      (!list.nextElementSibling && list.scrollHeight > list.clientHeight + 1)
+      || [...list.children].some(each => each.clientHeight > 24)).map(list => list.innerText)"""
+
+
+@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
+def test_cards_show_their_numbers_whole(browser, tmp_path, size):
+    names = [f"run {k}" for k in range(9)]
+    runs = [write_run(tmp_path / name, WHOLE, {**ABOUT, "name": name}) for name in names]
+    for run in runs:
+        write_ledger(run, visits([1, 2], [0.1234567, 2.0]))
+    rows = {"age": -1.534567, "income": -0.549744, "city": "Ulm"}
+    write_previews(runs[0], {"1": {"values": rows}, "2": {"values": rows}})
+    browser.show(write_comparison(runs, tmp_path / "all.html"), size)
+    assert browser.run(CUT) == []
+    browser.show(write_report(runs[0]), size)
+    assert browser.run(CUT) == []
+    write_previews(runs[0], {"1": {"image": picture(8, 8)}})
+    browser.show(write_report(runs[0]), size)
+    assert browser.run(CUT) == []
+
+
 def test_nothing_of_the_data_runs(browser, tmp_path):
     lines = [train(k, **{EVIL: 1.0}) for k in (1, 2)]
     lines += [{"kind": "layers", "epoch": 0, "update": k, "norms": {EVIL: 1.0, "b": 2.0}} for k in (1, 2)]

@@ -111,6 +111,12 @@ def test_three_runs(tmp_path, two):
     assert shown.title == "3 runs" and len(shown.charts["Train loss"]) == 3
 
 
+def test_a_single_suspect_of_all(tmp_path, two):
+    write_ledger(two[0], visits([*range(12)], [1.0] * 12))
+    write_ledger(two[1], visits([*range(11, 23)], [1.0] * 12))
+    assert "1 is suspect in both runs, with its places in each." in compared(tmp_path, *two).text
+
+
 def test_a_dozen_runs_have_a_colour_or_a_dash_each(tmp_path):
     runs = [write_run(tmp_path / f"{k}", [train(1, loss=k + 1.0), train(2)], about(f"run {k}")) for k in range(12)]
     shown = compared(tmp_path, *runs)

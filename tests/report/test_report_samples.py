@@ -284,12 +284,22 @@ def test_no_ledger_is_a_quiet_line(report):
     assert "Warnings" not in shown.text and "script" not in shown.tags
 
 
+def test_a_ledger_without_a_log_is_shown(run):
+    """That of a loop of one's own."""
+    for name in ("log.jsonl", "run.json"):
+        (run / name).unlink(missing_ok=True)
+    shown = page_of(run)
+    assert "There is no log.jsonl: curves, time and epochs are not known." in shown.text
+    assert shown.samples["total"] == len(shown.samples["ids"]) > 0 and "Norm of each sample's gradient" in shown.charts
+
+
 def test_a_truncated_part_is_told_of_and_the_rest_is_there(run):
     broken = run / "samples" / "part-000001.parquet"
     broken.write_bytes(broken.read_bytes()[:-100])
     write_run(run)
     shown = page_of(run)
     assert "Ledger: a part of a ledger must be a whole Parquet file; found that" in shown.text
+    assert "damaged=" not in shown.text  # it is left out already
     assert "Train loss" in shown.charts and column(shown, "visits")["same"] == 1
 
 

@@ -26,8 +26,8 @@ def report(
         raise typer.Exit(1) from why
     try:
         report.watch(runs, to, typer.echo) if watch else typer.echo(report.write_any(runs, to))
-    except FileNotFoundError as why:
-        raise typer.BadParameter(str(why), param_hint="RUN") from why
     except OSError as why:
+        if why.errno is None:  # no run; the others are of the system
+            raise typer.BadParameter(str(why), param_hint="RUN") from why
         typer.echo(f"the report cannot be written: {why}", err=True)
         raise typer.Exit(1) from why

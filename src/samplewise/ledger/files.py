@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -41,25 +42,34 @@ def samples(run: str | Path, damaged: str = "raise") -> Any:
 
     damaged: "raise" if a part cannot be read, or "skip" it with a warning.
     """
+    return together(list(parts(run, damaged)), run)
+
+
+def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
+    """The same, one table after the other, for who need not have all of it at once."""
     if damaged not in ("raise", "skip"):
         raise ValueError(f"damaged must be 'raise' or 'skip'; found {damaged!r}.")
-    parts, tables = numbered(Path(run)), []
-    if not parts:
+    there = numbered(Path(run))
+    if not there:
         raise LedgerError(
             f"a run must have a ledger, {FOLDER}/part-*.parquet, to tell of its samples; found none in {run}. Train "
             "with callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
         )
-    for number in range(max(parts) + 1):
-        of_ranks = []
-        for path in needed(Path(run), number, parts.get(number, {})):
-            try:
-                of_ranks.append(_read(path))
-            except LedgerError as why:
-                if damaged == "raise":
-                    raise
-                warnings.warn(f"{why} The rest is there.", LedgerWarning, stacklevel=2)
-        tables += of_ranks if len(of_ranks) < 2 else [_in_turn(together(of_ranks, run))]
-    return together(tables, run)
+    for number in range(max(there) + 1):
+        files = needed(Path(run), number, there.get(number, {}))
+        of_ranks = [table for path in files for table in _if_whole(path, damaged)]
+        if of_ranks:
+            yield of_ranks[0] if len(of_ranks) == 1 else _in_turn(together(of_ranks, run))
+
+
+def _if_whole(path: Path, damaged: str) -> list[Any]:
+    try:
+        return [_read(path)]
+    except LedgerError as why:
+        if damaged == "raise":
+            raise LedgerError(f"{why} Leave it out with damaged='skip'.") from why
+        warnings.warn(f"{why} The rest is there.", LedgerWarning, stacklevel=4)
+        return []
 
 
 def numbered(run: Path) -> dict[int, dict[int, Path]]:
@@ -103,10 +113,9 @@ def _read(path: Path) -> Any:
             )
         return file.read().replace_schema_metadata(None)
     except (pa.ArrowException, OSError) as why:
-        said = str(why).strip().partition("\n")[0]
+        said = str(why).strip().partition("\n")[0].rstrip(".")
         raise LedgerError(
-            f"a part of a ledger must be a whole Parquet file; found that {path} cannot be read: {said} Leave it out "
-            "with damaged='skip'."
+            f"a part of a ledger must be a whole Parquet file; found that {path} cannot be read: {said}."
         ) from why
 
 

@@ -30,6 +30,7 @@ LETTERS, VALUES = 400, 32
 LABELS = ("label", "labels", "y", "target")
 TEXTS = ("text", "sentence", "content", "document", "prompt", "question")
 
+IMAGES = ("image", "img", "picture", "pixels", "pixel_values")
 Preview = dict[str, Any]
 
 
@@ -71,17 +72,28 @@ def _parts(item: Any) -> tuple[Any, Any]:
     """What a sample is, and its label if it has one of its own."""
     if isinstance(item, Mapping):
         label = next((item[name] for name in LABELS if name in item), None)
-        text = next((item[name] for name in TEXTS if isinstance(item.get(name), str)), None)
         rest = {name: value for name, value in item.items() if name not in LABELS}
-        return (next(iter(rest.values())) if len(rest) == 1 else rest) if text is None else text, _single(label)
+        telling = [rest[name] for name in TEXTS if isinstance(rest.get(name), str)]
+        telling += [value for name, value in rest.items() if len(rest) == 1 or _pictures(name, value)]
+        return next(iter(telling), rest), _single(label)
     if isinstance(item, (tuple, list)) and item:
         return item[0], _single(item[1]) if len(item) > 1 else None
     return item, None
 
 
+def _pictures(name: Any, value: Any) -> bool:
+    """Whether this is the image among the things that a sample is made of; a matrix is one if it is named so."""
+    shape = getattr(value, "shape", ())
+    if _is_pillow(value):
+        return True
+    return (len(shape) == 3 or (len(shape) == 2 and name in IMAGES)) and _as_image(torch.as_tensor(value)) is not None
+
+
 def _single(label: Any) -> Any:
-    if isinstance(label, Tensor) or hasattr(label, "item"):
-        return label.item() if getattr(label, "ndim", 0) == 0 or label.size == 1 else None
+    if isinstance(label, Tensor):
+        return label.item() if label.numel() == 1 else None
+    if hasattr(label, "item"):  # of NumPy
+        return label.item() if label.size == 1 else None
     return label if isinstance(label, (int, float, str)) else None
 
 
@@ -110,7 +122,7 @@ def _value(value: Any) -> int | float | str:
 def _tensor(content: Any) -> Tensor | None:
     if isinstance(content, Tensor):
         return content.detach().cpu()
-    if hasattr(content, "convert") and hasattr(content, "getbands"):  # of Pillow
+    if _is_pillow(content):
         content = content.convert("RGB")
         flat = torch.frombuffer(bytearray(content.tobytes()), dtype=torch.uint8)
         return flat.view(content.height, content.width, 3)
@@ -118,6 +130,10 @@ def _tensor(content: Any) -> Tensor | None:
         return torch.as_tensor(content)
     except (TypeError, ValueError, RuntimeError):
         return None
+
+
+def _is_pillow(content: Any) -> bool:
+    return hasattr(content, "convert") and hasattr(content, "getbands")
 
 
 def _as_image(array: Tensor) -> Tensor | None:

@@ -140,7 +140,8 @@ def _suspects(compared: Sequence[Compared]) -> Section:
     common = [one for one in ranked[0] if all(one in places for places in ranked)]
     common.sort(key=lambda one: sum(places[one] for places in ranked))
     whose = "both runs" if len(known) == 2 else f"all {len(known)} runs"
-    said = f"{len(common):,} are suspect in {whose}{_first(MOST_CARDS, common)}, with their places in each."
+    are, their = ("is", "its") if len(common) == 1 else ("are", "their")
+    said = f"{len(common):,} {are} suspect in {whose}{_first(MOST_CARDS, common)}, with {their} places in each."
     shown = _previews(common[:MOST_CARDS], known)
     cards = "".join(_card(one, shown.get(one, {}), known, ranked) for one in common[:MOST_CARDS])
     gallery = f'<ol class="gallery">{cards}</ol>' if cards else ""

@@ -107,7 +107,8 @@ class Plot {
   points(pen) {
     pen.fillStyle = this.colour.sample;
     pen.globalAlpha = this.places.length > 3000 ? .35 : .55;
-    for (const at of this.places) if (at) pen.fillRect(at[0] - 1.5, at[1] - 1.5, 3, 3);
+    const side = [[3000, 3], [300, 4]].find(([many]) => this.places.length > many)?.[1] || 6;
+    for (const at of this.places) if (at) pen.fillRect(at[0] - side / 2, at[1] - side / 2, side, side);
     pen.globalAlpha = 1;
   }
 

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from samplewise.ledger.files import samples
+from samplewise.ledger.files import numbered, samples
 
 Line = dict[str, Any]
 Point = tuple[float, float]  # update, value
@@ -104,15 +104,17 @@ def read_run(directory: Path) -> Run:
         raise FileNotFoundError(
             f"a report needs a run directory; found none at {directory}. Give the directory that the training wrote to."
         )
-    log = directory / "log.jsonl"
-    if not log.is_file():
+    log, run = directory / "log.jsonl", Run(directory)
+    if not log.is_file() and not numbered(directory):
         raise FileNotFoundError(
             f"a run directory must hold log.jsonl; found none in {directory}. "
             "Give the directory of one run, not the one above it; a run writes its log from the first update on."
         )
-    run = Run(directory)
     _read_about(run)
-    _read_log(run, log)
+    if log.is_file():
+        _read_log(run, log)
+    else:  # of a loop of one's own
+        run.left_out.append("There is no log.jsonl: curves, time and epochs are not known.")
     return run
 
 
