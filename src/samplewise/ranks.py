@@ -4,7 +4,7 @@ Every collective of the library is one of these: it is counted, and one that fai
 so. All ranks must call the same ones in the same order.
 
     meet(a, b)        sums of numbers, one small message; and the place where a rank tells that it failed
-    together(error)   a meeting without numbers: an error of any rank is raised on all
+    together(error)   a meeting without numbers: an error of any rank is raised on all; tell(error): and goes on
     total(tensor)     the sum over ranks, in place
     totals(tensors)   the same of many, in few large messages; copies(tensors): what one rank has
     parts(tensors)    the same, of which each rank gets its rows
@@ -26,7 +26,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -257,6 +257,23 @@ def meet(*numbers: float | Tensor, error: Exception | None = None) -> list[float
 def together(error: Exception | None = None) -> None:
     """Goes on when all ranks are here and well."""
     meet(error=error)
+
+
+def tell(error: BaseException) -> None:
+    """The other ranks hear of it where they meet next, unless they know. It is yet to be raised here."""
+    if isinstance(error, Exception) and active():
+        with suppress(Exception):
+            together(error)
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """An error of one rank is everybody's. What can fail must be followed by a meeting, on all ranks."""
+    try:
+        yield
+    except Exception as error:
+        tell(error)
+        raise
 
 
 def barrier() -> None:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from ranks import Ranks
 from spread_models import assert_same, data, loss_fn, net, own_batches, wrapped
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
@@ -188,9 +190,17 @@ def differing(what):
     model = net()
     if what == "settings":
         sw.Step(model, sgd(model), loss_fn, samples=4 + ranks.rank(), strategy="ddp")
+    elif what == "strategies":
+        sw.Step(model, sgd(model), loss_fn, strategy=("ddp", sw.fsdp())[ranks.rank()])
     elif what == "models":
         model = nn.Linear(3 + ranks.rank(), 2)
         sw.Step(model, sgd(model), loss_fn, strategy="ddp")
+    elif what == "orders":
+        parameters = list(model.parameters())
+        optimizer = torch.optim.SGD(parameters[:: (1, -1)[ranks.rank()]], lr=0.1)
+        sw.Step(model, optimizer, loss_fn, strategy="ddp")
+    elif what == "rates":
+        sw.Step(model, sgd(model, lr=0.1 + ranks.rank()), loss_fn, strategy="ddp")
     else:
         model = DistributedDataParallel(model)
         with torch.no_grad():
@@ -202,6 +212,15 @@ def differing(what):
     ("what", "message"),
     [
         ("settings", "all ranks must make the same step; found settings that differ, here {'samples': "),
+        ("strategies", "all ranks must make the same step; found settings that differ, here {'samples': "),
+        (
+            "orders",
+            "the optimizers of all ranks must do the same to the same parameters, in one order; found that they ",
+        ),
+        (
+            "rates",
+            "the optimizers of all ranks must do the same to the same parameters, in one order; found that they ",
+        ),
         ("models", "all ranks must have the same model; found parameters or buffers of other names, shapes or types."),
         ("values", "all ranks must begin with the same parameters and buffers; found that '3.bias' differs."),
     ],
@@ -210,10 +229,48 @@ def test_ranks_that_differ_are_refused(two, what, message):
     assert all(found.startswith(f"DistributedError: {message}") for found in two.errors(differing, what))
 
 
+def made_on_one(what):
+    """A step that rank 1 cannot make."""
+    model, bad = net(), ranks.rank() == 1
+    if what == "settings":
+        sw.Step(model, sgd(model), loss_fn, -1 if bad else 4, strategy="ddp")
+    elif what == "model":
+        model = nn.Sequential(model, nn.SyncBatchNorm(3)) if bad else model
+        sw.Step(model, sgd(model), loss_fn, strategy="ddp")
+    else:
+        optimizer = sgd(model)
+        optimizer.param_groups = [] if bad else optimizer.param_groups
+        sw.Step(model, optimizer, loss_fn, strategy="ddp")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("settings", "ValueError: samples must be a positive number, or None for batches as they arrive; found -1."),
+        ("model", "DistributedError: ranks must exchange nothing within a forward or backward pass; found"),
+        ("optimizer", "ParameterError: the optimizer must have a parameter to train; found none."),
+    ],
+)
+def test_a_step_that_one_rank_cannot_make_ends_all(two, what, message):
+    other, own = two.errors(made_on_one, what)
+    assert own.startswith(message)
+    assert other.startswith(
+        "DistributedError: every rank must get through its part; found that rank 1 of 2 failed, with"
+    )
+    assert message in other
+    assert two.run(ranks.size) == [2, 2]  # they are still in step
+
+
 def refused_wrapper(what):
     model = net()
     if what == "SyncBatchNorm":
         model = nn.Sequential(model, nn.SyncBatchNorm(3))
+        sw.Step(model, sgd(model), loss_fn, strategy="ddp")
+    elif what == "inside":
+        model = nn.Sequential(DistributedDataParallel(model), nn.Tanh())
+        sw.Step(model, sgd(model), loss_fn, strategy="ddp")
+    elif what == "parts":
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
         sw.Step(model, sgd(model), loss_fn, strategy="ddp")
     elif what == "hooks":
         model = DistributedDataParallel(model)
@@ -228,7 +285,9 @@ def refused_wrapper(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("SyncBatchNorm", "ranks must exchange nothing within a forward pass; found SyncBatchNorm: 1."),
+        ("SyncBatchNorm", "ranks must exchange nothing within a forward or backward pass; found SyncBatchNorm: 1."),
+        ("inside", "ranks must exchange nothing within a forward or backward pass; found DistributedDataParallel: 0."),
+        ("parts", "every rank must have the whole model; found that it has a part of '0.weight'."),
         ("hooks", "a DistributedDataParallel must leave its gradients to the step; found one with communication hooks"),
         ("closure", "a loss function must call the model that it is given; found that it calls the Distributed"),
     ],

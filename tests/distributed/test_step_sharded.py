@@ -153,23 +153,32 @@ def test_gradients_that_are_large_in_one_part(two):
     assert "the part of another rank" in found[0] or "the part of another rank" in found[1]
 
 
-def failing():
+def failing(where):
     model = sharded()
+    optimizer = adam(model)
+    change = optimizer.step
 
     def losses(model, batch):
-        if 11 in batch[2].tolist():
+        if where == "loss" and 11 in batch[2].tolist():
             raise ValueError("sample 11 is odd")
         return loss_fn(model, batch)
 
-    step = sw.Step(model, adam(model), losses, 4, audit=False)
+    def changed():
+        change()
+        if where == "optimizer" and ranks.rank() == 1:
+            raise ValueError("sample 11 is odd")
+
+    optimizer.step = changed
+    step = sw.Step(model, optimizer, losses, 4, audit=False)
     try:
         step.run(own_batches(2))
     finally:
         ranks.barrier()
 
 
-def test_an_error_on_one_rank_ends_all(two):
-    found = two.errors(failing)
+@pytest.mark.parametrize("where", ["loss", "optimizer"])
+def test_an_error_on_one_rank_ends_all(two, where):
+    found = two.errors(failing, where)
     assert found[1] == "ValueError: sample 11 is odd"
     assert found[0].startswith("DistributedError: every rank must get through its part; found that rank 1 of 2 failed")
 

@@ -69,13 +69,6 @@ def by_all(call: Callable[[], Result]) -> Result:
     return found
 
 
-def tell(error: BaseException) -> None:
-    """The other ranks hear of it where they meet next, unless they know."""
-    if isinstance(error, Exception) and ranks.active():
-        with suppress(Exception):  # the one that counts is being raised
-            ranks.together(error)
-
-
 class Stop:
     """Why to stop. A rank that wants to asks for it; all stop after the same update, and know why."""
 

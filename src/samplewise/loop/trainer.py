@@ -24,7 +24,7 @@ from samplewise.loop.contents import check_resumed, check_savable, kinds, load, 
 from samplewise.loop.costs import Clock, LayerNorms, peak_memory
 from samplewise.loop.dealing import Share
 from samplewise.loop.devices import moved
-from samplewise.loop.distributed import Stop, by_all, join, tell
+from samplewise.loop.distributed import Stop, by_all, join
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
 from samplewise.loop.feed import Feed, Place
@@ -344,7 +344,7 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            tell(error)
+            ranks.tell(error)
             self._listeners.tell("on_error", error=error)
             raise
         finally:
@@ -364,11 +364,8 @@ class Trainer:
         """The loss, Σ losses / Σ counts over all batches, and the metrics. Modes of all modules are kept. With several
         ranks all must call it: each looks at its own samples, and all get the result.
         """
-        try:
+        with ranks.telling():
             return self._evaluated(self._validation_batches(loader))
-        except Exception as error:
-            tell(error)
-            raise
 
     def _evaluated(self, batches: Iterable[Any]) -> dict[str, float]:
         sums, outputs = Quotient(), Outputs(self.model)

@@ -126,12 +126,16 @@ class Finish:
         return problem
 
     def _change(self, mask: Mask | None) -> None:
-        if mask is None:
-            self.optimizer.step()
-        else:
-            mask.step(self.optimizer)
-        if self.scheduler is not None:
-            self.scheduler.step()
+        try:
+            if mask is None:
+                self.optimizer.step()
+            else:
+                mask.step(self.optimizer)
+            if self.scheduler is not None:
+                self.scheduler.step()
+        finally:
+            if self.team is not None:
+                self.team.spread.gather()  # as the other ranks do, for whom it may have gone well
         self.precision.went_well()
 
     def _norm(self, sizes: Sizes | None) -> Callable[[], Tensor]:

@@ -184,8 +184,6 @@ class Maker:
         if outcome.skipped:
             self.trained.clear()
             self._buffers.restore()
-        elif self.team is not None:
-            self.team.spread.gather()
         if outcome.mask is not None:
             self._buffers.restore_unless(outcome.mask.well)
         counters, others = self.counters, 0 if self.team is None else window.others

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samplewise import ranks
+from samplewise.engine.sharded import in_parts
 from samplewise.errors import DistributedError
 from samplewise.losses import LossFn
 from samplewise.replay import Buffers, checksum
@@ -39,6 +40,8 @@ class Replicas:
         if wrapped is not None:
             _refuse_options(wrapped)
             wrapped.register_forward_pre_hook(self._refuse_wrapper)
+        _refuse_parts(modules)
+        ranks.together()
         make_equal(modules, copy=wrapped is None)
 
     # --- forward passes --------------------------------------------------------------------------------------------
@@ -143,13 +146,29 @@ def make_equal(modules: Sequence[nn.Module], copy: bool = True) -> None:
         )
 
 
+EXCHANGES = {
+    "SyncBatchNorm": "Use GroupNorm",
+    "DistributedDataParallel": "Wrap the model as a whole, or leave it to Step(..., strategy='ddp')",
+    "FullyShardedDataParallel": "Use fully_shard, or Step(..., strategy='fsdp')",
+}
+
+
 def refuse_exchanges(modules: Sequence[nn.Module]) -> None:
-    found = [name for m in modules for name, each in m.named_modules() if isinstance(each, nn.SyncBatchNorm)]
-    if found:
-        raise DistributedError(
-            f"ranks must exchange nothing within a forward pass; found SyncBatchNorm: {found[0]}. A rank may have more "
-            "pieces of a window than another, which would wait for ever. Use GroupNorm."
-        )
+    for name, module in (named for root in modules for named in root.named_modules()):
+        for kind in (base.__name__ for base in type(module).__mro__ if base.__name__ in EXCHANGES):
+            raise DistributedError(
+                f"ranks must exchange nothing within a forward or backward pass; found {kind}: {name}. A rank may have "
+                f"more pieces of a window than another, which would wait for ever. {EXCHANGES[kind]}."
+            )
+
+
+def _refuse_parts(modules: Sequence[nn.Module]) -> None:
+    for name, p in (named for root in modules for named in root.named_parameters()):
+        if in_parts(p):
+            raise DistributedError(
+                f"every rank must have the whole model; found that it has a part of {name!r}. Leave it to "
+                "Step(..., strategy='fsdp') to share a model: other ways are not known to it."
+            )
 
 
 def _refuse_options(wrapped: DistributedDataParallel) -> None:

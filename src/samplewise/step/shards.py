@@ -48,6 +48,7 @@ def shard(model: nn.Module, modules: Sequence[nn.Module], policy: Policy, optimi
         )
     from torch.distributed.fsdp import fully_shard
 
+    ranks.together()
     make_equal(modules)
     before = dict(model.named_parameters())
     for module in _chosen(model, policy):
@@ -83,6 +84,7 @@ class Shards:
         self._parameters = sharded_parameters(model)
         refuse_exchanges(modules)
         self._refuse_options()
+        ranks.together()
         root: Any = model
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_forward(False)

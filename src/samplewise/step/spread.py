@@ -18,6 +18,13 @@ Strategy = str | Fsdp | None
 Spread = Replicas | Shards
 
 
+def kind_of(model: nn.Module, strategy: Strategy) -> str:
+    """How it is shared, in a word that is the same on all ranks."""
+    if is_sharded(model) or isinstance(model, DistributedDataParallel):
+        return "sharded" if is_sharded(model) else "DistributedDataParallel"
+    return "fsdp" if isinstance(strategy, Fsdp) else str(strategy)
+
+
 def spread(model: nn.Module, strategy: Strategy, modules: Sequence[nn.Module], optimizer: Any) -> Spread | None:
     """None where there is one process."""
     if not (strategy in (None, "ddp", "fsdp") or isinstance(strategy, Fsdp)):

@@ -77,6 +77,7 @@ class Step:
     If anything raises, the open window is given up, and parameters, optimizer and buffers are as before it.
     """
 
+    @ranks.telling()
     def __init__(
         self,
         model: nn.Module,
@@ -145,6 +146,8 @@ class Step:
             self._pause,
             bool(audit),
         )
+        if team is not None:
+            team.check_alike(self._trained, optimizer)
         self._rest: Slices | None = None  # of the last batch, while it is not used up
         self._alone = False  # nobody looks in between
         self._made_compiled = False
@@ -207,6 +210,7 @@ class Step:
         """How many samples of the last batch have been taken, while it is not used up; then 0."""
         return 0 if self._rest is None else self._rest.taken
 
+    @ranks.telling()
     def join(self) -> None:
         """Takes the ranks in that were not there when the step was made, which shares the model with them as with
         strategy="ddp". Before the first update.
@@ -219,6 +223,7 @@ class Step:
                 )
             self._team = team_of(self.model, "ddp", self._evaluation.modules, self.settings)
             assert self._team is not None
+            self._team.check_alike(self._trained, self.optimizer)
             self._maker.join(self._team)
             self._compiling.mode = False
 

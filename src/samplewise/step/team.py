@@ -20,12 +20,13 @@ from samplewise.replay import random_state
 from samplewise.step.parameters import Trained
 from samplewise.step.parts import cat, total
 from samplewise.step.problems import NO_DENOMINATOR, problem_of_counts, problem_of_losses
-from samplewise.step.spread import Spread, Strategy, spread
+from samplewise.step.spread import Spread, Strategy, kind_of, spread
 from samplewise.step.window import Agreement, Window
 from samplewise.transforms.chain import Stage
 from samplewise.transforms.numbers import Numbers, PerSample, as_table, from_table, rows_of
 from samplewise.transforms.transform import SampleTransform, SumTransform
 
+PLAIN = (int, float, str, tuple, Tensor)  # options of an optimizer that print as what they are
 AFTER = 2**40  # any turn of what was carried over
 
 
@@ -37,15 +38,15 @@ def team_of(
     optimizer: Any = None,
 ) -> Team | None:
     """None where there is one process. What is said about a step must be said on every rank."""
-    spread_out = spread(model, strategy, modules, optimizer)
-    if spread_out is None:
-        return None
+    ranks.together()
+    settings = {**settings, "strategy": kind_of(model, strategy)}
     if not ranks.same({name: repr(value) for name, value in settings.items()}):
         raise DistributedError(
-            f"all ranks must make the same step; found settings that differ, here {dict(settings)}. Give Step(...) the "
-            "same arguments on every rank."
+            f"all ranks must make the same step; found settings that differ, here {settings}. Give Step(...) the same "
+            "arguments on every rank."
         )
-    return Team(spread_out)
+    spread_out = spread(model, strategy, modules, optimizer)
+    return None if spread_out is None else Team(spread_out)
 
 
 class Team:
@@ -60,6 +61,17 @@ class Team:
         self._kept = self._kept_first = 0  # own samples in it that were carried over, and number of the first of all
         self.all_ended = False
         self._heard = False  # whether a meeting has told that this window is left out
+
+    def check_alike(self, trained: Trained, optimizer: Any) -> None:
+        """Gradients are summed in the order of the optimizer's parameters, and each rank's makes its own update."""
+        kind, names = type(optimizer).__name__, list(trained.named)
+        options = [{k: str(v) for k, v in group.items() if isinstance(v, PLAIN)} for group in optimizer.param_groups]
+        ranks.together()
+        if not ranks.same((kind, names, options)):
+            raise DistributedError(
+                "the optimizers of all ranks must do the same to the same parameters, in one order; found that they "
+                f"differ, here {kind} of {', '.join(names)} with {options}. Make them alike on every rank."
+            )
 
     # --- shares ----------------------------------------------------------------------------------------------------
 
