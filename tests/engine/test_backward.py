@@ -35,6 +35,15 @@ def test_adds_in_place_to_what_is_there(task, strategy):
         torch.testing.assert_close(p.grad, 2 * expected[name])
 
 
+@pytest.mark.parametrize("strategy", ["fused", "twice", "full", "reference"])
+def test_gradients_that_are_one_number_can_be_added_to(strategy):
+    """Of a gradient that is the same everywhere, autograd keeps one number."""
+    bias = nn.Parameter(torch.ones(3))
+    for _ in range(2):
+        sw.gradients(bias.sum() * torch.arange(1.0, 3.0), [bias], strategy=strategy).backward()
+    assert bias.grad.tolist() == [6.0, 6.0, 6.0]
+
+
 def test_further_questions_after_it(task):
     model, losses = task
     g = sw.gradients(losses(), model)

@@ -683,6 +683,17 @@ def test_sparse_gradients(batch, microbatch):
     assert_same(model, words_after(windows(N, 10, "update", 1))[0])
 
 
+@pytest.mark.parametrize("before", [(), (sw.clip(1.0),)], ids=str)
+def test_noise_is_also_on_rows_that_no_sample_has(before):
+    """Else they would tell who was there."""
+    dense, sparse = Words(sparse=False), Words(sparse=True)
+    for model in (dense, sparse):
+        noise = sw.noise(0.5, generator=torch.Generator().manual_seed(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sw.Step(model, optimizer, of_words, samples=10, transforms=[*before, noise]).run(word_batches(4))
+    assert_same(sparse, dense)
+
+
 def test_sparse_gradients_with_the_audit():
     model = Words(sparse=True)
     sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), of_words, samples=10, audit=1).run(word_batches(4))

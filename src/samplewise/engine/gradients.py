@@ -378,7 +378,8 @@ def _check_by(by: str | None) -> None:
 def _accumulate(p: Tensor, gradient: Tensor) -> None:
     """Into `.grad`, in place where there is one, as autograd does."""
     if p.grad is None:
-        p.grad = gradient.to(p.dtype)
+        gradient = gradient.to(p.dtype)
+        p.grad = gradient.clone() if 0 in gradient.stride() else gradient  # an expanded one cannot be added to
     elif p.grad.layout is torch.strided and not p.grad.requires_grad:
         with torch.no_grad():
             p.grad.add_(gradient)

@@ -63,10 +63,12 @@ class Trained:
             return p.grad.to_local()
 
     def fill(self) -> None:
-        """Zeros where a parameter that could have a gradient has none."""
+        """Zeros where a parameter that could have a gradient has none, or none in some of its rows."""
         for p in self.owned.values():
             if p.grad is None and p.requires_grad:
                 p.grad = torch.zeros_like(p)
+            elif p.grad is not None and p.grad.layout is not torch.strided:
+                p.grad = p.grad.to_dense()
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
