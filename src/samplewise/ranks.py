@@ -290,7 +290,7 @@ def _raise(error: Exception | None) -> None:
             f"every rank must get through its part; found that rank {culprit} of {len(messages)} failed, with "
             f"{_sentence(messages[culprit])} Look at the error of that rank: this one stopped because of it."
         )
-    raised.__dict__["_told"] = True
+    raised.__dict__["_told"] = {message.partition(":")[0] for message in messages if message is not None}
     raise raised
 
 
@@ -301,7 +301,12 @@ def _sentence(message: str) -> str:
 
 def is_told(error: Exception) -> bool:
     """Whether the other ranks know of it."""
-    return bool(error.__dict__.get("_told"))
+    return "_told" in error.__dict__
+
+
+def failures(error: Exception) -> set[str]:
+    """The kinds of the errors that ranks have told each other of when this one was raised: the same on all."""
+    return error.__dict__.get("_told", set())
 
 
 # --- the one place ---------------------------------------------------------------------------------------------------
@@ -379,7 +384,7 @@ def _explained(name: str) -> Iterator[None]:
             f"{_sentence(str(problem))} Look for a rank that died, left its loop early, or waits elsewhere; "
             "init_process_group(timeout=...) says how long ranks wait for each other."
         )
-        raised.__dict__["_told"] = True  # there is no use in telling others
+        raised.__dict__["_told"] = set()  # there is no use in telling others
         raise raised from problem
 
 

@@ -32,9 +32,9 @@ def loader(samples=SAMPLES, **options):
     return DataLoader(data(samples), **{"batch_size": 4, "shuffle": True, **options})
 
 
-def trainer(run=None, callbacks=(), *, samples=6, lr=0.3, transforms=(), seed=1, **options):
+def trainer(run=None, callbacks=(), *, samples=6, lr=0.3, transforms=(), seed=1, dropout=0.0, **options):
     torch.manual_seed(7 + ranks.rank())  # the ranks' models are made equal by the step
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), samples=samples, transforms=transforms, strategy="ddp")
     return sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=seed, **options)
@@ -434,6 +434,56 @@ def test_all_leave_after_the_same_update_and_can_come_back(how, reason, two, tmp
     assert torch.equal(found[0][2], found[1][2])
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["update-000000006.ckpt"]
     assert log(tmp_path / "run")[-1] == {"kind": "end", "update": 6, "reason": reason}
+
+
+class Killed(Dataset):
+    """Rank 1 is asked to leave when it asks for one of the samples; and its loader's workers with it, as happens to a
+    group of processes.
+    """
+
+    def __init__(self, samples, number):
+        self.data, self.number, self.killed = data(samples), number, False
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        if i == self.number and ranks.rank() == 1:
+            self.killed = True
+            signal.raise_signal(signal.SIGTERM)
+        if self.killed:
+            raise RuntimeError("DataLoader worker exited unexpectedly")
+        return self.data[i]
+
+
+def left_in_a_window(run, training=None, validation=None, tail="update"):
+    made = trainer(run, [ModelCheckpoint(every="100up")], dropout=0.3)
+    made.step.tail = tail
+    training = DataLoader(Killed(SAMPLES, training), batch_size=4, shuffle=True)
+    validation = DataLoader(Killed(11, validation), batch_size=4)
+    reason = made.fit(training, validation, epochs=3, resume=True)
+    return reason, made.step.counters.updates, made.step.counters.samples, parameters(made)
+
+
+# In the first window, in the middle, at the beginning of the second epoch; and in validation.
+@pytest.mark.parametrize(("samples", "updates"), [((5,), 0), ((2,), None), ((4,), 4), ((None, 9), 4)])
+def test_a_rank_whose_loader_was_killed_along_with_it(samples, updates, two, tmp_path):
+    """Nobody can end the window: all give it up, save, and come back to its first sample."""
+    [(reason, made, used)] = {told[:3] for told in two.run(left_in_a_window, tmp_path / "run", *samples)}
+    assert reason == "SIGTERM" and used == min(6 * made, SAMPLES)
+    assert made == updates or (updates is None and 0 < made < 4)
+    resumed, whole = two.run(left_in_a_window, tmp_path / "run"), two.run(left_in_a_window, tmp_path / "whole")
+    assert [told[:3] for told in resumed] == [("3 epochs are done", 12, 3 * SAMPLES)] * 2
+    assert all(torch.equal(one[3], other[3]) for one, other in zip(resumed, whole, strict=True))
+    assert log(tmp_path / "run")[-3:] == log(tmp_path / "whole")[-3:]
+
+
+def test_a_window_with_samples_of_the_epoch_before_is_not_given_up(two, tmp_path):
+    other, own = two.errors(left_in_a_window, tmp_path / "run", 2, None, "carry")
+    assert own.startswith(
+        "Gone: a rank must have its loader until all leave; found that it failed after SIGTERM, with "
+    )
+    assert "found that rank 1 of 2 failed, with Gone: " in other
 
 
 def patient(run):

@@ -74,14 +74,14 @@ class Stop:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._wish: str | None = None
+        self.wish: str | None = None
 
     def ask(self, reason: str) -> None:
-        self._wish = self._wish or reason
+        self.wish = self.wish or reason
         if not ranks.active():
-            self.reason = self._wish
+            self.reason = self.wish
 
     def agree(self) -> None:
         """Where all ranks are."""
-        if ranks.active() and self.reason is None and ranks.meet(self._wish is not None)[0]:
-            self.reason = next(wish for wish in ranks.everyone(self._wish) if wish is not None)
+        if ranks.active() and self.reason is None and ranks.meet(self.wish is not None)[0]:
+            self.reason = next(wish for wish in ranks.everyone(self.wish) if wish is not None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from samplewise.loop.run import Run
 from samplewise.loop.running import Running
 from samplewise.loop.seeding import load_random_states, random_states, reseed, seed_of, seeded
 from samplewise.losses import per_sample
-from samplewise.replay import modes
+from samplewise.replay import modes, random_state
 from samplewise.step.slices import Slices
 from samplewise.step.step import Step
 from samplewise.step.update import Update
@@ -42,6 +42,10 @@ from samplewise.step.update import Update
 
 class Left(BaseException):
     """Somebody wants us to leave in the middle of a window or of validation. No Exception: no step gives up for it."""
+
+
+class Gone(Exception):
+    """Somebody wants us to leave, and the loader has left already. Of several ranks, all must hear of it."""
 
 
 class Trainer:
@@ -101,6 +105,7 @@ class Trainer:
         self._validation: Feed | None = None
         self._epoch = step.counters.epochs
         self._interrupted = False
+        self._come_back: Callable[[], None] | None = None
         self._running, self._clock = Running(), Clock()
 
     # --- the loop --------------------------------------------------------------------------------------------------
@@ -123,20 +128,21 @@ class Trainer:
             self._progress = make_progress(shown, self._expected(until), self.step.counters.updates)
             self._listeners.tell("on_fit_start")
             self._clock.start()
+            self._agree()
             while self._goes_on(until):
                 epoch = self._epoch
                 self._listeners.tell("on_epoch_start", epoch=epoch)
-                with suppress(Left):
+                with self._leaving_a_window():
                     for update in self.step.over(self._batches()):
                         self._note(update)
                         self._listeners.tell("on_update", update=update)
-                        self._stop.agree()
+                        self._agree()
                         if not self._goes_on(until):
                             break
                     if self.step.counters.epochs > epoch:  # else it was broken off
                         metrics = self._end_of_epoch(validate)
                         self._listeners.tell("on_epoch_end", epoch=epoch, metrics=metrics)
-                        self._stop.agree()
+                        self._agree()
             reason = self._stop.reason or ("fast_dev_run is done" if self.fast_dev_run else until.done())
             self._end(reason)
         return reason
@@ -144,6 +150,11 @@ class Trainer:
     def stop(self, reason: str) -> None:
         """Ends the training after this update, on all ranks."""
         self._stop.ask(reason)
+
+    def _agree(self) -> None:
+        """Whether to stop. If ranks have to give up the next window, they come back to here."""
+        self._stop.agree()
+        self._come_back = random_state() if ranks.active() else None
 
     def _goes_on(self, until: Duration) -> bool:
         return self._stop.reason is None and not until.reached(self._epoch, self.step.counters.updates)
@@ -162,7 +173,8 @@ class Trainer:
     def _batches(self) -> Iterator[Any]:
         """What is left of the epoch."""
         assert self._feed is not None
-        self._feed.look(self._epoch)  # at once: ranks go on at their own pace
+        with self._fetching():
+            self._feed.look(self._epoch)  # at once: ranks go on at their own pace
         return self._slices()
 
     def _slices(self) -> Iterator[Any]:
@@ -175,15 +187,47 @@ class Trainer:
         """Batches until somebody wants us to leave. A signal to the whole group takes a loader's workers along."""
         assert self._feed is not None
         try:
-            for batch in batches:
-                yield batch
-                if self._interrupted and not (self.step.waiting or ranks.active()):
-                    raise Left
+            with self._fetching():
+                for batch in batches:
+                    yield batch
+                    if self._interrupted and not (self.step.waiting or ranks.active()):
+                        raise Left
         except (Exception, Left) as why:
-            if not self._interrupted or ranks.active():  # several ranks leave after an update
+            if not self._interrupted or ranks.active():  # several ranks leave together
                 raise
             self._feed.mark(self.step.taken)  # what is in the open window need not come again
             raise Left from why
+
+    @contextmanager
+    def _fetching(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as why:
+            if not (self._interrupted and ranks.active()) or ranks.is_told(why):
+                raise
+            raise Gone(
+                f"a rank must have its loader until all leave; found that it failed after {self._stop.wish}, with "
+                f"{type(why).__name__}: {why}. Resume from the last checkpoint."
+            ) from why
+
+    @contextmanager
+    def _leaving_a_window(self) -> Iterator[None]:
+        """Where one process is left, it stays. Of several ranks, all leave if one has to, and it never was; unless it
+        has samples of the epoch before, to which nobody can come back.
+        """
+        assert self._feed is not None
+        try:
+            yield
+        except Left:
+            return
+        except Exception as error:
+            ranks.tell(error)
+            if ranks.failures(error) != {Gone.__name__} or self.step.tail == "carry":
+                raise
+            self._stop.agree()
+            self._feed.go_to(self._feed.place)
+            if self._come_back is not None:
+                self._come_back()
 
     def _expected(self, until: Duration) -> int | None:
         """How many updates there will be in all, for the bar."""
