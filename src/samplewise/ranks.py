@@ -113,11 +113,11 @@ def _sent(bucket: list[Tensor], name: str, begin: Callable[[Tensor], Any]) -> Ca
     flat = bucket[0].detach().view(-1) if len(bucket) == 1 and bucket[0].is_contiguous() else _flat(bucket)
     note(name, _bytes(flat))
     moved = flat.to(device(flat.device.type))
-    with _explained(name):
+    with explained(name):
         work = begin(_handed_over(moved))
 
     def arrived() -> None:
-        with _explained(name), torch.no_grad():
+        with explained(name), torch.no_grad():
             work.wait()
             if moved.data_ptr() != bucket[0].data_ptr():
                 parts = moved.split([tensor.numel() for tensor in bucket])
@@ -139,7 +139,7 @@ def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
         note("reduce_scatter", _bytes(table))
         moved = table.to(device(table.device.type))
         mine = moved.new_empty(moved.shape[1])
-        with _explained("reduce_scatter"):
+        with explained("reduce_scatter"):
             dist.reduce_scatter_single(_handed_over(mine), _handed_over(moved.view(-1)))
         rows = [-(-len(tensor) // size()) for tensor in bucket]
         widths = [n * tensor[0].numel() for n, tensor in zip(rows, bucket, strict=True)]
@@ -345,7 +345,7 @@ def _collective(name: str, tensor: Tensor, call: Callable[[Tensor], object], bac
     """Runs it where the process group can, and brings the result back."""
     note(name, _bytes(tensor))
     moved = tensor.to(device(tensor.device.type))
-    with _explained(name):
+    with explained(name):
         call(_handed_over(moved))
     if back and moved is not tensor:
         with torch.no_grad():
@@ -374,7 +374,7 @@ def settle(patience: float = 5.0) -> None:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
+def explained(name: str) -> Iterator[None]:
     """What a collective raises when a rank is gone, or does not come in time."""
     try:
         yield

@@ -183,6 +183,26 @@ def test_an_error_on_one_rank_ends_all(two, where):
     assert found[0].startswith("DistributedError: every rank must get through its part; found that rank 1 of 2 failed")
 
 
+def looking_alone():
+    """The whole parameters take all ranks."""
+    model = sharded()
+    step = sw.Step(model, adam(model), loss_fn, 4, audit=False)
+    step.run(own_batches(2))
+    model.state_dict()  # which lets them go
+    if ranks.rank() == 0:
+        step.gather()
+
+
+def test_a_rank_that_needs_the_others_and_is_alone():
+    team = Ranks(2, timeout=3)
+    try:
+        found = team.errors(looking_alone)
+    finally:
+        team.close()
+    assert found[0].startswith("DistributedError: all 2 ranks must take part in every exchange; found that all_gather ")
+    assert found[1] == ""
+
+
 # -------------------------------------------------------------------------------------------------------- refusals
 
 

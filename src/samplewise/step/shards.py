@@ -138,8 +138,9 @@ class Shards:
     def _unshard(self) -> None:
         for group in self._groups if ranks.active() else ():
             ranks.note("all_gather", sum(p._sharded_param_data.nbytes for p in group.fsdp_params))
-        for module in sharded_modules(self.model):
-            module.unshard()
+        with ranks.explained("all_gather"):
+            for module in sharded_modules(self.model):
+                module.unshard()
 
     def around(self, loss_fn: LossFn) -> LossFn:
         """The loss function, called so that forward passes leave the parameters where they are: as if they were done
