@@ -7,14 +7,18 @@ import sys
 from io import BytesIO
 from math import inf, nan
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pages import ABOUT, WHOLE, Page, picture, train, visits, write_ledger, write_previews, write_run
 from PIL import Image
 
+from samplewise.ledger import files
+from samplewise.ledger import visits as of_visits
 from samplewise.ledger.visits import suspicion
-from samplewise.report import norms, previews, samples, scatter
+from samplewise.report import previews, samples, scatter
 from samplewise.report.page import write_report
+from samplewise.report.reading import Spread
 from samplewise.report.run import read_run
 
 N = 40
@@ -176,17 +180,57 @@ def test_long_texts_are_shortened(tmp_path):
 # ------------------------------------------------------------------------------------ norms over time
 
 
+def quantiles(*tables, visits=None):
+    spread = Spread(sum(map(len, tables)) if visits is None else visits)
+    for table in tables:
+        spread.add(table)
+    spread.end()
+    return spread.curves
+
+
+@pytest.mark.parametrize("part", [7, 50, 300])
+def test_quantiles_do_not_depend_on_the_parts(part):
+    norms = np.random.default_rng(0).random(1000)
+    rows = pa.table({"update": np.arange(1000) // 4, "norm": norms})
+    whole = quantiles(rows)
+    assert quantiles(*(rows.slice(start, part) for start in range(0, 1000, part))) == whole
+    assert [y for _, y in whole[0].points] == pytest.approx(np.median(norms.reshape(100, 10), axis=1).tolist())
+
+
+def test_visits_that_were_expected_and_could_not_be_read():
+    rows = pa.table({"update": [1, 1, 2, 2], "norm": [1.0, 1.0, 2.0, 4.0]})
+    middle, *_ = quantiles(rows, visits=6)
+    assert middle.points == [(1.0, 1.0), (2.0, 3.0)]
+
+
 def test_quantiles_of_the_norms_over_stretches():
     rows = pa.table({"update": [1] * 101 + [2] * 101, "norm": [*map(float, range(101)), *[7.0] * 101]})
-    middle, lowest, low, high, highest, maximum = norms.quantiles(rows)
+    middle, lowest, low, high, highest, maximum = quantiles(rows)
     assert [curve.points[0] for curve in (middle, lowest, low)] == [(1.0, 50.0), (1.0, 5.0), (1.0, 25.0)]
     assert [curve.points[0][1] for curve in (high, highest, maximum)] == [75.0, 95.0, 100.0]
     assert {curve.points[1] for curve in (middle, lowest, maximum)} == {(2.0, 7.0)}
 
 
+def test_not_all_visits_are_in_memory_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(of_visits, "TOGETHER", 20_000)
+    ids = list(range(10_000))
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, *(visits(ids, [0.5 + epoch] * len(ids), epoch) for epoch in range(40)))
+    held, read, before = [], files._read, pa.total_allocated_bytes()
+
+    def reading(path):
+        held.append(pa.total_allocated_bytes() - before)
+        return read(path)
+
+    monkeypatch.setattr(files, "_read", reading)
+    found = samples.read_samples(read_run(tmp_path))
+    assert len(held) == 40 and max(held) < read_run(tmp_path).samples().nbytes / 4
+    assert found.each["visits"].to_pylist() == [40] * 10_000 and found.each["loss"][0].as_py() == 20.0
+
+
 def test_norms_that_are_not_finite_are_left_out_of_the_quantiles():
     rows = pa.table({"update": [1, 1, 1, 2], "norm": [1.0, nan, inf, nan]})
-    middle, *_ = norms.quantiles(rows)
+    middle, *_ = quantiles(rows)
     assert middle.points[0] == (1.0, 1.0) and middle.finite == middle.points[:1]
 
 
@@ -341,6 +385,17 @@ def test_ids_that_repeat_within_an_epoch(tmp_path):
         "Ids repeat within an epoch: 3 of 9 rows have an id that the epoch had before. 'b', for example, stands 3 "
         "times in epoch 0. Unless samples are drawn with replacement, several share an id" in page_of(tmp_path).text
     )
+
+
+def test_ids_that_repeat_in_epochs_long_over(tmp_path):
+    """Of epochs whose ids are no longer kept; the worst is the one that is told of."""
+    parts = [visits(["a", "b", "c"], [1.0] * 3, epoch) for epoch in (0, 3, 4, 5)]
+    parts.insert(1, visits(["a", "b", "b"], [1.0] * 3, 1))
+    parts.insert(2, visits(["z", "c", "c", "c"], [1.0] * 4, 2))
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, *parts)
+    said = page_of(tmp_path).text
+    assert "Ids repeat within an epoch: 3 of 19 rows" in said and "'c', for example, stands 3 times in epoch 2" in said
 
 
 def test_ids_that_repeat_over_epochs_are_as_they_should_be(run):

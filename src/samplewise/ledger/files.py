@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,15 @@ def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
             f"a run must have a ledger, {FOLDER}/part-*.parquet, to tell of its samples; found none in {run}. Train "
             "with callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
         )
+    found = False
     for number in range(max(there) + 1):
         files = needed(Path(run), number, there.get(number, {}))
         of_ranks = [table for path in files for table in _if_whole(path, damaged)]
         if of_ranks:
+            found = True
             yield of_ranks[0] if len(of_ranks) == 1 else _in_turn(together(of_ranks, run))
+    if not found:
+        raise LedgerError(f"a ledger must have a part that can be read; found none in {run}.")
 
 
 def _if_whole(path: Path, damaged: str) -> list[Any]:
@@ -80,6 +85,15 @@ def numbered(run: Path) -> dict[int, dict[int, Path]]:
         if match:
             found.setdefault(int(match[1]), {})[int(match[2] or 1)] = path
     return dict(sorted(found.items()))
+
+
+def visits_in(run: Path) -> int:
+    """How many, as far as the ends of the parts can be read, which say it."""
+    count = 0
+    for path in (run / FOLDER).glob("part-*.parquet"):
+        with suppress(Exception):  # whatever is wrong with it is told by who reads it
+            count += arrow().parquet.read_metadata(path).num_rows
+    return count
 
 
 def needed(run: Path, number: int, there: dict[int, Path]) -> list[Path]:
@@ -137,8 +151,6 @@ def agreed(before: Any, now: Any) -> Any:
 def together(tables: list[Any], run: str | Path) -> Any:
     """As one. A whole number that has to stand beside floats must be one that they know."""
     pa = arrow()
-    if not tables:
-        raise LedgerError(f"a ledger must have a part that can be read; found none in {run}.")
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as why:

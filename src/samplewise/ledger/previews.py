@@ -21,7 +21,7 @@ from torch import Tensor
 
 from samplewise.files import whole
 from samplewise.ledger.indexed import Indexed
-from samplewise.ledger.visits import SCORES, recommended, suspicion, visited
+from samplewise.ledger.visits import SCORES, recommended, suspicion
 
 FILE, VERSION = "previews.json", 1
 MOST = 300  # samples; opening a report should not mean opening the data set
@@ -42,9 +42,9 @@ def items_within(loader: Any) -> Callable[[Any], Any] | None:
     return None if found is None else found.dataset.__getitem__
 
 
-def write_previews(run: Path, item: Callable[[Any], Any], visits: Any) -> None:
-    """Of the samples that a table of visits makes suspicious, by any of its scores. `item` is a function of an id."""
-    found = {str(each): preview(item(each)) for each in islice(_most_suspicious(visited(visits)), MOST)}
+def write_previews(run: Path, item: Callable[[Any], Any], samples: Any) -> None:
+    """Of those of `visited` that are most suspicious, by any of their scores. `item` is a function of an id."""
+    found = {str(each): preview(item(each)) for each in islice(_most_suspicious(samples), MOST)}
     with whole(run / FILE, run / f".{FILE}.partial") as file:
         file.write(json.dumps({"version": VERSION, "samples": found}).encode())
 

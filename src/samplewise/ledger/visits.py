@@ -8,7 +8,9 @@ from itertools import groupby
 from math import inf, nan
 from typing import Any
 
-from samplewise.ledger.files import arrow
+from samplewise.ledger.files import arrow, together
+
+TOGETHER = 2**20  # visits; they are kept as they come until there are so many
 
 # Columns that are scores, and which sign is suspicious. The margin is the label's logit minus the largest other.
 SCORES = {"loss": 1, "norm": 1, "margin": -1, "el2n": 1, "self_influence": 1}
@@ -16,25 +18,81 @@ SCORES = {"loss": 1, "norm": 1, "margin": -1, "el2n": 1, "self_influence": 1}
 
 def visited(table: Any) -> Any:
     """One row per sample, in the order of first visits: id, visits, the mean of each score over the visits where it is
-    finite, and of any other column what the last visit said. `self_influence` is the mean of norm²,
-    if it is no column.
+    finite, and of any other column, epoch and update aside, what the last visit said. `self_influence`, if it is no
+    column, is the mean of norm².
 
     A score that is finite nowhere is left out, and so is a sample that has none.
     """
+    seen = Visits()
+    seen.add(table)
+    return seen.samples()
+
+
+class Visits:
+    """The same of visits that are handed over table by table. Kept is one row per sample, and the latest visits."""
+
+    def __init__(self) -> None:
+        self._tables: list[Any] = []  # the first is of samples, and the others of visits since
+        self._waiting = 0  # so many
+
+    def add(self, table: Any) -> None:
+        if not len(table):
+            return
+        _check(table)
+        for start in range(0, len(table), TOGETHER):
+            self._tables.append(_told(table.slice(start, TOGETHER)))
+            self._waiting += len(self._tables[-1])
+            if self._waiting >= TOGETHER:
+                self._settle()
+
+    def samples(self) -> Any:
+        pa, pc = arrow(), arrow().compute
+        if not self._tables:
+            raise ValueError("a table of visits must have one row per visit, one at least; found none.")
+        settled = self._settle()
+        found = {name: settled[name] for name in settled.column_names}
+        columns = {"id": found["id"], "visits": found["visits"]}
+        for name in (name for name in SCORES if f"sum {name}" in found):
+            missing = pc.fill_null(found.get(f"missing {name}", pa.repeat(0, len(settled))), 0)
+            mean = pc.divide(found[f"sum {name}"], pc.subtract(found["visits"], missing))
+            columns |= {name: mean} if mean.null_count < len(mean) else {}
+        others = {name.removeprefix("last "): found[name] for name in found if name.startswith("last ")}
+        known = pa.table(columns | {name: values for name, values in others.items() if name not in columns})
+        return known.filter(_any_known(known))
+
+    def _settle(self) -> Any:
+        """One row per sample; how rows combine is in the names of their columns."""
+        rows = _counted(together(self._tables, "memory"))
+        ways = [(name, "last" if name.startswith("last ") else "sum") for name in rows.column_names if name != "id"]
+        grouped = rows.group_by("id", use_threads=False).aggregate(ways)  # threads would shuffle the samples
+        settled = arrow().table({"id": grouped["id"]} | {name: grouped[f"{name}_{way}"] for name, way in ways})
+        self._tables, self._waiting = [settled], 0
+        return settled
+
+
+def _counted(rows: Any) -> Any:
+    """Says how many visits are missing in the sum of a score, where some are: of a null all."""
+    pc = arrow().compute
+    for name in [name for name in rows.column_names if name.startswith("sum ") and rows[name].null_count]:
+        missing = name.replace("sum ", "missing ", 1)
+        before = pc.fill_null(rows[missing], 0) if missing in rows.column_names else 0
+        column = pc.if_else(pc.is_null(rows[name]), rows["visits"], before)
+        rows = (rows.drop_columns(missing) if missing in rows.column_names else rows).append_column(missing, column)
+    return rows
+
+
+def _told(table: Any) -> Any:
+    """Each visit by itself. Where a score is not finite, its sum is null."""
     pa, pc = arrow(), arrow().compute
-    _check(table)
-    if "norm" in table.column_names and "self_influence" not in table.column_names:
-        table = table.append_column("self_influence", pc.power(table["norm"].cast(pa.float64()), 2))
-    scores = [name for name in SCORES if name in table.column_names]
-    others = [name for name in table.column_names if name not in ("id", *scores)]
-    for name in scores:
-        table = _set(table, name, _or_null(table[name].cast(pa.float64())))
-    ways = [(name, "mean") for name in scores] + [(name, "last") for name in others] + [([], "count_all")]
-    grouped = table.group_by("id", use_threads=False).aggregate(ways)  # threads would shuffle the samples
-    columns = {"id": grouped["id"], "visits": grouped["count_all"]}
-    columns |= {name: grouped[f"{name}_mean"] for name in scores if grouped[f"{name}_mean"].null_count < len(grouped)}
-    known = pa.table(columns | {name: grouped[f"{name}_last"] for name in others if name not in columns})
-    return known.filter(_any_known(known))
+    known = {name: table[name] for name in table.column_names}
+    if "norm" in known:
+        known.setdefault("self_influence", pc.power(known["norm"].cast(pa.float64()), 2))
+    told = {"id": known.pop("id"), "visits": pa.repeat(1, len(table))}
+    for name in (name for name in SCORES if name in known):
+        values = _or_null(known.pop(name).cast(pa.float64()))
+        told[f"sum {name}"] = values
+    others = {f"last {name}": values for name, values in known.items() if name not in ("epoch", "update")}
+    return pa.table(told | others)
 
 
 def recommended(names: Iterable[str]) -> tuple[str, ...]:
@@ -76,8 +134,6 @@ def _check(table: Any) -> None:
             f"a table of visits must have the column id and one of {', '.join(SCORES)}; found "
             f"{', '.join(there) or 'none'}."
         )
-    if not len(table):
-        raise ValueError("a table of visits must have one row per visit, one at least; found none.")
     unknown = table["id"].null_count
     if unknown:
         raise ValueError(f"every visit must have an id; found {unknown:,} of {len(table):,} without.")
@@ -90,10 +146,6 @@ def _or_null(column: Any) -> Any:
     """Without what is not finite."""
     pc = arrow().compute
     return pc.if_else(pc.is_finite(column), column, None)
-
-
-def _set(table: Any, name: str, column: Any) -> Any:
-    return table.set_column(table.column_names.index(name), name, column)
 
 
 def _any_known(samples: Any) -> Any:

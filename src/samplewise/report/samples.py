@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from math import inf
 from typing import Any, NamedTuple
 
 from samplewise.errors import LedgerError
-from samplewise.ledger.files import numbered
-from samplewise.ledger.visits import SCORES, recommended, suspicion, visited
-from samplewise.report.run import Run
+from samplewise.ledger.files import numbered, parts, visits_in
+from samplewise.ledger.visits import SCORES, Visits, recommended, suspicion
+from samplewise.report.reading import Repeats, Spread
+from samplewise.report.run import Curve, Run
 
 MOST_SUSPECTS = 200
 SHARE = 10  # at most one sample in so many is suspect,
@@ -30,10 +32,10 @@ class Score(NamedTuple):
 
 @dataclass
 class Samples:
-    """`rows`: one per visit; `each`: one per sample. Neither without a ledger that can be read."""
+    """`each`: one row per sample. `norms`: curves of their quantiles. Neither without a ledger that can be read."""
 
-    rows: Any = None
     each: Any = None
+    norms: list[Curve] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)  # the recommended one first
     warnings: list[str] = field(default_factory=list)
     missing: str = ""  # why there is nothing
@@ -53,22 +55,28 @@ def read_samples(run: Run) -> Samples:
     if not numbered(run.directory):
         return Samples(missing="No ledger: train with callbacks=[sw.Ledger()] to see the samples here.")
     said: list[str] = []
+    seen, repeats, spread = Visits(), Repeats(), Spread(visits_in(run.directory))
     try:
-        rows = _rows(run, said)
-        each = visited(rows)
+        _read(run, said, (seen, repeats, spread))
+        each = seen.samples()
     except (ImportError, LedgerError, ValueError, TypeError, KeyError, NotImplementedError) as why:  # also of pyarrow
         return Samples(warnings=[*said, f"The samples cannot be shown: {why}"], missing="The ledger cannot be read.")
+    spread.end()
     if not len(each):
-        return Samples(rows, warnings=said, missing="The ledger holds no sample with a finite loss or norm.")
-    return Samples(rows, each, scores(each), said + repeated(rows))
+        return Samples(
+            norms=spread.curves, warnings=said, missing="The ledger holds no sample with a finite loss or norm."
+        )
+    return Samples(each, spread.curves, scores(each), said + repeats.warnings())
 
 
-def _rows(run: Run, said: list[str]) -> Any:
+def _read(run: Run, said: list[str], readers: Sequence[Visits | Repeats | Spread]) -> None:
     """As far as the ledger can be read, with one line for each part that cannot."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            return run.samples(damaged="skip")
+            for table in parts(run.directory, damaged="skip"):
+                for reader in readers:
+                    reader.add(table)
         finally:
             said += [f"Ledger: {warning.message}" for warning in caught]
 
@@ -90,20 +98,3 @@ def _most_suspect(suspicions: list[float]) -> list[int]:
     known = [row for row, value in enumerate(suspicions) if value > -inf]
     count = min(MOST_SUSPECTS, max(FEWEST_SUSPECTS, len(suspicions) // SHARE), len(known))
     return nlargest(count, known, key=suspicions.__getitem__)
-
-
-def repeated(rows: Any) -> list[str]:
-    """Whether ids stand more than once in an epoch: drawn with replacement, or several samples with one id."""
-    if "epoch" not in rows.column_names:
-        return []
-    counts = rows.select(["id", "epoch"]).group_by(["id", "epoch"]).aggregate([([], "count_all")])
-    extra = len(rows) - len(counts)
-    if not extra:
-        return []
-    worst = counts.sort_by([("count_all", "descending"), ("epoch", "ascending"), ("id", "ascending")]).slice(0, 1)
-    one = worst.to_pylist()[0]
-    return [
-        f"Ids repeat within an epoch: {extra:,} of {len(rows):,} rows have an id that the epoch had before. "
-        f"{one['id']!r}, for example, stands {one['count_all']:,} times in epoch {one['epoch']}. Unless samples are "
-        "drawn with replacement, several share an id, and are one here: sw.Indexed(dataset) gives each its own."
-    ]
