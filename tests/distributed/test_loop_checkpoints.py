@@ -8,6 +8,7 @@ import torch
 from test_loop_trainer import going_on, loader, parameters, trainer
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver
 
+import samplewise as sw
 from samplewise import ranks
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop import store
@@ -152,19 +153,54 @@ def saved(two, tmp_path_factory):
     return run / "checkpoints"
 
 
-def carrying(run, every):
-    made = trainer(run, [ModelCheckpoint(every=every)])
-    made.step.tail = "carry"
-    return made.fit(loader(), epochs=1), made.step.counters.updates
+CHAINS = {"plain": (), "clip": [sw.clip(0.5)], "drop": [sw.drop(largest=1)]}
 
 
-def test_a_window_that_ranks_have_begun_is_not_saved(two, tmp_path):
+def carrying(run, ends, transforms="plain", every="1ep", **options):
+    """Trains until the end of each of some epochs, with new objects for each."""
+    for end in ends:
+        callbacks = [ModelCheckpoint(every=every)]
+        made = trainer(run, callbacks, transforms=CHAINS[transforms], dropout=0.3, **options)
+        made.step.tail = "carry"
+        reason = made.fit(loader(), epochs=end, resume=True)
+    return parameters(made), reason, made.step.counters
+
+
+CARRIED = [dict(strategy=how, transforms=some) for how in ("ddp", "fsdp") for some in ("plain", "clip")]
+
+
+@pytest.mark.parametrize("options", [*CARRIED, dict(samples=22), dict(samples=50)], ids=str)
+def test_a_window_that_ranks_have_begun_is_ended_by_as_many(options, two, tmp_path):
+    """To the last bit. It may have samples of one rank only, and be open for several epochs."""
+    whole = two.run(_carrying, tmp_path / "whole", [4], options)
+    parts = two.run(_carrying, tmp_path / "parts", [1, 2, 3, 4], options)
+    for found, expected in zip(parts, whole, strict=True):
+        assert torch.equal(found[0], expected[0]) and found[1:] == expected[1:]
+
+
+def _carrying(run, ends, options):
+    return carrying(run, ends, **options)
+
+
+def test_a_window_that_ranks_have_begun_is_not_ended_by_others(two, three, tmp_path):
+    two.run(carrying, tmp_path / "run", [1])
     message = (
-        "CheckpointError: an open window must be saved as sums; found one that 2 ranks have begun. Use tail='update' "
-        "or 'drop', or save in the middle of epochs: every='100up'."
+        "CheckpointError: a window that 2 ranks have begun must be ended by as many; found {}, and a checkpoint in the "
+        "middle of one. Resume with 2 ranks, and save in the middle of epochs: every='100up'."
     )
-    assert two.errors(carrying, tmp_path / "epochs", "1ep") == [message] * 2
-    assert two.run(carrying, tmp_path / "updates", "2up") == [("1 epoch is done", 3)] * 2
+    assert three.errors(carrying, tmp_path / "run", [2]) == [message.format(3)] * 3
+    with pytest.raises(CheckpointError, match="a window that 2 ranks have begun must be ended by as many; found 1"):
+        carrying(tmp_path / "run", [2])
+
+
+def test_samples_that_wait_are_not_saved(two, tmp_path):
+    message = (
+        "CheckpointError: an open window must be saved as sums; found samples that wait for more, because a transform "
+        "has to see all at once. Use tail='update' or 'drop', or save in the middle of epochs: every='100up'."
+    )
+    options = dict(transforms="drop")
+    assert two.errors(_carrying, tmp_path / "epochs", [1], options) == [message] * 2
+    two.run(_carrying, tmp_path / "updates", [1], {**options, "every": "2up"})
     assert names(tmp_path / "updates") == ["update-000000002.ckpt"]
 
 

@@ -32,11 +32,13 @@ def loader(samples=SAMPLES, **options):
     return DataLoader(data(samples), **{"batch_size": 4, "shuffle": True, **options})
 
 
-def trainer(run=None, callbacks=(), *, samples=6, lr=0.3, transforms=(), seed=1, dropout=0.0, **options):
+def trainer(
+    run=None, callbacks=(), *, samples=6, lr=0.3, transforms=(), seed=1, dropout=0.0, strategy="ddp", **options
+):
     torch.manual_seed(7 + ranks.rank())  # the ranks' models are made equal by the step
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), samples=samples, transforms=transforms, strategy="ddp")
+    step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), samples, transforms=transforms, strategy=strategy)
     return sw.Trainer(step, run, callbacks, progress=False, device="cpu", seed=seed, **options)
 
 

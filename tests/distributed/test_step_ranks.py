@@ -471,12 +471,42 @@ def saved_while_open():
     step.state_dict()
 
 
-def test_an_open_window_is_in_no_state(two):
+def test_an_open_window_is_in_no_state_of_all(two):
     message = (
         "DistributedError: a step of several ranks must be saved between two updates; found an open window, of which "
-        "each rank has a part. Save after an update; tail='carry' leaves a window open at the end of a loader."
+        "each rank has a part. Save after an update; or what all have, state_dict(window=False), and on each rank its "
+        "own window_state()."
     )
     assert two.errors(saved_while_open) == [message] * 2
+
+
+def going_on(interrupted, exchanged=False):
+    """A window of 12 samples, of which each rank has computed 5 when it is saved."""
+    model, strategy = wrapped(net(), "plain")
+
+    def made():
+        return sw.Step(model, sgd(model), loss_fn, 12, transforms=CHAINS["clip"], strategy=strategy, audit=False)
+
+    step, batches = made(), own_batches(5)
+    step(batches[0])
+    if interrupted:
+        everyones, own = step.state_dict(window=False), step.window_state()
+        own = ranks.everyone(own)[1 - ranks.rank()] if exchanged else own
+        step = made()
+        step.load_state_dict(everyones)
+        step.load_window_state(own)
+    updates = [*step(batches[1]), step.flush()]
+    return flat(model), [(update.samples, update.own, update.loss) for update in updates], step.counters
+
+
+def test_ranks_go_on_with_their_windows(two):
+    for found, expected in zip(two.run(going_on, True), two.run(going_on, False), strict=True):
+        assert torch.equal(found[0], expected[0]) and found[1:] == expected[1:]
+    message = (
+        "DistributedError: what a rank has of an open window must be loaded by the same rank among as many; found that "
+        "of rank {} of 2 on rank {} of 2. Keep a file for each rank."
+    )
+    assert two.errors(going_on, True, True) == [message.format(1, 0), message.format(0, 1)]
 
 
 def made_too_early(updates, compile):

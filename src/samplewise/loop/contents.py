@@ -17,20 +17,27 @@ KINDS = ("optimizer", "scheduler")
 
 
 def savable(step: Step) -> bool:
-    """Whether what the step has begun can be saved. Several ranks meet for it: what each has of a window is in none of
-    their states.
-    """
-    return not (ranks.meet(step.open)[0] if ranks.active() else step.waiting)
+    """Whether what the step has begun can be saved, on all ranks."""
+    return not ranks.meet(step.waiting)[0]
 
 
 def check_savable(step: Step) -> None:
     if not savable(step):
-        waiting = "samples that wait for more, because a transform has to see all at once"
-        found = f"one that {ranks.size()} ranks have begun" if ranks.active() else waiting
         raise CheckpointError(
-            f"an open window must be saved as sums; found {found}. Use tail='update' or 'drop', or save in the middle "
-            "of epochs: every='100up'."
+            "an open window must be saved as sums; found samples that wait for more, because a transform has to see "
+            "all at once. Use tail='update' or 'drop', or save in the middle of epochs: every='100up'."
         )
+
+
+def state_of(part: Any) -> Any:
+    """Of several ranks, what each has of an open window stands apart."""
+    return part.state_dict(window=not ranks.active()) if isinstance(part, Step) else part.state_dict()
+
+
+def own_window(step: Step) -> dict[str, Any]:
+    """What this rank has of one that several have begun."""
+    begun = ranks.active() and ranks.meet(step.open)[0]
+    return {"own": step.window_state()} if begun else {}
 
 
 def load(part: Any, state: Any) -> None:
@@ -76,6 +83,12 @@ def check_resumed(state: Mapping[str, Any], parts: Mapping[str, Any], seed: int)
                 f"a run must be resumed with the {name} it was saved with, {state['kinds'][name]}; found {kind}. "
                 "Take that one, or begin a run of another name."
             )
+    owners = state.get("owners", ranks.size())
+    if owners != ranks.size():
+        raise CheckpointError(
+            f"a window that {owners} ranks have begun must be ended by as many; found {ranks.size()}, and a checkpoint "
+            f"in the middle of one. Resume with {owners} ranks, and save in the middle of epochs: every='100up'."
+        )
     if ranks.active() and state["step"]["window"]["parts"]:
         raise CheckpointError(
             f"a window that one process has begun must be ended by it; found {ranks.size()} ranks, and a checkpoint in "

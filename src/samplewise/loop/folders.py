@@ -2,7 +2,8 @@
 
     update-000000010.ckpt/
         rest.ckpt                                   all but large tensors, in the format of one process
-        .metadata, __0_0.distcp, __1_0.distcp, ...  the tensors of model, optimizer and loss; each rank has written some
+        .metadata, __0_0.distcp, __1_0.distcp, ...  the tensors of model, optimizer and loss, of which each rank has
+                                                    written some; and its own of an open window
 
 `rest.ckpt` says where each of those tensors belongs and what the bytes of all files sum up to. The folder is written
 beside its place and renamed by rank 0 when all are done, while the training goes on. Reading it takes `.metadata`,
@@ -34,6 +35,7 @@ from samplewise.loop.distributed import by_all, by_first
 
 REST = "rest.ckpt"
 LARGE = ("model", "optimizer", "loss")
+OWN = "own"  # what each rank has for itself
 PATIENCE = 30.0  # seconds
 
 
@@ -47,9 +49,11 @@ class Saver:
         self._problem: BaseException | None = None
 
     def save(self, path: Path, state: dict[str, Any], then: Callable[[], None]) -> None:
-        """Begins to write a state, of which all ranks have the same, to a folder. `then` is called by rank 0."""
+        """Begins to write a state, of which all ranks have the same but for their own, to a folder. `then` is called by
+        rank 0.
+        """
         self.wait()
-        rest = {name: part for name, part in state.items() if name not in LARGE}
+        rest = {name: part for name, part in state.items() if name not in (*LARGE, OWN)}
         text, tensors = store.encoded({name: state[name] for name in LARGE if name in state})
         if not ranks.same(hashlib.sha256(text.encode()).digest()):
             raise CheckpointError(
@@ -58,6 +62,10 @@ class Saver:
                 "them, use strategy='fsdp'."
             )
         copies = {str(k): _copy(tensor) for k, tensor in enumerate(tensors)}
+        if OWN in state:
+            own, parts = by_all(lambda: store.encoded(state[OWN]))
+            rest["owns"] = ranks.everyone(own)
+            copies |= {_own_name(k): _copy(tensor) for k, tensor in enumerate(parts)}
         aside = path.with_name(f".{path.name}{store.PARTIAL}")
         by_first(lambda: _make_way(aside))
 
@@ -131,14 +139,30 @@ def read(path: Path) -> dict[str, Any]:
 
     state = store.read(path / REST)
     _check(path, state.pop("files"))
-    text = state.pop("large")
-    tensors = {str(k): torch.empty(shape, dtype=dtype) for k, (dtype, shape) in enumerate(store.tensors_in(text))}
+    text, owns = state.pop("large"), state.pop("owns", None)
+    own = owns[ranks.rank()] if owns is not None and len(owns) == ranks.size() else None
+    large, mine = _room(text, str), {} if own is None else _room(own, _own_name)
+    tensors = large | mine
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is for this process alone
             load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as why:
         raise CheckpointError(f"{path} must be a checkpoint that torch can read; found: {why}") from why
-    return {**state, **store.decoded(text, list(tensors.values()))}
+    state |= store.decoded(text, [tensors[name] for name in large])
+    if owns is not None:
+        state["owners"] = len(owns)
+    if own is not None:
+        state[OWN] = store.decoded(own, [tensors[name] for name in mine])
+    return state
+
+
+def _room(text: str, name: Callable[[int], str]) -> dict[str, Tensor]:
+    """For the tensors of an encoded state."""
+    return {name(k): torch.empty(shape, dtype=dtype) for k, (dtype, shape) in enumerate(store.tensors_in(text))}
+
+
+def _own_name(number: int) -> str:
+    return f"{ranks.rank()}/{number}"
 
 
 def _check(path: Path, files: dict[str, str]) -> None:

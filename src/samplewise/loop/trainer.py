@@ -20,7 +20,7 @@ from samplewise.engine.replicas import inner
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.about import about
 from samplewise.loop.callbacks import ModelCheckpoint
-from samplewise.loop.contents import check_resumed, check_savable, kinds, load, whole
+from samplewise.loop.contents import check_resumed, check_savable, kinds, load, own_window, state_of, whole
 from samplewise.loop.costs import Clock, LayerNorms, peak_memory
 from samplewise.loop.dealing import Share
 from samplewise.loop.devices import moved
@@ -260,7 +260,7 @@ class Trainer:
         """The metrics of the epoch: those of validation, if there is any. Who leaves in validation comes back to it."""
         if self._running.unread:
             self._write_progress()
-        if not (self._running.begun or self.step.open):
+        if not (self._running.begun or ranks.meet(self.step.open)[0]):
             raise BatchError(
                 f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
                 f"epoch {self._epoch}, and tail='drop'. Use fewer, or tail='update' or 'carry'."
@@ -320,7 +320,8 @@ class Trainer:
         assert self._feed is not None
         check_savable(self.step)
         parts = self._parts()
-        states = by_all(lambda: {name: part.state_dict() for name, part in parts.items()})
+        states = by_all(lambda: {name: state_of(part) for name, part in parts.items()})
+        states |= own_window(self.step)
         own = {"epoch": self._epoch, **self._feed.state(self.step.taken), "log": log, "seed": self.seed}
         return {**states, "trainer": own, "kinds": kinds(parts), **random_states()}
 
@@ -331,6 +332,8 @@ class Trainer:
         check_resumed(state, parts, self.seed)
         for name, part in parts.items():
             load(part, state[name])
+        if "own" in state:
+            self.step.load_window_state(state["own"])
         self._epoch = own["epoch"]
         self._feed.load(own, self._epoch)
         self.step.counters.epochs = self._epoch  # one more, if its loader had ended: it will end again

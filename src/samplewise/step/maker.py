@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -263,6 +263,8 @@ class Maker:
         return kind(self.evaluation, self.chain, "norms" in self.record, self.team)
 
     # --- state -----------------------------------------------------------------------------------------------------
+
+    NO_WINDOW: ClassVar[dict[str, Any]] = {"parts": {}, "sums": {}, "failure": [], "noted": []}
 
     def state_dict(self) -> dict[str, Any]:
         """The open window, as gradient sums. Samples that have not been computed yet are not in it."""

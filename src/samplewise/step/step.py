@@ -313,15 +313,16 @@ class Step:
 
     # --- state -----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, window: bool = True) -> dict[str, Any]:
         """Counters, loss scale, the microbatch that was found, and an open window as gradient sums. Samples that have
         not been computed yet are not in it: the first of them is number `counters.samples`. Model, optimizer and
-        scheduler have state dicts of their own.
+        scheduler have state dicts of their own. window=False leaves the open window out: see `window_state`.
         """
-        if self._team is not None and self._window.open:
+        if window and self._team is not None and self._window.open:
             raise DistributedError(
                 "a step of several ranks must be saved between two updates; found an open window, of which each rank "
-                "has a part. Save after an update; tail='carry' leaves a window open at the end of a loader."
+                "has a part. Save after an update; or what all have, state_dict(window=False), and on each rank its "
+                "own window_state()."
             )
         return {
             "counters": asdict(self.counters),
@@ -329,7 +330,7 @@ class Step:
             "microbatch": self._microbatch.size,
             "compiling": self._compiling.state_dict(),
             "dealt": [] if self._team is None else [self._team.size, self._team.dealt],
-            "window": self._maker.state_dict(),
+            "window": self._maker.state_dict() if window else Maker.NO_WINDOW,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -342,7 +343,22 @@ class Step:
         self._made_compiled = False
         if self._team is not None:  # others than those before begin to deal where those have left off
             self._team.dealt = dict([state.get("dealt") or (0, 0)]).get(self._team.size, 0)
+            self._team.carried = 0
         self._maker.load_state_dict(state["window"])
+
+    def window_state(self) -> dict[str, Any]:
+        """Of several ranks: what this one has of the open window, for itself among as many as now."""
+        assert self._team is not None
+        shares = self._team.state(self._window)
+        return {"counters": asdict(self.counters), "shares": shares, "window": self._maker.state_dict()}
+
+    def load_window_state(self, state: dict[str, Any]) -> None:
+        """After `load_state_dict`."""
+        assert self._team is not None
+        self._team.check_own(state["shares"])
+        self._maker.counters = Counters(**state["counters"])
+        self._maker.load_state_dict(state["window"])
+        self._team.load(state["shares"], self._window)
 
     # --- filling a window ------------------------------------------------------------------------------------------
 

@@ -90,6 +90,24 @@ class Team:
         self.dealt = -self.carried
         window.share = None if samples is None else window.samples + self._held(samples - self.carried)
 
+    def state(self, window: Window) -> dict[str, int | None]:
+        """Whose turn it is, in the middle of a window."""
+        known = {"rank": self.rank, "size": self.size, "kept": self._kept, "kept_first": self._kept_first}
+        return {**known, "dealt": self.dealt, "carried": self.carried, "share": window.share}
+
+    def check_own(self, state: dict[str, Any]) -> None:
+        """That it is of this rank, among as many."""
+        rank, size = state["rank"], state["size"]
+        if (rank, size) != (self.rank, self.size):
+            raise DistributedError(
+                f"what a rank has of an open window must be loaded by the same rank among as many; found that of rank "
+                f"{rank} of {size} on rank {self.rank} of {self.size}. Keep a file for each rank."
+            )
+
+    def load(self, state: dict[str, Any], window: Window) -> None:
+        self.dealt, self.carried, window.share = state["dealt"], state["carried"], state["share"]
+        self._kept, self._kept_first = state["kept"], state["kept_first"]
+
     def _more(self, missing: int, ended: bool) -> int:
         """A part of what a window still lacks, for ranks that can have more."""
         going = [rank for rank, has_ended in enumerate(ranks.everyone(ended)) if not has_ended]
