@@ -204,6 +204,13 @@ def _copy(tensor: Tensor) -> Tensor:
 def _raise(problem: BaseException | None) -> None:
     if problem is not None:
         raise CheckpointError(
-            f"a checkpoint must be written by all ranks, which failed: {str(problem).rstrip('.')}. Free some space or "
+            f"a checkpoint must be written by all ranks, which failed: {_told(problem).rstrip('.')}. Free some space or "
             "see to the permissions, and resume: the checkpoints before it are whole."
         ) from problem
+
+
+def _told(problem: BaseException) -> str:
+    """Torch's own tells of each rank's error, with all that it was called by."""
+    failures = getattr(problem, "failures", {})
+    told = [f"{type(error).__name__} on rank {rank}: {error}" for rank, (error, _) in failures.items()]
+    return "; ".join(told) or str(problem)
