@@ -97,7 +97,7 @@ def test_large_images_shrink():
         ({"ids": torch.arange(2)}, {"values": {"0": 0, "1": 1}}),
         ({"a": torch.arange(2), "b": 1.5}, {"values": {"a": "tensor([0, 1])", "b": 1.5}}),
         ((torch.ones(2), torch.ones(5)), {"values": {"0": 1.0, "1": 1.0}}),  # no label, but a target
-        ((torch.ones(2), torch.ones(1)), {"label": "1.0", "values": {"0": 1.0, "1": 1.0}}),
+        ((torch.ones(2), torch.tensor([0.1])), {"label": "0.1", "values": {"0": 1.0, "1": 1.0}}),
         ({"age": 40, "map": torch.ones(8, 8)}, {"values": {"age": 40, "map": repr(torch.ones(8, 8))[:400]}}),
         ([(1, 2)], {"values": {"0": 1, "1": 2}}),
         ((slice(3), 0), {"label": "0", "text": "slice(None, 3, None)"}),
@@ -181,6 +181,12 @@ def test_what_cannot_be_looked_up_is_told_and_ends_nothing(tmp_path):
     with pytest.warns(sw.LedgerWarning, match=message):
         fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=show)
     assert len(sw.samples(tmp_path)) == 20 and not (tmp_path / "previews.json").exists()
+
+
+def test_one_that_cannot_be_looked_up_does_not_hide_the_others(tmp_path):
+    with pytest.warns(sw.LedgerWarning, match=r"found KeyError: 3 Use Ledger\(show="):
+        fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=lambda i: {k: f"text {k}" for k in range(20) if k != 3}[i])
+    assert set(kept(tmp_path)) == {str(i) for i in range(20)} - {"3"}
 
 
 def test_how_often(tmp_path):

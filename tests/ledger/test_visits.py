@@ -68,7 +68,9 @@ def test_columns_of_one_name_and_two_kinds():
     seen = Visits()
     seen.add(pa.table({"id": [1], "loss": [1.0]}))
     seen.add(pa.table({"id": ["a"], "loss": [1.0]}))
-    with pytest.raises(sw.LedgerError, match="the parts of a ledger must agree about their columns"):
+    with pytest.raises(
+        sw.LedgerError, match="must agree about their columns; found that those in the visits that were given"
+    ):
         seen.samples()
 
 

@@ -322,6 +322,16 @@ def test_previews_that_cannot_be_read_are_one_line(run, content, said):
 # ---------------------------------------------------------------------------------------- trouble
 
 
+def test_columns_of_any_kind(tmp_path):
+    large, when = pa.array([2**62 + 1, 5]), pa.array([0, 86400], pa.timestamp("s"))
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, visits([1, 2], [1.0, 2.0], large=large, when=when, raw=pa.array([b"a", b"b"])))
+    shown = page_of(tmp_path)
+    assert column(shown, "large")["values"] == ["4611686018427387905", 5]  # no number of JavaScript's
+    assert column(shown, "when")["values"] == ["1970-01-01 00:00:00", "1970-01-02 00:00:00"]
+    assert column(shown, "raw")["values"] == ["b'a'", "b'b'"]
+
+
 def test_no_ledger_is_a_quiet_line(report):
     shown = report(WHOLE)
     assert "No ledger: train with callbacks=[sw.Ledger()] to see the samples here." in shown.text

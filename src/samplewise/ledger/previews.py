@@ -43,8 +43,22 @@ def items_within(loader: Any) -> Callable[[Any], Any] | None:
 
 
 def write_previews(run: Path, item: Callable[[Any], Any], samples: Any) -> None:
-    """Of those of `visited` that are most suspicious, by any of their scores. `item` is a function of an id."""
-    found = {str(each): preview(item(each)) for each in islice(_most_suspicious(samples), MOST)}
+    """Of those of `visited` that are most suspicious, by any of their scores. `item` is a function of an id; the first
+    error of it is raised when the others have been written.
+    """
+    found, failed = dict[str, Preview](), list[Exception]()
+    for each in islice(_most_suspicious(samples), MOST):
+        try:
+            found[str(each)] = preview(item(each))
+        except Exception as why:
+            failed.append(why)
+    if found:
+        _write(run, found)
+    if failed:
+        raise failed[0]
+
+
+def _write(run: Path, found: dict[str, Preview]) -> None:
     with whole(run / FILE, run / f".{FILE}.partial") as file:
         file.write(json.dumps({"version": VERSION, "samples": found}).encode())
 
@@ -65,7 +79,8 @@ def _most_suspicious(samples: Any) -> Iterable[Any]:
 def preview(item: Any) -> Preview:
     """Of an image, a text, or a vector or mapping of values; or of a tuple of one of these and a label."""
     content, label = _parts(item)
-    return {**({} if label is None else {"label": str(label)}), **_seen(content)}
+    said = f"{label:.6g}" if isinstance(label, float) else str(label)
+    return {**({} if label is None else {"label": said}), **_seen(content)}
 
 
 def _parts(item: Any) -> tuple[Any, Any]:

@@ -62,7 +62,7 @@ class Visits:
 
     def _settle(self) -> Any:
         """One row per sample; how rows combine is in the names of their columns."""
-        rows = _counted(together(self._tables, "memory"))
+        rows = _counted(together(self._tables, "the visits that were given"))
         ways = [(name, "last" if name.startswith("last ") else "sum") for name in rows.column_names if name != "id"]
         grouped = rows.group_by("id", use_threads=False).aggregate(ways)  # threads would shuffle the samples
         settled = arrow().table({"id": grouped["id"]} | {name: grouped[f"{name}_{way}"] for name, way in ways})

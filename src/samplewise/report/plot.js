@@ -126,7 +126,7 @@ class Plot {
 
   suspects(pen) {
     pen.fillStyle = this.colour.suspect;
-    pen.strokeStyle = this.colour.card;
+    Object.assign(pen, {strokeStyle: this.colour.card, lineWidth: .6});
     for (const k of this.about.suspects().slice().reverse()) {
       if (!this.places[k]) continue;
       pen.beginPath();

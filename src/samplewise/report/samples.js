@@ -3,6 +3,7 @@
 const CARDS = 24;  // shown at a time
 const data = JSON.parse(find("samples-data").textContent);
 const value = (column, k) => "same" in column ? column.same : column.values[k];
+const recorded = key => data.columns.some(column => column.key === key);
 const at = (key, k) => value(data.columns.find(column => column.key === key) || {same: null}, k);
 const rank = (k, score) => data.scores[score].order.indexOf(k) + 1;
 const order = () => data.scores[chosen].order;
@@ -31,7 +32,7 @@ const card = (k, place) => {
   const button = node("button", {type: "button", className: "card", onclick: () => pin(k, true)},
     node("span", {className: "place", textContent: place}), preview(k), node("strong", {textContent: data.ids[k]}),
     label === null ? null : node("span", {className: "label", textContent: `label ${written(label)}`}),
-    facts(["loss", "norm"].map(key => [key, at(key, k)])));
+    facts(["loss", "norm"].filter(recorded).map(key => [key, at(key, k)])));
   button.dataset.sample = k;
   return node("li", {}, button);
 };

@@ -20,6 +20,7 @@ BUDGET = 1_200_000  # characters, of all samples together
 GRID = (72, 48)
 DECADES = 30.0  # largest over smallest, from where on an axis is logarithmic
 SMALLEST = 1e-8  # of the largest: what is smaller stands at the edge of a logarithmic axis
+EXACT = 2**53  # up to which the script knows whole numbers
 HIDDEN = ("id", "visits", "epoch", "update")
 Values = Sequence[float | None]
 Column = dict[str, Any]  # as the script knows it
@@ -132,7 +133,8 @@ def _told(values: list[Any]) -> dict[str, Any]:
 def _plain(value: object) -> object:
     if isinstance(value, float):
         return float(f"{value:.4g}") if isfinite(value) else None
-    return shortened(value) if isinstance(value, str) else value
+    known = value is None or (isinstance(value, int) and abs(value) <= EXACT)
+    return value if known else shortened(str(value))
 
 
 def _labels(each: Any, ids: list[str], previews: Previews) -> list[Column]:
