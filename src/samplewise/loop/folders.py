@@ -204,8 +204,8 @@ def _copy(tensor: Tensor) -> Tensor:
 def _raise(problem: BaseException | None) -> None:
     if problem is not None:
         raise CheckpointError(
-            f"a checkpoint must be written by all ranks, which failed: {_told(problem).rstrip('.')}. Free some space or "
-            "see to the permissions, and resume: the checkpoints before it are whole."
+            f"a checkpoint must be written by all ranks, which failed: {_told(problem).rstrip('.')}. Free some space "
+            "or see to the permissions, and resume: the checkpoints before it are whole."
         ) from problem
 
 
