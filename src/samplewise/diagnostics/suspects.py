@@ -90,7 +90,7 @@ def suspects(
     also: more scores to compute
     logits: a function of (model, batch), default model(batch[0])
     labels: where a batch has its labels: a key, an index or a function of the batch
-    ids: the same for the ids of its samples; default their places in the loader
+    ids: the same for the ids of its samples, whole numbers or texts; default their places in the loader
     checkpoints: list of (state_dict, lr) to average the scores over; default the model as it is
     microbatch: as in `sw.scan`
 
