@@ -388,6 +388,17 @@ def test_a_ledger_in_which_nothing_is_finite(tmp_path):
     assert "The ledger holds no sample with a finite loss or norm." in page_of(tmp_path).text
 
 
+def test_samples_of_which_nothing_was_ever_finite_are_named(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    losses = [nan if k in (7, 9) else 1.0 for k in range(20)]
+    write_ledger(tmp_path, visits(list(range(20)), losses), visits(list(range(20)), losses, 1))
+    shown = page_of(tmp_path)
+    assert "2 of 20 samples never had a finite loss or norm, and are not shown: 7, 9." in shown.text
+    write_ledger(tmp_path / "many", visits([f"<{k}>" for k in range(30)], [nan] * 29 + [1.0]))
+    write_run(tmp_path / "many", NO_LINES)
+    assert "are not shown: <0>, <1>, <2>, <3>, <4>, <5>, <6>, <7>, <8>, <9>, …" in page_of(tmp_path / "many").text
+
+
 def test_ids_that_repeat_within_an_epoch(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits(["a", "b", "b", "b", "c", "c"], [1.0] * 6), visits(["a", "b", "c"], [1.0] * 3, 1))

@@ -32,6 +32,7 @@ class Visits:
     """The same of visits that are handed over table by table. Kept is one row per sample, and the latest visits."""
 
     def __init__(self) -> None:
+        self.unknown: Any = None  # ids of the samples that have no score, once `samples` has been asked
         self._tables: list[Any] = []  # the first is of samples, and the others of visits since
         self._waiting = 0  # so many
 
@@ -58,7 +59,9 @@ class Visits:
             columns |= {name: mean} if mean.null_count < len(mean) else {}
         others = {name.removeprefix("last "): found[name] for name in found if name.startswith("last ")}
         known = pa.table(columns | {name: values for name, values in others.items() if name not in columns})
-        return known.filter(_any_known(known))
+        told = _any_known(known)
+        self.unknown = known["id"].filter(pc.invert(told))
+        return known.filter(told)
 
     def _settle(self) -> Any:
         """One row per sample; how rows combine is in the names of their columns."""
@@ -149,6 +152,6 @@ def _or_null(column: Any) -> Any:
 
 
 def _any_known(samples: Any) -> Any:
-    pc = arrow().compute
+    pa, pc = arrow(), arrow().compute
     scores = [samples[name] for name in samples.column_names if name in SCORES]
-    return reduce(pc.or_, map(pc.is_valid, scores)) if scores else [False] * len(samples)
+    return reduce(pc.or_, map(pc.is_valid, scores)) if scores else pa.repeat(False, len(samples))

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 from samplewise.errors import LedgerError
 from samplewise.ledger.files import numbered, parts, visits_in
 from samplewise.ledger.visits import SCORES, Visits, recommended, suspicion
+from samplewise.report.html import shortened
 from samplewise.report.reading import Repeats, Spread
 from samplewise.report.run import Curve, Run
 
 MOST_SUSPECTS = 200
+MOST_NAMED = 10  # of those that are left out
 SHARE = 10  # at most one sample in so many is suspect,
 FEWEST_SUSPECTS = 12  # unless there are hardly any
 
@@ -66,7 +68,19 @@ def read_samples(run: Run) -> Samples:
         return Samples(
             norms=spread.curves, warnings=said, missing="The ledger holds no sample with a finite loss or norm."
         )
-    return Samples(each, spread.curves, scores(each), said + repeats.warnings())
+    return Samples(
+        each, spread.curves, scores(each), said + repeats.warnings() + _never_finite(len(each), seen.unknown)
+    )
+
+
+def _never_finite(known: int, unknown: Any) -> list[str]:
+    """They are in no ranking, and yet something is wrong with them."""
+    if not len(unknown):
+        return []
+    more = ", …" if len(unknown) > MOST_NAMED else "."
+    named = ", ".join(shortened(str(one), 40) for one in unknown.slice(0, MOST_NAMED).to_pylist())
+    count = f"{len(unknown):,} of {known + len(unknown):,} samples"
+    return [f"{count} never had a finite loss or norm, and are not shown: {named}{more}"]
 
 
 def _read(run: Run, said: list[str], readers: Sequence[Visits | Repeats | Spread]) -> None:
