@@ -269,6 +269,13 @@ def test_self_influence_of_ones_own_goes_before_the_squared_norm():
     assert found.scores["self_influence"].tolist() == [2.0, 1.0]
 
 
+def test_who_was_never_finite_is_named():
+    found = sw.suspects({"id": ["a", "b", "b", "c"], "loss": [math.nan, math.inf, 2.0, -math.inf]})
+    assert (found.ids, found.unknown) == (["b"], ["a", "c"])
+    assert "the first of 1 samples, by loss; 2 more have no finite score" in str(found)
+    assert sw.suspects(VISITS).unknown == []
+
+
 def test_visits_that_are_not_finite_are_left_out():
     found = sw.suspects({"id": ["a", "b", "a", "c"], "loss": [1.0, 2.0, math.inf, math.nan], "norm": [math.nan] * 4})
     assert (found.ids, found.score.tolist(), found.by) == (["a", "b"], [1, 2], ("loss",))

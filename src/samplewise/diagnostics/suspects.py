@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from samplewise.engine.table import render
 from samplewise.errors import BatchError
 from samplewise.ledger.files import arrow
 from samplewise.ledger.visits import SCORES as OF_VISITS
-from samplewise.ledger.visits import ranks, recommended, scored, suspicion, visited
+from samplewise.ledger.visits import Visits, ranks, recommended, scored, suspicion
 from samplewise.losses import LossFn
 from samplewise.measuring import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
 from samplewise.scan import scan
@@ -35,12 +35,14 @@ class Suspects:
     score    (N,) what they are ranked by; the higher, the more suspicious
     scores   name -> (N,), each score by itself, the same way round
     by       the names that `score` is made of
+    unknown  ids of samples that are not ranked: in a table of visits they have no finite score
     """
 
     ids: Tensor | list[str]
     score: Tensor
     scores: dict[str, Tensor]
     by: tuple[str, ...]
+    unknown: list[Any] = field(default_factory=list)
 
     @property
     def order(self) -> Tensor:
@@ -64,7 +66,9 @@ class Suspects:
             )
             for i in places
         ]
-        return render(("sample", *self.scores), rows, f"the first of {len(self)} samples, by {' and '.join(self.by)}")
+        left = f"; {len(self.unknown)} more have no finite score" if self.unknown else ""
+        title = f"the first of {len(self)} samples, by {' and '.join(self.by)}{left}"
+        return render(("sample", *self.scores), rows, title)
 
 
 def suspects(
@@ -215,13 +219,16 @@ def _places(ids: Ids, others: Ids) -> Tensor:
 
 
 def _of_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
-    samples = visited(_as_arrow(table))
+    seen = Visits()
+    seen.add(_as_arrow(table))
+    samples = seen.samples()
     if not len(samples):
         raise ValueError("a table of visits must have a finite score of some sample; found none.")
     scores = {name: _tensor(scored(samples, name)) for name in samples.column_names if name in OF_VISITS}
     names = _names(by or recommended(scores))
     _check_names(names, scores)
-    return Suspects(_as_ids(samples["id"].to_pylist()), _tensor(suspicion(samples, names)), scores, names)
+    ids, score = _as_ids(samples["id"].to_pylist()), _tensor(suspicion(samples, names))
+    return Suspects(ids, score, scores, names, seen.unknown.to_pylist())
 
 
 def _as_arrow(table: Any) -> Any:
