@@ -526,6 +526,10 @@ class BadSample(Dataset):
 def failing(run, where):
     callbacks = [Fails(where)] if where.startswith("on_") else []
     made = trainer(run, callbacks, metrics={"broken": broken} if where in ("validation", "evaluate") else None)
+    if where == "trainer":
+        made = trainer(log_every=1 - ranks.rank())
+    if where == "arguments":
+        made.fit(loader(), epochs=("1ep", "one")[ranks.rank()])
     if where == "evaluate":
         made.evaluate(loader())
     if where == "data":
@@ -544,6 +548,8 @@ def broken(outputs, batch):
 
 
 FAILURES = {
+    "trainer": "ValueError: log_every must be a positive number of updates; found 0",
+    "arguments": "ValueError: a duration is written like '2ep' or '500up'; found 'one'",
     "data": "OSError: sample 9 cannot be read",
     "validation": "ValueError: a metric fails",
     "evaluate": "ValueError: a metric fails",

@@ -63,6 +63,7 @@ class Trainer:
     timeout: seconds that ranks wait for each other, if it is the trainer that joins them.
     """
 
+    @ranks.telling()
     def __init__(
         self,
         step: Step,
@@ -119,8 +120,8 @@ class Trainer:
         resume: bool = False,
     ) -> str:
         """Trains for so many epochs or updates ("2ep", "500up"), and returns why it ended."""
-        until = duration(epochs, updates)
         with self._leaving_cleanly(), self._rehearsing(), self.step.telling(lambda line: self._progress.line(line)):
+            until = duration(epochs, updates)
             self._open(loader, resume)
             if self.fast_dev_run:
                 until = Duration(epochs=self._epoch + 1)
