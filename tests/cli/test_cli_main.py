@@ -79,7 +79,7 @@ def test_a_report_of_nothing():
 def test_a_report_to_nowhere(recipe):
     command("train", recipe(HEALTHY), "--epochs", 1)
     result = command("report", "runs/recipe", "--to", "/proc/page.html")
-    assert one_line(result).startswith("the report cannot be written: [Errno 2] No such file or directory")
+    assert one_line(result).startswith("the report cannot be made: [Errno 2] No such file or directory")
 
 
 def test_a_report_of_two_runs(recipe):
@@ -103,4 +103,4 @@ def test_a_report_that_cannot_be_written(recipe):
     command("train", recipe(HEALTHY), "--epochs", 1)
     Path("page.html").mkdir()
     result = command("report", "runs/recipe", "--to", "page.html")
-    assert result.exit_code == 1 and one_line(result).startswith("the report cannot be written: ")
+    assert result.exit_code == 1 and one_line(result).startswith("the report cannot be made: ")

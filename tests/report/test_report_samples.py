@@ -6,6 +6,7 @@ import json
 import sys
 from io import BytesIO
 from math import inf, nan
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -336,6 +337,27 @@ def test_no_ledger_is_a_quiet_line(report):
     shown = report(WHOLE)
     assert "No ledger: train with callbacks=[sw.Ledger()] to see the samples here." in shown.text
     assert "Warnings" not in shown.text and "script" not in shown.tags
+
+
+def test_files_that_may_not_be_read(run, monkeypatch):
+    """Whoever runs the tests may read everything, so that it is pretended."""
+    write_run(run)
+    open_folder, read_bytes = Path.iterdir, Path.read_bytes
+
+    def refused(way, name):
+        def of(path):
+            if path.name == name:
+                raise PermissionError(13, "Permission denied", str(path))
+            return way(path)
+
+        return of
+
+    monkeypatch.setattr(Path, "iterdir", refused(open_folder, "samples"))
+    monkeypatch.setattr(Path, "read_bytes", refused(read_bytes, "run.json"))
+    shown = page_of(run)
+    assert f"The samples cannot be shown: [Errno 13] Permission denied: '{run / 'samples'}'" in shown.text
+    assert "run.json cannot be read: name, versions and settings are not known." in shown.text
+    assert "No ledger" not in shown.text and "Train loss" in shown.charts
 
 
 def test_a_ledger_without_a_log_is_shown(run):

@@ -29,5 +29,5 @@ def report(
     except OSError as why:
         if why.errno is None:  # no run; the others are of the system
             raise typer.BadParameter(str(why), param_hint="RUN") from why
-        typer.echo(f"the report cannot be written: {why}", err=True)
+        typer.echo(f"the report cannot be made: {why}", err=True)
         raise typer.Exit(1) from why

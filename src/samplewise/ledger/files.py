@@ -80,7 +80,7 @@ def _if_whole(path: Path, damaged: str) -> list[Any]:
 def numbered(run: Path) -> dict[int, dict[int, Path]]:
     """The parts that are there: of each, how many ranks have written it, and where one of them has."""
     found: dict[int, dict[int, Path]] = {}
-    for path in sorted((run / FOLDER).glob("part-*")):
+    for path in sorted((run / FOLDER).iterdir()) if (run / FOLDER).is_dir() else ():
         match = re.fullmatch(r"part-([0-9]{6,})(?:-rank-[0-9]+-of-([0-9]+))?\.parquet", path.name)
         if match:
             found.setdefault(int(match[1]), {})[int(match[2] or 1)] = path

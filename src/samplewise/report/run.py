@@ -123,7 +123,10 @@ def _read_about(run: Run) -> None:
     if not path.is_file():
         run.left_out.append("There is no run.json: name, versions and settings are not known.")
         return
-    about = _parse(path.read_bytes())
+    try:
+        about = _parse(path.read_bytes())
+    except OSError:
+        about = None
     if about is None:
         run.left_out.append("run.json cannot be read: name, versions and settings are not known.")
     run.about = about or {}

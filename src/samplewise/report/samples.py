@@ -54,14 +54,14 @@ class Samples:
 
 
 def read_samples(run: Run) -> Samples:
-    if not numbered(run.directory):
-        return Samples(missing="No ledger: train with callbacks=[sw.Ledger()] to see the samples here.")
     said: list[str] = []
     seen, repeats, spread = Visits(), Repeats(), Spread(visits_in(run.directory))
     try:
+        if not numbered(run.directory):
+            return Samples(missing="No ledger: train with callbacks=[sw.Ledger()] to see the samples here.")
         _read(run, said, (seen, repeats, spread))
         each = seen.samples()
-    except (ImportError, LedgerError, ValueError, TypeError, KeyError, NotImplementedError) as why:  # also of pyarrow
+    except (ImportError, LedgerError, OSError, ValueError, TypeError, KeyError, NotImplementedError) as why:
         return Samples(warnings=[*said, f"The samples cannot be shown: {why}"], missing="The ledger cannot be read.")
     spread.end()
     if not len(each):
