@@ -701,8 +701,8 @@ def test_saved_in_the_middle_of_a_window(make, transforms, batches, tmp_path):
     fit(whole, data, epochs=2)
     own = saving._batches
 
-    def broken_off():
-        for k, batch in enumerate(own(), start=1):
+    def broken_off(feed):
+        for k, batch in enumerate(own(feed), start=1):
             yield batch
             if k == batches:
                 saving.save()
@@ -758,6 +758,10 @@ def test_validation_on_the_training_data_in_the_middle_of_an_epoch(make, tmp_pat
     assert torch.equal(parameters(part), parameters(whole))
 
 
-def test_validation_on_nothing():
-    with pytest.raises(sw.BatchError, match="an epoch must have at least one batch"):
-        trainer().evaluate([])
+@pytest.mark.parametrize(
+    "look", [lambda made: made.evaluate([]), lambda made: made.fit(IMAGES["ours"](), validate=[], epochs=1)]
+)
+def test_validation_on_nothing(look):
+    message = "an evaluation must have at least one batch; found none. See to the loader: a generator is empty the"
+    with pytest.raises(sw.BatchError, match=message):
+        look(trainer())

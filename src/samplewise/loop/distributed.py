@@ -1,4 +1,4 @@
-"""Several processes that torchrun has started: joining them, what the first does for all, and leaving together."""
+"""Several processes that torchrun has started: joining them, and what the first does for all."""
 
 from __future__ import annotations
 
@@ -67,21 +67,3 @@ def by_all(call: Callable[[], Result]) -> Result:
         raise
     ranks.together()
     return found
-
-
-class Stop:
-    """Why to stop. A rank that wants to asks for it; all stop after the same update, and know why."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self.wish: str | None = None
-
-    def ask(self, reason: str) -> None:
-        self.wish = self.wish or reason
-        if not ranks.active():
-            self.reason = self.wish
-
-    def agree(self) -> None:
-        """Where all ranks are."""
-        if ranks.active() and self.reason is None and ranks.meet(self.wish is not None)[0]:
-            self.reason = next(wish for wish in ranks.everyone(self.wish) if wish is not None)

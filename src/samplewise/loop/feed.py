@@ -104,7 +104,7 @@ class Feed:
             yield batch, at.inside
             at = Place(at.batches + 1, 0, self._source.state(), at.kind, at.start, at.samples + self._rows)
         if self._last is None and not self._among_others:  # of whom some may have none
-            _check_begun(number, at)
+            self._check_begun(number, at)
 
     def look(self, number: int) -> None:
         """Before `epoch`, on all ranks: goes as far as the first batch, and sees whether any of them has one, and all
@@ -119,12 +119,21 @@ class Feed:
         if self.divides:
             self._source.look.agree(looked=at.state is None)
         if not ranks.meet(first is not END)[0]:
-            _check_begun(number, at)
+            self._check_begun(number, at)
         self._ahead = chain([] if first is END else [first], batches)
 
     @property
     def _among_others(self) -> bool:
         return self.share.size > 1 or ranks.active()
+
+    def _check_begun(self, number: int, at: Place) -> None:
+        """Nothing came: no wonder where all has been used before."""
+        if at.batches == 0 and at.start == 0:
+            wanted, where = ("an evaluation", "") if self.apart else ("an epoch", f" in epoch {number}")
+            raise BatchError(
+                f"{wanted} must have at least one batch; found none{where}. See to the loader: a generator is empty "
+                "the second time, and drop_last drops all of a small data set."
+            )
 
     def _enter(self, number: int, at: Place) -> Iterator[Any]:
         share = replace(self.share, start=at.start)
@@ -217,15 +226,6 @@ class Feed:
             except TypeError as why:
                 raise CheckpointError(f"the state of a loader must be one that can be saved: {why}") from why
             self._unchecked = False
-
-
-def _check_begun(number: int, at: Place) -> None:
-    """Nothing came: no wonder where all has been used before."""
-    if at.batches == 0 and at.start == 0:
-        raise BatchError(
-            f"an epoch must have at least one batch; found none in epoch {number}. See to the loader: a generator is "
-            "empty the second time, and drop_last drops all of a small data set."
-        )
 
 
 def _check_used(batch: Any, used: int) -> None:

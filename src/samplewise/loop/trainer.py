@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -24,28 +22,21 @@ from samplewise.loop.contents import check_resumed, check_savable, kinds, load, 
 from samplewise.loop.costs import Clock, LayerNorms, peak_memory
 from samplewise.loop.dealing import Share
 from samplewise.loop.devices import moved
-from samplewise.loop.distributed import Stop, by_all, join
+from samplewise.loop.distributed import by_all, join
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
 from samplewise.loop.feed import Feed, Place
+from samplewise.loop.leaving import Leaving
 from samplewise.loop.metrics import Outputs, Quotient, as_metrics, joined, results
 from samplewise.loop.progress import Progress, Silent, make_progress
 from samplewise.loop.run import Run
 from samplewise.loop.running import Running
 from samplewise.loop.seeding import load_random_states, random_states, reseed, seed_of, seeded
 from samplewise.losses import per_sample
-from samplewise.replay import modes, random_state
+from samplewise.replay import modes
 from samplewise.step.slices import Slices
 from samplewise.step.step import Step
 from samplewise.step.update import Update
-
-
-class Left(BaseException):
-    """Somebody wants us to leave in the middle of a window or of validation. No Exception: no step gives up for it."""
-
-
-class Gone(Exception):
-    """Somebody wants us to leave, and the loader has left already. Of several ranks, all must hear of it."""
 
 
 class Trainer:
@@ -98,15 +89,13 @@ class Trainer:
                 callbacks.append(ModelCheckpoint())
         self._listeners = Listeners(callbacks, trainer=self, step=step, model=self.model)
         self._progress: Progress = Silent()
-        self._stop = Stop()
+        self._leaving = Leaving(step)
         self._share = None if sharded else Share(ranks.rank(), ranks.size())
         self._files = None if self.run is None or fast_dev_run else Run(self.run)
         self.loader: Iterable[Any] | None = None  # of the last fit
         self._feed: Feed | None = None
         self._validation: Feed | None = None
         self._epoch = step.counters.epochs
-        self._interrupted = False
-        self._come_back: Callable[[], None] | None = None
         self._running, self._clock = Running(), Clock()
 
     # --- the loop --------------------------------------------------------------------------------------------------
@@ -120,45 +109,40 @@ class Trainer:
         resume: bool = False,
     ) -> str:
         """Trains for so many epochs or updates ("2ep", "500up"), and returns why it ended."""
-        with self._leaving_cleanly(), self._rehearsing(), self.step.telling(lambda line: self._progress.line(line)):
+        with self._closing(), self._rehearsing(), self.step.telling(lambda line: self._progress.line(line)):
             until = duration(epochs, updates)
-            self._open(loader, resume)
+            feed = self._open(loader, resume)
             if self.fast_dev_run:
                 until = Duration(epochs=self._epoch + 1)
             shown = self._wants_progress and ranks.rank() == 0
             self._progress = make_progress(shown, self._expected(until), self.step.counters.updates)
             self._listeners.tell("on_fit_start")
             self._clock.start()
-            self._agree()
+            self._leaving.agree()
             while self._goes_on(until):
                 epoch = self._epoch
                 self._listeners.tell("on_epoch_start", epoch=epoch)
-                with self._leaving_a_window():
-                    for update in self.step.over(self._batches()):
+                with self._leaving.windows(feed):
+                    for update in self.step.over(self._batches(feed)):
                         self._note(update)
                         self._listeners.tell("on_update", update=update)
-                        self._agree()
+                        self._leaving.agree()
                         if not self._goes_on(until):
                             break
                     if self.step.counters.epochs > epoch:  # else it was broken off
                         metrics = self._end_of_epoch(validate)
                         self._listeners.tell("on_epoch_end", epoch=epoch, metrics=metrics)
-                        self._agree()
-            reason = self._stop.reason or ("fast_dev_run is done" if self.fast_dev_run else until.done())
+                        self._leaving.agree()
+            reason = self._leaving.reason or ("fast_dev_run is done" if self.fast_dev_run else until.done())
             self._end(reason)
         return reason
 
     def stop(self, reason: str) -> None:
         """Ends the training after this update, on all ranks."""
-        self._stop.ask(reason)
-
-    def _agree(self) -> None:
-        """Whether to stop. If ranks have to give up the next window, they come back to here."""
-        self._stop.agree()
-        self._come_back = random_state() if ranks.active() else None
+        self._leaving.ask(reason)
 
     def _goes_on(self, until: Duration) -> bool:
-        return self._stop.reason is None and not until.reached(self._epoch, self.step.counters.updates)
+        return self._leaving.reason is None and not until.reached(self._epoch, self.step.counters.updates)
 
     @contextmanager
     def _rehearsing(self) -> Iterator[None]:
@@ -171,64 +155,16 @@ class Trainer:
         finally:
             self.step.samples, self.step.tail = samples, tail
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, feed: Feed) -> Iterator[Any]:
         """What is left of the epoch."""
-        assert self._feed is not None
-        with self._fetching():
-            self._feed.look(self._epoch)  # at once: ranks go on at their own pace
-        return self._slices()
+        with self._leaving.fetching():
+            feed.look(self._epoch)  # at once: ranks go on at their own pace
+        return self._slices(feed)
 
-    def _slices(self) -> Iterator[Any]:
-        assert self._feed is not None
-        batches = self._unless_left(self._feed.epoch(self._epoch, back=not self.step.open))
+    def _slices(self, feed: Feed) -> Iterator[Any]:
+        batches = self._leaving.until_left(feed.epoch(self._epoch, back=not self.step.open), feed)
         for batch, used in self._clock.waiting(batches):
             yield Slices(moved(batch, self.device), used)
-
-    def _unless_left(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Batches until somebody wants us to leave. A signal to the whole group takes a loader's workers along."""
-        assert self._feed is not None
-        try:
-            with self._fetching():
-                for batch in batches:
-                    yield batch
-                    if self._interrupted and not (self.step.waiting or ranks.active()):
-                        raise Left
-        except (Exception, Left) as why:
-            if not self._interrupted or ranks.active():  # several ranks leave together
-                raise
-            self._feed.mark(self.step.taken)  # what is in the open window need not come again
-            raise Left from why
-
-    @contextmanager
-    def _fetching(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as why:
-            if not (self._interrupted and ranks.active()) or ranks.is_told(why):
-                raise
-            raise Gone(
-                f"a rank must have its loader until all leave; found that it failed after {self._stop.wish}, with "
-                f"{type(why).__name__}: {why}. Resume from the last checkpoint."
-            ) from why
-
-    @contextmanager
-    def _leaving_a_window(self) -> Iterator[None]:
-        """Where one process is left, it stays. Of several ranks, all leave if one has to, and it never was; unless it
-        has samples of the epoch before, to which nobody can come back.
-        """
-        assert self._feed is not None
-        try:
-            yield
-        except Left:
-            return
-        except Exception as error:
-            ranks.tell(error)
-            if ranks.failures(error) != {Gone.__name__} or self.step.tail == "carry":
-                raise
-            self._stop.agree()
-            self._feed.go_to(self._feed.place)
-            if self._come_back is not None:
-                self._come_back()
 
     def _expected(self, until: Duration) -> int | None:
         """How many updates there will be in all, for the bar."""
@@ -278,8 +214,10 @@ class Trainer:
         return {"loss": trained["loss"], **metrics}
 
     def _validated(self, validate: Iterable[Any]) -> dict[str, float]:
+        assert self._feed is not None
         batches = self._validation_batches(validate)
-        return self._evaluated(self._unless_left(islice(batches, 1) if self.fast_dev_run else batches))
+        first = islice(batches, 1) if self.fast_dev_run else batches
+        return self._evaluated(self._leaving.until_left(first, self._feed))
 
     def _end(self, reason: str) -> None:
         """Saved by ModelCheckpoint before the last lines: a resumed run has none of them in its middle."""
@@ -356,7 +294,7 @@ class Trainer:
             parts["loss"] = self.step.loss_fn
         return parts
 
-    def _open(self, loader: Iterable[Any], resume: bool) -> None:
+    def _open(self, loader: Iterable[Any], resume: bool) -> Feed:
         if self._feed is None:
             first = 1 if self.fast_dev_run else self.overfit
             self._feed = Feed(loader, self.seed, first, saved=self._files is not None, share=self._share)
@@ -370,41 +308,24 @@ class Trainer:
             self._files.open(resume, self._load)
             self._files.check(self._state(0))
             self._files.describe(**about(self.step, loader, self.device, seed=self.seed, log_every=self.log_every))
+        return self._feed
 
     @contextmanager
-    def _leaving_cleanly(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the training after the current update or batch. A second Ctrl-C is a plain
-        KeyboardInterrupt.
-        """
-        before: dict[int, Any] = {}
-        self._stop, self._interrupted = Stop(), False
-
-        def leave(number: int, frame: Any) -> None:
-            if self._interrupted and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.stop(signal.Signals(number).name)
-            self._interrupted = True
-            if child := getattr(signal, "SIGCHLD", None):  # else torch raises, anywhere, since a worker was killed too
-                before.setdefault(child, signal.signal(child, signal.SIG_DFL))
-
-        if threading.current_thread() is threading.main_thread():
-            before |= {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        except BaseException as error:
-            ranks.tell(error)
-            self._listeners.tell("on_error", error=error)
-            raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
-            self._interrupted = False
-            self._progress.close()
-            for feed in (self._feed, self._validation):
-                if feed is not None:
-                    feed.close()
-            if self._files is not None:
-                self._files.close()
+    def _closing(self) -> Iterator[None]:
+        """Whatever ends a training, nothing stays open."""
+        self._leaving = Leaving(self.step)
+        with self._leaving.at_signals():
+            try:
+                yield
+            except BaseException as error:
+                ranks.tell(error)
+                self._listeners.tell("on_error", error=error)
+                raise
+            finally:
+                self._progress.close()
+                for open_one in (self._feed, self._validation, self._files):
+                    if open_one is not None:
+                        open_one.close()
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
