@@ -92,6 +92,11 @@ def test_each_parameter_group_has_its_learning_rate(report):
     assert "group 0" in shown.text and "group 1" in shown.text
 
 
+def test_what_never_changes_is_seen_against_zero(report):
+    shown = report([train(update, lr=[0.001]) for update in range(1, 5)])
+    assert "update 0 0.0005 0.001 0.0015 0.002" in " ".join(shown.text.split())
+
+
 def test_lines_of_the_learning_rate_monitor_are_known(report):
     rates = [dict(kind="lr", update=update, rates=[0.1, 0.2 / update]) for update in range(1, 5)]
     shown = report([*rates, train(4)])

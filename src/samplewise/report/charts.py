@@ -122,7 +122,7 @@ def _svg(paint: Callable[[Axes], None], frame: Frame, prefix: str, label: str, l
         axes = figure.add_subplot()
         paint(axes)
         _frame(axes, frame.first, frame.last)
-        _logarithmic(axes) if log else axes.locator_params(axis="y", nbins=6)
+        _logarithmic(axes) if log else _linear(axes)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # else it names its maker, with addresses
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
     return _for_the_page(out.getvalue(), prefix, label)
@@ -147,6 +147,15 @@ def _frame(axes: Axes, first: float, last: float) -> None:
     axes.set_xlabel("update")
     axes.locator_params(axis="x", integer=True, nbins=6)
     axes.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def _linear(axes: Axes) -> None:
+    """What never changes, as many a learning rate, is seen against zero."""
+    low, high = float(axes.dataLim.y0), float(axes.dataLim.y1)
+    if low == high:
+        axes.set_ylim(min(0.0, 2 * low), max(0.0, 2 * high) if low else 1.0)
+    axes.locator_params(axis="y", nbins=6)
+    axes.yaxis.set_major_formatter("{x:,.10g}")
 
 
 def _logarithmic(axes: Axes) -> None:
