@@ -276,11 +276,6 @@ def telling() -> Iterator[None]:
         raise
 
 
-def barrier() -> None:
-    """Goes on when all ranks are here."""
-    together()
-
-
 def _raise(error: Exception | None) -> None:
     messages = everyone(None if error is None else f"{type(error).__name__}: {error}")
     raised = error

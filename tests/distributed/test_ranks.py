@@ -22,7 +22,7 @@ def test_one_process_talks_to_itself():
         assert ranks.everyone("a") == ["a"] and ranks.told("a") == "a" and ranks.same("a")
         assert ranks.meet(2, torch.tensor(3.0)) == [2.0, 3.0]
         ranks.together()
-        ranks.barrier()
+        ranks.together()
     assert not traffic.calls
     with pytest.raises(ValueError, match="mine"):
         ranks.together(ValueError("mine"))
@@ -103,7 +103,7 @@ def one_fails():
     try:
         ranks.meet(7, error=problem)
     except Exception as error:
-        ranks.barrier()  # the ranks are still in step
+        ranks.together()  # the ranks are still in step
         ranks.together(error)  # whoever tells of it again does not meet anybody
     return "went on"
 

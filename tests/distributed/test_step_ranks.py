@@ -136,7 +136,7 @@ def failing(where, transforms):
         for _ in step.over(batches()):
             pass
     finally:
-        ranks.barrier()  # the ranks are still in step
+        ranks.together()  # the ranks are still in step
         assert not step.open
 
 

@@ -130,7 +130,7 @@ def test_a_trainer_keeps_them(tmp_path):
 def test_the_most_suspicious_first(tmp_path, monkeypatch):
     monkeypatch.setattr(previews, "MOST", 3)
     visits = pa.table({"id": [0, 1, 2, 3, 4], "loss": [5.0, 4.0, 3.0, 2.0, 1.0], "norm": [1.0, 2.0, 3.0, 9.0, 8.0]})
-    write_previews(tmp_path, lambda i: f"sample {i}", visited(visits))
+    write_previews(tmp_path, lambda i: f"sample {i}", visited([visits]))
     assert list(kept(tmp_path)) == ["0", "3", "1"]  # by loss, by norm, and the second by loss
     assert kept(tmp_path)["3"] == {"text": "sample 3"}
 

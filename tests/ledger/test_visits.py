@@ -59,7 +59,7 @@ def test_means_over_visits(monkeypatch, seed, together):
     for row in expected:
         assert found[row["id"]] == pytest.approx(row), row["id"]
     assert (
-        visited(pa.table(columns)).sort_by("id").to_pydict()["visits"]
+        visited([pa.table(columns)]).sort_by("id").to_pydict()["visits"]
         == seen.samples().sort_by("id")["visits"].to_pylist()
     )
 

@@ -13,7 +13,7 @@ from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
 from samplewise.ledger.files import FOLDER, Parts, agreed, arrow, numbered, parts, samples, together
 from samplewise.ledger.previews import items_within, write_previews
 from samplewise.ledger.rows import table_of
-from samplewise.ledger.visits import Visits
+from samplewise.ledger.visits import visited
 from samplewise.replay import random_state
 from samplewise.step.update import Update
 
@@ -188,7 +188,7 @@ class Ledger:
     def _write_previews(self, run: Path, item: Callable[[Any], Any]) -> None:
         restore = random_state()  # data sets may draw
         try:
-            write_previews(run, item, _seen(run))
+            write_previews(run, item, visited(parts(run)))
         except Exception as why:
             warnings.warn(
                 f"samples can be shown in the report if they can be looked up; found {type(why).__name__}: {why} "
@@ -212,11 +212,3 @@ class Ledger:
         """What is newer will be removed when the ledger goes on."""
         self._forget()
         self._count, self._resumes = state["parts"], True
-
-
-def _seen(run: Path) -> Any:
-    """The samples of a ledger; its visits need not all fit into memory."""
-    seen = Visits()
-    for table in parts(run):
-        seen.add(table)
-    return seen.samples()

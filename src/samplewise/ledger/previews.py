@@ -29,8 +29,8 @@ LARGEST = 64  # pixels a side
 LETTERS, VALUES = 400, 32
 LABELS = ("label", "labels", "y", "target")
 TEXTS = ("text", "sentence", "content", "document", "prompt", "question")
-
 IMAGES = ("image", "img", "picture", "pixels", "pixel_values")
+
 Preview = dict[str, Any]
 
 

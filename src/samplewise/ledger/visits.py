@@ -16,20 +16,21 @@ TOGETHER = 2**20  # visits; they are kept as they come until there are so many
 SCORES = {"loss": 1, "norm": 1, "margin": -1, "el2n": 1, "self_influence": 1}
 
 
-def visited(table: Any) -> Any:
-    """One row per sample, in the order of first visits: id, visits, the mean of each score over the visits where it is
-    finite, and of any other column, epoch and update aside, what the last visit said. `self_influence`, if it is no
-    column, is the mean of norm².
+def visited(tables: Iterable[Any]) -> Any:
+    """Of tables of visits, one row per sample, in the order of first visits: id, visits, the mean of each score
+    over the visits where it is finite, and of any other column, epoch and update aside, what the last visit said.
+    `self_influence`, if it is no column, is the mean of norm².
 
     A score that is finite nowhere is left out, and so is a sample that has none.
     """
     seen = Visits()
-    seen.add(table)
+    for table in tables:
+        seen.add(table)
     return seen.samples()
 
 
 class Visits:
-    """The same of visits that are handed over table by table. Kept is one row per sample, and the latest visits."""
+    """The same, table by table. Kept is one row per sample, and the latest visits."""
 
     def __init__(self) -> None:
         self.unknown: Any = None  # ids of the samples that have no score, once `samples` has been asked

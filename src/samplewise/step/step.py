@@ -13,10 +13,7 @@ from torch import nn
 
 from samplewise import ranks
 from samplewise.engine.replicas import inner
-from samplewise.errors import (
-    BatchError,
-    DistributedError,
-)
+from samplewise.errors import BatchError, DistributedError
 from samplewise.losses import as_loss_fn
 from samplewise.step.audit import Audit
 from samplewise.step.columns import Noted, note
