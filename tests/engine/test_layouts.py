@@ -7,6 +7,7 @@ from torch import nn
 
 from samplewise.engine.cut import find_cut
 from samplewise.engine.graph import Edge, Graph
+from samplewise.engine.interaction import Constants
 from samplewise.engine.layouts import Place, inner_at, locate, proofs
 from samplewise.engine.probe import MIXED, probe
 from samplewise.zoo import CASES, Net, noise, wanted
@@ -62,9 +63,9 @@ def test_ordinary_models_need_no_probe_after_the_first_step(name, monkeypatch):
         out = model(x)
         dim = 1 if name == "sequence first" else 0
         losses = out.movedim(dim, 0).flatten(1).square().mean(1)
-        cut = find_cut(Graph(losses, wanted(model)), set(), "refuse")
+        cut = find_cut(Graph(losses, wanted(model)), Constants([]), "refuse")
         assert cut.proven
-        monkeypatch.setattr("samplewise.engine.cut.backward_past", None)  # from now on no pass may be needed
+        monkeypatch.setattr("samplewise.engine.verify.backward_past", None)  # from now on no pass may be needed
 
 
 def test_cross_entropy_of_tokens_is_proven():
@@ -72,7 +73,7 @@ def test_cross_entropy_of_tokens_is_proven():
     ids = torch.arange(35).view(5, 7) % 11
     losses = F.cross_entropy(model(ids).transpose(1, 2), ids, reduction="none").mean(1)
     graph = Graph(losses, wanted(model))
-    assert find_cut(graph, set(), "refuse").proven
+    assert find_cut(graph, Constants([]), "refuse").proven
 
 
 def test_a_wrong_proof_is_overruled(monkeypatch):
@@ -84,5 +85,5 @@ def test_a_wrong_proof_is_overruled(monkeypatch):
     x = noise(5, 6).double()
     graph = Graph(model(x).flip(0).tanh().square().sum(1), wanted(model))
     assert Edge(graph.consumers[next(iter(graph.leaves))][0][0], 0) is not None
-    cut = find_cut(graph, set(), "refuse")
+    cut = find_cut(graph, Constants([]), "refuse")
     assert not cut.proven

@@ -129,7 +129,9 @@ def check_direction(direction: Any, parameters: Mapping[str, Tensor]) -> None:
 
 
 def _check_names(given: Mapping[str, object], names: list[str], what: str) -> None:
-    unknown, missing = [n for n in given if n not in names], [n for n in names if n not in given]
+    known = set(names)
+    unknown = [n for n in given if n not in known]
+    missing = [n for n in names if n not in given]
     if unknown or missing:
         found = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
         raise ParameterError(f"{what} must have exactly the parameters' names (see g.names); found {found}.")

@@ -7,19 +7,18 @@ between cut and parameters are the parameter side: transposes, casts, weight nor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from samplewise.engine.graph import Edge, Graph, Node
-from samplewise.engine.interaction import refuse_batch_norm, refuse_sample_data, sample_data
+from samplewise.engine.interaction import Constants, refuse_batch_norm, refuse_sample_data, sample_data
 from samplewise.engine.layouts import proofs
-from samplewise.engine.passes import backward_past
 from samplewise.engine.probe import MIXED, probe
 from samplewise.engine.saved import saved_tensor_names
 from samplewise.engine.tags import Regular, Tag, sequences_of, tag_of
+from samplewise.engine.verify import verify
 
 
 @dataclass
@@ -28,21 +27,24 @@ class Cut:
     side: set[Node]  # the parameter side, parameters not included
     tags: dict[Edge, Tag]  # of the clean nodes' outputs
     gradients: dict[Edge, Tensor]  # what a probe has already brought to light, for losses.sum()
+    pending: set[Edge]  # edges whose proof is not verified yet, because their gradients were zero (see `verify`)
     proven: bool
 
 
-def find_cut(graph: Graph, constants: set[int], interacting: str) -> Cut:
-    """`constants` are the storages of parameters and buffers: operands that live there are no sample data."""
+def find_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
+    """The cut by proof, or by probe where the proof ends. `constants` are the tensors of the model itself."""
     if interacting == "refuse":
         refuse_batch_norm(graph)
-    cut = _proven_cut(graph, constants)
-    if cut is None:
-        cut = _Search(graph).run()
-        data = list(sample_data(graph, cut.side | _along_samples(graph, cut.tags), constants))
-        if not data:
-            _remember(graph, cut)
-        elif interacting == "refuse":
-            refuse_sample_data(graph, cut.operands, cut.side, data)
+    return _proven_cut(graph, constants) or probed_cut(graph, constants, interacting)
+
+
+def probed_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
+    cut = _Search(graph).run()
+    data = list(sample_data(graph, cut.side | _along_samples(graph, cut.tags), constants))
+    if not data:
+        _remember(graph, cut)
+    elif interacting == "refuse":
+        refuse_sample_data(graph, cut.operands, cut.side, data)
     return cut
 
 
@@ -53,12 +55,12 @@ def _boundary(graph: Graph, clean: Iterable[Node]) -> list[tuple[Node, int]]:
         (node, position)
         for node in graph.nodes
         if node in clean and node not in graph.leaves
-        for position, (child, _) in enumerate(node.next_functions)
+        for position, (child, _) in enumerate(graph.children[node])
         if child in outside
     ]
 
 
-def _along_samples(graph: Graph, tags: dict[Edge, Tag]) -> set[Node]:
+def _along_samples(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Node]:
     """Fused recurrent layers in which a sequence serves several samples: what one step has seen, the next one knows.
     The gradient that arrives there is clean; that the layer mixes samples happens inside the kernel."""
     return {
@@ -71,67 +73,24 @@ def _along_samples(graph: Graph, tags: dict[Edge, Tag]) -> set[Node]:
 
 # --- by proof ------------------------------------------------------------------------------------------------------
 
-_verified: set[int] = set()
 
-
-def _proven_cut(graph: Graph, constants: set[int]) -> Cut | None:
-    """None where the proof does not reach far enough, or leaves a doubt that only a probe can settle."""
+def _proven_cut(graph: Graph, constants: Constants) -> Cut | None:
+    """None where the proof does not reach far enough, does not hold, or leaves a doubt that only a probe can settle."""
     proven = proofs(graph)
     clean = [n for n in graph.nodes if n in graph.relevant and all(Edge(n, s) in proven for s in graph.used_slots(n))]
     if graph.root.node not in clean:
         return None
     operands = _boundary(graph, clean)
     side = graph.relevant - set(clean) - set(graph.leaves)
-    tags: dict[Edge, Tag] = {e: Regular(graph.samples, proven[e]) for e in _edges(graph, operands)}
-    cut = Cut(operands, side, tags, {}, proven=True)
+    tags = {e: Regular(graph.samples, proven[e]) for e in _edges(graph, operands)}
     doubtful = any(True for _ in sample_data(graph, side | _along_samples(graph, tags), constants))
-    return None if doubtful or not _confirmed(graph, cut) else cut
+    pending = None if doubtful else verify(graph, tags)
+    return None if pending is None else Cut(operands, side, dict(tags), {}, pending, proven=True)
 
 
 def _edges(graph: Graph, operands: Iterable[tuple[Node, int]]) -> list[Edge]:
     nodes = dict.fromkeys(node for node, _ in operands)
     return [Edge(node, slot) for node in nodes for slot in graph.used_slots(node)]
-
-
-def _confirmed(graph: Graph, cut: Cut) -> bool:
-    """The first time a graph of this wiring is seen, autograd is asked whether the proof holds.
-
-    If the blocks of a gradient belong to the samples as proven, weighting the losses by powers of two multiplies the
-    sum of each block by just that power. Sums are all that is kept of either pass.
-    """
-    key = graph.fingerprint()
-    if key not in _verified:
-        exponents = torch.randint(0, 7, (graph.samples,), generator=torch.Generator().manual_seed(graph.samples))
-        powers = torch.tensor([2.0**k for k in exponents.tolist()], dtype=torch.float64, device=graph.losses.device)
-        plain = _block_sums(graph, cut, torch.ones_like(graph.losses))
-        coded = _block_sums(graph, cut, powers.to(graph.losses.dtype))
-        if not all(_scales(plain[edge], coded[edge], powers) for edge in plain):
-            return False
-        _verified.add(key)
-    return True
-
-
-def _block_sums(graph: Graph, cut: Cut, weights: Tensor) -> dict[Edge, Tensor]:
-    """For every output of the cut: the sum over each sample's part of its gradient, (b,)."""
-    sums: dict[Edge, Tensor] = {}
-
-    def arrived(node: Node, gradients: dict[int, Tensor]) -> None:
-        for slot, gradient in gradients.items():
-            tag = cut.tags[Edge(node, slot)]
-            assert isinstance(tag, Regular)
-            parts = torch.view_as_real(gradient).flatten(-2) if gradient.is_complex() else gradient
-            inner = tag.inner * (2 if gradient.is_complex() else 1)
-            blocks = parts.detach().reshape(-1, graph.samples, inner)
-            sums[Edge(node, slot)] = blocks.sum((0, 2), dtype=torch.float64)
-
-    backward_past(graph, {node: None for node, _ in cut.operands}, arrived, weights)
-    return sums
-
-
-def _scales(plain: Tensor, coded: Tensor, powers: Tensor) -> bool:
-    """Summed in float64, an exact multiple stays one to the last digits; what is not finite is told of elsewhere."""
-    finite = plain.isfinite() & coded.isfinite()
-    return bool(torch.isclose(coded, plain * powers, rtol=1e-6, atol=1e-30)[finite].all())
 
 
 # --- by probe ------------------------------------------------------------------------------------------------------
@@ -142,7 +101,7 @@ _seen_mixed: dict[int, frozenset[int]] = {}
 
 
 def _remember(graph: Graph, cut: Cut) -> None:
-    _seen_mixed[graph.fingerprint()] = frozenset(i for i, node in enumerate(graph.nodes) if node in cut.side)
+    _seen_mixed[graph.fingerprint] = frozenset(i for i, node in enumerate(graph.nodes) if node in cut.side)
 
 
 @dataclass
@@ -154,12 +113,9 @@ class _Search:
     mixed: set[Node] = field(default_factory=set)
     tags: dict[Edge, Tag] = field(default_factory=dict)
     gradients: dict[Edge, Tensor] = field(default_factory=dict)
-    first_time: bool = True
 
     def run(self) -> Cut:
-        wiring = self.graph.fingerprint()
-        self.first_time = wiring not in _seen_mixed
-        self.mixed.update(self.graph.nodes[i] for i in _seen_mixed.get(wiring, ()))
+        self.mixed.update(self.graph.nodes[i] for i in _seen_mixed.get(self.graph.fingerprint, ()))
         reach = 1
         while True:
             open_questions = self._undecided()
@@ -171,10 +127,10 @@ class _Search:
         operands = [(n, p) for n, p in _boundary(self.graph, self.clean) if self._leads_outside(n, p)]
         tags = {e: self.tags[e] for e in _edges(self.graph, operands)}
         gradients = {e: g for e, g in self.gradients.items() if e in tags}
-        return Cut(operands, self.mixed, tags, gradients, proven=False)
+        return Cut(operands, self.mixed, tags, gradients, set(), proven=False)
 
     def _leads_outside(self, node: Node, position: int) -> bool:
-        child = node.next_functions[position][0]
+        child = self.graph.children[node][position][0]
         return child in self.mixed or child in self.graph.leaves
 
     def _undecided(self) -> list[Node]:
@@ -195,7 +151,7 @@ class _Search:
         """Some levels more, so that long parameter sides take few passes. A lone operand is always passed through."""
         found, level = dict.fromkeys(nodes), nodes
         for _ in range(1000):
-            passing = [n for n in level if reach > 1 or _is_plain(n)]
+            passing = [n for n in level if reach > 1 or self._is_plain(n)]
             level = [c for n in passing for c, _ in self.graph.consumers[n] if c not in found and c not in self.clean]
             found.update(dict.fromkeys(level))
             reach -= 1
@@ -205,7 +161,7 @@ class _Search:
 
     def _ask(self, nodes: list[Node]) -> None:
         edges = [Edge(node, slot) for node in nodes for slot in self.graph.used_slots(node)]
-        probed = probe(self.graph, edges, thorough=self.first_time)
+        probed = probe(self.graph, edges)
         self.clean.update(nodes)
         for edge, gradient, owner in zip(edges, *probed, strict=True):
             self.gradients[edge] = gradient
@@ -223,6 +179,5 @@ class _Search:
         self.clean -= below
         return grown
 
-
-def _is_plain(node: Node) -> bool:
-    return len(node.next_functions) == 1 and not saved_tensor_names(node)
+    def _is_plain(self, node: Node) -> bool:
+        return len(self.graph.children[node]) == 1 and not saved_tensor_names(node)

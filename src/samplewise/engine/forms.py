@@ -37,6 +37,10 @@ class Form(ABC):
     def squared_norms(self) -> Tensor:
         """(b,)"""
 
+    def faint_norms(self, samples: Tensor) -> Tensor:
+        """(len(samples),) in float64: norms of gradients that are too small to be squared in their own type."""
+        return rowwise.faint_norms(self, samples)
+
     @abstractmethod
     def dot(self, direction: Tensor) -> Tensor:
         """(b,): inner product with a tensor of the parameter's shape."""

@@ -6,12 +6,14 @@ Pushed     what a form becomes on its way through further operations down to the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from samplewise.engine import rowwise
 from samplewise.engine.forms import ByRows, Form
-from samplewise.engine.graph import Edge, Node, operation
+from samplewise.engine.graph import Edge, Node, is_python_function, numel, operation
 from samplewise.engine.rules.use import Use, accumulable
 from samplewise.engine.saved import block_of, run_in_backward
 
@@ -62,7 +64,7 @@ def call(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
 
 def _call_now(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
     slots = range(len(node._input_metadata))
-    if hasattr(node, "apply"):  # a Python autograd.Function expects zeros where a C++ node takes None
+    if is_python_function(node):  # expects zeros where a C++ node takes None
         return _as_tuple(node.apply(*(gradients[s] if s in gradients else Edge(node, s).zeros() for s in slots)))
     return _as_tuple(node(*(gradients.get(s) for s in slots)))
 
@@ -73,53 +75,89 @@ def _as_tuple(result: Tensor | tuple[Tensor | None, ...] | None) -> tuple[Tensor
 
 def _settle(result: Tensor | None, use: Use) -> Tensor:
     """As the autograd engine does: no gradient is zeros, sparse becomes dense, broadcast dims are summed."""
-    child = Edge(*use.node.next_functions[use.operand])
     if result is None:
-        return accumulable(child.zeros())
+        return accumulable(use.entry.zeros())
     result = result.to_dense() if result.layout is not torch.strided else result
-    if result.is_complex() and not child.dtype.is_complex:
+    if result.is_complex() and not use.entry.dtype.is_complex:
         result = result.real
     return accumulable(result.sum_to_size(use.shape))
 
 
-class Pushed(ByRows):
-    """Row by row through the operations between `entry` and the parameter. Sums go through in one piece."""
+class Pullback:
+    """The gradient of one operand, carried on to all parameters below it by autograd.
 
-    def __init__(self, source: Form, entry: Edge, leaf: Edge, differentiable: bool):
-        super().__init__(source.samples, leaf.shape, source.row_size)
-        self.source, self.entry, self.leaf, self.differentiable = source, entry, leaf, differentiable
+    All parameters share the passes: rows or sums that were made for one are there when the next one asks.
+    """
+
+    def __init__(self, source: Form, entry: Edge, leaves: Sequence[Edge], differentiable: bool):
+        self.source = source
+        self.entry = entry
+        self.leaves = leaves
+        self.differentiable = differentiable
+        self.width = sum(numel(leaf.shape) for leaf in leaves)
+        self._rows: tuple[tuple[int, int], list[Tensor]] | None = None
+        self._sums: tuple[Tensor | None, list[Tensor]] | None = None
+
+    def rows(self, start: int, stop: int) -> list[Tensor]:
+        """(stop - start, *shape) for each parameter."""
+        if self._rows is None or self._rows[0] != (start, stop):
+            self._rows = ((start, stop), self._make_rows(self.source.rows(start, stop)))
+        return self._rows[1]
+
+    def sums(self, weights: Tensor | None) -> list[Tensor]:
+        if self._sums is None or self._sums[0] is not weights:
+            self._sums = (weights, self._push(self.source.sum(weights)))
+        return self._sums[1]
+
+    def _make_rows(self, rows: Tensor) -> list[Tensor]:
+        if self.source.width >= len(rows) or rows.is_complex():
+            return _stacked([self._push(row) for row in rows])
+        # Few numbers feed the parameters, as for a regulariser: one pass for each number.
+        unit = torch.eye(self.source.width, dtype=rows.dtype, device=rows.device)
+        jacobians = _stacked([self._push(u.view(self.source.shape)) for u in unit])
+        return [torch.tensordot(rows.reshape(len(rows), -1), jacobian, 1) for jacobian in jacobians]
+
+    def _push(self, gradient: Tensor) -> list[Tensor]:
+        return push(gradient, self.entry, self.leaves, self.differentiable)
+
+
+def _stacked(pushed: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.stack(rows) for rows in zip(*pushed, strict=True)]
+
+
+class Pushed(ByRows):
+    """What a pullback brings to one parameter."""
+
+    def __init__(self, pullback: Pullback, number: int):
+        row_size = max(pullback.source.row_size, pullback.width)
+        super().__init__(pullback.source.samples, pullback.leaves[number].shape, row_size)
+        self.pullback = pullback
+        self.number = number
 
     def rows(self, start: int, stop: int) -> Tensor:
-        rows = self.source.rows(start, stop)
-        if (
-            self.source.width < len(rows) and not rows.is_complex()
-        ):  # few numbers feed the parameter, as for a regulariser: one push for each
-            unit = torch.eye(self.source.width, dtype=rows.dtype, device=rows.device)
-            jacobian = torch.stack([self._push(u.view(self.source.shape)) for u in unit])
-            return torch.tensordot(rows.reshape(len(rows), -1), jacobian, 1)
-        return torch.stack([self._push(row) for row in rows])
+        return self.pullback.rows(start, stop)[self.number]
 
     def sum(self, weights: Tensor | None) -> Tensor:
-        return self._push(self.source.sum(weights))
-
-    def _push(self, gradient: Tensor) -> Tensor:
-        return push(gradient, self.entry, self.leaf, self.differentiable)
+        return self.pullback.sums(weights)[self.number]
 
     def describe(self) -> str:
-        return f"{self.source.describe()}, through {operation(self.entry.node)}"
+        return f"{self.pullback.source.describe()}, through {operation(self.pullback.entry.node)}"
 
 
-def push(gradient: Tensor, entry: Edge, leaf: Edge, differentiable: bool) -> Tensor:
-    """One gradient through the operations from `entry` to `leaf`."""
+def push(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentiable: bool) -> list[Tensor]:
+    """One gradient through the operations from `entry` to each of the leaves."""
     found: tuple[Tensor | None, ...] = torch.autograd.grad(
         [entry.gradient_edge()],
-        [leaf.gradient_edge()],
+        [leaf.gradient_edge() for leaf in leaves],
         [gradient.to(entry.dtype)],
         retain_graph=True,
         create_graph=differentiable,
         allow_unused=True,
     )
-    (pushed,) = found
+    return [_dense(leaf, pushed) for leaf, pushed in zip(leaves, found, strict=True)]
+
+
+def _dense(leaf: Edge, pushed: Tensor | None) -> Tensor:
     if pushed is None:
         return accumulable(leaf.zeros())
     return accumulable(pushed.to_dense() if pushed.layout is not torch.strided else pushed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -11,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from samplewise import ranks
+from samplewise.engine import rowwise
 from samplewise.engine.arguments import Weights, check_direction, check_losses, named_parameters, weights_by_name
-from samplewise.engine.finite import finite_numbers, finite_tensors
+from samplewise.engine.cut import find_cut, probed_cut
+from samplewise.engine.finite import finite_numbers, finite_tensors, traced
 from samplewise.engine.forms import Form
-from samplewise.engine.graph import Graph, graph_alive
-from samplewise.engine.interaction import storage_of
-from samplewise.engine.plan import Plan
+from samplewise.engine.graph import Graph, graph_alive, is_accumulate_grad
+from samplewise.engine.interaction import Constants
+from samplewise.engine.plan import Plan, make_plan
 from samplewise.engine.replicas import inner, refuse_replicas
-from samplewise.engine.rowwise import as_matrix
+from samplewise.engine.rowwise import as_matrix, root
 from samplewise.engine.sharded import is_sharded
-from samplewise.engine.sources import AsRows, OnePass, Reference, Source, make_plan
+from samplewise.engine.sources import AsRows, OnePass, Reference, Source
 from samplewise.engine.table import render
 from samplewise.errors import ParameterError
 
@@ -72,19 +75,18 @@ def gradients_of(
     return Gradients(graph, strategy or "fused", _constants(graph, modules), create_graph, interacting)
 
 
-def _constants(graph: Graph, modules: Iterable[nn.Module]) -> set[int]:
-    """Where the model's own tensors live."""
-    own = [*graph.wanted.values()]
-    own += [v for node in graph.nodes if isinstance(v := getattr(node, "variable", None), nn.Parameter)]
+def _constants(graph: Graph, modules: Iterable[nn.Module]) -> Constants:
+    leaves = [node.variable for node in graph.nodes if is_accumulate_grad(node)]
+    own = [*graph.wanted.values(), *(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))]
     for module in modules:
         own += [*module.parameters(), *module.buffers()]
-    return {storage_of(tensor) for tensor in own}
+    return Constants(own)
 
 
 class Gradients:
     """Per-sample gradients. `len(g)` samples; `g[3]` one sample, `g["fc.weight"]` one parameter."""
 
-    def __init__(self, graph: Graph, strategy: str, constants: set[int], create_graph: bool, interacting: str):
+    def __init__(self, graph: Graph, strategy: str, constants: Constants, create_graph: bool, interacting: str):
         self._graph, self._strategy = graph, strategy
         self._constants, self._create_graph, self._interacting = constants, create_graph, interacting
         self._parameters = graph.wanted
@@ -93,6 +95,7 @@ class Gradients:
         self._sources: dict[str, Source] = {}
         self._known_plan: Plan | None = None
         self._known_norms: dict[str, Tensor] | None = None
+        self._lock = threading.RLock()  # threads that share this object ask one after the other
 
     @property
     def names(self) -> list[str]:
@@ -110,7 +113,7 @@ class Gradients:
     @property
     def wiring(self) -> int:
         """Equal for graphs of the same operations, wired in the same way."""
-        return self._graph.fingerprint()
+        return self._graph.fingerprint
 
     def prepare(self) -> Gradients:
         """Makes the plan, and so refuses at once what the first question would refuse."""
@@ -133,8 +136,24 @@ class Gradients:
         squared = self._known_norms
         with self._exactly():
             if by == "parameter":
-                return {name: _root(squared[name]) if name in squared else self._zeros() for name in self.names}
-            return finite_numbers(_root(self._total(squared)), "norm")
+                found = {name: root(squared[name]) if name in squared else self._zeros() for name in self.names}
+                return self._with_faint_norms(found)
+            norms = finite_numbers(root(self._total(squared)), "norm")
+            return self._with_faint_norms({"": norms})[""]
+
+    def _with_faint_norms(self, norms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Norms whose squares are too small for the number type are computed again; "" stands for all parameters."""
+        faint = {name: found for name, found in norms.items() if _any_faint(found)}
+        if not faint:
+            return norms
+        lost = torch.stack([_is_faint(found) for found in faint.values()]).any(0).nonzero().flatten()
+        parts = self._ask(lambda form, _: form.faint_norms(lost))
+        for name, found in faint.items():
+            again = rowwise.scaled_norms(torch.stack(list(parts.values()), 1)) if name == "" else parts.get(name)
+            if again is not None:
+                replaced = torch.where(_is_faint(found)[lost], again.to(found.dtype), found[lost])
+                norms[name] = found.index_copy(0, lost, replaced)
+        return norms
 
     @overload
     def dot(self, direction: Mapping[str, Tensor], by: None = None) -> Tensor: ...
@@ -272,8 +291,10 @@ class Gradients:
         """The plan as a table: what uses each parameter, how ownership was settled, how gradients are kept."""
         with self._exactly():
             rows = self._source().explain()
-        rows.sort(key=lambda row: self.names.index(row.parameter))
-        missing = [name for name in self.names if name not in {row.parameter for row in rows}]
+        order = {name: number for number, name in enumerate(self.names)}
+        rows.sort(key=lambda row: order[row.parameter])
+        reached = {row.parameter for row in rows}
+        missing = [name for name in self.names if name not in reached]
         cells = [(r.parameter, "x".join(map(str, r.shape)) or "1", r.operations, r.ownership, r.form) for r in rows]
         cells += [
             (name, "x".join(map(str, self._parameters[name].shape)) or "1", "", "", "not reached: zeros")
@@ -295,7 +316,8 @@ class Gradients:
         """Without the caller's autocast, and recording a graph only where quantities are to be differentiated."""
         device = self._graph.losses.device.type
         autocast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-        with graph_alive(), torch.set_grad_enabled(self._create_graph), autocast:
+        with self._lock, graph_alive(), torch.set_grad_enabled(self._create_graph), autocast:
+            self._graph.check_losses_unchanged()
             yield
 
     def _ask(self, question: Callable[[Form, str], Tensor], release: bool = False) -> dict[str, Tensor]:
@@ -314,12 +336,18 @@ class Gradients:
     def _make_source(self, strategy: str) -> Source:
         if strategy == "reference" or len(self) == 1:
             return Reference(self._graph, self._create_graph)
-        source = OnePass(self._plan(), self._create_graph, keep=strategy == "fused")
+        source = OnePass(self._plan(), self._probed_plan, self._create_graph, keep=strategy == "fused")
         return AsRows(source) if strategy == "full" else source
 
     def _plan(self) -> Plan:
         if self._known_plan is None:
-            self._known_plan = make_plan(self._graph, self._constants, self._interacting)
+            cut = find_cut(self._graph, self._constants, self._interacting)
+            self._known_plan = make_plan(self._graph, cut)
+        return self._known_plan
+
+    def _probed_plan(self) -> Plan:
+        cut = probed_cut(self._graph, self._constants, self._interacting)
+        self._known_plan = make_plan(self._graph, cut)
         return self._known_plan
 
     def _forms(self) -> dict[str, Form]:
@@ -343,6 +371,7 @@ class Gradients:
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
         reached = None if self._sharded else [self._parameters[name] for name in self._graph.leaves.values()]
         with graph_alive():
+            self._graph.check_losses_unchanged()
             torch.autograd.backward(losses, weights, inputs=reached, retain_graph=retain_graph)
 
     def _zeros(self, *more: int) -> Tensor:
@@ -387,10 +416,14 @@ def _accumulate(p: Tensor, gradient: Tensor) -> None:
         p.grad = p.grad + gradient.to(p.dtype)
 
 
-def _root(squared: Tensor) -> Tensor:
-    """The square root, with gradient zero at zero where the true one has no direction."""
-    zero = squared == 0
-    return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
+def _is_faint(norms: Tensor) -> Tensor:
+    """Where squares of the summands may have lost digits or vanished: below 1e-9 in float32, 1e-150 in float64."""
+    return norms.detach() < (1e-150 if norms.dtype is torch.float64 else 1e-9)
+
+
+def _any_faint(norms: Tensor) -> bool:
+    """Compiled updates do without: there a gradient so small counts as zero."""
+    return not traced(norms) and bool(_is_faint(norms).any())
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

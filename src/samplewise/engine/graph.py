@@ -6,10 +6,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 from samplewise.errors import GraphError
 
@@ -41,27 +44,51 @@ class Edge(NamedTuple):
         return torch.autograd.graph.GradientEdge(self.node, self.slot)
 
 
-_operations: dict[str, str] = {}
+_operations: dict[type, str] = {}
 
 
 def operation(node: Node) -> str:
-    """The forward operation's name: 'Addmm' for AddmmBackward0."""
-    name = node.name()
-    if name not in _operations:
-        _operations[name] = re.sub(r"Backward\d*$", "", name)
-    return _operations[name]
+    """Name of the forward operation: 'Addmm' for AddmmBackward0, "Function 'Add'" for a Python autograd.Function.
+
+    A Python function can have any name. Its own form keeps it apart from the ATen operations in the tables of rules.
+    """
+    kind = type(node)
+    if kind not in _operations:
+        name = re.sub(r"Backward\d*$", "", node.name())
+        if is_python_function(node):
+            return f"Function {name!r}"  # not cached: a class defined inside of forward is a new one each time
+        _operations[kind] = name
+    return _operations[kind]
+
+
+def is_python_function(node: Node) -> bool:
+    """True for the node of a Python subclass of torch.autograd.Function."""
+    return isinstance(node, BackwardCFunction)
+
+
+def is_accumulate_grad(node: Node) -> bool:
+    """True for the node of a leaf tensor, which has the tensor as `node.variable`."""
+    return type(node) is _ACCUMULATE_GRAD
+
+
+_ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 
 class Graph:
-    """Every node between the losses and the leaves; in `nodes` consumers stand before what they consume."""
+    """Every node between the losses and the leaves; in `nodes` consumers stand before what they consume.
+
+    `children`: for every node, the node and output slot behind each operand, as in `next_functions`.
+    """
 
     def __init__(self, losses: Tensor, wanted: Mapping[str, Tensor], goal: Node | None = None):
         # A leaf handed over as losses has no node of its own: a view gives it one.
         self.losses = losses if losses.grad_fn is not None else losses.view_as(losses)
+        self._losses_version = self.losses._version
         self.samples = len(losses)
         self.root = Edge(self.losses.grad_fn, self.losses.output_nr)
         self.wanted = wanted
-        self.nodes = _consumers_first(self.root.node)
+        self.children = _children(self.root.node)
+        self.nodes = list(reversed(self.children))
         self.operations = {node: operation(node) for node in self.nodes}
         self.leaves = self._find_leaves()
         self.relevant = self._lead_to(set(self.leaves) | {goal} & set(self.nodes))
@@ -72,14 +99,14 @@ class Graph:
         names = {id(p): name for name, p in self.wanted.items()}
         leaves = {}
         for node in self.nodes:
-            if not node.next_functions and hasattr(node, "variable") and id(node.variable) in names:
+            if is_accumulate_grad(node) and id(node.variable) in names:
                 leaves[node] = names[id(node.variable)]
         return leaves
 
     def _lead_to(self, goal: set[Node]) -> set[Node]:
         found = set(goal)
         for node in reversed(self.nodes):
-            if any(child in found for child, _ in node.next_functions):
+            if any(child in found for child, _ in self.children[node]):
                 found.add(node)
         return found
 
@@ -88,7 +115,7 @@ class Graph:
         consumers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.relevant}
         for node in self.nodes:
             if node in self.relevant:
-                for position, (child, _) in enumerate(node.next_functions):
+                for position, (child, _) in enumerate(self.children[node]):
                     if child in self.relevant:
                         consumers[child].append((node, position))
         return consumers
@@ -101,7 +128,7 @@ class Graph:
         slots: dict[Node, set[int]] = {node: set() for node in self.relevant}
         slots.setdefault(self.root.node, set()).add(self.root.slot)
         for node in self.relevant:
-            for child, slot in node.next_functions:
+            for child, slot in self.children[node]:
                 if child in slots:
                     slots[child].add(slot)
         return {node: sorted(used) for node, used in slots.items()}
@@ -109,24 +136,43 @@ class Graph:
     def below(self, start: Iterable[Node]) -> list[Node]:
         """`start` and everything it was computed from, consumers first."""
         found = set(start)
-        for node in self.nodes:
-            if node in found:
-                found.update(child for child, _ in node.next_functions if child is not None)
-        return [node for node in self.nodes if node in found]
+        stack = list(found)
+        while stack:
+            new = {child for child, _ in self.children[stack.pop()] if child is not None} - found
+            found |= new
+            stack.extend(new)
+        return sorted(found, key=self.index.__getitem__)
 
+    @cached_property
+    def index(self) -> dict[Node, int]:
+        """Position of each node in `nodes`."""
+        return {node: i for i, node in enumerate(self.nodes)}
+
+    @cached_property
     def fingerprint(self) -> int:
-        """Equal for graphs of the same operations and settings, wired in the same way, whatever their shapes."""
-        index = {node: i for i, node in enumerate(self.nodes)}
-        wiring = tuple((_settings(n), tuple((index.get(c, -1), k) for c, k in n.next_functions)) for n in self.nodes)
+        """Equal for graphs of the same operations and settings, connected in the same way, whatever their shapes."""
+        index = self.index
+        wiring = tuple(
+            (_settings(node), tuple((index.get(child, -1), slot) for child, slot in self.children[node]))
+            for node in self.nodes
+        )
         return hash((self.root.slot, wiring))
 
+    def check_losses_unchanged(self) -> None:
+        if self.losses._version != self._losses_version:
+            raise GraphError(
+                "the losses must stay as they were handed over; found them modified in place since. "
+                "Write losses = losses * 2 instead of losses *= 2, or ask before you change them."
+            )
+
     def check_readable(self) -> None:
-        if any(name.startswith("CompiledFunction") for name in self.operations.values()):
+        functions = [type(node)._forward_cls for node in self.nodes if is_python_function(node)]
+        if any(function.__module__.startswith("torch._functorch.") for function in functions):
             raise GraphError(
                 "the graph must consist of visible operations; found a region made by torch.compile, which is opaque. "
                 "Compute the losses with the uncompiled module (model._orig_mod)."
             )
-        if "CheckpointFunction" in self.operations.values():
+        if any(issubclass(function, CheckpointFunction) for function in functions):
             raise GraphError(
                 "the graph must be visible as a whole; found reentrant activation checkpointing, "
                 "which hides a block until it is recomputed. Call checkpoint(..., use_reentrant=False)."
@@ -139,12 +185,21 @@ class Graph:
             )
 
 
+MODIFIED = (
+    "tensors saved for backward must keep their values until the last question about their gradients; "
+    "found one modified in place after the forward pass. "
+    "Ask for every quantity before the input or index buffer is refilled, or give the model a copy."
+)
+
+
 @contextmanager
 def graph_alive() -> Iterator[None]:
-    """Says in plain words that the graph was freed, wherever autograd notices it."""
+    """Raise GraphError where autograd finds the graph freed or a saved tensor modified in place."""
     try:
         yield
     except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise GraphError(MODIFIED) from error
         if "second time" not in str(error) and "already been freed" not in str(error):
             raise
         raise GraphError(
@@ -153,33 +208,42 @@ def graph_alive() -> Iterator[None]:
         ) from error
 
 
-def _consumers_first(root: Node) -> list[Node]:
-    """Depth-first, without recursion: graphs of long RNNs are thousands of nodes deep."""
-    finished: list[Node] = []
+Children = tuple[tuple[Node | None, int], ...]
+
+
+def _children(root: Node) -> dict[Node, Children]:
+    """The operands of every node, in an order in which those come first: depth-first, without recursion, because graphs
+    of long RNNs are thousands of nodes deep. Each `next_functions` is read once: it makes a new tuple every time.
+    """
+    finished: dict[Node, Children] = {}
     seen = {root}
-    stack = [(root, iter(root.next_functions))]
+    first = root.next_functions
+    stack = [(root, first, iter(first))]
     while stack:
-        node, children = stack[-1]
-        for child, _ in children:
+        node, children, remaining = stack[-1]
+        for child, _ in remaining:
             if child is not None and child not in seen:
                 seen.add(child)
-                stack.append((child, iter(child.next_functions)))
+                below = child.next_functions
+                stack.append((child, below, iter(below)))
                 break
         else:
-            finished.append(node)
+            finished[node] = children
             stack.pop()
-    return finished[::-1]
+    return finished
 
 
-_setting_names: dict[str, tuple[str, ...]] = {}
+_setting_names: dict[type, tuple[str, ...]] = {}
 
 
 def _settings(node: Node) -> tuple[object, ...]:
-    """The operation and the numbers it saved, sizes left out."""
-    kind = node.name()
+    """The kind of node and the numbers it saved, sizes left out. A Python function keeps its numbers to itself."""
+    kind = type(node)
     if kind not in _setting_names:
+        if is_python_function(node):
+            return (operation(node),)
         saved = [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
-        _setting_names[kind] = tuple(name for name in saved if not hasattr(type(node), "_raw" + name))
+        _setting_names[kind] = tuple(name for name in saved if not hasattr(kind, "_raw" + name))
     return (kind, *(repr(getattr(node, name)) for name in _setting_names[kind]))
 
 

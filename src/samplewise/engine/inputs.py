@@ -10,6 +10,8 @@ from samplewise.engine.graph import Edge, Graph, graph_alive
 from samplewise.engine.layouts import proofs
 from samplewise.engine.passes import gradients_at
 from samplewise.engine.probe import MIXED, probe
+from samplewise.engine.tags import Regular
+from samplewise.engine.verify import verify
 from samplewise.errors import GraphError, ParameterError, SamplesInteractError
 
 
@@ -32,10 +34,16 @@ def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Te
             "Pass the very tensor that the model was given."
         )
     with graph_alive(), torch.set_grad_enabled(create_graph):
-        if graph.samples > 1 and edge not in proofs(graph):
+        if graph.samples > 1 and not _proven(graph, edge):
             _refuse_mixed(graph, edge)
         (found,) = gradients_at(graph, [edge], create_graph=create_graph)
     return found
+
+
+def _proven(graph: Graph, edge: Edge) -> bool:
+    """False also where the gradient is zero so far, and so cannot show that the proof holds."""
+    inner = proofs(graph).get(edge)
+    return inner is not None and verify(graph, {edge: Regular(graph.samples, inner)}) == set()
 
 
 def _refuse_mixed(graph: Graph, edge: Edge) -> None:

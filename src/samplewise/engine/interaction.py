@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from samplewise.engine.graph import Edge, Graph, Node, scalar
+from samplewise.engine.finite import traced
+from samplewise.engine.graph import Edge, Graph, Node, is_accumulate_grad, is_python_function, scalar
 from samplewise.engine.saved import Reader, saved_tensor_names
 from samplewise.errors import SamplesInteractError, SamplesMayInteractWarning
 
@@ -56,27 +57,51 @@ def refuse_sample_data(
         )
 
 
-def sample_data(graph: Graph, side: set[Node], constants: set[int]) -> Iterator[tuple[Node, Tensor]]:
+class Constants:
+    """Parameters and buffers of the model: what enters below the cut from there is no sample data."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._tensors = list(tensors)
+        self._storages = {storage_of(tensor) for tensor in self._tensors}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """True for a view of one of them, and for a copy, such as those of the vectors of spectral_norm."""
+        if storage_of(tensor) in self._storages:
+            return True
+        return any(_is_copy(tensor, one) for one in self._tensors)
+
+
+def _is_copy(tensor: Tensor, one: Tensor) -> bool:
+    alike = one.shape == tensor.shape and one.dtype == tensor.dtype and one.device == tensor.device
+    return alike and not traced(tensor) and not traced(one) and torch.equal(one, tensor)
+
+
+def sample_data(graph: Graph, side: set[Node], constants: Constants) -> Iterator[tuple[Node, Tensor]]:
     """Operands below the cut that no gradient reaches, are no constants of the model, and have a row per sample."""
     if not side:
         return
     below = graph.below(side)
-    savers = {node: _operand_names(node) for node in below if _operand_names(node)}
+    savers = {node: _operand_names(node) for node in below if _operand_names(node) or _attributes(node)}
     reader = Reader(savers.items())
     for node in savers:
         # Where every operand has a gradient, what was saved without one was computed from those operands.
-        open_ended = any(child is None for child, _ in node.next_functions)
-        for tensor in _tensors(reader.take(node).values()):
+        open_ended = any(child is None for child, _ in graph.children[node])
+        for tensor in _tensors([*reader.take(node).values(), *_attributes(node)]):
             if (open_ended or not tensor.is_floating_point()) and _may_be_data(tensor, graph.samples, constants):
                 yield node, tensor
     for node in below:
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and node not in graph.leaves and _may_be_data(leaf.detach(), graph.samples, constants):
-            yield node, leaf
+        other = is_accumulate_grad(node) and node not in graph.leaves
+        if other and _may_be_data(node.variable.detach(), graph.samples, constants):
+            yield node, node.variable
 
 
 def _operand_names(node: Node) -> tuple[str, ...]:
     return tuple(name for name in saved_tensor_names(node) if not name.startswith("result"))
+
+
+def _attributes(node: Node) -> list[object]:
+    """What the forward of a Python function has kept as attributes of `ctx`."""
+    return list(vars(node).values()) if is_python_function(node) else []
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
@@ -89,19 +114,19 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _may_be_data(tensor: Tensor, samples: int, constants: set[int]) -> bool:
+def _may_be_data(tensor: Tensor, samples: int, constants: Constants) -> bool:
     if tensor.requires_grad or tensor.dtype is torch.bool or tensor.dim() == 0:
         return False
-    if storage_of(tensor) in constants:
-        return False
     # A slice of sample data betrays itself by what it was cut from.
-    return any(samples in (t.shape[:-1] if t.dim() > 1 else t.shape) for t in (tensor, tensor._base) if t is not None)
+    whole = (t for t in (tensor, tensor._base) if t is not None)
+    has_row_per_sample = any(samples in (t.shape[:-1] if t.dim() > 1 else t.shape) for t in whole)
+    return has_row_per_sample and tensor not in constants
 
 
 def _mixing_node(graph: Graph, operands: Iterable[tuple[Node, int]], side: set[Node], data: Node) -> Node:
     """The highest operation that combines samples: a reduction just below the cut, or else the cut's own operation."""
     for node, position in operands:
-        child = node.next_functions[position][0]
+        child = graph.children[node][position][0]
         if child in side and data in graph.below([child]):
             return child if graph.operations[child] in REDUCTIONS | BATCH_NORMS else node
     return data
@@ -109,7 +134,7 @@ def _mixing_node(graph: Graph, operands: Iterable[tuple[Node, int]], side: set[N
 
 def _whereabouts(graph: Graph, node: Node) -> str:
     """Autograd does not know modules: the nearest parameters tell where in the model an operation stands."""
-    own = [graph.leaves[child] for child, _ in node.next_functions if child in graph.leaves]
+    own = [graph.leaves[child] for child, _ in graph.children[node] if child in graph.leaves]
     if own:
         return f" (module {own[0].rpartition('.')[0]!r})"
     below = set(graph.below([node]))

@@ -77,7 +77,7 @@ def proofs(graph: Graph) -> dict[Edge, int]:
 def _pass_on(
     graph: Graph, node: Node, slots: list[int], proven: dict[Edge, int], claims: dict[Edge, set[int | None]]
 ) -> None:
-    children = [Edge(child, slot) if child in graph.relevant else None for child, slot in node.next_functions]
+    children = [Edge(child, slot) if child in graph.relevant else None for child, slot in graph.children[node]]
     shapes = [child.shape if child else None for child in children]
     readings = {_moved(graph, node, slot, proven, shapes) for slot in slots}
     agreed = next(iter(readings)) if len(readings) == 1 else (None,) * len(children)
@@ -109,7 +109,7 @@ def _moved(
 ELEMENTWISE = """
     Abs Acos Add Addcdiv Addcmul Asin Atan Atan2 BinaryCrossEntropy BinaryCrossEntropyWithLogits Celu Clamp ClampMax
     ClampMin Clone Cos Cosh Div Elu Erf Erfc Exp Exp2 Expand Expm1 Fmod Frac Gelu Hardshrink Hardsigmoid Hardswish
-    Hardtanh HuberLoss KlDiv LeakyRelu Lerp Log Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill Maximum Minimum
+    Hardtanh HuberLoss LeakyRelu Lerp Log Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill Maximum Minimum
     Mish MseLoss Mul NanToNum NativeDropout Neg Pow PreluKernel Reciprocal Relu Rsqrt Rsub Sigmoid Silu Sin Sinh
     SmoothL1Loss Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Where Xlogy
 """
@@ -162,9 +162,18 @@ def along_one_dim(node: Node, place: Place, shape: Shape, children: list[Shape |
     return [None if scalar(node, "dim") % len(shape) == place.dim else place] * len(children)
 
 
-@moves("ConstantPadNd", "Repeat")
-def same_size_only(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+@moves("Repeat")
+def repeat(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    # The size of a dimension is multiplied: where it stays the same, nothing was repeated.
     return elementwise(node, place, shape, children)
+
+
+@moves("ConstantPadNd")
+def constant_pad(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+    # The last dimension comes first: (before, after) of each. One row more before and one less after keeps the size.
+    pad = scalar(node, "pad")
+    first = 2 * (len(shape) - 1 - place.dim)
+    return [None if any(pad[first : first + 2]) else place]
 
 
 @moves("Sum", "Mean", "Amax", "Amin", "Max", "Min", "Logsumexp", "LinalgVectorNorm", "Norm", "Var", "Std", "Prod")

@@ -16,7 +16,7 @@ from torch import Tensor
 from samplewise.engine import rowwise
 from samplewise.engine.finite import traced
 from samplewise.engine.forms import Form, total
-from samplewise.engine.rowwise import as_matrix, flat_squared_norms
+from samplewise.engine.rowwise import as_matrix, flat_squared_norms, root
 
 # A sum of products that is this small against its terms has lost its digits.
 CANCELLED = 1e-3
@@ -175,6 +175,13 @@ class Outer(Form):
         flat = pairs[0] if len(pairs) == 1 else torch.cat([p.flatten(1) for p in pairs], 1)
         return checked_pairs(flat, lambda lost: rowwise.squared_norms(self.some(lost)))
 
+    def faint_norms(self, samples: Tensor) -> Tensor:
+        """Factors are brought to the size of one, in float64, before the products are taken."""
+        terms = self.some(samples).terms
+        scale = torch.stack([_largest(term.left) * _largest(term.right) for term in terms]).amax(0)
+        scale = torch.where(scale > 0, scale, 1)
+        return scale * root(Outer([_divided(term, scale) for term in terms], self.shape).squared_norms())
+
     def dot(self, direction: Tensor) -> Tensor:
         return total(_dot_term(term, direction.reshape(self.matrix)) for term in self.terms)
 
@@ -220,6 +227,26 @@ class Outer(Form):
 
     def describe(self) -> str:
         return f"factors, {self.tokens} token{'s' * (self.tokens != 1)}"
+
+
+def _largest(factor: Factor) -> Tensor:
+    """(b,) in float64: the largest absolute value of each sample."""
+    if isinstance(factor, OneHot):
+        return torch.ones(len(factor.positions), dtype=torch.float64, device=factor.positions.device)
+    return factor.detach().abs().flatten(1).amax(1).double()
+
+
+def _divided(term: Term, scale: Tensor) -> Term:
+    """The term in float64, divided by (b,) a scale."""
+    left, right = term
+    if isinstance(right, OneHot):
+        assert isinstance(left, Tensor)
+        return Term(left.double() / scale[:, None, None], right)
+    if isinstance(left, OneHot):
+        return Term(left, right.double() / scale[:, None, None])
+    largest = _largest(left)
+    share = torch.where(largest > 0, largest, 1)[:, None, None]
+    return Term(left.double() / share, right.double() * (share / scale[:, None, None]))
 
 
 def _worth_summing(weights: Tensor | None) -> Tensor | None:

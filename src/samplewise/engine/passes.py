@@ -6,15 +6,26 @@ pass comes by, and keeps none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from samplewise.engine.graph import Edge, Graph, Node
 
 Arrived = Callable[[Node, dict[int, Tensor]], None]
+
+
+_own_hooks = 0
+
+
+def foreign_hooks() -> int:
+    """Number of hooks registered in this process so far, on tensors, nodes or modules, without those of this module."""
+    return RemovableHandle.next_id - _own_hooks
 
 
 def gradients_at(
@@ -22,9 +33,9 @@ def gradients_at(
 ) -> list[Tensor]:
     """One backward pass to the given places of the graph; no parameter's own gradient is computed."""
     found = torch.autograd.grad(
-        graph.losses,
+        [graph.root.gradient_edge()],
         [edge.gradient_edge() for edge in edges],
-        grad_outputs=torch.ones_like(graph.losses) if weights is None else weights,
+        grad_outputs=[torch.ones_like(graph.losses) if weights is None else weights],
         retain_graph=True,
         create_graph=create_graph,
         allow_unused=True,
@@ -38,28 +49,49 @@ def backward_past(
     """One backward pass that calls arrived(node, gradient by output) once for each of the nodes."""
     waiting = dict.fromkeys(nodes)
     ends = _ends(graph, waiting)
+    thread = threading.get_ident()
 
     def show(node: Node, gradients: Sequence[Tensor | None]) -> None:
-        if node in waiting:  # a node may run again, for other reasons, before the hooks are gone
+        # A node may run again before the hooks are gone: for other reasons, or in the pass of another thread. The
+        # engine runs nodes of the CPU in the thread that asked for the pass.
+        if node in waiting and (threading.get_ident() == thread or not _on_cpu(gradients)):
             del waiting[node]
             used = graph.used_slots(node)
             with torch.set_grad_enabled(create_graph):
                 arrived(node, {s: g for s in used if s < len(gradients) and (g := gradients[s]) is not None})
 
-    hooks = [node.register_prehook(_hook(node, show)) for node in waiting]
     edges = [Edge(node, slot) for node in ends for slot in graph.used_slots(node)]
-    try:
+    with _one_pass_at_a_time(graph.losses.device), _prehooks(waiting, show):
         found = gradients_at(graph, edges, weights, create_graph)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for node in ends:
-        here = {edge.slot: g for edge, g in zip(edges, found, strict=True) if edge.node is node}
+    by_node: dict[Node, dict[int, Tensor]] = {node: {} for node in ends}
+    for edge, gradient in zip(edges, found, strict=True):
+        by_node[edge.node][edge.slot] = gradient
+    for node, here in by_node.items():
         show(node, [here.get(slot) for slot in range(max(here) + 1)])
 
 
-def _hook(node: Node, show: Callable[[Node, Sequence[Tensor | None]], None]) -> Callable[[Any], None]:
-    return lambda gradients: show(node, gradients)
+_device_passes = threading.Lock()
+
+
+def _one_pass_at_a_time(device: torch.device) -> AbstractContextManager[object]:
+    """Nodes of other devices run in one thread per device, which says nothing about who asked: passes take turns."""
+    return nullcontext() if device.type == "cpu" else _device_passes
+
+
+def _on_cpu(gradients: Sequence[Tensor | None]) -> bool:
+    return all(g is None or g.device.type == "cpu" for g in gradients)
+
+
+@contextmanager
+def _prehooks(nodes: Iterable[Node], show: Callable[[Node, Sequence[Tensor | None]], None]) -> Iterator[None]:
+    global _own_hooks
+    handles = [node.register_prehook(partial(show, node)) for node in nodes]
+    _own_hooks += len(handles)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _ends(graph: Graph, nodes: Iterable[Node]) -> list[Node]:

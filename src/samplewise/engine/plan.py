@@ -1,6 +1,6 @@
 """Which rule serves each use of a parameter, and the way from there to the parameter. Decided from the graph alone.
 
-`prepare(graph, cut)` touches no gradient; `FormMaker(plan)` then makes no decision but from sizes.
+`make_plan(graph, cut)` touches no gradient; `FormMaker(plan)` then makes no decision but from sizes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from samplewise.engine.cut import Cut
 from samplewise.engine.forms import Dense, Form
-from samplewise.engine.generic import Masked
+from samplewise.engine.generic import Masked, Pullback
 from samplewise.engine.graph import Edge, Graph, Node
 from samplewise.engine.rules import RULES, Rule, Use
-from samplewise.engine.saved import Reader, Saved
+from samplewise.engine.saved import Reader, Saved, Versions
 from samplewise.engine.sides import carried, combined, ways_down
 from samplewise.errors import GraphError
 
@@ -28,12 +28,10 @@ class Route:
     node: Node
     operand: int
     rule: Rule | None
+    entry: Edge  # where the gradient of the operand arrives
     leaf: Node
+    number: int  # of the leaf among those below the operand
     chain: tuple[Node, ...] | None  # the nodes on the way where it is a single path, () where there are none
-
-    @property
-    def entry(self) -> Edge:
-        return Edge(*self.node.next_functions[self.operand])
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,12 @@ class Plan:
     def __init__(self, graph: Graph, cut: Cut, routes: list[Route]):
         self.graph, self.cut, self.routes = graph, cut, routes
         self.by_node: dict[Node, list[Route]] = {}
-        self.uses: dict[str, int] = {}
+        self.by_name: dict[str, list[Route]] = {}
+        self.leaves_below: dict[tuple[Node, int], list[Edge]] = {}
         for route in routes:
             self.by_node.setdefault(route.node, []).append(route)
-            name = graph.leaves[route.leaf]
-            self.uses[name] = self.uses.get(name, 0) + 1
+            self.by_name.setdefault(graph.leaves[route.leaf], []).append(route)
+            self.leaves_below.setdefault((route.node, route.operand), []).append(Edge(route.leaf, 0))
 
     def edges_of(self, node: Node) -> list[Edge]:
         return [Edge(node, slot) for slot in self.graph.used_slots(node)]
@@ -69,7 +68,7 @@ class Plan:
         return Reader(wishes.items())
 
     def row(self, name: str, form: Form) -> Row:
-        routes = [r for r in self.routes if self.graph.leaves[r.leaf] == name]
+        routes = self.by_name[name]
         operations = dict.fromkeys(self.graph.operations[r.node] for r in routes)
         kinds = dict.fromkeys(str(self.cut.tags[e]) for r in routes for e in self.edges_of(r.node))
         ownership = f"{', '.join(kinds)} ({'proven' if self.cut.proven else 'probed'})"
@@ -77,12 +76,13 @@ class Plan:
         return Row(name, form.shape, ", ".join(operations) + count, ownership, form.describe())
 
 
-def prepare(graph: Graph, cut: Cut) -> Plan:
+def make_plan(graph: Graph, cut: Cut) -> Plan:
     routes = []
     for node, operand in cut.operands:
-        entry = node.next_functions[operand][0]
+        entry = Edge(*graph.children[node][operand])
         rule = RULES.get((graph.operations[node], operand))
-        routes += [Route(node, operand, rule, leaf, chain) for leaf, chain in ways_down(graph, entry)]
+        for number, (leaf, chain) in enumerate(ways_down(graph, entry.node)):
+            routes.append(Route(node, operand, rule, entry, leaf, number, chain))
     _prove_complete(graph, routes)
     return Plan(graph, cut, routes)
 
@@ -103,18 +103,25 @@ class FormMaker:
     def __init__(self, plan: Plan, differentiable: bool):
         self.plan, self.differentiable = plan, differentiable
         self.reader = plan.reader()
+        self.versions = Versions()  # of the tensors that forms are made of
         self.pending: dict[str, list[Form]] = {}
 
     def add(self, node: Node, gradients: dict[int, Tensor], visit: Callable[[str, Form], None]) -> None:
         saved = self.reader.take(node)
-        operands: dict[int, Form] = {}
+        # Of weights, rules use the shape or compute something at once: an optimizer may change them afterwards.
+        kept = [tensor for name, tensor in saved.items() if not name.startswith("weight")]
+        self.versions.remember([*kept, *gradients.values()])
+        operands: dict[int, tuple[Form, Pullback]] = {}
         for route in self.plan.by_node[node]:
             if route.operand not in operands:
-                operands[route.operand] = self._operand(route, gradients, saved)
+                form = self._operand(route, gradients, saved)
+                leaves = self.plan.leaves_below[node, route.operand]
+                operands[route.operand] = (form, Pullback(form, route.entry, leaves, self.differentiable))
+            form, pullback = operands[route.operand]
             name = self.plan.graph.leaves[route.leaf]
             waiting = self.pending.setdefault(name, [])
-            waiting.append(self._carry(operands[route.operand], route))
-            if len(waiting) == self.plan.uses[name]:
+            waiting.append(self._carry(form, pullback, route))
+            if len(waiting) == len(self.plan.by_name[name]):
                 visit(name, combined(self.pending.pop(name)))
 
     def _operand(self, route: Route, gradients: dict[int, Tensor], saved: Saved) -> Form:
@@ -123,15 +130,17 @@ class FormMaker:
         if not gradients:
             return Dense(torch.zeros(graph.samples, *shape, dtype=route.entry.dtype, device=graph.losses.device))
         tags = {slot: self.plan.cut.tags[Edge(route.node, slot)] for slot in gradients}
-        use = Use(route.node, route.operand, shape, graph.samples, gradients, tags, saved)
+        use = Use(route.node, route.operand, route.entry, shape, graph.samples, gradients, tags, saved)
         form = route.rule.form(use) if route.rule is not None else None
         return Masked(use, self.differentiable) if form is None else form
 
-    def _carry(self, form: Form, route: Route) -> Form:
+    def _carry(self, form: Form, pullback: Pullback, route: Route) -> Form:
         """The operand's form becomes the parameter's."""
         operations = None if route.chain is None else [self.plan.graph.operations[node] for node in route.chain]
 
         def indices() -> Tensor:
-            return self.reader.take(route.entry.node)["indices"]
+            found: Tensor = self.reader.take(route.entry.node)["indices"]
+            self.versions.remember([found])
+            return found
 
-        return carried(form, operations, route.entry, Edge(route.leaf, 0), indices, self.differentiable)
+        return carried(form, operations, pullback, route.number, indices)

@@ -3,16 +3,21 @@
 A backward pass is linear in the weights put on the losses, and scaling by a power of two is exact in floating point.
 So run it once with equal weights and again with weights 2**code(sample): an element that belongs to one sample comes
 back multiplied by exactly 2**code of that sample, and the ratio reads the owner off. More samples than codes fit are
-told apart by digits, one pass each. A last pass with random codes exposes mixtures that pose as a single owner.
+told apart by digits, one pass each.
 
-Where a loud sample meets a faint one, rounding may swallow the faint one in all of these passes. A thorough probe also
-switches samples off: for any two there is a pass with the one off and the other on, in which nothing can hide it.
+An element that several samples share can pose as one of theirs when the others are so small beside it that rounding
+swallows them. Two kinds of passes expose that, with new codes in every probe:
+
+    balanced    the weights bring the gradients of all samples to about the same size, as far as they are known
+    switched    samples that own nothing at an edge are left on and the others are off, so that nothing can hide them;
+                where a sample is large at one edge and small at another, so that no weight balances both, for any two
+                samples there is a pass with the one off and the other on
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations, islice
 from typing import NamedTuple
 
@@ -45,9 +50,9 @@ class Probed(NamedTuple):
     owners: list[Tensor]  # same shapes; NOBODY where zero, UNKNOWN where too small to tell, MIXED where shared
 
 
-def probe(graph: Graph, edges: Sequence[Edge], thorough: bool = False) -> Probed:
+def probe(graph: Graph, edges: Sequence[Edge]) -> Probed:
     for codes in _codes_for(graph):
-        probed = _probe_with(graph, edges, codes, thorough)
+        probed = _probe_with(graph, edges, codes)
         if probed is not None:
             return probed
     raise NonFiniteGradientError(_non_finite_message(graph, edges))
@@ -63,12 +68,12 @@ def _codes_for(graph: Graph) -> list[Codes]:
     return _FLOAT64_CODES if dtypes <= {torch.float64, torch.complex128} else _FLOAT32_CODES
 
 
-def _probe_with(graph: Graph, edges: Sequence[Edge], codes: Codes, thorough: bool) -> Probed | None:
-    samples = graph.samples
-    device = graph.losses.device
-    numbers = torch.arange(samples, device=device)
-    plain = gradients_at(graph, edges, _weights(graph, codes, torch.zeros_like(numbers)))
-    digits = max(1, math.ceil(math.log(samples, codes.base) - 1e-12))
+def _probe_with(graph: Graph, edges: Sequence[Edge], codes: Codes) -> Probed | None:
+    """None if gradients overflow with these codes."""
+    numbers = torch.arange(graph.samples, device=graph.losses.device)
+    equal = _weights(graph, codes, torch.zeros_like(numbers))
+    plain = gradients_at(graph, edges, equal)
+    digits = max(1, math.ceil(math.log(graph.samples, codes.base) - 1e-12))
     owners = [torch.zeros(g.shape, dtype=torch.long, device=g.device) for g in plain]
     scale = 1
     for _ in range(digits):
@@ -77,15 +82,35 @@ def _probe_with(graph: Graph, edges: Sequence[Edge], codes: Codes, thorough: boo
             return None
         owners = [_add_digit(o, p, c, scale, codes) for o, p, c in zip(owners, plain, coded, strict=True)]
         scale *= codes.base
-    drawn = torch.randint(codes.base, (samples,), generator=torch.Generator().manual_seed(samples)).to(device)
-    checked = gradients_at(graph, edges, _weights(graph, codes, drawn))
+    sizes = torch.stack([_sizes(o, p, graph.samples) for o, p in zip(owners, plain, strict=True)])
+    balanced = _balanced(sizes, codes)
+    checked = gradients_at(graph, edges, _weights(graph, codes, balanced))
     if not _finite(checked):
         return None
-    owners = [_verified(o, p, c, drawn, codes) for o, p, c in zip(owners, plain, checked, strict=True)]
-    for on in _switches(samples, device) if thorough else ():
-        kept = gradients_at(graph, edges, _weights(graph, codes, torch.zeros_like(numbers)) * on)
+    owners = [_verified(o, p, c, balanced, codes) for o, p, c in zip(owners, plain, checked, strict=True)]
+    for on in _switches(sizes):
+        kept = gradients_at(graph, edges, equal * on)
         owners = [_switched(o, p, k, on) for o, p, k in zip(owners, plain, kept, strict=True)]
     return Probed([_scaled(p, -codes.shift) for p in plain], owners)
+
+
+def _sizes(owner: Tensor, plain: Tensor, samples: int) -> Tensor:
+    """(b,) in float64: the largest element of each sample, relative to the largest of all."""
+    found = torch.zeros(samples + 1, dtype=torch.float64, device=owner.device)
+    index = torch.where((owner >= 0) & (owner < samples), owner, samples).flatten()
+    found.scatter_reduce_(0, index, plain.abs().double().flatten(), "amax")
+    return found[:samples] / found.amax().clamp_min(torch.finfo(torch.float64).tiny)
+
+
+_generator = torch.Generator().manual_seed(0)  # of its own: the user's random numbers stay as they are
+
+
+def _balanced(sizes: Tensor, codes: Codes) -> Tensor:
+    """(b,): codes that make up for the sizes (edges, b) of the samples, within a random bit or two."""
+    largest = sizes.amax(0)
+    exponents = -torch.frexp(torch.where(largest > 0, largest, 2.0**-codes.base)).exponent.long()
+    jitter = torch.randint(4, (sizes.shape[1],), generator=_generator).to(sizes.device)
+    return (exponents + jitter).clamp(0, codes.base - 1)
 
 
 def _weights(graph: Graph, codes: Codes, code: Tensor) -> Tensor:
@@ -152,11 +177,20 @@ def _verified(owner: Tensor, plain: Tensor, coded: Tensor, drawn: Tensor, codes:
     return torch.where(good, owner, MIXED)
 
 
-def _switches(samples: int, device: torch.device) -> Iterator[Tensor]:
-    """Vectors of 0 and 1 such that for any two samples, in either order, one has the first off and the other on."""
-    passes = next(k for k in range(2, 64) if math.comb(k, k // 2) >= samples)
-    chosen = list(islice(combinations(range(passes), passes // 2), samples))
-    return (torch.tensor([float(k in subset) for subset in chosen], device=device) for k in range(passes))
+UNBALANCED = 2.0**-8  # a sample this much smaller at one edge than at another is not balanced by one weight
+
+
+def _switches(sizes: Tensor) -> list[Tensor]:
+    """Weights 0 and 1 for the switched passes, from the sizes (edges, b) of the samples."""
+    samples = sizes.shape[1]
+    silent = sizes == 0
+    groups = [group for group in silent.unique(dim=0) if group.any() and not group.all()]
+    most = next(k for k in range(2, 64) if math.comb(k, k // 2) >= samples)
+    unbalanced = (~silent & (sizes < UNBALANCED * sizes.amax(0))).any()
+    if len(groups) <= most and not unbalanced:
+        return [group.to(torch.float64) for group in groups]
+    chosen = list(islice(combinations(range(most), most // 2), samples))
+    return [sizes.new_tensor([float(k in subset) for subset in chosen]) for k in range(most)]
 
 
 def _switched(owner: Tensor, plain: Tensor, kept: Tensor, on: Tensor) -> Tensor:

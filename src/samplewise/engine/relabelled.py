@@ -28,7 +28,8 @@ def relabelled(form: Form, entry: Edge, leaf: Edge) -> Form | None:
     if entry.dtype.is_complex or form.width >= 1 / torch.finfo(entry.dtype).eps:
         return None
     count = torch.arange(1, form.width + 1, device=entry.device)
-    places = push(count.view(form.shape).to(entry.dtype), entry, leaf, differentiable=False).long() - 1
+    (pushed,) = push(count.view(form.shape).to(entry.dtype), entry, [leaf], differentiable=False)
+    places = pushed.long() - 1
     if isinstance(form, Outer):
         straight = count.view(form.matrix) - 1
         if places.numel() == form.width and torch.equal(places.flatten(), straight.flatten()):
@@ -53,6 +54,9 @@ class Relabelled(Form):
 
     def squared_norms(self) -> Tensor:
         return self.source.squared_norms()
+
+    def faint_norms(self, samples: Tensor) -> Tensor:
+        return self.source.faint_norms(samples)
 
     def dot(self, direction: Tensor) -> Tensor:
         return self.source.dot(self._back(direction))
@@ -92,6 +96,9 @@ class Blocks(Form):
 
     def squared_norms(self) -> Tensor:
         return total(part.squared_norms() for part in self.parts)
+
+    def faint_norms(self, samples: Tensor) -> Tensor:
+        return rowwise.scaled_norms(torch.stack([part.faint_norms(samples) for part in self.parts], 1))
 
     def dot(self, direction: Tensor) -> Tensor:
         return total(part.dot(direction) for part in self.parts)

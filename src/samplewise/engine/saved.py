@@ -14,19 +14,23 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import _Holder
 
-from samplewise.engine.graph import Node
+from samplewise.engine.graph import MODIFIED, Node, is_python_function
+from samplewise.errors import GraphError
 
 Saved = dict[str, Any]
 
 
-_names: dict[str, tuple[str, ...]] = {}
+_names: dict[type, tuple[str, ...]] = {}
 
 
 def saved_tensor_names(node: Node) -> tuple[str, ...]:
-    """The tensors this kind of node saves."""
-    kind = node.name()
+    """Names of the tensors that this kind of node saves. A Python function has all of them under "tensors"."""
+    kind = type(node)
     if kind not in _names:
-        _names[kind] = tuple(n.removeprefix("_raw_saved_") for n in dir(node) if n.startswith("_raw_saved_"))
+        if is_python_function(node):
+            return ("tensors",)
+        raw = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+        _names[kind] = tuple(name.removeprefix("_raw_saved_") for name in raw)
     return _names[kind]
 
 
@@ -46,6 +50,26 @@ def _packed(raw: Any) -> Any:
         return raw.data
     except RuntimeError:  # nothing is packed: an ordinary saved tensor, or one already freed
         return None
+
+
+class Versions:
+    """Version counters of tensors, to notice what is modified in place while it is still needed.
+
+    Changes that autograd does not count either go unnoticed: through `.data`, NumPy or shared memory.
+    """
+
+    def __init__(self) -> None:
+        self._remembered: list[tuple[Tensor, int]] = []
+
+    def remember(self, values: Iterable[Any]) -> None:
+        for value in values:
+            for tensor in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(tensor, Tensor) and not tensor.is_inference():
+                    self._remembered.append((tensor, tensor._version))
+
+    def check(self) -> None:
+        if any(tensor._version != version for tensor, version in self._remembered):
+            raise GraphError(MODIFIED)
 
 
 class Reader:
@@ -87,8 +111,7 @@ def _forget(block: Any) -> None:
 
 
 def _read_one(node: Node, names: tuple[str, ...]) -> Saved:
-    # A Python autograd.Function has all it saved under one name.
-    python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    python = is_python_function(node)
     return {name: getattr(node, "saved_tensors" if python else "_saved_" + name) for name in names}
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from samplewise.engine.forms import Dense, Form, Mixture
-from samplewise.engine.generic import Pushed
-from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.generic import Pullback, Pushed
+from samplewise.engine.graph import Graph, Node
 from samplewise.engine.outer import Outer
 from samplewise.engine.relabelled import VIEWS, as_blocks, relabelled
 from samplewise.engine.rules.embedding import looked_up
@@ -22,7 +22,7 @@ def ways_down(graph: Graph, entry: Node) -> list[tuple[Node, tuple[Node, ...] | 
     node = entry
     while node not in graph.leaves:
         chain.append(node)
-        children = [child for child, _ in node.next_functions if child in graph.relevant]
+        children = [child for child, _ in graph.children[node] if child in graph.relevant]
         if len(children) != 1:
             return [(leaf, None) for leaf in graph.below([entry]) if leaf in graph.leaves]
         node = children[0]
@@ -32,14 +32,16 @@ def ways_down(graph: Graph, entry: Node) -> list[tuple[Node, tuple[Node, ...] | 
 def carried(
     form: Form,
     operations: Sequence[str] | None,
-    entry: Edge,
-    leaf: Edge,
+    pullback: Pullback,
+    number: int,
     indices: Callable[[], Tensor],
-    differentiable: bool,
 ) -> Form:
-    """`operations` are those of the chain; `indices` gives what the last of them, an embedding, looked up."""
+    """The form of one of the pullback's leaves. `operations` are those of the chain where there is a single path;
+    `indices` gives what the last of them, an embedding, looked up.
+    """
     if operations == []:
         return form
+    leaf = pullback.leaves[number]
     if operations is not None:
         changing = [op for op in operations if op not in UNCHANGED]
         if not changing:
@@ -48,12 +50,12 @@ def carried(
         if changing == ["T"] and isinstance(form, Outer):
             found = form.transposed()
         elif set(changing) <= VIEWS:
-            found = relabelled(form, entry, leaf)
+            found = relabelled(form, pullback.entry, leaf)
         elif operations == ["Embedding"] and isinstance(form, Dense):
-            found = _looked_up_once(form, entry.node, indices(), leaf.shape)
+            found = _looked_up_once(form, pullback.entry.node, indices(), leaf.shape)
         if found is not None:
             return found
-    return Pushed(form, entry, leaf, differentiable)
+    return Pushed(pullback, number)
 
 
 def _looked_up_once(form: Dense, node: Node, index: Tensor, shape: tuple[int, ...]) -> Outer | None:

@@ -14,12 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from samplewise.engine.cut import find_cut
+from torch import Tensor
+
+from samplewise.engine.finite import traced
 from samplewise.engine.forms import Dense, Form
-from samplewise.engine.graph import Graph
+from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.hooks import refuse_hooks_below_cut
 from samplewise.engine.passes import backward_past
-from samplewise.engine.plan import FormMaker, Plan, Row, prepare
+from samplewise.engine.plan import FormMaker, Plan, Row
 from samplewise.engine.reference import jacobian_rows
+from samplewise.engine.saved import Versions
+from samplewise.engine.tags import Regular
+from samplewise.engine.verify import verify_again
+from samplewise.errors import GraphError
 
 Visit = Callable[[str, Form], None]
 
@@ -31,53 +38,85 @@ class Source(Protocol):
     def explain(self) -> list[Row]: ...
 
 
-def make_plan(graph: Graph, constants: set[int], interacting: str) -> Plan:
-    return prepare(graph, find_cut(graph, constants, interacting))
-
-
 class OnePass:
-    """Forms from a backward pass to the cut, kept for further questions or not."""
+    """Forms from a backward pass to the cut, kept for further questions or not.
 
-    def __init__(self, plan: Plan, create_graph: bool, keep: bool):
-        self.plan, self.create_graph, self.keep = plan, create_graph, keep
+    `probed_plan` makes a plan that does not depend on the proof, for the case that the proof turns out not to hold.
+    """
+
+    def __init__(self, plan: Plan, probed_plan: Callable[[], Plan], create_graph: bool, keep: bool):
+        self.plan = plan
+        self.probed_plan = probed_plan
+        self.create_graph = create_graph
+        self.keep = keep
         self.forms: dict[str, Form] = {}
+        self.versions = Versions()
 
     def each(self, visit: Visit, release: bool = False) -> None:
         if not self.forms:
-            self._pass(self._keeping(visit) if self.keep and not release else visit)
-        elif release:
+            self._first(visit, keep=self.keep and not release)
+            return
+        self.versions.check()
+        if release:
             while self.forms:
                 visit(*self.forms.popitem())
         else:
             for name, form in self.forms.items():
                 visit(name, form)
 
-    def _keeping(self, visit: Visit) -> Visit:
+    def _first(self, visit: Visit, keep: bool) -> None:
+        kept: dict[str, Form] = {}
+
         def both(name: str, form: Form) -> None:
-            self.forms[name] = form
+            kept[name] = form
             visit(name, form)
 
-        return both
+        refuse_hooks_below_cut(self.plan)
+        if not self._pass(both if keep else visit):
+            self.plan = self.probed_plan()
+            self._pass(both if keep else visit)
+        self.forms = kept
 
-    def _pass(self, visit: Visit) -> None:
+    def _pass(self, visit: Visit) -> bool:
+        """One backward pass; False if it has shown that the proof of ownership does not hold."""
         maker = FormMaker(self.plan, self.create_graph)
-        probed = {} if self.create_graph else dict(self.plan.cut.gradients)
-        self.plan.cut.gradients.clear()
-        if len(probed) == len(self.plan.cut.tags):
+        self.versions = maker.versions
+        cut = self.plan.cut
+        probed = {} if self.create_graph else dict(cut.gradients)
+        cut.gradients.clear()
+        if len(probed) == len(cut.tags):
             for node in self.plan.by_node:
                 maker.add(node, {e.slot: probed.pop(e) for e in self.plan.edges_of(node)}, visit)
-        else:
-            backward_past(
-                self.plan.graph,
-                self.plan.by_node,
-                lambda node, gradients: maker.add(node, gradients, visit),
-                create_graph=self.create_graph,
-            )
+            return True
+        shown = False
+
+        def arrived(node: Node, gradients: dict[int, Tensor]) -> None:
+            nonlocal shown
+            shown = shown or any(Edge(node, slot) in cut.pending and _is_not_zero(g) for slot, g in gradients.items())
+            maker.add(node, gradients, visit)
+
+        backward_past(self.plan.graph, self.plan.by_node, arrived, create_graph=self.create_graph)
+        return not shown or self._verified_now()
+
+    def _verified_now(self) -> bool:
+        tags = {edge: tag for edge, tag in self.plan.cut.tags.items() if isinstance(tag, Regular)}
+        pending = verify_again(self.plan.graph, tags)
+        self.plan.cut.pending = pending or set()
+        return pending is not None
 
     def explain(self) -> list[Row]:
-        rows: list[Row] = []
-        self.each(lambda name, form: rows.append(self.plan.row(name, form)))
-        return rows
+        rows: dict[str, Row] = {}
+        self.each(lambda name, form: rows.update({name: self.plan.row(name, form)}))
+        return list(rows.values())
+
+
+def _is_not_zero(gradient: Tensor) -> bool:
+    if traced(gradient):
+        raise GraphError(
+            "ownership must be verified with gradients that are not zero before an update can be compiled; "
+            "found a layer whose gradient has been zero so far. Train uncompiled until it is not."
+        )
+    return bool(gradient.any())
 
 
 class AsRows:

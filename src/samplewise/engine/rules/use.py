@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.forms import Dense, Form
-from samplewise.engine.graph import Node
+from samplewise.engine.graph import Edge, Node
 from samplewise.engine.layouts import locate
 from samplewise.engine.saved import Saved
 from samplewise.engine.tags import Irregular, Regular, Tag
@@ -20,6 +20,7 @@ from samplewise.engine.tags import Irregular, Regular, Tag
 class Use:
     node: Node
     operand: int
+    entry: Edge  # where the gradient of the operand arrives
     shape: tuple[int, ...]  # of the operand
     samples: int
     gradients: dict[int, Tensor]  # by the operation's output; an output without gradient is missing

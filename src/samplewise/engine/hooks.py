@@ -1,0 +1,103 @@
+"""Refusal of hooks that act between an operation and its parameter.
+
+A hook on an activation is part of the backward pass that reaches the cut. A hook below it, on a transposed weight or
+on the node of the operation itself, changes the parameter's gradient after the place where per-sample gradients are
+read. So when hooks have been registered since a graph structure was last seen, its weighted sum of per-sample gradients
+is compared with the gradient from autograd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.finite import traced
+from samplewise.engine.forms import Form
+from samplewise.engine.graph import Edge, Graph
+from samplewise.engine.passes import backward_past, foreign_hooks
+from samplewise.engine.plan import FormMaker, Plan
+from samplewise.errors import GraphError
+
+_generator = torch.Generator().manual_seed(0)
+
+
+@dataclass
+class _Checks:
+    """The comparisons made for one graph structure since the last hook was registered."""
+
+    hooks: int
+    passes: int = 0
+    conclusive: bool = False  # all parameters had a gradient that is not zero
+
+    def due(self) -> bool:
+        """While a gradient is zero, compare again after 1, 2, 4, 8, ... passes."""
+        self.passes += 1
+        return not self.conclusive and self.passes & (self.passes - 1) == 0
+
+
+_checks: dict[int, _Checks] = {}
+
+
+def refuse_hooks_below_cut(plan: Plan) -> None:
+    hooks = foreign_hooks()
+    if not hooks:
+        return
+    graph = plan.graph
+    key = hash((graph.fingerprint, tuple(graph.index[leaf] for leaf in graph.leaves)))
+    checks = _checks.get(key)
+    if checks is None or checks.hooks != hooks:
+        checks = _checks[key] = _Checks(hooks)
+    if checks.due():
+        if traced(graph.losses):
+            raise GraphError("hooks must be compared with autograd in an ordinary pass first; found a traced one.")
+        checks.conclusive = _compare(plan)
+
+
+def _compare(plan: Plan) -> bool:
+    graph = plan.graph
+    weights = torch.rand(graph.samples, generator=_generator).add(0.5).to(graph.losses)
+    sums: dict[str, Tensor] = {}
+    sizes: dict[str, float] = {}
+    every = torch.arange(graph.samples, device=graph.losses.device)
+    maker = FormMaker(plan, differentiable=False)
+
+    def visit(name: str, form: Form) -> None:
+        sums[name] = form.sum(weights)
+        sizes[name] = float((form.faint_norms(every) * weights).sum())
+
+    with torch.no_grad():
+        backward_past(graph, plan.by_node, lambda node, gradients: maker.add(node, gradients, visit))
+    noise = 1e3 * torch.finfo(graph.losses.dtype).eps * max(sizes.values())  # left over where gradients cancel
+    for name, expected in _from_autograd(graph, weights).items():
+        off = float((sums[name].to(expected) - expected).abs().double().square().sum().sqrt())
+        if off > _tolerance(graph, expected) * sizes[name] + noise:
+            raise GraphError(
+                f"per-sample gradients must add up to the gradient from autograd; found that those of {name!r} do not. "
+                "A hook on a tensor or node between an operation and this parameter changes the gradient. "
+                "Remove the hook, or pass strategy='reference'."
+            )
+    return all(size > 0 for size in sizes.values())
+
+
+def _tolerance(graph: Graph, expected: Tensor) -> float:
+    half = (torch.float16, torch.bfloat16)
+    return 5e-2 if expected.dtype in half or graph.losses.dtype in half else 1e-3
+
+
+def _from_autograd(graph: Graph, weights: Tensor) -> dict[str, Tensor]:
+    """The gradient of the weighted losses; parameters with hooks of their own are left out, as everywhere."""
+    leaves = {name: leaf for leaf, name in graph.leaves.items() if not leaf.variable._backward_hooks}
+    if not leaves:
+        return {}
+    found = torch.autograd.grad(
+        [graph.root.gradient_edge()],
+        [Edge(leaf, 0).gradient_edge() for leaf in leaves.values()],
+        [weights],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return {
+        n: g if g.layout is torch.strided else g.to_dense() for n, g in zip(leaves, found, strict=True) if g is not None
+    }

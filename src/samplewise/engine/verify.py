@@ -1,0 +1,128 @@
+"""Verification of derived ownership with extra backward passes, once per graph structure, cut and set of hooks.
+
+`layouts` derives from shapes which sample owns each element of a gradient. To verify it, the losses are weighted by
+powers of two that differ between any two samples in at least one pass. Scaling by a power of two is exact, so the sum
+of absolute values over the block of a sample must be multiplied by exactly the power of that sample.
+
+Blocks that are zero or not finite show nothing. An edge at which fewer than two samples had something to show stays
+*pending*, and is verified again when a later pass brings a gradient there that is not zero. While it is zero, any
+ownership is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.passes import backward_past, foreign_hooks
+from samplewise.engine.tags import Regular
+
+ENOUGH = 2  # samples with a non-zero block that settle an edge
+MOST_REMEMBERED = 10_000  # graph structures; beyond that the memory starts afresh
+
+Place = tuple[int, int]  # position of the node in the graph, output slot
+
+
+@dataclass
+class _Record:
+    """Result of the verification of one graph structure and cut."""
+
+    hooks: int  # hooks that had been registered by then: a new one calls for another verification
+    holds: bool
+    seen: dict[Place, set[int]]  # numbers of samples that had a non-zero block, by edge
+
+    @property
+    def pending(self) -> set[Place]:
+        return {place for place, samples in self.seen.items() if len(samples) < ENOUGH}
+
+
+_records: dict[int, _Record] = {}
+_generator = torch.Generator().manual_seed(0)  # of its own: the user's random numbers stay as they are
+
+
+def verify(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None:
+    """The edges that are still pending; None if the derived ownership does not hold."""
+    record = _records.get(_key(graph, tags))
+    if record is None or record.hooks != foreign_hooks():
+        return verify_again(graph, tags)
+    return _answer(graph, tags, record)
+
+
+def verify_again(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None:
+    """As `verify`, with the passes made now, whatever is known of this graph structure."""
+    key, hooks = _key(graph, tags), foreign_hooks()
+    known = _records.get(key)
+    seen = dict(known.seen) if known is not None and known.holds and known.hooks == hooks else {}
+    found = _compare(graph, tags)
+    for edge in tags:
+        place = _place(graph, edge)
+        seen[place] = seen.get(place, set()) | (found or {}).get(edge, set())
+    if len(_records) >= MOST_REMEMBERED:
+        _records.clear()
+    _records[key] = record = _Record(hooks, found is not None, seen)
+    return _answer(graph, tags, record)
+
+
+def _answer(graph: Graph, tags: Mapping[Edge, Regular], record: _Record) -> set[Edge] | None:
+    if not record.holds:
+        return None
+    pending = record.pending
+    return {edge for edge in tags if _place(graph, edge) in pending} if pending else set()
+
+
+def _key(graph: Graph, tags: Mapping[Edge, Regular]) -> int:
+    return hash((graph.fingerprint, tuple(_place(graph, edge) for edge in tags)))
+
+
+def _place(graph: Graph, edge: Edge) -> Place:
+    return graph.index[edge.node], edge.slot
+
+
+def _compare(graph: Graph, tags: Mapping[Edge, Regular]) -> dict[Edge, set[int]] | None:
+    """Some samples with a non-zero and finite block at each edge; None if a block is another sample's."""
+    plain = _block_sums(graph, tags, torch.ones_like(graph.losses))
+    shown = {edge: sums.isfinite() & (sums > _rounding(edge)[1]) for edge, sums in plain.items()}
+    for powers in _distinct_powers(graph):
+        coded = _block_sums(graph, tags, powers.to(graph.losses.dtype))
+        for edge, sums in plain.items():
+            found = coded.get(edge, torch.zeros_like(sums))
+            finite = sums.isfinite() & found.isfinite()
+            rtol, atol = _rounding(edge)
+            if not torch.isclose(found, sums * powers, rtol, atol)[finite].all():
+                return None
+            shown[edge] &= finite
+    return {edge: set(samples.nonzero().flatten()[:ENOUGH].tolist()) for edge, samples in shown.items()}
+
+
+def _rounding(edge: Edge) -> tuple[float, float]:
+    """Relative and absolute tolerance. Scaling is exact but for denormals, which are common in float16 alone."""
+    return (1e-2 if edge.dtype is torch.float16 else 1e-6), torch.finfo(edge.dtype).tiny * 2**8
+
+
+def _distinct_powers(graph: Graph) -> Iterator[Tensor]:
+    """Weights (b,) for each pass. Any two samples have different powers of two in at least one of the passes."""
+    base = 8 if graph.losses.dtype is torch.float16 else 16
+    numbers = torch.randperm(graph.samples, generator=_generator)
+    for digit in range(max(1, math.ceil(math.log(graph.samples, base) - 1e-12))):
+        exponents = numbers // base**digit % base
+        yield torch.tensor([2.0**e for e in exponents.tolist()], dtype=torch.float64, device=graph.losses.device)
+
+
+def _block_sums(graph: Graph, tags: Mapping[Edge, Regular], weights: Tensor) -> dict[Edge, Tensor]:
+    """Sum of absolute values over the block of each sample, (b,) in float64, for every edge that a gradient reaches."""
+    sums: dict[Edge, Tensor] = {}
+
+    def arrived(node: Node, gradients: dict[int, Tensor]) -> None:
+        for slot, gradient in gradients.items():
+            edge = Edge(node, slot)
+            if edge in tags:
+                blocks = gradient.detach().abs().reshape(-1, graph.samples, tags[edge].inner)
+                sums[edge] = blocks.sum((0, 2), dtype=torch.float64)
+
+    backward_past(graph, dict.fromkeys(edge.node for edge in tags), arrived, weights)
+    return sums

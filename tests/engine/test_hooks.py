@@ -1,0 +1,132 @@
+"""Hooks that change gradients: part of the result, or refused, whenever they are registered."""
+
+import pytest
+import torch
+from by_loop import assert_as_loop
+from torch import nn
+
+import samplewise as sw
+from samplewise.zoo import noise
+
+MIXING = {
+    "minus the mean": lambda g: g - g.mean(0),
+    "rolled": lambda g: g.roll(1, 0),
+    "summed up": lambda g: g.cumsum(0),
+    "flipped": lambda g: g.flip(0),
+    "normalised over the batch": lambda g: g / g.norm(),
+}
+PER_SAMPLE = {
+    "doubled": lambda g: 2 * g,
+    "some features dropped": lambda g: g * torch.tensor([1.0, 0, 1, 0, 1, 0]).double(),
+    "features reversed": lambda g: g.flip(1),
+}
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def losses_of(net, hook=None, place="activation"):
+    x = noise(5, 4).double()
+    h = net[1](net[0](x))
+    if hook is not None and place == "activation":
+        h.register_hook(hook)
+    if hook is not None and place == "node":
+        h.grad_fn.register_prehook(lambda gradients: (hook(gradients[0]),))
+    if hook is not None and place == "after a node":
+        h.grad_fn.register_hook(lambda inputs, outputs: (hook(inputs[0]),))
+    return net[2](h).square().sum(1)
+
+
+PLACES = ["activation", "node", "after a node"]
+
+
+@pytest.mark.parametrize("known", [0, 1, 3])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("hook", MIXING)
+def test_mixing_hooks_that_come_after_some_steps(hook, place, known):
+    """Never rows of another model without a word: refused, or with "allow" what the loop gives."""
+    net = model()
+    for _ in range(known):
+        assert_as_loop(losses_of(net), net)
+    losses = losses_of(net, MIXING[hook], place)
+    try:
+        assert_as_loop(losses, net)
+    except (sw.SamplesInteractError, sw.GraphError):
+        assert_as_loop(losses, net, strategy="reference")
+    assert_as_loop(losses_of(net), net)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("hook", PER_SAMPLE)
+def test_hooks_that_keep_samples_apart_are_part_of_the_gradient(hook, place):
+    net = model()
+    assert_as_loop(losses_of(net), net)
+    for _ in range(3):
+        assert_as_loop(losses_of(net, PER_SAMPLE[hook], place), net)
+
+
+def test_hook_on_a_transposed_weight():
+    weight, x = nn.Parameter(noise(3, 4).double()), noise(5, 4).double()
+    assert_as_loop((x @ weight.t()).square().sum(1), {"weight": weight})
+    transposed = weight.t()
+    transposed.register_hook(lambda g: 2 * g)
+    losses = (x @ transposed).square().sum(1)
+    with pytest.raises(sw.GraphError, match=r"those of 'weight' do not. A hook .* Remove the hook"):
+        sw.gradients(losses, {"weight": weight}).norms()
+    assert_as_loop(losses, {"weight": weight}, strategy="reference")
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_hook_after_the_node_that_uses_the_weight(known):
+    layer, x = nn.Linear(4, 3).double(), noise(5, 4).double()
+    if known:
+        sw.gradients(layer(x).square().sum(1), layer).norms()
+    out = layer(x)
+    out.grad_fn.register_hook(lambda inputs, outputs: tuple(None if g is None else 3 * g for g in inputs))
+    with pytest.raises(sw.GraphError, match="must add up to the gradient from autograd"):
+        sw.gradients(out.square().sum(1), layer).norms()
+
+
+def test_full_backward_hook_of_a_module_that_comes_later():
+    net = model()
+    x = noise(5, 4).double()
+    assert_as_loop(net(x).square().sum(1), net)
+    handle = net[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] - inputs[0].mean(0),))
+    with pytest.raises((sw.SamplesInteractError, sw.GraphError)):
+        sw.gradients(net(x).square().sum(1), net).norms()
+    handle.remove()
+    assert_as_loop(net(x).square().sum(1), net)
+
+
+def test_hook_on_a_parameter_acts_in_backward_alone():
+    """Documented: quantities are those without it, `backward` is as autograd's."""
+    layer, x = nn.Linear(4, 3).double(), noise(5, 4).double()
+    expected = sw.gradients(layer(x).square().sum(1), layer).norms()
+    layer.weight.register_hook(lambda g: 2 * g)
+    g = sw.gradients(layer(x).square().sum(1), layer)
+    torch.testing.assert_close(g.norms(), expected)
+    g.backward()
+    found = layer.weight.grad.clone()
+    layer.weight.grad = None
+    layer(x).square().sum(1).sum().backward()
+    torch.testing.assert_close(found, layer.weight.grad)
+
+
+def test_dead_layers_are_compared_when_they_wake_up():
+    """A hook below a layer whose gradient was zero at the first look."""
+    net, x = model(), noise(5, 4).double()
+    with torch.no_grad():
+        kept = net[2].weight.clone()
+        net[2].weight.zero_()
+
+    def losses():
+        transposed = net[0].weight.t()
+        transposed.register_hook(lambda g: 2 * g)
+        return net[2](torch.tanh(x @ transposed)).square().sum(1)
+
+    sw.gradients(losses(), net).norms()
+    with torch.no_grad():
+        net[2].weight.copy_(kept)
+    with pytest.raises(sw.GraphError, match="must add up"):
+        sw.gradients(losses(), net).norms()

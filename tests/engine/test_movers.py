@@ -1,0 +1,280 @@
+"""Ownership derived from shapes, for every operation in the table and every layout in which all sizes are equal.
+
+Nothing is verified by extra passes here: each claim of `proofs` is compared with what a probe finds.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from samplewise.engine.graph import Graph
+from samplewise.engine.layouts import MOVERS, VIEWS, proofs
+from samplewise.engine.probe import MIXED, probe
+
+B = 3  # samples, tokens, channels, features: all the same
+
+
+def other(h):
+    """A tensor like h that is no parameter's."""
+    return torch.linspace(0.3, 0.9, h.numel(), dtype=h.dtype).view(h.shape)
+
+
+ELEMENTWISE = {
+    "Abs": torch.abs,
+    "Acos": lambda h: torch.acos(h * 0.5),
+    "Add": lambda h: h + other(h)[0],
+    "Addcdiv": lambda h: torch.addcdiv(h, h, 2 + other(h)),
+    "Addcmul": lambda h: torch.addcmul(h, h, other(h)),
+    "Asin": lambda h: torch.asin(h * 0.5),
+    "Atan": torch.atan,
+    "Atan2": lambda h: torch.atan2(h, other(h)),
+    "BinaryCrossEntropy": lambda h: F.binary_cross_entropy(h.sigmoid(), other(h), reduction="none"),
+    "BinaryCrossEntropyWithLogits": lambda h: F.binary_cross_entropy_with_logits(h, other(h), reduction="none"),
+    "Celu": F.celu,
+    "Clamp": lambda h: h.clamp(-0.4, 0.4),
+    "ClampMax": lambda h: h.clamp_max(0.3),
+    "ClampMin": lambda h: h.clamp_min(-0.3),
+    "Clone": torch.clone,
+    "Cos": torch.cos,
+    "Cosh": torch.cosh,
+    "Div": lambda h: h / other(h)[:, :1],
+    "Elu": F.elu,
+    "Erf": torch.erf,
+    "Erfc": torch.erfc,
+    "Exp": torch.exp,
+    "Exp2": torch.exp2,
+    "Expand": lambda h: h[:, :, None].expand(B, B, B, B),
+    "Expm1": torch.expm1,
+    "Fmod": lambda h: h.fmod(0.4),
+    "Frac": torch.frac,
+    "Gelu": F.gelu,
+    "Hardshrink": lambda h: F.hardshrink(h, 0.1),
+    "Hardsigmoid": F.hardsigmoid,
+    "Hardswish": F.hardswish,
+    "Hardtanh": lambda h: F.hardtanh(h, -0.5, 0.5),
+    "HuberLoss": lambda h: F.huber_loss(h, other(h), reduction="none"),
+    "LeakyRelu": F.leaky_relu,
+    "Lerp": lambda h: torch.lerp(h, other(h), 0.3),
+    "Log": lambda h: (h + 2).log(),
+    "Log10": lambda h: (h + 2).log10(),
+    "Log1P": lambda h: (h + 1.5).log1p(),
+    "Log2": lambda h: (h + 2).log2(),
+    "LogSigmoid": F.logsigmoid,
+    "Logaddexp": lambda h: torch.logaddexp(h, other(h)),
+    "Logit": lambda h: torch.logit(h.sigmoid()),
+    "MaskedFill": lambda h: h.masked_fill(other(h) > 0.8, 0.0),
+    "Maximum": lambda h: torch.maximum(h, other(h)),
+    "Minimum": lambda h: torch.minimum(h, other(h)),
+    "Mish": F.mish,
+    "MseLoss": lambda h: F.mse_loss(h, other(h), reduction="none"),
+    "Mul": lambda h: h * other(h)[0, 0],
+    "NanToNum": torch.nan_to_num,
+    "NativeDropout": lambda h: torch.native_dropout(h, 0.2, True)[0],
+    "Neg": torch.neg,
+    "Pow": lambda h: (h + 2) ** 1.5,
+    "PreluKernel": lambda h: F.prelu(h, torch.tensor([0.2], dtype=h.dtype)),
+    "Reciprocal": lambda h: (h + 2).reciprocal(),
+    "Relu": F.relu,
+    "Rsqrt": lambda h: (h + 2).rsqrt(),
+    "Rsub": lambda h: torch.rsub(h, 1.0),
+    "Sigmoid": torch.sigmoid,
+    "Silu": F.silu,
+    "Sin": torch.sin,
+    "Sinh": torch.sinh,
+    "SmoothL1Loss": lambda h: F.smooth_l1_loss(h, other(h), reduction="none"),
+    "Softplus": F.softplus,
+    "Softshrink": lambda h: F.softshrink(h, 0.1),
+    "Sqrt": lambda h: (h + 2).sqrt(),
+    "Sub": lambda h: h - other(h),
+    "Tan": torch.tan,
+    "Tanh": torch.tanh,
+    "Threshold": lambda h: F.threshold(h, 0.1, 0.0),
+    "ToCopy": lambda h: h.float(),
+    "Where": lambda h: torch.where(other(h) > 0.5, h, other(h)),
+    "Xlogy": lambda h: torch.xlogy(h, 1 + other(h)),
+}
+
+
+def over_dims(operation):
+    return [lambda h, d=d: operation(h, d) for d in (0, 1, 2, -1)]
+
+
+def images(operation):
+    """Three dims are one image without a batch, four dims are a batch."""
+    return [
+        operation,
+        lambda h: operation(h.expand(B, B, B, B)),
+        lambda h: operation(torch.stack([h, h * 2, h * 3], 1)),
+    ]
+
+
+PADS = list(product((-1, 0, 1), repeat=2))
+
+MOVING = {
+    "T": [lambda h: h[0].t(), lambda h: h[:, 1].t(), lambda h: h.sum(2).t()],
+    "Transpose": [lambda h, a=a, b=b: h.transpose(a, b) for a, b in ((0, 1), (1, 2), (0, -1), (-2, -1), (1, 1))],
+    "Permute": [lambda h, p=p: h.permute(p) for p in ((1, 2, 0), (2, 0, 1), (0, 2, 1), (-1, 0, 1))],
+    "Select": [lambda h, d=d: h.select(d, -1) for d in (0, 1, 2, -1)],
+    "Unbind": [lambda h, d=d: sum(u * (k + 1) for k, u in enumerate(h.unbind(d))) for d in (0, 1, -1)],
+    "Stack": [lambda h, d=d: torch.stack([h, h * 2, h * 3], d) for d in (0, 1, 2, 3, -1)],
+    "Softmax": over_dims(torch.softmax),
+    "SafeSoftmax": [lambda h: torch.ops.aten._safe_softmax(h, 2), lambda h: torch.ops.aten._safe_softmax(h, 0)],
+    "LogSoftmax": over_dims(torch.log_softmax),
+    "Cumsum": over_dims(torch.cumsum),
+    "Slice": [
+        lambda h: h[1:],
+        lambda h: h[:, :2],
+        lambda h: h[..., ::2],
+        lambda h: h[:, 1:, 1:],
+        lambda h: torch.cat([h, h], 1)[:, 2:5],
+        lambda h: torch.cat([h, h], 0)[1:4],
+    ],
+    "Split": [lambda h, d=d: torch.cat(h.split(2, d)[::-1], d) for d in (0, 1, 2)],
+    "SplitWithSizes": [lambda h, d=d: torch.cat(h.split([1, 2], d)[::-1], d) for d in (0, 1, 2)],
+    "UnsafeSplit": [lambda h, d=d: torch.cat(torch.unsafe_split(h, 2, d)[::-1], d) for d in (0, 1, 2)],
+    "Cat": [lambda h, d=d: torch.cat([h, h * 2], d) for d in (0, 1, 2, -1)],
+    "Glu": [lambda h, d=d: F.glu(torch.cat([h, h * 2], d), d) for d in (0, 1, 2, -1)],
+    "Repeat": [lambda h, r=r: h.repeat(r) for r in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 3), (3, 1, 1, 1))],
+    "ConstantPadNd": [
+        *(lambda h, p=p: F.pad(h, p) for p in PADS),
+        *(lambda h, p=p: F.pad(h, (0, 0, *p)) for p in PADS),
+        *(lambda h, p=p: F.pad(h, (0, 0, 0, 0, *p)) for p in PADS),
+        lambda h: F.pad(h, (1, -1, -1, 1, 1, -1)),
+        lambda h: F.pad(h, (2, -2, 0, 0, 1, 1)),
+    ],
+    "Sum": [lambda h: h.sum(1), lambda h: h.sum((0, 2)), lambda h: h.sum(2, keepdim=True), lambda h: h.sum(()) * h],
+    "Mean": [lambda h: h.mean(1), lambda h: h.mean((0, 2)), lambda h: h.mean(0, keepdim=True) * h],
+    "Amax": [lambda h: h.amax(1), lambda h: h.amax((0, 1)), lambda h: h.amax(2, keepdim=True)],
+    "Amin": [lambda h: h.amin(1), lambda h: h.amin((0, 1)), lambda h: h.amin(0, keepdim=True)],
+    "Max": [lambda h: h.max(1).values, lambda h: h.max(0, keepdim=True).values, lambda h: h * h.max()],
+    "Min": [lambda h: h.min(1).values, lambda h: h.min(2, keepdim=True).values, lambda h: h * h.min()],
+    "Logsumexp": [lambda h: h.logsumexp(1), lambda h: h.logsumexp((0, 2)), lambda h: h.logsumexp(0, keepdim=True)],
+    "LinalgVectorNorm": [
+        lambda h: torch.linalg.vector_norm(h, dim=1),
+        lambda h: torch.linalg.vector_norm(h, dim=(0, 1)),
+        lambda h: h * torch.linalg.vector_norm(h),
+    ],
+    "Norm": [lambda h: torch.ops.aten.norm(h, 2, [1]), lambda h: h * torch.ops.aten.norm(h)],
+    "Var": [lambda h: h.var(1), lambda h: h.var((0, 2)), lambda h: h * h.var(), lambda h: h.var(2, keepdim=True)],
+    "Std": [lambda h: h.std(1), lambda h: h.std((0, 2)), lambda h: h * h.std(), lambda h: h.std(0, keepdim=True)],
+    "Prod": [lambda h: h.prod(1), lambda h: h.prod(0, keepdim=True), lambda h: h * h.prod()],
+    "Mm": [lambda h: h[0].mm(other(h)[0]), lambda h: other(h)[0].mm(h[:, 0]), lambda h: h[1].mm(h[:, 1])],
+    "Addmm": [lambda h: torch.addmm(h[0], h[1], h[2]), lambda h: torch.addmm(h[0, 0], h[:, 1], other(h)[2])],
+    "Bmm": [lambda h: h.bmm(other(h)), lambda h: other(h).bmm(h), lambda h: h.bmm(h)],
+    "Baddbmm": [lambda h: torch.baddbmm(h, h, other(h)), lambda h: torch.baddbmm(h[:1], other(h), h)],
+    "Mv": [lambda h: h[0].mv(other(h)[0, 0]), lambda h: h[:, 0].mv(h[1, 1]), lambda h: other(h)[0].mv(h[0, 0])],
+    "Convolution": [
+        lambda h: F.conv1d(h, other(h), padding=1),
+        lambda h: F.conv1d(other(h), h, padding=1),
+        lambda h: F.conv2d(h[None], other(h)[:1, None].expand(B, 1, B, B), padding=1, groups=B),
+        lambda h: F.conv_transpose1d(h, other(h), padding=1),
+    ],
+    "ScaledDotProductFlashAttentionForCpu": [
+        lambda h: F.scaled_dot_product_attention(*(k * torch.stack([h, h * 2, h * 3], 1) for k in (1, 2, 3))),
+        lambda h: F.scaled_dot_product_attention(*(k * h.expand(B, B, B, B) for k in (1, 2, 3))),
+    ],
+    "NativeLayerNorm": [lambda h: F.layer_norm(h, (B,)), lambda h: F.layer_norm(h, (B, B)) * h],
+    "NativeGroupNorm": [lambda h: F.group_norm(h, 3), lambda h: F.group_norm(h, 1), lambda h: F.group_norm(h[None], 3)],
+    "NativeBatchNorm": [
+        lambda h: F.batch_norm(h, other(h)[0, 0], other(h)[0, 1]),
+        lambda h: F.batch_norm(h, None, None, training=True),
+        lambda h: F.instance_norm(h),
+        lambda h: F.batch_norm(h, other(h)[0, 0], other(h)[0, 1], weight=h[0, 1], bias=h[1, :, 0]),
+    ],
+    "AdaptiveAvgPool2D": images(lambda h: F.adaptive_avg_pool2d(h, 2)),
+    "AdaptiveAvgPool3D": [lambda h: F.adaptive_avg_pool3d(h.expand(B, B, B, B), 2)],
+    "AdaptiveMaxPool2D": images(lambda h: F.adaptive_max_pool2d(h, 2)),
+    "AdaptiveMaxPool3D": [lambda h: F.adaptive_max_pool3d(torch.stack([h, h * 2, h * 3]), 2)],
+    "AvgPool2D": images(lambda h: F.avg_pool2d(h, 3, 1, 1)),
+    "AvgPool3D": [lambda h: F.avg_pool3d(torch.stack([h, h * 2, h * 3]), 3, 1, 1)],
+    "MaxPool2DWithIndices": images(lambda h: F.max_pool2d(h, 3, 1, 1)),
+    "MaxPool3DWithIndices": [lambda h: F.max_pool3d(torch.stack([h, h * 2, h * 3]), 3, 1, 1)],
+    "PixelShuffle": [
+        lambda h: F.pixel_shuffle(h, 1),
+        lambda h: F.pixel_shuffle(torch.cat([h, h * 2, h * 3, h * 4]), 2),
+        lambda h: F.pixel_shuffle(torch.cat([h, h * 2, h * 3, h * 4], 1)[:, :, :, None].expand(B, 12, B, B), 2),
+    ],
+    "ReflectionPad1D": [lambda h: F.pad(h, (1, 1), "reflect"), lambda h: F.pad(h[0], (2, 1), "reflect")],
+    "ReflectionPad2D": images(lambda h: F.pad(h, (1, 1, 1, 1), "reflect")),
+    "ReplicationPad2D": images(lambda h: F.pad(h, (1, -1, 1, -1), "replicate")),
+    "UpsampleNearest1D": [lambda h: F.interpolate(h, scale_factor=2), lambda h: F.interpolate(h, size=B)],
+    "UpsampleNearest2D": [lambda h: F.interpolate(h.expand(B, B, B, B), size=(B, B))],
+    "UpsampleBilinear2D": [lambda h: F.interpolate(torch.stack([h, h * 2], 1), size=(B, B), mode="bilinear")],
+    "UpsampleBicubic2D": [lambda h: F.interpolate(torch.stack([h, h * 2], 1), size=(B, B), mode="bicubic")],
+    "NllLoss": [lambda h: F.nll_loss(h[0], torch.tensor([0, 2, 1]), reduction="none"), lambda h: _nll(h[:, 1])],
+    "NllLoss2D": [
+        lambda h: F.nll_loss(h[None], torch.ones(1, B, B, dtype=torch.long), reduction="none"),
+        lambda h: _nll_of_images(torch.stack([h, h * 2, h * 3], 1)),
+    ],
+    "MkldnnRnnLayer": [lambda h: _lstm(h), lambda h: _lstm(h.transpose(0, 1))],
+    "View": [lambda h: h.view(-1, B), lambda h: h.view(B, -1), lambda h: h.view(B * B * B).view(B, B, B)],
+    "UnsafeView": [lambda h: h @ other(h)[0], lambda h: h.transpose(0, 1) @ other(h)[0]],
+    "ReshapeAlias": [lambda h: torch.ops.aten._reshape_alias(h.contiguous(), (B * B, B), (B, 1))],
+    "Squeeze": [lambda h: h[:, :1].squeeze(1), lambda h: h[None].squeeze(), lambda h: h[:1].squeeze((0,))],
+    "Unsqueeze": [lambda h, d=d: h.unsqueeze(d) for d in (0, 1, 3, -1)],
+    "Alias": [lambda h: torch.ops.aten.alias(h)],
+}
+
+
+def _nll(h):
+    return F.nll_loss(h, torch.tensor([0, 2, 1]), reduction="none")
+
+
+def _nll_of_images(h):
+    return F.nll_loss(h, torch.tensor([0, 2, 1])[:, None, None].expand(B, B, B), reduction="none")
+
+
+def _lstm(h):
+    """A layer with constant weights, in the float32 that its kernel is for."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.LSTM(B, B).requires_grad_(False)
+    return layer(h.float())[0]
+
+
+EXAMPLES = {**{name: [function] for name, function in ELEMENTWISE.items()}, **MOVING}
+# Kernels of other devices.
+ELSEWHERE = {
+    "CudnnBatchNorm",
+    "FusedRmsNorm",
+    "ScaledDotProductCudnnAttention",
+    "ScaledDotProductEfficientAttention",
+    "ScaledDotProductFlashAttention",
+}
+
+
+def test_every_operation_of_the_table_has_examples():
+    assert set(MOVERS) | VIEWS == set(EXAMPLES) | ELSEWHERE
+
+
+def losses_of(operation, place, reading, weight):
+    """Samples stand in dim `place` before the operation, and are taken from dim `reading` after it."""
+    x = torch.linspace(-1, 1, B**3, dtype=weight.dtype).view(B, B, B).cos()
+    out = operation(torch.tanh(x * weight).movedim(0, place).contiguous())
+    if reading >= out.dim() or out.shape[reading] % B:
+        return None
+    rows = out.movedim(reading, 0).reshape(B, -1)
+    return (rows.double() * other(rows).double()).sum(1).tanh()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_claims_hold_in_every_layout(name):
+    weight = nn.Parameter(torch.linspace(0.5, 1.5, B**3, dtype=torch.float64).view(B, B, B))
+    met = False
+    for operation, place, reading in product(EXAMPLES[name], range(3), range(4)):
+        losses = losses_of(operation, place, reading, weight)
+        if losses is None:
+            continue
+        graph = Graph(losses, {"weight": weight})
+        met = met or name in graph.operations.values()
+        claims = proofs(graph)
+        edges = list(claims)
+        for edge, owner in zip(edges, probe(graph, edges).owners, strict=True):
+            claimed = torch.arange(owner.numel()).view(owner.shape) // claims[edge] % B
+            where = f"{graph.operations[edge.node]} after {name}, samples in dim {place}, read from dim {reading}"
+            assert not (owner == MIXED).any(), f"{where}: shared by samples, yet claimed for one"
+            assert ((owner == claimed) | (owner < 0)).all(), f"{where}: claimed for another sample"
+    assert met, f"no example makes a node {name}"
