@@ -6,13 +6,15 @@ import threading
 import pytest
 import torch
 from test_loop_trainer import going_on, loader, parameters, trainer
-from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver
+from torch.distributed.checkpoint import state_dict_saver
 
 import samplewise as sw
 from samplewise import ranks
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop import store
 from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.loop.checkpoint import directory
+from samplewise.loop.checkpoint.shards import ShardWriter
 
 
 def names(run):
@@ -56,7 +58,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(two, tmp_path):
     assert there == [[".update-000000002.ckpt.partial"]] * 2  # after three updates it was still being written
     assert names(tmp_path / "run") == ["update-000000002.ckpt", "update-000000004.ckpt"]
     inside = {path.name for path in (tmp_path / "run" / "checkpoints" / "update-000000004.ckpt").iterdir()}
-    assert inside == {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.ckpt"}
+    assert inside == {"state.ckpt", "rank-0.ckpt", "rank-1.ckpt"}
 
 
 def as_it_was(run):
@@ -82,9 +84,11 @@ def test_what_is_saved_is_the_state_of_its_moment(two, tmp_path):
 
 def failing(run, where):
     def fail(*given, **more):
-        raise OSError("no space left")
+        if where == "data" or given[0].name == directory.STATE:
+            raise OSError("no space left")
+        return original(*given, **more)
 
-    place, name, rank = {"data": (FileSystemWriter, "write_data", 1), "rest": (store, "write", 0)}[where]
+    place, name, rank = {"data": (ShardWriter, "write_data", 1), "rest": (directory.file, "write", 0)}[where]
     original = getattr(place, name)
     if ranks.rank() == rank:
         setattr(place, name, fail)
@@ -128,7 +132,7 @@ def test_states_that_differ_are_not_saved_as_one(two, tmp_path):
         )
 
 
-@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "rest.ckpt"])
+@pytest.mark.parametrize("file", ["rank-0.ckpt", "rank-1.ckpt", "state.ckpt"])
 @pytest.mark.parametrize("harm", ["changed", "cut", "gone"])
 def test_a_damaged_folder_is_passed_over(file, harm, saved, tmp_path):
     newest = tmp_path / "checkpoints" / "update-000000004.ckpt"
