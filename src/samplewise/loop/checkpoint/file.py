@@ -152,7 +152,7 @@ def _unpacked(stored: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
         return stored
     needed = math.prod(shape) * dtype.itemsize
     if stored.dtype != torch.uint8 or list(stored.shape) != [needed]:
-        raise Malformed(f"a tensor of {stored.nbytes:,} bytes in place of {needed:,}")
+        raise Malformed(f"a tensor stored as {stored.dtype} {list(stored.shape)} in place of {needed:,} bytes")
     return stored.clone().view(dtype).reshape(shape)  # cloned, since it may begin anywhere in the file
 
 
