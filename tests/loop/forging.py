@@ -77,7 +77,7 @@ def write_header(path, header, data=b"", about=None):
 
 
 def write_directory(path, state, ranks=2, change=None, **changes):
-    """A checkpoint of several ranks, each of which has some rows of every tensor. `change` is called with their chunks."""
+    """A checkpoint of several ranks, each of which has some rows of every tensor. `change` is given their chunks."""
     path.mkdir(parents=True)
     large, tensors = encode({name: state[name] for name in directory.LARGE if name in state})
     rest, small = encode({name: state[name] for name in state if name not in directory.LARGE})
