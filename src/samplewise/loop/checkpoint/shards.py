@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -121,8 +122,11 @@ def read(shapes: Shapes, chunks: Chunks) -> dict[str, Tensor]:
     for name, (dtype, shape) in shapes.items():
         _check_chunks(name, dtype, shape, chunks.get(name, {}))
     whole = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is for this process alone
-        load(whole, storage_reader=ShardReader(shapes, chunks), no_dist=True)
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is for this process alone
+            load(whole, storage_reader=ShardReader(shapes, chunks), no_dist=True)
+    except CheckpointException as why:  # torch's own, which is no Exception
+        raise Malformed(f"what torch cannot read: {why}") from why
     return whole
 
 
