@@ -170,7 +170,13 @@ def test_a_file_that_was_cut(tmp_path, name):
         sw.ProjectedStore(tmp_path, 16)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1, "dim": "16"}'])
+INDEX = '{"format": 1, "dim": 16, "seed": 0, "count": COUNT, "model": ""}'
+NO_COUNTS = [INDEX.replace("COUNT", count) for count in ("-1", "NaN", "true", "1.0", "null", "9" * 5000)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"format": 1, "dim": "16"}', "[" * 100_000, *NO_COUNTS], ids=lambda text: text[:70]
+)
 def test_an_index_that_is_none(tmp_path, text):
     (tmp_path / "store.json").write_text(text)
     with pytest.raises(sw.StoreError, match="must be the index of a store; found something else"):

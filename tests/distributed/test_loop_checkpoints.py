@@ -1,18 +1,24 @@
 """A folder that several ranks write while the training goes on: whole, or passed over; read by any number of them."""
 
+import contextlib
 import re
+import shutil
 import threading
+import warnings
 
 import pytest
 import torch
+from forging import BOMBS, nothing_unpickled, pickled
 from test_loop_trainer import going_on, loader, parameters, trainer
-from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver
+from torch.distributed.checkpoint import state_dict_saver
 
 import samplewise as sw
 from samplewise import ranks
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop import store
 from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.loop.checkpoint import directory
+from samplewise.loop.checkpoint.shards import ShardWriter
 
 
 def names(run):
@@ -56,7 +62,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(two, tmp_path):
     assert there == [[".update-000000002.ckpt.partial"]] * 2  # after three updates it was still being written
     assert names(tmp_path / "run") == ["update-000000002.ckpt", "update-000000004.ckpt"]
     inside = {path.name for path in (tmp_path / "run" / "checkpoints" / "update-000000004.ckpt").iterdir()}
-    assert inside == {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.ckpt"}
+    assert inside == {"state.ckpt", "rank-0.ckpt", "rank-1.ckpt"}
 
 
 def as_it_was(run):
@@ -82,9 +88,11 @@ def test_what_is_saved_is_the_state_of_its_moment(two, tmp_path):
 
 def failing(run, where):
     def fail(*given, **more):
-        raise OSError("no space left")
+        if where == "data" or given[0].name == directory.STATE:
+            raise OSError("no space left")
+        return original(*given, **more)
 
-    place, name, rank = {"data": (FileSystemWriter, "write_data", 1), "rest": (store, "write", 0)}[where]
+    place, name, rank = {"data": (ShardWriter, "write_data", 1), "rest": (directory.file, "write", 0)}[where]
     original = getattr(place, name)
     if ranks.rank() == rank:
         setattr(place, name, fail)
@@ -128,7 +136,7 @@ def test_states_that_differ_are_not_saved_as_one(two, tmp_path):
         )
 
 
-@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "rest.ckpt"])
+@pytest.mark.parametrize("file", ["rank-0.ckpt", "rank-1.ckpt", "state.ckpt"])
 @pytest.mark.parametrize("harm", ["changed", "cut", "gone"])
 def test_a_damaged_folder_is_passed_over(file, harm, saved, tmp_path):
     newest = tmp_path / "checkpoints" / "update-000000004.ckpt"
@@ -153,6 +161,54 @@ def saved(two, tmp_path_factory):
     run = tmp_path_factory.mktemp("saved") / "run"
     two.run(going_on, run, 4)
     return run / "checkpoints"
+
+
+# ------------------------------------------------------------------------------------------------- nothing is unpickled
+
+
+def copied(saved, run):
+    shutil.copytree(saved, run / "checkpoints")
+    return run / "checkpoints" / "update-000000004.ckpt"
+
+
+def test_one_process_reads_what_two_ranks_wrote_without_a_pickle(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    newest = copied(saved, tmp_path / "run")
+    (newest / ".metadata").write_bytes(pickled())
+    with nothing_unpickled():
+        state = store.read(newest)
+    assert state["step"]["counters"]["updates"] == 4 and not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("name", ["rank-0.ckpt", "rank-1.ckpt", "state.ckpt"])
+def test_a_pickle_in_place_of_a_file_of_two_ranks(saved, tmp_path, monkeypatch, name, bomb):
+    monkeypatch.chdir(tmp_path)
+    newest = copied(saved, tmp_path / "run")
+    (newest / name).write_bytes(BOMBS[bomb]())
+    message = f"{newest / name} must be a file that samplewise has written; found "
+    with nothing_unpickled(), pytest.raises(CheckpointError, match=f"^{message}"):
+        store.read(newest)
+    assert not (tmp_path / "exploded").exists()
+
+
+def passing_over(run):
+    """Resumes, and returns what was said about checkpoints."""
+    with contextlib.chdir(run.parent), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        going_on(run, 6)
+    return [str(warning.message) for warning in caught if warning.category is CheckpointWarning]
+
+
+def test_two_ranks_pass_over_a_pickle(two, saved, tmp_path):
+    copied(saved, tmp_path / "run")
+    forged = tmp_path / "run" / "checkpoints" / "update-000000099.ckpt"
+    forged.mkdir()
+    for name in (".metadata", "__0_0.distcp", "rest.ckpt"):
+        (forged / name).write_bytes(pickled())
+    for messages in two.run(passing_over, tmp_path / "run"):
+        assert len(messages) == 1 and "in format 2; found format 1, which another version of" in messages[0]
+    assert "update-000000006.ckpt" in names(tmp_path / "run") and not (tmp_path / "exploded").exists()
 
 
 CHAINS = {"plain": (), "clip": [sw.clip(0.5)], "drop": [sw.drop(largest=1)]}

@@ -14,7 +14,6 @@ from small import X, Y, loader, log, make, parameters
 from test_resume import assert_same, ended, running, to_the_end
 
 import samplewise as sw
-from samplewise.loop import store
 from samplewise.loop.callbacks import ModelCheckpoint
 
 
@@ -126,7 +125,7 @@ def test_a_disk_that_becomes_full(tmp_path, monkeypatch):
 
     trainer = make(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(store.os, "fsync", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(sw.CheckpointError, match=r"must be written to .*No space left on device.*Free some space"):
             trainer.fit(loader(), epochs=3)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-000000003.ckpt"]

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from samplewise import CheckpointError, CheckpointWarning, files
-from samplewise.loop import store
+from samplewise.loop.checkpoint import file
 from samplewise.loop.store import Checkpoints, read, write
 
 
@@ -222,7 +222,7 @@ def test_the_deepest_state_can_be_read_again(path):
 
 
 def test_more_text_than_a_header_may_hold(path, monkeypatch):
-    monkeypatch.setattr(store, "LARGEST_HEADER", 1000)
+    monkeypatch.setattr(file, "LARGEST_HEADER", 1000)
     with pytest.raises(CheckpointError, match=r"must take at most 1000 bytes as JSON; found \d+\. Make tensors of the"):
         write(path, {"a": "x" * 1000})
     assert list(path.parent.iterdir()) == []
@@ -389,8 +389,8 @@ def test_foreign_files_are_refused_and_nothing_in_them_runs(path, make, monkeypa
 
 def forge(path, **changes):
     """A file with the right checksum that `write` would not make."""
-    about = {"format": store.FORMAT, "version": "1", "state": "{}"} | changes
-    save_file({"0": torch.ones(2)}, path, about | {"sha256": store._checksum(about["state"], [torch.ones(2)])})
+    about = {"format": file.FORMAT, "version": "1", "state": "{}"} | changes
+    save_file({"0": torch.ones(2)}, path, about | {"sha256": file._checksum(about["state"], [torch.ones(2)])})
 
 
 def test_a_newer_format(path):

@@ -206,8 +206,8 @@ def _read(path: Path) -> dict[str, Any]:
     wanted = {"format": int, "dim": int, "seed": int, "count": int, "model": str}
     try:
         found = json.loads(path.read_text())
-        well = all(isinstance(found[name], kind) for name, kind in wanted.items())
-    except (ValueError, KeyError, TypeError):
+        well = all(type(found[name]) is kind for name, kind in wanted.items()) and found["count"] >= 0
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         well = False
     if not well:
         raise StoreError(f"{path} must be the index of a store; found something else. Choose another path.")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from samplewise.errors import LedgerError, LedgerWarning
 from samplewise.files import whole
@@ -50,16 +50,14 @@ def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
     """The same, one table after the other, for who need not have all of it at once."""
     if damaged not in ("raise", "skip"):
         raise ValueError(f"damaged must be 'raise' or 'skip'; found {damaged!r}.")
-    there = numbered(Path(run))
-    if not there:
+    if not numbered(Path(run)):
         raise LedgerError(
             f"a run must have a ledger, {FOLDER}/part-*.parquet, to tell of its samples; found none in {run}. Train "
             "with callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
         )
     found = False
-    for number in range(max(there) + 1):
-        files = needed(Path(run), number, there.get(number, {}))
-        of_ranks = [table for path in files for table in _if_whole(path, damaged)]
+    for entries in _in_order(Path(run)):
+        of_ranks = [table for entry in entries for table in _if_whole(entry, damaged)]
         if of_ranks:
             found = True
             yield of_ranks[0] if len(of_ranks) == 1 else _in_turn(together(of_ranks, run))
@@ -67,9 +65,13 @@ def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
         raise LedgerError(f"a ledger must have a part that can be read; found none in {run}.")
 
 
-def _if_whole(path: Path, damaged: str) -> list[Any]:
+def _if_whole(entry: Path | str, damaged: str) -> list[Any]:
     try:
-        return [_read(path)]
+        if isinstance(entry, str):
+            raise LedgerError(
+                f"a ledger must have each part once, and the parts must be numbered without a gap; found {entry}."
+            )
+        return [_read(entry)]
     except LedgerError as why:
         if damaged == "raise":
             raise LedgerError(f"{why} Leave it out with damaged='skip'.") from why
@@ -77,29 +79,67 @@ def _if_whole(path: Path, damaged: str) -> list[Any]:
         return []
 
 
-def numbered(run: Path) -> dict[int, dict[int, Path]]:
-    """The parts that are there: of each, how many ranks have written it, and where one of them has."""
-    found: dict[int, dict[int, Path]] = {}
-    for path in sorted((run / FOLDER).iterdir()) if (run / FOLDER).is_dir() else ():
-        match = re.fullmatch(r"part-([0-9]{6,})(?:-rank-[0-9]+-of-([0-9]+))?\.parquet", path.name)
-        if match:
-            found.setdefault(int(match[1]), {})[int(match[2] or 1)] = path
-    return dict(sorted(found.items()))
+class Part(NamedTuple):
+    """The files of one part that are in the folder."""
+
+    number: int
+    files: dict[tuple[int, int], Path]  # by (number of ranks that wrote the part, rank)
+
+
+def numbered(run: Path) -> list[Part]:
+    """The parts in the folder of a run, by number. Other files are ignored, names that no ledger writes included."""
+    found: dict[int, dict[tuple[int, int], Path]] = {}
+    for path in (run / FOLDER).iterdir() if (run / FOLDER).is_dir() else ():
+        match = re.fullmatch(r"part-([0-9]{6,})(?:-rank-([0-9]+)-of-([0-9]+))?\.parquet", path.name)
+        if match is None:
+            continue
+        number, rank, size = int(match[1]), int(match[2] or 0), int(match[3] or 1)
+        if rank < size and path.name == path_of(run, number, rank, size).name:
+            found.setdefault(number, {})[size, rank] = path
+    return [Part(number, files) for number, files in sorted(found.items())]
+
+
+def _in_order(run: Path, end: int | None = None) -> Iterator[list[Path | str]]:
+    """The files of each part up to number `end`, rank by rank, and as text what was found in place of others.
+
+    A gap is one entry, whatever its length: a file name may hold any number.
+    """
+    expected = 0
+    for part in numbered(run):
+        if end is not None and part.number >= end:
+            break
+        if part.number > expected:
+            yield [_none(path_of(run, expected), part.number - expected)]
+        yield _of_ranks(run, part)
+        expected = part.number + 1
+    if end is not None and expected < end:
+        yield [_none(path_of(run, expected), end - expected)]
+
+
+def _of_ranks(run: Path, part: Part) -> list[Path | str]:
+    """One file for each of the ranks that the names speak of."""
+    size, *others = sorted({size for size, _ in part.files}, reverse=True)
+    if others:
+        return [f"part {part.number} in {run / FOLDER} twice, of {size} ranks and of {others[0]}"]
+    there = {rank: path for (_, rank), path in sorted(part.files.items())}
+    if len(there) == size:
+        return list(there.values())
+    first = next(rank for rank in range(size) if rank not in there)
+    return [*there.values(), _none(path_of(run, part.number, first, size), size - len(there))]
+
+
+def _none(first: Path, count: int) -> str:
+    return f"no {first}" if count == 1 else f"no {first}, nor {count - 1:,} more that belong after it"
 
 
 def visits_in(run: Path) -> int:
     """How many, as far as the ends of the parts can be read, which say it."""
     count = 0
-    for path in (run / FOLDER).glob("part-*.parquet"):
-        with suppress(Exception):  # whatever is wrong with it is told by who reads it
-            count += arrow().parquet.read_metadata(path).num_rows
+    with suppress(OSError):  # of a folder that may not be listed
+        for path in (path for part in numbered(run) for path in part.files.values() if path.is_file()):
+            with suppress(Exception):  # whatever is wrong with it is told by who reads it
+                count += arrow().parquet.read_metadata(path).num_rows
     return count
-
-
-def needed(run: Path, number: int, there: dict[int, Path]) -> list[Path]:
-    """The files of a part, if some of them are there."""
-    size = max(there, default=1)
-    return [path_of(run, number, rank, size) for rank in range(size)]
 
 
 def path_of(run: Path, number: int, rank: int = 0, size: int = 1) -> Path:
@@ -114,8 +154,8 @@ def _in_turn(table: Any) -> Any:
 
 def _read(path: Path) -> Any:
     pa = arrow()
-    if not path.exists():
-        raise LedgerError(f"the parts of a ledger must be numbered without a gap; found no {path}.")
+    if not path.is_file():  # a named pipe would never end
+        raise LedgerError(f"a part of a ledger must be a whole Parquet file; found that {path} is no regular file.")
     try:
         file = pa.parquet.ParquetFile(path, page_checksum_verification=True)
         about = file.schema_arrow.metadata or {}
@@ -169,18 +209,17 @@ class Parts:
 
     def open(self) -> None:
         """Removes what is newer than the first `count` parts. For one rank to do."""
-        there = numbered(self.run)
-        files = [path for number in range(self.count) for path in needed(self.run, number, there.get(number, {}))]
-        missing = [path for path in files if not path.exists()]
-        if missing:
+        entries = (entry for entries in _in_order(self.run, self.count) for entry in entries)
+        wrong = next((entry for entry in entries if isinstance(entry, str)), None)
+        if wrong is not None:
             raise LedgerError(
-                f"a ledger is resumed with the parts it had; found no {missing[0]}. Bring it back from a copy, or "
-                "begin a run of another name."
+                f"a ledger is resumed with the parts it had; found {wrong}. Restore the folder from a copy, or start "
+                "a new run directory."
             )
-        for number in reversed(there):  # the newest first: whenever that ends, there is no gap
-            if number >= self.count:
-                for path in (self.run / FOLDER).glob(f"part-{number:06d}*.parquet"):
-                    path.unlink()
+        for part in reversed(numbered(self.run)):  # the newest first: whenever that ends, there is no gap
+            if part.number >= self.count:
+                for path in part.files.values():
+                    _remove(path)
         (self.run / FOLDER).mkdir(parents=True, exist_ok=True)
 
     def write(self, table: Any) -> None:
@@ -196,6 +235,16 @@ class Parts:
                 "permissions, and resume: the parts before it are whole."
             ) from why
         self.count += 1
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError as why:
+        raise LedgerError(
+            f"a part that is newer than the checkpoint must be removed when a run is resumed; found that {path} cannot "
+            f"be: {why}. Move it out of the folder."
+        ) from why
 
 
 def _write(table: Any, file: Any) -> None:

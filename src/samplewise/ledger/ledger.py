@@ -210,5 +210,12 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What is newer will be removed when the ledger goes on."""
+        parts = state.get("parts")
+        if type(parts) is not int or parts < 0:
+            raise LedgerError(
+                f"the state of a ledger must say how many parts it has, 0 or more; found {parts!r}. Load what "
+                "state_dict() returned."
+            )
         self._forget()
-        self._count, self._resumes = state["parts"], True
+        self._count = parts
+        self._resumes = True

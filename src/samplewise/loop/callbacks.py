@@ -8,8 +8,14 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
+from samplewise.loop.checkpoint.schema import COUNT, NUMBER, Kind, check
 from samplewise.loop.contents import savable
 from samplewise.loop.durations import duration
+
+MODEL_FILE = Kind(
+    "the name of a file best-*.ckpt",
+    lambda value: type(value) is str and Path(value).name == value and Path(value).match("best-*.ckpt"),
+)
 
 
 def _better(mode: str) -> int:
@@ -47,7 +53,9 @@ class EarlyStopping:
         return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best, self._waited = state["best"], state["waited"]
+        check(state, {"best": NUMBER, "waited": COUNT})
+        self._best = state["best"]
+        self._waited = state["waited"]
 
 
 class ModelCheckpoint:
@@ -104,7 +112,9 @@ class ModelCheckpoint:
         return {"values": self._values, "names": self._names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._values, self._names = state["values"], state["names"]
+        check(state, {"values": [NUMBER], "names": [MODEL_FILE]})  # the files are removed when others are better
+        self._values = state["values"]
+        self._names = state["names"]
 
 
 class LRMonitor:

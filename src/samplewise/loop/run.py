@@ -10,8 +10,9 @@ from typing import Any
 from samplewise import ranks
 from samplewise.errors import CheckpointError
 from samplewise.loop import store
+from samplewise.loop.checkpoint.directory import Saver
+from samplewise.loop.checkpoint.trainer_state import check_resumable
 from samplewise.loop.distributed import by_all
-from samplewise.loop.folders import Saver
 from samplewise.loop.log import Log
 
 
@@ -116,6 +117,7 @@ def _read_by_all(path: Path) -> dict[str, Any]:
     state, problem = dict[str, Any](), None
     try:
         state = store.read(path)
+        check_resumable(path, state)
     except CheckpointError as why:
         problem = why
     if ranks.meet(problem is not None)[0]:

@@ -18,6 +18,7 @@ from samplewise.engine.replicas import inner
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.about import about
 from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.loop.checkpoint.trainer_state import fitting
 from samplewise.loop.contents import check_resumed, check_savable, kinds, load, own_window, state_of, whole
 from samplewise.loop.costs import Clock, LayerNorms, peak_memory
 from samplewise.loop.dealing import Share
@@ -270,13 +271,17 @@ class Trainer:
         own, parts = state["trainer"], self._parts()
         check_resumed(state, parts, self.seed)
         for name, part in parts.items():
-            load(part, state[name])
+            with fitting(name):
+                load(part, state[name])
         if "own" in state:
-            self.step.load_window_state(state["own"])
+            with fitting("open window"):
+                self.step.load_window_state(state["own"])
         self._epoch = own["epoch"]
-        self._feed.load(own, self._epoch)
+        with fitting("loader"):
+            self._feed.load(own, self._epoch)
         self.step.counters.epochs = self._epoch  # one more, if its loader had ended: it will end again
-        load_random_states(state, self.seed)
+        with fitting("random state"):
+            load_random_states(state, self.seed)
         return own["log"]
 
     def _parts(self) -> dict[str, Any]:

@@ -1,0 +1,223 @@
+"""A checkpoint of several ranks: a directory that all of them write, with torch.distributed.checkpoint.
+
+    update-000000010.ckpt/
+        state.ckpt                  everything but the tensors of model, optimizer and loss; and the checksums of the
+                                    other files
+        rank-0.ckpt, rank-1.ckpt    those tensors, of which each rank has written some; and its part of an open window
+
+Each file is a checkpoint file as one process writes it: see `file`. The directory is written under another name and
+renamed by rank 0 when all ranks are done, while the training goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from samplewise import ranks
+from samplewise.errors import CheckpointError
+from samplewise.files import sync_directory
+from samplewise.loop.checkpoint import file
+from samplewise.loop.checkpoint.encoding import Malformed, decode, encode, tensors_in
+from samplewise.loop.checkpoint.schema import LIST, TENSOR, TEXT, Schema, check, maybe
+from samplewise.loop.distributed import by_all, by_first
+
+VERSION = 2  # 1 was torch's own format, of which a part was a pickle
+STATE = "state.ckpt"
+CONTENT: Schema = {"shards": [TEXT], "large": TEXT, "owns": maybe(LIST), "rest": TEXT, "small": [TENSOR]}
+LARGE = ("model", "optimizer", "loss")
+OWN = "own"  # what each rank has for itself
+PATIENCE = 30.0  # seconds
+
+
+class Saver:
+    """Saves one state at a time. Whoever asks for the next waits for the last."""
+
+    def __init__(self) -> None:
+        # A group of its own: what a save has to say must not get between what the training says.
+        self._group = dist.new_group(backend="gloo")
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+
+    def save(self, path: Path, state: dict[str, Any], then: Callable[[], None]) -> None:
+        """Begins to write a state, of which all ranks have the same but for their own, to a folder. `then` is called by
+        rank 0.
+        """
+        self.wait()
+        rest, small = by_all(lambda: encode({name: state[name] for name in state if name not in (*LARGE, OWN)}))
+        text, tensors = encode({name: state[name] for name in LARGE if name in state})
+        if not ranks.same(hashlib.sha256(text.encode()).digest()):
+            raise CheckpointError(
+                "model, optimizer and loss must have states of the same form on all ranks, of which each saves a part; "
+                "found that they differ. Make them alike on every rank; for an optimizer that divides its state among "
+                "them, use strategy='fsdp'."
+            )
+        copies = {str(k): _copy(tensor) for k, tensor in enumerate(tensors)}
+        owns = None
+        if OWN in state:
+            own, parts = by_all(lambda: encode(state[OWN]))
+            owns = ranks.everyone(own)
+            copies |= {_own_name(str(k)): _copy(tensor) for k, tensor in enumerate(parts)}
+        texts = {"version": VERSION, "large": text, "owns": owns, "rest": rest, "small": [_copy(t) for t in small]}
+        aside = path.with_name(f".{path.name}{file.PARTIAL}")
+        by_first(lambda: _make_way(aside))
+
+        def write() -> None:
+            try:
+                self._write(aside, path, texts, copies, then)
+            except BaseException as problem:  # told by `wait`
+                self._problem = problem
+
+        self._thread = threading.Thread(target=write, name="samplewise checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what was begun is on disk, on all ranks. Raises what has kept it from getting there."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread, problem, self._problem = None, self._problem, None
+        by_all(lambda: _raise(problem))
+
+    def finish(self) -> None:
+        """When all is on disk, the group is given back, with its threads."""
+        self.wait()
+        dist.destroy_process_group(self._group)
+
+    def close(self) -> None:
+        """After an error: what was begun gets some time, but a rank that is gone is not waited for."""
+        if self._thread is not None:
+            self._thread.join(PATIENCE)
+            self._thread = self._problem = None
+
+    def _write(
+        self, aside: Path, path: Path, texts: dict[str, Any], tensors: dict[str, Tensor], then: Callable[[], None]
+    ) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        from samplewise.loop.checkpoint.shards import ShardWriter
+
+        writer = ShardWriter(aside / _shard(ranks.rank()))
+        save(tensors, storage_writer=writer, process_group=self._group)
+        digests = self._each(lambda: writer.digest)
+
+        def finish() -> None:
+            file.write(aside / STATE, {**texts, "shards": digests}, snapshot=False)
+            file.remove(path)  # an older one of that number: this one is as good
+            os.replace(aside, path)
+            sync_directory(path.parent)
+            then()
+
+        self._each(finish if ranks.rank() == 0 else lambda: None)
+
+    def _each(self, call: Callable[[], Any]) -> list[Any]:
+        """What each rank gets from its call; an error of one is everybody's."""
+        found, problem = None, None
+        try:
+            found = call()
+        except Exception as error:
+            problem = f"{type(error).__name__} on rank {ranks.rank()}: {error}"
+        everyones: list[Any] = [None] * ranks.size()
+        dist.all_gather_object(everyones, (found, problem), group=self._group)
+        for _, told in everyones:
+            if told is not None:
+                raise CheckpointError(told)
+        return [one for one, _ in everyones]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The state in a directory, whole, in one process or in each of several."""
+    try:
+        return _read(path)
+    except (Malformed, *file.MALFORMED) as why:
+        raise file.corrupt(path, str(why)) from why
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from samplewise.loop.checkpoint import shards
+
+    about = _described(path)
+    own = None
+    if about["owns"] is not None and len(about["owns"]) == ranks.size():
+        own = about["owns"][ranks.rank()]
+    large = tensors_in(about["large"])
+    mine = {} if own is None else tensors_in(own)
+    shapes = large | {_own_name(name): shape for name, shape in mine.items()}
+    tensors = shards.read(shapes, shards.chunks_in(_shards(path, about["shards"])))
+    state = decode(about["rest"], dict(zip(map(str, range(len(about["small"]))), about["small"], strict=True)))
+    state |= decode(about["large"], {name: tensors[name] for name in large})
+    if about["owns"] is not None:
+        state["owners"] = len(about["owns"])
+    if own is not None:
+        state[OWN] = decode(own, {name: tensors[_own_name(name)] for name in mine})
+    return state
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """What `Saver.save` has written to the file of the state."""
+    if not (path / STATE).exists() and (path / ".metadata").exists():
+        raise _other_version(path, 1)
+    about = file.read(path / STATE)
+    if about.get("version") != VERSION:
+        raise _other_version(path, about.get("version"))
+    check(about, CONTENT)
+    check(about["owns"] or [], [TEXT], "owns")
+    return about
+
+
+def _other_version(path: Path, version: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{path} must be a checkpoint of several ranks in format {VERSION}; found format {version!r}, which another "
+        "version of samplewise has written: resume with that one, or start a new run directory."
+    )
+
+
+def _shards(path: Path, digests: list[str]) -> list[dict[Any, Any]]:
+    """The states in the files of all ranks. Each rank compares some of the files with their checksums."""
+    states = []
+    for rank, digest in enumerate(digests):
+        state, found = file.mapped(path / _shard(rank), verify=rank % ranks.size() == ranks.rank())
+        if found != digest:
+            raise file.corrupt(path / _shard(rank), "another checksum")
+        states.append(state)
+    return states
+
+
+def _shard(rank: int) -> str:
+    return f"rank-{rank}.ckpt"
+
+
+def _own_name(name: str) -> str:
+    return f"{ranks.rank()}/{name}"
+
+
+def _make_way(directory: Path) -> None:
+    file.remove(directory)
+    directory.mkdir(parents=True)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """As it is now: the training goes on."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _raise(problem: BaseException | None) -> None:
+    if problem is not None:
+        raise CheckpointError(
+            f"a checkpoint must be written by all ranks, which failed: {_told(problem).rstrip('.')}. Free some space "
+            "or see to the permissions, and resume: the checkpoints before it are whole."
+        ) from problem
+
+
+def _told(problem: BaseException) -> str:
+    """Torch's own tells of each rank's error, with all that it was called by."""
+    failures = getattr(problem, "failures", {})
+    told = [f"{type(error).__name__} on rank {rank}: {error}" for rank, (error, _) in failures.items()]
+    return "; ".join(told) or str(problem)

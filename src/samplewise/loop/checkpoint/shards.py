@@ -1,0 +1,178 @@
+"""Storage layer for torch.distributed.checkpoint without pickle: one checkpoint file for each rank.
+
+torch's planners decide which rank writes which chunk of which tensor, and which chunks a tensor is read from. The state
+in the file of a rank is {"chunks": [[name of the tensor, offset in each dimension, chunk], ...]}.
+
+torch.distributed.checkpoint takes long to import: so this module is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from samplewise.loop.checkpoint import file
+from samplewise.loop.checkpoint.encoding import Malformed, sizes
+
+Chunks = dict[str, dict[tuple[int, ...], Tensor]]  # by the name of the tensor and the offset in it
+Shapes = dict[str, tuple[torch.dtype, list[int]]]  # by the name of the tensor
+
+
+class ShardWriter(StorageWriter):
+    """Writes what a rank has to write to the file `path`. Afterwards, `digest` is its checksum."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.digest = ""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.digest = ""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        chunks = []
+        results = []
+        for item in plan.items:
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor) and item.tensor_data is not None  # nothing else is given to `save`
+            chunks.append([item.index.fqn, list(item.tensor_data.chunk.offsets), tensor.detach()])
+            results.append(WriteResult(item.index, tensor.nbytes, None))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.digest = file.write(self.path, {"chunks": chunks}, snapshot=False)
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing: the offset of each chunk is in the file that holds it."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class ShardReader(StorageReader):
+    """Gives torch's planner the chunks of some tensors."""
+
+    def __init__(self, shapes: Shapes, chunks: Chunks):
+        self._shapes = shapes
+        self._chunks = chunks
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({name: self._described(name) for name in self._shapes})
+
+    def _described(self, name: str) -> TensorStorageMetadata:
+        dtype, shape = self._shapes[name]
+        parts = [ChunkStorageMetadata(torch.Size(at), chunk.shape) for at, chunk in self._chunks[name].items()]
+        return TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), parts)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            assert item.storage_index.offset is not None  # the planner has it from `_described`
+            chunk = self._chunks[item.storage_index.fqn][tuple(item.storage_index.offset)]
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                chunk = chunk.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(chunk)
+            planner.commit_tensor(item, target)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def read(shapes: Shapes, chunks: Chunks) -> dict[str, Tensor]:
+    """Whole tensors of these names, dtypes and shapes. Raises `Malformed` if the chunks are not exactly theirs."""
+    for name, (dtype, shape) in shapes.items():
+        _check_chunks(name, dtype, shape, chunks.get(name, {}))
+    whole = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is for this process alone
+            load(whole, storage_reader=ShardReader(shapes, chunks), no_dist=True)
+    except CheckpointException as why:  # torch's own, which is no Exception
+        raise Malformed(f"what torch cannot read: {why}") from why
+    return whole
+
+
+def chunks_in(states: list[Any]) -> Chunks:
+    """The chunks in the states of the files of all ranks."""
+    found: Chunks = {}
+    for state in states:
+        if list(state) != ["chunks"] or type(state["chunks"]) is not list:
+            raise Malformed("a state that is no list of chunks")
+        for entry in state["chunks"]:
+            if type(entry) is not list or [type(part) for part in entry] != [str, list, Tensor]:
+                raise Malformed("a chunk without name, offset and tensor")
+            name, offset, tensor = entry
+            of_name = found.setdefault(name, {})
+            if tuple(sizes(offset)) in of_name:
+                raise Malformed(f"a chunk of tensor {name!r} twice")
+            of_name[tuple(offset)] = tensor
+    return found
+
+
+def _check_chunks(name: str, dtype: torch.dtype, shape: list[int], chunks: dict[tuple[int, ...], Tensor]) -> None:
+    """The chunks must fill the tensor, each place of it once. Nothing is allocated before the sizes agree."""
+    for offset, chunk in chunks.items():
+        inside = len(offset) == len(shape) == chunk.dim() and all(
+            start + length <= size for start, length, size in zip(offset, chunk.shape, shape, strict=True)
+        )
+        if chunk.dtype != dtype or not inside:
+            raise Malformed(f"a chunk that does not fit into tensor {name!r} of {dtype} and shape {shape}")
+    stored = sum(chunk.numel() for chunk in chunks.values())
+    if stored != math.prod(shape) or not chunks:
+        raise Malformed(f"{stored:,} stored numbers of tensor {name!r} in place of {math.prod(shape):,}")
+    if len(chunks) > 1:
+        _check_apart(name, shape, chunks)
+
+
+def _check_apart(name: str, shape: list[int], chunks: dict[tuple[int, ...], Tensor]) -> None:
+    """As many numbers as the tensor has fill it if no place is there twice."""
+    filled = torch.zeros(shape, dtype=torch.bool)
+    for offset, chunk in chunks.items():
+        place = filled[tuple(slice(start, start + length) for start, length in zip(offset, chunk.shape, strict=True))]
+        if place.any():
+            raise Malformed(f"chunks of tensor {name!r} that overlap")
+        place.fill_(True)
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future

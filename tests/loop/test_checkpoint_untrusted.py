@@ -1,0 +1,758 @@
+"""Checkpoints from an untrusted source: nothing in them runs, and one that is whole but wrong is a CheckpointError."""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from forging import BOMBS, Bomb, nothing_unpickled, pickled, write_directory, write_header
+from safetensors.torch import save_file
+from small import loader, make, parameters
+
+import samplewise as sw
+from samplewise.errors import CheckpointError, CheckpointWarning
+from samplewise.loop import store
+from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
+from samplewise.loop.checkpoint import file
+from samplewise.loop.checkpoint.encoding import DTYPES
+from samplewise.loop.checkpoint.trainer_state import check_resumable
+
+SOURCE = Path(sw.__file__).parent
+NEWEST = "update-000000099.ckpt"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run with one checkpoint, in which tests put a newer one. The current directory shows what a pickle did."""
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "run").fit(loader(), epochs=1)
+    return tmp_path / "run"
+
+
+def newest(run):
+    return run / "checkpoints" / NEWEST
+
+
+def state_of(run):
+    return store.read(run / "checkpoints" / "update-000000003.ckpt")
+
+
+def resumed(run):
+    """The parameters after another epoch, and what was said about checkpoints that were passed over."""
+    trainer = make(run)
+    with warnings.catch_warnings(record=True) as caught, nothing_unpickled():
+        warnings.simplefilter("always")
+        trainer.fit(loader(), epochs=2, resume=True)
+    assert not list(Path().rglob("exploded"))
+    return parameters(trainer), [str(warning.message) for warning in caught]
+
+
+def expected(tmp_path):
+    trainer = make(tmp_path / "whole")
+    trainer.fit(loader(), epochs=2)
+    return parameters(trainer)
+
+
+# ----------------------------------------------------------------------------------------------- nothing is unpickled
+
+
+def test_only_messages_between_ranks_are_pickled():
+    """Nothing in the library loads a pickle from a file."""
+    users = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import) and {"pickle", "dill", "joblib", "shelve"} & {a.name for a in node.names}:
+                users.add(path.relative_to(SOURCE).as_posix())
+            if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "dill", "joblib", "shelve"):
+                users.add(path.relative_to(SOURCE).as_posix())
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "numpy.load", "np.load"):
+                users.add(path.relative_to(SOURCE).as_posix())
+            if isinstance(node, ast.Name) and node.id in ("FileSystemReader", "FileSystemWriter"):
+                users.add(path.relative_to(SOURCE).as_posix())
+    assert users == {"ranks.py"}
+
+
+def old_format(run):
+    """As several ranks once wrote it: a file with the right checksums, and a pickle of torch's."""
+    newest(run).mkdir()
+    (newest(run) / ".metadata").write_bytes(pickled())
+    (newest(run) / "__0_0.distcp").write_bytes(pickled())
+    sums = {name: hashlib.sha256(pickled()).hexdigest() for name in (".metadata", "__0_0.distcp")}
+    rest = {name: part for name, part in state_of(run).items() if name not in ("model", "optimizer")}
+    file.write(newest(run) / "rest.ckpt", {**rest, "large": '{"dict":[]}', "files": sums})
+
+
+def test_the_old_format_of_several_ranks_is_refused(run, tmp_path):
+    old_format(run)
+    found, messages = resumed(run)
+    assert messages == [
+        f"{newest(run)} must be a checkpoint of several ranks in format 2; found format 1, which another version of "
+        "samplewise has written: resume with that one, or start a new run directory. Going on to the checkpoint before "
+        "it."
+    ]
+    assert torch.equal(found, expected(tmp_path))
+
+
+def test_a_directory_of_several_ranks_is_resumed_without_a_pickle(run, tmp_path):
+    """Though one of torch's is there."""
+    write_directory(newest(run), state_of(run))
+    for name in (".metadata", "__0_0.distcp", "rest.ckpt", "rank-2.ckpt"):
+        (newest(run) / name).write_bytes(pickled())
+    found, messages = resumed(run)
+    assert messages == [] and torch.equal(found, expected(tmp_path))
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("name", ["state.ckpt", "rank-0.ckpt", "rank-1.ckpt"])
+def test_a_pickle_in_place_of_a_file_of_a_directory(run, tmp_path, name, bomb):
+    write_directory(newest(run), state_of(run))
+    (newest(run) / name).write_bytes(BOMBS[bomb]())
+    found, messages = resumed(run)
+    assert torch.equal(found, expected(tmp_path)) and len(messages) == 1
+    assert f"{newest(run) / name} must be " in messages[0] and messages[0].endswith(
+        "Going on to the checkpoint before it."
+    )
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_pickle_in_place_of_a_file(run, tmp_path, bomb):
+    newest(run).write_bytes(BOMBS[bomb]())
+    found, messages = resumed(run)
+    assert torch.equal(found, expected(tmp_path))
+    assert [re.sub("(?s)found .*? It", "found It", text) for text in messages] == [
+        f"{newest(run)} must be a file that samplewise has written; found It is no checkpoint: give another path. "
+        "Going on to the checkpoint before it."
+    ]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "shard"])
+def test_a_link_to_something_forged(run, tmp_path, kind):
+    old_format(run)
+    elsewhere = tmp_path / "elsewhere"
+    newest(run).rename(elsewhere)
+    if kind == "directory":
+        newest(run).symlink_to(elsewhere)
+    elif kind == "file":
+        newest(run).symlink_to(elsewhere / ".metadata")
+    else:
+        write_directory(newest(run), state_of(run))
+        (newest(run) / "rank-0.ckpt").unlink()
+        (newest(run) / "rank-0.ckpt").symlink_to(elsewhere / ".metadata")
+    found, messages = resumed(run)
+    assert len(messages) == 1 and torch.equal(found, expected(tmp_path))
+    assert (elsewhere / ".metadata").read_bytes() == pickled()
+
+
+def test_removing_a_linked_checkpoint_leaves_what_it_links_to(run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "notes.txt").write_text("mine")
+    (run / "checkpoints" / "update-000000001.ckpt").symlink_to(tmp_path / "elsewhere")
+    store.Checkpoints(run / "checkpoints", keep=1).remove_older_than(99)
+    assert (tmp_path / "elsewhere" / "notes.txt").read_text() == "mine"
+    assert not (run / "checkpoints" / "update-000000001.ckpt").is_symlink()
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_pickle_in_place_of_a_model(run, bomb):
+    path = run / "best-loss-000000003.ckpt"
+    path.write_bytes(BOMBS[bomb]())
+    with nothing_unpickled(), pytest.raises(CheckpointError, match=r"must be a file that samplewise has written"):
+        store.read(path)
+    assert not Path("exploded").exists()
+
+
+def test_bytes_in_a_state_stay_bytes(tmp_path, monkeypatch):
+    """A loader or a callback may keep a pickle of its own: it is not ours to load."""
+    monkeypatch.chdir(tmp_path)
+    state = {"trainer": {"place": {"state": pickled()}}, "callbacks": {"Mine": {"kept": [pickled()]}}}
+    store.write(tmp_path / "a.ckpt", state)
+    with nothing_unpickled():
+        assert store.read(tmp_path / "a.ckpt") == state
+    assert not Path("exploded").exists()
+
+
+def test_the_trap_works(tmp_path, monkeypatch):
+    import pickle
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError), nothing_unpickled():
+        pickle.loads(pickle.dumps(Bomb())).close()
+    assert Path("exploded").exists()
+
+
+@pytest.mark.parametrize("name", ["state.ckpt", "rank-1.ckpt", NEWEST])
+def test_a_pipe_in_place_of_a_file_does_not_block(run, name):
+    if name == NEWEST:
+        path = newest(run)
+    else:
+        write_directory(newest(run), state_of(run))
+        path = newest(run) / name
+        path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=f"^{path} must be a file that can be read; found: it is no regular file"):
+        store.read(newest(run))
+
+
+# ------------------------------------------------------------------------------- one file, whole but wrong: the state
+
+TWO = torch.tensor([1.0, 2.0])
+TENSOR = '{"tensor":["0","float32",[2]]}'
+
+
+def forge(path, state, tensors=None):
+    """A file with the right checksum that `write` would not make."""
+    tensors = {"0": TWO} if tensors is None else tensors
+    about = {"format": file.FORMAT, "version": "1", "state": state}
+    save_file(tensors, path, about | {"sha256": file._checksum(state, list(tensors.values()))})
+
+
+def in_dict(value):
+    return f'{{"dict":[["a",{value}]]}}'
+
+
+def nested(depth, value):
+    return "[" * depth + value + "]" * depth
+
+
+WRONG_STATES = {
+    "other content": ("{}", "an object with 0 keys in place of one"),
+    "a list": (f"[{TENSOR}]", "a state of type list"),
+    "a number": ("1", "a state of type int"),
+    "quint8": (in_dict('{"tensor":["0","quint8",[2]]}'), "a tensor of dtype 'quint8'"),
+    "qint32": (in_dict('{"tensor":["0","qint32",[2]]}'), "a tensor of dtype 'qint32'"),
+    "bits8": (in_dict('{"tensor":["0","bits8",[8]]}'), "a tensor of dtype 'bits8'"),
+    "no dtype": (in_dict('{"tensor":["0","load",[2]]}'), "a tensor of dtype 'load'"),
+    "a dtype that is no text": (in_dict('{"tensor":["0",null,[2]]}'), "NoneType in place of str"),
+    "a dotted dtype": (in_dict('{"tensor":["0","serialization.load",[2]]}'), "a tensor of dtype 'serialization.load'"),
+    "another dtype": (
+        in_dict('{"tensor":["0","int32",[2]]}'),
+        "tensor '0' of dtype torch.float32 and shape [2] in place of torch.int32 and [2]",
+    ),
+    "a packed dtype": (
+        in_dict('{"tensor":["0","complex64",[1]]}'),
+        "a tensor stored as torch.float32 [2] in place of 8 bytes",
+    ),
+    "a shape that does not match": (
+        in_dict('{"tensor":["0","float32",[3]]}'),
+        "tensor '0' of dtype torch.float32 and shape [2] in place of torch.float32 and [3]",
+    ),
+    "another shape of as many": (in_dict('{"tensor":["0","float32",[1,2]]}'), "and shape [2] in place of"),
+    "a negative size": (in_dict('{"tensor":["0","float32",[-2]]}'), "a shape or offset [-2]"),
+    "a size to be inferred": (in_dict('{"tensor":["0","float32",[2,-1]]}'), "a shape or offset [2, -1]"),
+    "a size that is a bool": (in_dict('{"tensor":["0","float32",[true,2]]}'), "a shape or offset [True, 2]"),
+    "a size that is a float": (in_dict('{"tensor":["0","float32",[2.0]]}'), "a shape or offset [2.0]"),
+    "a shape that is a number": (in_dict('{"tensor":["0","float32",2]}'), "a shape or offset 2"),
+    "a huge size": (in_dict('{"tensor":["0","float32",[1000000000000000000]]}'), "[1000000000000000000]"),
+    "a size beyond 64 bits": (in_dict('{"tensor":["0","float32",[99999999999999999999]]}'), "[99999999999999999999]"),
+    "huge and empty": (in_dict('{"tensor":["0","float32",[0,99999999999999999999]]}'), "in place of torch.float32"),
+    "a huge packed size": (
+        in_dict('{"tensor":["0","complex128",[1000000000000000000]]}'),
+        "a tensor stored as torch.float32 [2] in place of 16,000,000,000,000,000,000 bytes",
+    ),
+    "a tensor twice": (
+        f'{{"dict":[["a",{TENSOR}],["b",{TENSOR}]]}}',
+        "tensor '0' that is used twice, or is not stored",
+    ),
+    "a tensor 20,000 times": (
+        in_dict("[" + ",".join([TENSOR] * 20_000) + "]"),
+        "tensor '0' that is used twice, or is not stored",
+    ),
+    "no such tensor": (in_dict('{"tensor":["1","float32",[2]]}'), "tensor '1' that is used twice, or is not stored"),
+    "another spelling": (in_dict('{"tensor":["٠","float32",[2]]}'), "that is used twice, or is not stored"),
+    "a name that is a number": (in_dict('{"tensor":[0,"float32",[2]]}'), "int in place of str"),
+    "a tensor without shape": (in_dict('{"tensor":["0","float32"]}'), "a tensor without name, dtype and shape"),
+    "a tensor that is a dict": (in_dict('{"tensor":{"a":1}}'), "a tensor without name, dtype and shape"),
+    "a tensor that is not used": ('{"dict":[]}', "1 tensors that the state does not use"),
+    "a key twice": ('{"dict":[["a",1],["a",2]]}', "the key 'a' twice"),
+    "a key of JSON twice": ('{"dict":[],"dict":[]}', "JSON with a key twice"),
+    "a key that is a list": ('{"dict":[[[1],2]]}', "a key of type list"),
+    "a key that is a float": ('{"dict":[[1.5,2]]}', "a key of type float"),
+    "a key that is None": ('{"dict":[[null,2]]}', "a key of type NoneType"),
+    "an item of three": ('{"dict":[["a",1,2]]}', "an entry of a dict that is no pair"),
+    "an item that is a text": ('{"dict":["ab"]}', "an entry of a dict that is no pair"),
+    "a dict that is a number": ('{"dict":1}', "int in place of list"),
+    "a tuple that is a text": (in_dict('{"tuple":"ab"}'), "str in place of list"),
+    "two kinds": (in_dict('{"a":1,"b":2}'), "an object with 2 keys in place of one"),
+    "an unknown kind": (in_dict('{"call":"print"}'), "a value of unknown kind 'call'"),
+    "NaN": (in_dict("NaN"), "the number NaN in JSON"),
+    "infinity": (in_dict("-Infinity"), "the number -Infinity in JSON"),
+    "a float that overflows": (in_dict("1e999"), "the number 1e999 in JSON"),
+    "a float as text": (in_dict('{"float":"1.5"}'), "the float '1.5'"),
+    "a float that is a float": (in_dict('{"float":1.5}'), "float in place of str"),
+    "bytes that are none": (in_dict('{"bytes":"?"}'), "bytes that cannot be decoded"),
+    "bytes beyond ASCII": (in_dict('{"bytes":"ü"}'), "bytes that cannot be decoded"),
+    "an int that is none": (in_dict('{"int":"xyz"}'), "int that cannot be decoded"),
+    "an int of 5,000 digits": (in_dict("9" * 5000), "no valid JSON (Exceeds the limit"),
+    "120 levels": (in_dict(nested(120, "1")), "a state of more than 100 levels"),
+    "100,000 levels": ("[" * 100_000, "JSON that is nested too deeply"),
+    "levels of dicts": ('{"dict":[["a",' * 110 + "1" + "]]}" * 110, "more than 100 levels|nested too deeply"),
+    "cut": ('{"dict":[["a",', "no valid JSON"),
+    "empty": ("", "no valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_a_state_that_write_does_not_make(tmp_path, name):
+    path = tmp_path / "a.ckpt"
+    state, found = WRONG_STATES[name]
+    forge(path, state)
+    with pytest.raises(CheckpointError) as error:
+        store.read(path)
+    assert str(error.value).startswith(f"{path} must hold what was once written to it; found ")
+    assert str(error.value).endswith(". It is corrupt: use an earlier checkpoint.")
+    assert any(part in str(error.value) for part in found.split("|")), str(error.value)
+
+
+def test_the_forged_file_is_wrong_in_nothing_else(tmp_path):
+    forge(tmp_path / "a.ckpt", in_dict(TENSOR))
+    assert torch.equal(store.read(tmp_path / "a.ckpt")["a"], TWO)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_that_is_listed(tmp_path, name):
+    bytes_of = torch.arange(4 * DTYPES[name].itemsize, dtype=torch.uint8) % 2
+    state = {"a": bytes_of.view(DTYPES[name]).reshape(2, 2), "empty": torch.empty(0, 3, dtype=DTYPES[name])}
+    store.write(tmp_path / "a.ckpt", state)
+    back = store.read(tmp_path / "a.ckpt")
+    assert torch.equal(back["a"].view(torch.uint8), state["a"].view(torch.uint8))
+    assert back["empty"].dtype == DTYPES[name] and back["empty"].shape == (0, 3)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("dtype", [torch.quint8, torch.qint8, torch.qint32, torch.bits8, torch.float4_e2m1fn_x2])
+def test_a_dtype_that_is_not_listed_is_not_written(tmp_path, dtype):
+    if dtype in (torch.bits8, torch.float4_e2m1fn_x2):
+        tensor = torch.zeros(2, dtype=torch.uint8).view(dtype)
+    else:
+        tensor = torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, dtype)
+    with pytest.raises(
+        TypeError, match=f"^a must be a plain, dense tensor with data; found .* and dtype {dtype} on cpu"
+    ):
+        store.write(tmp_path / "a.ckpt", {"a": tensor})
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------ one file, whole but wrong: the header
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+PAIR = '{"dict":[["a",{"tensor":["0","float32",[2]]}],["b",{"tensor":["1","float32",[2]]}]]}'
+
+
+def entry(**changes):
+    return {"0": {**ENTRY, **changes}}
+
+
+WRONG_HEADERS = {
+    "a negative offset": entry(data_offsets=[-8, 0]),
+    "offsets in reverse": entry(data_offsets=[8, 0]),
+    "a huge offset": entry(data_offsets=[0, 2**62]),
+    "an offset beyond 64 bits": entry(data_offsets=[0, 2**70]),
+    "an offset that is a float": entry(data_offsets=[0.0, 8.0]),
+    "an offset that is NaN": entry(data_offsets=[0, float("nan")]),
+    "one offset": entry(data_offsets=[8]),
+    "no offsets": {"0": {"dtype": "F32", "shape": [2]}},
+    "a shape that does not match": entry(shape=[3]),
+    "a negative shape": entry(shape=[-2]),
+    "a shape that overflows": entry(shape=[2**40, 2**40]),
+    "a dtype that does not match": entry(dtype="F16"),
+    "an unknown dtype": entry(dtype="Q8"),
+    "a tensor that is a list": {"0": [1, 2]},
+    "a tensor of another name": {"x": ENTRY},
+    "two names": {**entry(), "zero": {**ENTRY, "data_offsets": [8, 8], "shape": [0]}},
+    "no tensor": {},
+    "overlapping tensors": {**entry(), "1": {**ENTRY, "data_offsets": [4, 12]}},
+    "the same bytes twice": {**entry(), "1": ENTRY},
+    "a gap": {**entry(), "1": {**ENTRY, "data_offsets": [12, 20]}},
+    "a name twice": f'{{"__metadata__":"ABOUT","0":{json.dumps(ENTRY)},"0":{json.dumps(ENTRY)}}}',
+    "a field twice": '{"__metadata__":"ABOUT","0":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+    "metadata twice": f'{{"__metadata__":"ABOUT","__metadata__":"ABOUT","0":{json.dumps(ENTRY)}}}',
+    "metadata that is a list": '{"__metadata__":["ABOUT"]}',
+    "no metadata": json.dumps(entry()),
+    "no JSON": '{"__metadata__":"ABOUT",',
+    "deep": '{"__metadata__":"ABOUT","0":' + "[" * 50_000,
+    "no UTF-8": '{"__metadata__":"ABOUT","\ud800":1}'.replace("\ud800", "\\ud800"),
+}
+WRONG_ABOUTS = {
+    "no version": {"version": None},
+    "a version that is a list": {"version": [1]},
+    "a version of the past": {"version": "0"},
+    "a version that is no number": {"version": "one"},
+    "a version of many digits": {"version": "9" * 5000},
+    "no checksum": {"sha256": None},
+    "a checksum that is a list": {"sha256": []},
+    "a checksum of another text": {"sha256": "0" * 64},
+    "no state": {"state": None},
+    "a state that is no text": {"state": 5},
+    "another format": {"format": "pt"},
+    "a format that is a dict": {"format": {}},
+}
+
+
+@pytest.mark.parametrize("name", WRONG_HEADERS)
+def test_a_header_that_write_does_not_make(tmp_path, name):
+    path = tmp_path / "a.ckpt"
+    data = bytes(8) if len(WRONG_HEADERS[name]) < 2 else bytes(20)
+    write_header(path, WRONG_HEADERS[name], data, {"state": PAIR if "1" in WRONG_HEADERS[name] else in_dict(TENSOR)})
+    with pytest.raises(CheckpointError, match=REFUSED):
+        store.read(path)
+
+
+REFUSED = (
+    r"^(?s:.*) must (hold what was once written to it; found .*\. It is corrupt: use an earlier checkpoint\."
+    r"|be at least \d+ bytes long; found \d+\. It is truncated: .*\."
+    r"|be a file that samplewise has written; found .*\. It is no checkpoint: give another path\.)$"
+)
+
+
+@pytest.mark.parametrize("name", WRONG_ABOUTS)
+def test_metadata_that_write_does_not_make(tmp_path, name):
+    path = tmp_path / "a.ckpt"
+    write_header(path, entry(), bytes(8), {"state": in_dict(TENSOR)} | WRONG_ABOUTS[name])
+    with pytest.raises(CheckpointError, match=REFUSED):
+        store.read(path)
+
+
+def test_the_forged_header_is_wrong_in_nothing_else(tmp_path):
+    write_header(tmp_path / "a.ckpt", entry(), bytes(8), {"state": in_dict(TENSOR)})
+    assert torch.equal(store.read(tmp_path / "a.ckpt")["a"], torch.zeros(2))
+
+
+@pytest.mark.parametrize("version", ["2", "1000000"])
+def test_a_newer_version_is_refused(tmp_path, version):
+    write_header(tmp_path / "a.ckpt", {}, b"", {"version": version})
+    with pytest.raises(CheckpointError) as error:
+        store.read(tmp_path / "a.ckpt")
+    assert str(error.value) == (
+        f"{tmp_path / 'a.ckpt'} must be of checkpoint format 1; found {version}. A newer samplewise has written it: "
+        "pip install --upgrade samplewise"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ a directory of ranks
+
+
+def model_state():
+    return {"model": {"weight": torch.arange(12.0).reshape(4, 3), "bias": torch.arange(4)}, "update": 3}
+
+
+def test_chunks_come_back_whole(tmp_path):
+    for ranks in (1, 2, 3, 5):
+        write_directory(tmp_path / f"{ranks}", model_state(), ranks)
+        back = store.read(tmp_path / f"{ranks}")
+        assert list(back) == ["update", "model"] and back["update"] == 3
+        assert all(torch.equal(back["model"][name], t) for name, t in model_state()["model"].items())
+
+
+def overlap(chunks):
+    chunks[1][0][1] = [1, 0]
+
+
+def out_of_bounds(chunks):
+    chunks[1][0][1] = [3, 0]
+
+
+def fewer_dimensions(chunks):
+    chunks[1][0][1] = [2]
+
+
+def negative_offset(chunks):
+    chunks[0][0][1] = [-1, 0]
+
+
+def offset_of_text(chunks):
+    chunks[0][0][1] = ["0", 0]
+
+
+def offset_of_nan(chunks):
+    chunks[0][0][1] = [float("nan"), 0]
+
+
+def missing_chunk(chunks):
+    del chunks[1][0]
+
+
+def missing_tensor(chunks):
+    for own in chunks:
+        del own[1]
+
+
+def chunk_twice(chunks):
+    chunks[1].append(list(chunks[0][0]))
+
+
+def chunk_of_other_rows(chunks):
+    chunks[1][0][2] = torch.zeros(1, 3)
+
+
+def chunk_of_other_dtype(chunks):
+    chunks[1][0][2] = chunks[1][0][2].double()
+
+
+def chunk_without_tensor(chunks):
+    chunks[0][0][2] = [0.0]
+
+
+def chunk_of_two(chunks):
+    chunks[0][0].pop()
+
+
+def name_of_number(chunks):
+    chunks[0][0][0] = 0
+
+
+WRONG_CHUNKS = {
+    overlap: "chunks of tensor '0' that overlap",
+    out_of_bounds: "a chunk that does not fit into tensor '0' of torch.float32 and shape [4, 3]",
+    fewer_dimensions: "a chunk that does not fit into tensor '0' of torch.float32 and shape [4, 3]",
+    negative_offset: "a shape or offset [-1, 0]",
+    offset_of_text: "a shape or offset ['0', 0]",
+    offset_of_nan: "a shape or offset [nan, 0]",
+    missing_chunk: "6 stored numbers of tensor '0' in place of 12",
+    missing_tensor: "0 stored numbers of tensor '1' in place of 4",
+    chunk_twice: "a chunk of tensor '0' twice",
+    chunk_of_other_rows: "9 stored numbers of tensor '0' in place of 12",
+    chunk_of_other_dtype: "a chunk that does not fit into tensor '0' of torch.float32 and shape [4, 3]",
+    chunk_without_tensor: "a chunk without name, offset and tensor",
+    chunk_of_two: "a chunk without name, offset and tensor",
+    name_of_number: "a chunk without name, offset and tensor",
+}
+
+
+@pytest.mark.parametrize("change", WRONG_CHUNKS, ids=lambda change: change.__name__)
+def test_chunks_that_are_not_those_of_the_tensor(tmp_path, change):
+    write_directory(tmp_path / "a.ckpt", model_state(), change=change)
+    with pytest.raises(CheckpointError) as error:
+        store.read(tmp_path / "a.ckpt")
+    assert str(error.value) == (
+        f"{tmp_path / 'a.ckpt'} must hold what was once written to it; found {WRONG_CHUNKS[change]}. It is corrupt: "
+        "use an earlier checkpoint."
+    )
+
+
+HUGE = '{"dict":[["model",{"tensor":["0","float32",[1000000000000,3]]}]]}'
+WRONG_CONTENT = {
+    "no shards": ({"shards": ...}, "no shards"),
+    "shards that are a number": ({"shards": 2}, "2 as shards in place of a list"),
+    "a shard that is a number": ({"shards": [1]}, "1 as shards.0 in place of a text"),
+    "no shapes": ({"large": ...}, "no large"),
+    "shapes that are a dict": ({"large": {}}, "dict as large in place of a text"),
+    "shapes that are no JSON": ({"large": "{"}, "no valid JSON"),
+    "a huge shape": ({"large": HUGE}, "12 stored numbers of tensor '0' in place of 3,000,000,000,000"),
+    "a tensor twice": ({"large": f'{{"dict":[["a",{TENSOR}],["b",{TENSOR}]]}}'}, "tensor '0' that is used twice"),
+    "owns that are a text": ({"owns": "x"}, "'x' as owns in place of a list, or None"),
+    "owns that are numbers": ({"owns": [1]}, "1 as owns.0 in place of a text"),
+    "no rest": ({"rest": ...}, "no rest"),
+    "a rest with a tensor": ({"rest": in_dict(TENSOR)}, "tensor '0' that is used twice, or is not stored"),
+    "tensors that are not used": ({"small": [TWO]}, "1 tensors that the state does not use"),
+    "tensors that are numbers": ({"small": [1.0]}, "1.0 as small.0 in place of a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CONTENT)
+def test_a_directory_whose_state_is_of_another_kind(tmp_path, name):
+    changes, found = WRONG_CONTENT[name]
+    write_directory(tmp_path / "a.ckpt", model_state(), **changes)
+    with pytest.raises(CheckpointError) as error:
+        store.read(tmp_path / "a.ckpt")
+    assert str(error.value).endswith(". It is corrupt: use an earlier checkpoint.")
+    assert any(part in str(error.value) for part in found.split("|")), str(error.value)
+
+
+@pytest.mark.parametrize("version", [1, 3, -1, None, "2", float("nan"), [2]])
+def test_another_version_of_a_directory_is_refused(tmp_path, version):
+    write_directory(tmp_path / "a.ckpt", model_state(), version=version)
+    with pytest.raises(CheckpointError) as error:
+        store.read(tmp_path / "a.ckpt")
+    assert str(error.value) == (
+        f"{tmp_path / 'a.ckpt'} must be a checkpoint of several ranks in format 2; found format {version!r}, which "
+        "another version of samplewise has written: resume with that one, or start a new run directory."
+    )
+
+
+def test_a_file_of_another_checkpoint_is_refused(tmp_path):
+    """Both are whole; together they are no state that ever was."""
+    other = model_state()
+    other["model"]["weight"] = -other["model"]["weight"]
+    write_directory(tmp_path / "a.ckpt", model_state())
+    write_directory(tmp_path / "b.ckpt", other)
+    (tmp_path / "a.ckpt" / "rank-1.ckpt").write_bytes((tmp_path / "b.ckpt" / "rank-1.ckpt").read_bytes())
+    with pytest.raises(
+        CheckpointError, match=r"rank-1.ckpt must hold what was once .*; found another checksum\. It is"
+    ):
+        store.read(tmp_path / "a.ckpt")
+
+
+def test_an_empty_directory(tmp_path):
+    (tmp_path / "a.ckpt").mkdir()
+    with pytest.raises(CheckpointError, match=r"state.ckpt must be a file that can be read; found: .*No such file"):
+        store.read(tmp_path / "a.ckpt")
+
+
+# ---------------------------------------------------------------------------------------------- the state of a trainer
+
+
+def places(state, place=()):
+    """The keys of a state, at every level, that the trainer needs."""
+    for key, value in state.items():
+        yield (*place, key)
+        if isinstance(value, dict) and key in ("trainer", "kinds", "step", "counters", "precision", "window", "place"):
+            yield from places(value, (*place, key))
+
+
+OPTIONAL = {("step", "microbatch"), ("trainer", "place", "state"), ("running", "lr"), ("step", "precision")}
+
+
+def changed(state, place, value=...):
+    """A copy with another value at a place, or without it."""
+    key, *rest = place
+    if rest:
+        return {**state, key: changed(state[key], rest, value)}
+    return {name: old for name, old in state.items() if name != key} if value is ... else {**state, key: value}
+
+
+def test_every_key_that_is_missing_is_named(run):
+    state = state_of(run)
+    seen = 0
+    for place in places(state):
+        if place in OPTIONAL:
+            continue
+        with pytest.raises(CheckpointError) as error:
+            check_resumable(run, changed(state, place))
+        assert str(error.value) == (
+            f"{run} must hold the state of a trainer; found no {'.'.join(place)}. It was written for another purpose: "
+            "use an earlier checkpoint."
+        )
+        seen += 1
+    assert seen > 25
+    check_resumable(run, state)
+
+
+COUNTS = [
+    ("trainer", "epoch"),
+    ("trainer", "log"),
+    ("trainer", "used"),
+    ("trainer", "place", "batches"),
+    ("trainer", "place", "inside"),
+    ("step", "counters", "updates"),
+    ("step", "counters", "samples"),
+    ("step", "counters", "epochs"),
+    ("step", "precision", "since_change"),
+    ("running", "lines", "samples"),
+]
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1, 1.5, True, "3", [3]], ids=str)
+@pytest.mark.parametrize("place", COUNTS, ids=".".join)
+def test_counters_that_are_no_counts(run_state, place, value):
+    with pytest.raises(
+        CheckpointError, match=rf"found .* as {re.escape('.'.join(place))} in place of a whole number, 0 or"
+    ):
+        check_resumable(Path("a.ckpt"), changed(run_state, place, value))
+
+
+@pytest.fixture(scope="module")
+def run_state(tmp_path_factory):
+    run = tmp_path_factory.mktemp("state")
+    make(run).fit(loader(), epochs=1)
+    return state_of(run)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), None, "1"], ids=str)
+def test_a_loss_scale_that_is_none(run_state, value):
+    with pytest.raises(CheckpointError, match=r"as step.precision.scale in place of a finite number above 0"):
+        check_resumable(Path("a.ckpt"), changed(run_state, ("step", "precision", "scale"), value))
+
+
+OTHER_CONTENT = {
+    "a model": {"model": {"0.weight": TWO}, "update": 3},
+    "nothing": {},
+    "numbers": {"a": 1},
+    "lists for dicts": {"trainer": [], "kinds": [], "model": []},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CONTENT)
+@pytest.mark.parametrize("write", [store.write, write_directory])
+def test_a_checkpoint_of_other_content_is_passed_over(run, tmp_path, name, write):
+    write(newest(run), OTHER_CONTENT[name])
+    found, messages = resumed(run)
+    assert len(messages) == 1 and messages[0].startswith(f"{newest(run)} must hold the state of a trainer; found ")
+    assert torch.equal(found, expected(tmp_path))
+
+
+def test_nothing_but_other_content(run):
+    for path in (run / "checkpoints").iterdir():
+        path.unlink()
+    store.write(newest(run), {"a": 1})
+    log = (run / "log.jsonl").read_bytes()
+    message = "^resuming needs a checkpoint that can be read; found none among 1 in "
+    with pytest.warns(CheckpointWarning, match="found no trainer"), pytest.raises(CheckpointError, match=message):
+        make(run).fit(loader(), epochs=2, resume=True)
+    assert (run / "log.jsonl").read_bytes() == log
+
+
+UNFIT = {
+    "a model of other shapes": (("model", "0.weight"), torch.zeros(3, 3), "model"),
+    "a model with other names": (("model",), {"weight": TWO}, "model"),
+    "an optimizer without groups": (("optimizer", "param_groups"), ..., "optimizer"),
+    "an optimizer whose groups are numbers": (("optimizer", "param_groups"), [1], "optimizer"),
+    "an optimizer state that is a list": (("optimizer", "state"), [1], "optimizer"),
+    "a random state of other size": (("random", "torch"), torch.zeros(3, dtype=torch.uint8), "random state"),
+    "a random state of Python that is none": (("random", "python"), (3, "x", None), "random state"),
+    "a position with another field": (("trainer", "place", "more"), 1, "loader"),
+    "compiled code that is none": (("step", "compiling"), {}, "step"),
+    "window sums of no parameter": (("step", "window", "sums"), {"none": TWO}, "step"),
+    "a counter that there is not": (("step", "counters", "more"), 1, "step"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_state_that_does_not_fit_is_named(run, name):
+    place, value, what = UNFIT[name]
+    store.write(newest(run), changed(state_of(run), place, value))
+    log = (run / "log.jsonl").read_bytes()
+    message = (
+        rf"^a checkpoint must fit the {what} of the run that it is loaded into; found \w+: .*\. Use the {what} that "
+        r"the run was saved with, or start a new run directory\.$"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        make(run).fit(loader(), epochs=2, resume=True)
+    assert (run / "log.jsonl").read_bytes() == log and newest(run).exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- callbacks
+
+
+@pytest.mark.parametrize("name", ["../precious.ckpt", "/best-a.ckpt", "precious.txt", "best-/../x.ckpt", "", 5, None])
+def test_a_checkpoint_cannot_name_files_to_be_removed(tmp_path, name):
+    callback = ModelCheckpoint(best=1)
+    with pytest.raises(ValueError, match=r"as names.0 in place of the name of a file best-\*\.ckpt$"):
+        callback.load_state_dict({"values": [1.0], "names": [name]})
+    assert callback.best_models == []
+
+
+def test_a_resumed_run_does_not_remove_a_file_that_a_checkpoint_names(tmp_path):
+    precious = tmp_path / "precious.txt"
+    precious.write_text("mine")
+    run = tmp_path / "run"
+    make(run, [ModelCheckpoint(best=1)]).fit(loader(), validate=loader(), epochs=1)
+    forged = {"values": [1e9], "names": [os.path.relpath(precious, run)]}
+    store.write(newest(run), changed(state_of(run), ("callbacks", "ModelCheckpoint"), forged))
+    message = (
+        r"^a checkpoint must fit the callbacks of the run .*in place of the name of a file best-\*\.ckpt\. Use the"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        make(run, [ModelCheckpoint(best=1)]).fit(loader(), validate=loader(), epochs=2, resume=True)
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("state", [{"best": "x", "waited": 0}, {"best": 1.0, "waited": -1}, {"best": 1.0}])
+def test_early_stopping_with_a_state_that_is_not_its_own(state):
+    with pytest.raises(ValueError, match=r"^(no waited|.* in place of a)"):
+        EarlyStopping().load_state_dict(state)
