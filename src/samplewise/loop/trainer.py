@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -322,10 +322,10 @@ class Trainer:
                 self._listeners.tell("on_error", error=error)
                 raise
             finally:
-                self._progress.close()
-                for open_one in (self._feed, self._validation, self._files):
-                    if open_one is not None:
-                        open_one.close()
+                with ExitStack() as closing:  # in reverse order, each even if another one raises
+                    for open_one in (self._files, self._validation, self._feed, self._progress):
+                        if open_one is not None:
+                            closing.callback(open_one.close)
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
