@@ -276,6 +276,7 @@ class Trainer:
         self._epoch = own["epoch"]
         self._feed.load(own, self._epoch)
         self.step.counters.epochs = self._epoch  # one more, if its loader had ended: it will end again
+        self._feed.check_data(own, own["epoch"])
         load_random_states(state, self.seed)
         return own["log"]
 
