@@ -92,6 +92,11 @@ class Feed:
         return replace(self._last, inside=taken) if taken and self._last is not None else self._after()
 
     @property
+    def number(self) -> int:
+        """Number of the last batch in its epoch, from 0 on."""
+        return 0 if self._last is None else self._last.batches
+
+    @property
     def place(self) -> Place:
         return self._mark or self._after()
 
@@ -270,14 +275,14 @@ class Feed:
             self._unchecked = False
 
 
-def _check_used(batch: Any, used: int) -> None:
-    if used and used >= (length(batch) or 0):
-        raise CheckpointError(
-            f"a run must be resumed with the data it was begun with; found a batch of {length(batch)} samples, of "
-            f"which {used} have been used. Pass the same data and batch size."
 def _is_inside(place: Place) -> bool:
     """Whether samples of the epoch have been used before."""
     return bool(place.batches or place.inside or place.start)
 
 
+def _check_used(batch: Any, used: int) -> None:
+    if used and used >= (length(batch) or 0):
+        raise CheckpointError(
+            f"a run must be resumed with the data it was begun with; found a batch of {length(batch)} samples, of "
+            f"which {used} have been used. Pass the same data and batch size."
         )
