@@ -22,7 +22,7 @@ def run(*arguments, **streams):
     """As a process. Streams that are not given are captured."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
     start = [sys.executable, "-m", "samplewise.cli.main"]
-    return subprocess.run([*start, *arguments], **streams, timeout=120)
+    return subprocess.run([*start, *arguments], **streams, timeout=300)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_reader_that_goes_in_the_middle(recipe):
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait(timeout=120) == 141
+    assert process.wait(timeout=300) == 141
 
 
 def test_what_was_trained_stays(recipe, full):
@@ -146,7 +146,7 @@ def test_both_fail(recipe, full):
 def test_streams_that_are_closed(recipe):
     """Then Python has no sys.stdout and no sys.stderr."""
     shell = f"{sys.executable} -m samplewise.cli.main train {recipe(HEALTHY)} --epochs 1 >&- 2>&-"
-    assert subprocess.run(shell, shell=True, timeout=120).returncode == 0
+    assert subprocess.run(shell, shell=True, timeout=300).returncode == 0
     assert Path("runs/recipe/checkpoints/update-000000003.ckpt").exists()
 
 
@@ -240,7 +240,7 @@ def test_a_recipe_that_changes_the_working_directory(recipe):
 def test_a_recipe_from_a_pipe(recipe):
     """It can be read once."""
     shell = f"{sys.executable} -m samplewise.cli.main train <(cat {recipe(HEALTHY)}) --epochs 1 --run here"
-    result = subprocess.run(["bash", "-c", shell], capture_output=True, timeout=120)
+    result = subprocess.run(["bash", "-c", shell], capture_output=True, timeout=300)
     assert result.returncode == 0, result.stderr.decode()
 
 

@@ -207,6 +207,14 @@ def test_a_data_set_that_grows_between_two_fits():
         trainer.fit(data, epochs=1)
 
 
+def test_a_data_set_whose_length_is_an_error():
+    class Broken(TensorDataset):
+        def __len__(self):
+            raise RuntimeError("not known yet")
+
+    assert describe(DataLoader(Broken(X), sampler=range(30)))["dataset length"] is None
+
+
 def test_overfit_is_part_of_the_data(tmp_path):
     make(tmp_path, [ModelCheckpoint(every="1up")], overfit=3).fit(loader(), updates=1)
     with pytest.raises(CheckpointError, match="overfit unknown instead of 3"):

@@ -81,5 +81,5 @@ def _number(owner: Any, name: str) -> int | bool | None:
 def _length(thing: Any) -> int | None:
     try:
         return None if thing is None else len(thing)
-    except (TypeError, AttributeError, NotImplementedError):
+    except Exception:  # of a data set that cannot tell, in whatever way it says so
         return None

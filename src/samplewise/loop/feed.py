@@ -78,8 +78,8 @@ class Feed:
 
     def use(self, loader: Iterable[Any]) -> None:
         """Go on in the same place of another loader. Inside an epoch it must have the same properties."""
-        data = describe(loader, self.first)
-        if _is_inside(self.place) and not self.apart:
+        data = {} if self.apart else describe(loader, self.first)
+        if _is_inside(self.place):
             self._check_same(self.data, data, "Finish the epoch with that data first, or make a new Trainer.")
         self.data = data
         if loader is not self.loader:
