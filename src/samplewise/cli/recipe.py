@@ -114,11 +114,10 @@ def read_source(path: Path) -> bytes:
     """The content of a recipe's file."""
     try:
         return path.read_bytes()
-    except (OSError, ValueError) as why:  # ValueError: a NUL character in the name
-        found = why.strerror if isinstance(why, OSError) else str(why)
+    except OSError as why:
         raise NoRecipeError(
-            f"{shortened(path)}: a recipe must be a Python file that can be read; found: {found}. Check the path and "
-            "its permissions."
+            f"{shortened(path)}: a recipe must be a Python file that can be read; found: {why.strerror}. Check the "
+            "path and its permissions."
         ) from why
 
 

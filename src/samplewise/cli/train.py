@@ -143,10 +143,9 @@ def _directory(run: Path, resume: bool) -> Path:
     try:
         is_file = run.exists() and not run.is_dir()
         used = not is_file and any((run / "checkpoints").glob("*.ckpt"))
-    except (OSError, ValueError) as why:  # ValueError: a NUL character in the name
-        found = why.strerror if isinstance(why, OSError) else str(why)
+    except OSError as why:
         raise typer.BadParameter(
-            f"must be a directory that can be used; found {shortened(run)}: {found}.", param_hint="--run"
+            f"must be a directory that can be used; found {shortened(run)}: {why.strerror}.", param_hint="--run"
         ) from why
     if is_file:
         raise typer.BadParameter(f"must be a directory; found a file, {run}.", param_hint="--run")
