@@ -1,5 +1,6 @@
 """Output that cannot be written, and names that no file system takes, are not blamed on the recipe."""
 
+import io
 import os
 import subprocess
 import sys
@@ -161,6 +162,15 @@ def test_streams_are_put_back(monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 0 and (sys.stdout, sys.stderr) == before
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", b"\\u4eba\\udcff\n"), ("utf-8", b"\xe4\xba\xba\\udcff\n")])
+def test_names_that_the_encoding_has_not(encoding, shown, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, errors="strict"))
+    with output.guarded_output():
+        print("人" + os.fsdecode(b"\xff"), flush=True)
+    assert written.getvalue() == shown
 
 
 def test_guarded_streams_are_streams(capsys):

@@ -7,6 +7,7 @@ standard error fails, what is written to it is lost, and the command goes on: th
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -74,6 +75,10 @@ def guarded_output() -> Iterator[None]:
     """Replace sys.stdout and sys.stderr by guarded ones, until the end of the block. Either may be None: closed."""
     streams = sys.stdout, sys.stderr
     if sys.stdout is not None:
+        if (
+            isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict"
+        ):  # names of files may hold what the encoding has not
+            sys.stdout.reconfigure(errors="backslashreplace")
         sys.stdout = Guarded(sys.stdout, needed=True)
     if sys.stderr is not None:
         sys.stderr = Guarded(sys.stderr, needed=False)
