@@ -91,7 +91,7 @@ def named(values: Mapping[str, float]) -> str:
 
 def make_progress(wanted: bool, total: int | None, done: int) -> Progress:
     """`total` updates are to be made, if that is known, of which some are `done`."""
-    if not wanted:
+    if not wanted or sys.stderr is None:  # None: closed when Python was started
         return Silent()
     if not sys.stderr.isatty():
         return Lines()
