@@ -10,6 +10,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """An absolute path, which a later `os.chdir` does not change. A leading ~ is the home directory."""
+    try:
+        return Path(path).expanduser().absolute()
+    except (OSError, RuntimeError) as why:  # the working directory was removed; ~name is no user
+        raise ValueError(
+            f"a directory must have a path that can be made absolute; found {str(path)!r}: {why} Pass an absolute path."
+        ) from why
+
+
 @contextlib.contextmanager
 def whole(path: Path, aside: Path) -> Iterator[BinaryIO]:
     """A file to be written that will stand at `path`. Until it is finished and safe, it is at `aside`; should that

@@ -131,7 +131,10 @@ def test_our_own_errors_say_what_to_do(recipe):
 
 def test_a_missing_file():
     result = command("train", "none.py")
-    assert one_line(result) == "none.py: a recipe must be a Python file; found none: No such file or directory."
+    assert one_line(result) == (
+        "none.py: a recipe must be a Python file that can be read; found: No such file or directory. Check the path "
+        "and its permissions."
+    )
     assert result.exit_code == 2  # the argument is wrong, not the recipe
 
 

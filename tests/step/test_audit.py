@@ -436,3 +436,105 @@ def test_a_classifier_that_knows_everything_is_no_interaction(transforms):
     for _ in range(50):
         assert said(step, loader) == []
     assert F.cross_entropy(model(x), y) < 1e-3
+
+
+# ------------------------------------------------------------- errors of the loss function
+
+
+class Fails:
+    """A loss function that raises in some of its calls, counted from 1."""
+
+    def __init__(self, error, when):
+        self.error, self.when = error, when
+        self.calls = 0
+
+    def __call__(self, model, batch):
+        self.calls += 1
+        if self.when(self.calls):
+            raise self.error
+        return squares(model, batch)
+
+
+ERRORS = [ValueError("broken file"), OSError("no such row"), KeyError("label"), AssertionError("no label")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+@pytest.mark.parametrize("audit", [None, 3])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_an_error_in_one_of_the_first_calls_reaches_the_user(error, audit, call):
+    step = make(mlp(), Fails(error, lambda calls: calls == call), audit=audit)
+    before = [p.clone() for p in step.model.parameters()]
+    with pytest.raises(type(error)) as found:
+        step.run(batches())
+    assert found.value is error
+    assert step.counters.updates == 0 and not step.open
+    assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
+    assert step.run(batches()).updates == 6  # as if nothing had been
+
+
+@pytest.mark.parametrize("calls", range(1, 8))
+def test_an_error_in_all_of_the_first_calls_reaches_the_user(calls):
+    error = ValueError("not ready")
+    step = make(mlp(), Fails(error, lambda call: call <= calls))
+    with pytest.raises(ValueError, match="not ready"):
+        step.run(batches())
+    assert step.counters.updates == 0
+
+
+def test_an_error_of_the_model_in_its_first_call_reaches_the_user():
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.loaded = nn.Linear(6, 1), False
+
+        def forward(self, x):
+            if not self.loaded:
+                self.loaded = True
+                raise ConnectionError("weights could not be fetched")
+            return self.inner(x)
+
+    with pytest.raises(ConnectionError, match="weights could not be fetched"):
+        make(Lazy()).run(batches())
+
+
+def test_an_error_of_the_optimizer_in_its_first_call_reaches_the_user():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *given: (_ for _ in ()).throw(ValueError("no such group")))
+    with pytest.raises(ValueError, match="no such group"):
+        sw.Step(model, optimizer, squares).run(batches())
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_an_error_in_an_audit_later_on_reaches_the_user(call):
+    loss_fn = Fails(ValueError("gone"), lambda calls: False)
+    step = make(mlp(), loss_fn, audit=3)
+    updates = step.over(batches(updates=9))
+    for _ in range(3):
+        next(updates)
+    at = loss_fn.calls + call
+    loss_fn.when = lambda calls: calls == at
+    with pytest.raises(ValueError, match="gone"):
+        next(updates)
+
+
+def test_a_loss_function_of_whole_batches_is_excused():
+    """Eight of its samples, or one, are refused every time; all of them are not."""
+
+    def whole(model, batch):
+        assert len(batch[0]) == 20
+        return squares(model, batch)
+
+    assert make(mlp(), whole).run(batches(samples=20)).updates == 6
+
+
+def test_an_error_of_eval_mode_alone_is_excused_once_training_is_seen_to_work():
+    modes = []
+
+    def loss_fn(model, batch):
+        modes.append(model.training)
+        assert model.training
+        return squares(model, batch)
+
+    assert make(mlp(nn.Dropout(0.5)), loss_fn).run(batches()).updates == 6
+    assert modes == [False, True, False] + [True] * 6

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from samplewise.batches import cut, length
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import StoreError
+from samplewise.files import absolute
 from samplewise.losses import LossFn
 from samplewise.measuring import check_order, evaluating
 from samplewise.scan import scan
@@ -46,7 +47,9 @@ class ProjectedStore:
             raise ValueError(f"dim must be a whole number, 1 or more; found {dim!r}.")
         if type(seed) is not int:
             raise ValueError(f"seed must be a whole number; found {seed!r}.")
-        self.path, self.dim, self.seed = Path(path), dim, seed
+        self.path = absolute(path)
+        self.dim = dim
+        self.seed = seed
         self.count, self.model = 0, ""
         if self._index.exists():
             self._open()

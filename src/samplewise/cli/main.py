@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 try:
@@ -15,6 +15,7 @@ except ImportError:
 
 from samplewise.cli.demo import demo
 from samplewise.cli.doctor import doctor
+from samplewise.cli.output import OutputError, guarded_output
 from samplewise.cli.recipe import RecipeError
 from samplewise.cli.report import report
 from samplewise.cli.train import train
@@ -32,8 +33,21 @@ class OneLine(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
+        settings = {"windows_expand_args": windows_expand_args, **extra}
+        with guarded_output():
+            code = self._code(lambda: super(OneLine, self).main(args, prog_name, complete_var, False, **settings))
+        sys.exit(code)
+
+    def _code(self, run: Callable[[], Any]) -> int:
+        """The exit code, after what has to be said."""
         try:
-            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            code = run()
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OutputError as error:
+            if not error.quiet:
+                typer.echo(f"samplewise: {error}", err=True)
+            code = error.code
         except typer.TyperException as error:
             said = " ".join(error.format_message().split())
             more = "" if isinstance(error, typer.BadParameter) else " See samplewise --help."
@@ -42,7 +56,7 @@ class OneLine(TyperGroup):
         except RecipeError as error:
             typer.echo(str(error), err=True)
             code = error.code
-        sys.exit(code or 0)
+        return code or 0
 
 
 app = typer.Typer(

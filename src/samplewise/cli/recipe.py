@@ -44,9 +44,10 @@ class NoRecipeError(RecipeError):
 class Recipe:
     """The functions of a recipe, with defaults for those it leaves out."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, source: bytes | None = None):
+        """`source`: the content of the file, if it has been read."""
         self.path = path
-        self._module = _load(path)
+        self._module = _load(path, read_source(path) if source is None else source)
         for name, what in NEEDED.items():
             if not callable(getattr(self._module, name, None)):
                 raise RecipeError(f"{path}: a recipe must have a function {name}() that {what}; found none.")
@@ -109,11 +110,24 @@ def _is_iterable(value: object) -> bool:
     return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
 
 
-def _load(path: Path) -> ModuleType:
+def read_source(path: Path) -> bytes:
+    """The content of a recipe's file."""
     try:
-        source = path.read_bytes()
+        return path.read_bytes()
     except OSError as why:
-        raise NoRecipeError(f"{path}: a recipe must be a Python file; found none: {why.strerror}.") from why
+        raise NoRecipeError(
+            f"{shortened(path)}: a recipe must be a Python file that can be read; found: {why.strerror}. Check the "
+            "path and its permissions."
+        ) from why
+
+
+def shortened(path: Path) -> str:
+    """A path for a message, of at most about 200 characters."""
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def _load(path: Path, source: bytes) -> ModuleType:
     name = path.stem if path.stem not in sys.modules else f"recipe_{path.stem}"
     module = ModuleType(name)
     module.__file__ = str(path)

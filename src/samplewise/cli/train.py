@@ -13,7 +13,8 @@ import typer
 
 from samplewise import ranks
 from samplewise.cli.arguments import Device, RecipeFile, device_named
-from samplewise.cli.recipe import Recipe, blaming
+from samplewise.cli.recipe import Recipe, blaming, read_source, shortened
+from samplewise.files import absolute
 from samplewise.loop.distributed import join
 from samplewise.loop.seeding import seed_everything
 from samplewise.loop.trainer import Trainer
@@ -77,6 +78,7 @@ def train(
     Several processes: --processes N, or torchrun ... -m -- samplewise train RECIPE. --samples are those of all
     together, and the recipe's batches those of each.
     """
+    source = read_source(recipe)
     if processes is not None:
         _launch(processes)
     if epochs is not None and updates is not None:
@@ -84,9 +86,10 @@ def train(
     pieces, where = _microbatch(microbatch), join(device_named(device))
     transforms = () if clip is None else (clipped(_bound(clip)),)
     run = _directory(run or Path("runs") / recipe.stem, resume)
+    place = absolute(run)  # before the recipe, which may change the working directory
 
     seed_everything(seed)
-    found = Recipe(recipe)
+    found = Recipe(recipe, source)
     model = found.model()
     loader, validation = found.data()
     with blaming(recipe):
@@ -95,7 +98,7 @@ def train(
     with blaming(recipe):
         how = "auto" if compile is None else compile
         step = Step(model, optimizer, found.loss(), samples, pieces, transforms, compile=how, strategy="ddp")
-        trainer = Trainer(step, run, metrics=metrics, device=where, seed=seed)
+        trainer = Trainer(step, place, metrics=metrics, device=where, seed=seed)
         reason = trainer.fit(loader, validation, None if updates else epochs or EPOCHS, updates, resume)
     _tell(reason, trainer, run)
 
@@ -137,9 +140,16 @@ def _bound(clip: float) -> float:
 
 
 def _directory(run: Path, resume: bool) -> Path:
-    if run.exists() and not run.is_dir():
+    try:
+        is_file = run.exists() and not run.is_dir()
+        used = not is_file and any((run / "checkpoints").glob("*.ckpt"))
+    except OSError as why:
+        raise typer.BadParameter(
+            f"must be a directory that can be used; found {shortened(run)}: {why.strerror}.", param_hint="--run"
+        ) from why
+    if is_file:
         raise typer.BadParameter(f"must be a directory; found a file, {run}.", param_hint="--run")
-    if not resume and any((run / "checkpoints").glob("*.ckpt")):
+    if used and not resume:
         raise typer.BadParameter(
             f"a run must have a directory of its own; found checkpoints in {run}. "
             "Pass --resume to go on with it, or choose another directory.",

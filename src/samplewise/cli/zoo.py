@@ -94,7 +94,7 @@ def _one_thread() -> Iterator[None]:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[Case], None]]:
     """A bar in a terminal, now and then a line elsewhere; both on stderr."""
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         try:
             from rich import progress
             from rich.console import Console

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from samplewise import ranks
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
+from samplewise.files import absolute
 from samplewise.ledger.files import FOLDER, Parts, agreed, arrow, numbered, parts, samples, together
 from samplewise.ledger.previews import items_within, write_previews
 from samplewise.ledger.rows import table_of
@@ -57,7 +58,7 @@ class Ledger:
         if isinstance(columns, str):
             raise TypeError(f"columns must be several keys, or a dict of names and keys; found the text {columns!r}.")
         arrow()  # now, not after an epoch
-        self.directory = None if directory is None else Path(directory)
+        self.directory = None if directory is None else absolute(directory)
         self.norms, self.every, self.show = norms, every, show
         named = columns if isinstance(columns, Mapping) else {str(key): key for key in columns}
         self.keys: dict[str, Hashable] = {**named, "id": id}

@@ -6,6 +6,7 @@ batch and how many samples of it have been used. The batch is fetched again as i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,8 +14,9 @@ from typing import Any
 
 from samplewise import ranks
 from samplewise.batches import length
-from samplewise.errors import BatchError, CheckpointError
+from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop import store
+from samplewise.loop.data_check import Data, describe, differences, listed
 from samplewise.loop.dealing import Share, check_undivided
 from samplewise.loop.sources import END, is_ordered, source_of
 
@@ -62,8 +64,9 @@ class Feed:
         self.seed, self.first, self.saved, self.apart = seed, first, saved, apart
         self.share, self.divides = share or Share(), share is not None
         self.loader: Iterable[Any] = ()
-        self.use(loader)
+        self.data: dict[str, Any] = {}
         self.go_to(Place())
+        self.use(loader)
 
     def go_to(self, place: Place) -> None:
         self._start = place
@@ -74,7 +77,11 @@ class Feed:
         self._looked = False
 
     def use(self, loader: Iterable[Any]) -> None:
-        """Goes on in the same place of another loader."""
+        """Go on in the same place of another loader. Inside an epoch it must have the same properties."""
+        data = {} if self.apart else describe(loader, self.first)
+        if _is_inside(self.place):
+            self._check_same(self.data, data, "Finish the epoch with that data first, or make a new Trainer.")
+        self.data = data
         if loader is not self.loader:
             if self.share.size > 1:
                 check_undivided(loader)
@@ -83,6 +90,11 @@ class Feed:
 
     def here(self, taken: int) -> Place:
         return replace(self._last, inside=taken) if taken and self._last is not None else self._after()
+
+    @property
+    def number(self) -> int:
+        """Number of the last batch in its epoch, from 0 on."""
+        return 0 if self._last is None else self._last.batches
 
     @property
     def place(self) -> Place:
@@ -143,9 +155,44 @@ class Feed:
         """Where this rank, or all of them, will go on; of the last batch so many samples are taken."""
         here = self.here(taken)
         if not ranks.active():
-            return {"place": vars(here), "used": self._used_alone(here)}
-        places = [Place(**place) for place in ranks.everyone(vars(here))]
-        return {"places": [vars(place) for place in places], "used": self._used(places)}
+            return {"place": vars(here), "used": self._used_alone(here), "data": [self.data]}
+        of_ranks = ranks.everyone((vars(here), self.data))
+        places = [Place(**place) for place, _ in of_ranks]
+        data = [data for _, data in of_ranks]
+        return {"places": [vars(place) for place in places], "used": self._used(places), "data": data}
+
+    def check_data(self, state: dict[str, Any], epoch: int) -> None:
+        """Compare the data with that of a checkpoint: an error inside an epoch, a warning between two epochs.
+
+        With another number of ranks the position is counted in samples, so that the batch size may differ.
+        """
+        places = [Place(**place) for place in state.get("places") or [state["place"]]]
+        saved = state.get("data")  # None: written by an earlier version
+        if not saved:
+            return
+        as_many = len(saved) == ranks.size()
+        before = saved[ranks.rank()] if as_many else saved[0]
+        if any(map(_is_inside, places)):
+            remedy = (
+                f"Resume with the data of the checkpoint until epoch {epoch} has ended (epochs={epoch + 1}) and change "
+                "it then, or start a new run directory."
+            )
+            self._check_same(before, self.data, remedy, ignore=() if as_many else ("batch size",))
+        elif (found := differences(before, self.data)) and ranks.rank() == 0:
+            warnings.warn(
+                f"the run is resumed at the beginning of epoch {epoch} with other data than it was saved with: "
+                f"{listed(found)}. The epochs before used the former, those from here on use the latter.",
+                TrainingWarning,
+                stacklevel=2,
+            )
+
+    def _check_same(self, before: Data, now: Data, remedy: str, ignore: Iterable[str] = ()) -> None:
+        found = differences(before, now, ignore)
+        if found:
+            raise CheckpointError(
+                "training must go on inside an epoch with the data set length, batch size, sampler and drop_last that "
+                f"the epoch was begun with, or samples would be lost or repeated; found {listed(found)}. {remedy}"
+            )
 
     def _used(self, places: Sequence[Place]) -> int | None:
         """How many samples of the epoch, if they are its first ones."""
@@ -226,6 +273,11 @@ class Feed:
             except TypeError as why:
                 raise CheckpointError(f"the state of a loader must be one that can be saved: {why}") from why
             self._unchecked = False
+
+
+def _is_inside(place: Place) -> bool:
+    """Whether samples of the epoch have been used before."""
+    return bool(place.batches or place.inside or place.start)
 
 
 def _check_used(batch: Any, used: int) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from samplewise import ranks
+from samplewise.files import absolute
 
 
 class Logger(ABC):
@@ -60,7 +61,8 @@ class TensorBoard(Logger):
 
     def __init__(self, directory: str | Path | None = None):
         _needed("tensorboard", self)
-        self.directory, self._writer = directory, None
+        self.directory = None if directory is None else absolute(directory)
+        self._writer = None
         self._make: Any = import_module("torch.utils.tensorboard").SummaryWriter
 
     def _begin(self, trainer: Any) -> None:
@@ -92,7 +94,7 @@ class CSV(Logger):
     KINDS = ("train", "validation")
 
     def __init__(self, path: str | Path | None = None):
-        self.path = path
+        self.path = None if path is None else absolute(path)
         self._files: dict[str, Path] = {}
         self._columns: dict[str, list[str]] = {}
 
@@ -180,11 +182,11 @@ def _needed(library: str, logger: Logger) -> Any:
         raise ImportError(f"{type(logger).__name__} needs {library}: pip install {library}") from why
 
 
-def _place(logger: Logger, given: str | Path | None, trainer: Any, name: str = "") -> Path:
+def _place(logger: Logger, given: Path | None, trainer: Any, name: str = "") -> Path:
     if given is None and trainer.run is None:
         kind = type(logger).__name__
         raise ValueError(f"{kind} needs a directory; found none. Use {kind}('some/place'), or give the trainer run=.")
-    return Path(given) if given is not None else trainer.run / name
+    return given if given is not None else trainer.run / name
 
 
 def _so_far(trainer: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 
@@ -36,7 +37,8 @@ class Lines:
         self.line(f"epoch {epoch + 1}  {named(metrics)}")
 
     def line(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a closed pipe or a full disk behind stderr does not end a training
+            print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None: ...
 
@@ -89,7 +91,7 @@ def named(values: Mapping[str, float]) -> str:
 
 def make_progress(wanted: bool, total: int | None, done: int) -> Progress:
     """`total` updates are to be made, if that is known, of which some are `done`."""
-    if not wanted:
+    if not wanted or sys.stderr is None:  # None: closed when Python was started
         return Silent()
     if not sys.stderr.isatty():
         return Lines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from samplewise.loop.checkpoint.directory import Saver
 from samplewise.loop.checkpoint.trainer_state import check_resumable
 from samplewise.loop.distributed import by_all
 from samplewise.loop.log import Log
+from samplewise.loop.run_lock import RunLock
 
 
 class Run:
-    """`open` before anything is written. Of several ranks, the first writes the log and all write checkpoints."""
+    """`open` before anything is written. Of several ranks, the first writes the log and all write checkpoints; the
+    first holds the lock for all.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
+        self._lock = RunLock(directory)
         self._log: Log | None = None
         self._checkpoints: store.Checkpoints | None = None
         self._saver: Saver | None = None
@@ -28,6 +33,7 @@ class Run:
 
     def open(self, resume: bool, load: Callable[[dict[str, Any]], int]) -> None:
         """`load` takes the state of the newest checkpoint, and returns how much of the log belongs to it."""
+        by_all(self._lock.acquire if ranks.rank() == 0 else lambda: None)
         self._checkpoints = by_all(lambda: store.Checkpoints(self.directory / "checkpoints"))
         there = len(self._paths())
         keep = None if self._ours else 0
@@ -79,11 +85,13 @@ class Run:
 
     def write(self, **fields: Any) -> None:
         if self._log is not None:
+            self._lock.check()
             self._log.write(**fields)
 
     def save(self, state: Callable[[int], dict[str, Any]], update: int) -> Path:
         """`state` is given the place in the log that it belongs to."""
         checkpoints = self._found()
+        by_all(self._lock.verify)
         now = state(0 if self._log is None else self._log.position())
         if self._saver is None:
             return checkpoints.save(now, update)
@@ -105,11 +113,15 @@ class Run:
             self._saver = None
 
     def close(self) -> None:
-        if self._saver is not None:
-            self._saver.close()
-        if self._log is not None:
-            self._log.close()
-        self._log = self._checkpoints = None
+        log = self._log
+        self._log = None
+        self._checkpoints = None
+        with ExitStack() as closing:  # in reverse order, each even if another one raises
+            closing.callback(self._lock.release)
+            if log is not None:
+                closing.callback(log.close)
+            if self._saver is not None:
+                closing.callback(self._saver.close)
 
 
 def _read_by_all(path: Path) -> dict[str, Any]:

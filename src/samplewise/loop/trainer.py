@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from samplewise import ranks
 from samplewise.criteria import Criterion
 from samplewise.engine.replicas import inner
 from samplewise.errors import BatchError, CheckpointError
+from samplewise.files import absolute
 from samplewise.loop.about import about
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.checkpoint.trainer_state import fitting
@@ -29,6 +30,7 @@ from samplewise.loop.events import Listeners
 from samplewise.loop.feed import Feed, Place
 from samplewise.loop.leaving import Leaving
 from samplewise.loop.metrics import Outputs, Quotient, as_metrics, joined, results
+from samplewise.loop.nested import only_fit_of
 from samplewise.loop.progress import Progress, Silent, make_progress
 from samplewise.loop.run import Run
 from samplewise.loop.running import Running
@@ -76,7 +78,7 @@ class Trainer:
         _check_options(log_every, fast_dev_run, overfit)
         self.fast_dev_run, self.overfit = fast_dev_run, overfit
         self.step, self.model, self.seed, self.log_every = step, inner(step.model), seed, log_every
-        self.run = None if run is None else Path(run)
+        self.run = None if run is None else absolute(run)
         self.device = join(device, timeout)
         self.model.to(self.device)
         step.join()
@@ -110,7 +112,12 @@ class Trainer:
         resume: bool = False,
     ) -> str:
         """Trains for so many epochs or updates ("2ep", "500up"), and returns why it ended."""
-        with self._closing(), self._rehearsing(), self.step.telling(lambda line: self._progress.line(line)):
+        with (
+            only_fit_of(self.step),
+            self._closing(),
+            self._rehearsing(),
+            self.step.telling(lambda line: self._progress.line(line)),
+        ):
             until = duration(epochs, updates)
             feed = self._open(loader, resume)
             if self.fast_dev_run:
@@ -165,7 +172,7 @@ class Trainer:
     def _slices(self, feed: Feed) -> Iterator[Any]:
         batches = self._leaving.until_left(feed.epoch(self._epoch, back=not self.step.open), feed)
         for batch, used in self._clock.waiting(batches):
-            yield Slices(moved(batch, self.device), used)
+            yield Slices(moved(batch, self.device), used, feed.number)
 
     def _expected(self, until: Duration) -> int | None:
         """How many updates there will be in all, for the bar."""
@@ -270,6 +277,7 @@ class Trainer:
         assert self._feed is not None
         own, parts = state["trainer"], self._parts()
         check_resumed(state, parts, self.seed)
+        self._feed.check_data(own, own["epoch"])
         for name, part in parts.items():
             with fitting(name):
                 load(part, state[name])
@@ -327,10 +335,10 @@ class Trainer:
                 self._listeners.tell("on_error", error=error)
                 raise
             finally:
-                self._progress.close()
-                for open_one in (self._feed, self._validation, self._files):
-                    if open_one is not None:
-                        open_one.close()
+                with ExitStack() as closing:  # in reverse order, each even if another one raises
+                    for open_one in (self._files, self._validation, self._feed, self._progress):
+                        if open_one is not None:
+                            closing.callback(open_one.close)
 
     # --- looking ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ thousandth update is, and a difference is an error. Both look in eval mode, wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from typing import Any
@@ -19,6 +19,7 @@ from samplewise.batches import cut, length
 from samplewise.engine.graph import Graph
 from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import LossesError, SamplesInteractError
+from samplewise.memory import is_out_of_memory
 from samplewise.replay import modes, snapshot
 from samplewise.step.evaluation import Evaluation
 from samplewise.step.mistakes import look_at_strangers, warn
@@ -43,9 +44,9 @@ class Audit:
         if first and self.every is not False:
             total = length(piece)
             few = cut(piece, 0, FEW) if total is not None and total > FEW else piece
-            self._settle(self._compare(few, first, update), few)
+            self._settle(self._compare(few, piece, first, update), few)
         elif self.due(update):
-            self._settle(self._compare(piece, first, update), piece)
+            self._settle(self._compare(piece, piece, first, update), piece)
 
     def _settle(self, difference: str | None, piece: Any) -> None:
         if difference is None:
@@ -63,22 +64,50 @@ class Audit:
             "and microbatches; if this is not meant, look for statistics over the batch."
         )
 
-    def _compare(self, piece: Any, first: bool, update: int) -> str | None:
-        """The difference between a sample alone and the same among others, in words."""
+    def _compare(self, few: Any, piece: Any, first: bool, update: int) -> str | None:
+        """The difference between a sample alone and the same among others, in words. `few`: the samples of `piece` that
+        are compared.
+        """
         reached: set[int] = set()
         difference = problem = None
-        with undisturbed(self.evaluation.modules):
-            try:
-                losses, _ = self.evaluation.losses(piece)
-                reached = _leaves(losses) if first else reached
-                difference = self._alone(piece, losses, update)
-            except Exception as error:  # in eval mode, of one sample: training itself may go well
-                problem = str(error).partition("\n")[0]
+
+        def examine() -> str | None:
+            with undisturbed(self.evaluation.modules):
+                losses, _ = self.evaluation.losses(few)
+                reached.update(_leaves(losses) if first else ())
+                return self._alone(few, losses, update)
+
+        try:
+            difference = examine()
+        except Exception as error:
+            self._raise_unless_caused_here(error, piece, examine)
+            problem = str(error).partition("\n")[0]
         look_at_strangers(self.evaluation.trained.strangers(), reached)
         if problem is not None and self.every and not self._excused:
             self._excused = True
             warn(f"the audit could not compute a sample alone in eval mode: {problem}")
         return difference
+
+    def _raise_unless_caused_here(self, error: Exception, piece: Any, examine: Callable[[], object]) -> None:
+        """Return if the comparison itself causes the error, by eval mode or by computing one sample: it then comes
+        again every time, and training may go well. Raise it if training fails too, or if it does not come again.
+        """
+        if is_out_of_memory(error):  # training has smaller pieces to try, or fails by itself
+            return
+        restore = snapshot(*self.evaluation.modules)
+        try:
+            self.evaluation.losses(piece)  # as in training
+        except Exception as of_training:
+            if is_out_of_memory(of_training):
+                return
+            raise
+        finally:
+            restore()
+        try:
+            examine()
+        except Exception:
+            return
+        raise error
 
     def _alone(self, piece: Any, losses: Tensor, update: int) -> str | None:
         again, total = self.evaluation.losses(piece)[0].detach(), length(piece)

@@ -10,12 +10,15 @@ UNKNOWN = -1
 
 
 class Slices:
-    """Takes pieces off a batch, from row `taken` on. One that cannot be cut is taken whole."""
+    """Takes pieces off a batch, from row `taken` on. One that cannot be cut is taken whole. `number`: of the batch in
+    its epoch, from 0 on; None if unknown.
+    """
 
-    __slots__ = ("_length", "batch", "empty", "taken")
+    __slots__ = ("_length", "batch", "empty", "number", "taken")
 
-    def __init__(self, batch: Any, taken: int = 0):
+    def __init__(self, batch: Any, taken: int = 0, number: int | None = None):
         self.batch, self.taken, self.empty = batch, taken, False
+        self.number = number
         self._length: int | None = UNKNOWN
 
     @property

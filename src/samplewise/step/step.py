@@ -244,8 +244,8 @@ class Step:
         """One update per iteration. Whoever breaks out finds the unused samples of the last batch in the next call."""
         yield from self._use_up()
         try:
-            for batch in loader:
-                self._rest = batch if isinstance(batch, Slices) else Slices(batch)
+            for number, batch in enumerate(loader):
+                self._rest = batch if isinstance(batch, Slices) else Slices(batch, number=number)
                 yield from self._use_up()
             if self._team is not None:
                 yield from self._until_all_have_ended(self._team)
@@ -285,12 +285,13 @@ class Step:
 
     def accumulate(self, batch: Any) -> None:
         """Adds a batch to the window, whatever its size."""
+        rest = Slices(batch)
         try:
-            rest = Slices(batch)
             while not rest.empty:
                 self._maker.add(*rest.take(self._microbatch.size))
         except BaseException as error:
             self._fail(error)
+            self._check_not_empty(rest, error)
             raise
 
     def apply(self) -> Update:
@@ -418,15 +419,31 @@ class Step:
     def _add_next(self, rest: Slices) -> None:
         window, limit = self._window, min(self._room(), self._microbatch.size or inf)
         piece, size = rest.take(None if limit == inf else int(limit))
+        if size == 0:  # may be left waiting in a window, so that the error would come with a later batch
+            self._check_not_empty(rest)
         if rest.empty:
             self._rest = None
         if self.samples is not None and size is None and self._maker.sees_windows_whole:
             raise BatchError(_UNCUT.format(samples=self.samples, found="batches that cannot be cut"))
         whole = not window.open and (rest.empty if self.samples is None else size == self.samples)
-        self._maker.add(piece, size, alone=whole and self._team is None)
+        try:
+            self._maker.add(piece, size, alone=whole and self._team is None)
+        except Exception as error:
+            self._check_not_empty(rest, error)
+            raise
         if self._room() < 0:
             found = f"a batch that cannot be cut, with which there are {window.samples}"
             raise BatchError(_UNCUT.format(samples=self.samples, found=found))
+
+    def _check_not_empty(self, rest: Slices, error: BaseException | None = None) -> None:
+        """Called where something has failed: looking at each batch would cost microseconds."""
+        if rest.rows == 0:
+            number, epoch = rest.number, self.counters.epochs
+            where = "" if number is None else f", batch {number} of epoch {epoch}, both counted from 0"
+            raise BatchError(
+                f"a batch must have at least one sample; found one without any{where}. See what the data set, sampler "
+                "or collate_fn returns there, or leave the batch out."
+            ) from error
 
     def _fail(self, error: BaseException) -> None:
         """Gives up, and tells the other ranks why."""

@@ -1,0 +1,27 @@
+"""Refusal of a `fit` inside another `fit` of the same step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from samplewise.step.step import Step
+
+_training: weakref.WeakSet[Step] = weakref.WeakSet()
+
+
+@contextmanager
+def only_fit_of(step: Step) -> Iterator[None]:
+    """Raise RuntimeError if the step is being trained: two loops would share its window and its counters."""
+    if step in _training:
+        raise RuntimeError(
+            "fit must have returned before the same step is trained again; found a call of fit inside it: from a "
+            "callback, a loss function, a loader or another thread. Call trainer.stop(reason), and fit after it has "
+            "returned. evaluate, predict and save may be called from callbacks."
+        )
+    _training.add(step)
+    try:
+        yield
+    finally:
+        _training.discard(step)

@@ -1,0 +1,305 @@
+"""Lock of a run directory: one training writes to it at a time. Readers need no lock.
+
+The lock is the file `run.lock` in the run directory, JSON that names the process which holds it. It is created with
+O_EXCL, which is atomic on local and on network file systems, and removed when `fit` ends. A process that is killed
+leaves it behind. The next training then decides whether the holder is still alive:
+
+    same machine      the process with this id and start time exists and is no zombie. "Same" means the same host name,
+                      boot and pid namespace: process ids mean nothing in another container.
+    another machine   the holder updates the file's modification time every HEARTBEAT seconds. If that time does not
+                      change for LEASE seconds, the holder is dead. Both times are those of the file server, so clocks
+                      need not agree.
+
+A dead holder's lock is replaced by the process that has created `.run.lock.takeover`, so that one of several processes
+succeeds. A holder that was suspended for longer than the lease, and whose lock was taken over, finds out at its next
+heartbeat or checkpoint and stops with an error. No file stays open and no system lock is held, so a forked worker
+process inherits nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from samplewise.errors import CheckpointError
+from samplewise.patience import telling
+
+NAME = "run.lock"
+HEARTBEAT = 10.0  # seconds between two updates of the modification time
+LEASE = 60.0  # seconds without a heartbeat after which a holder on another machine counts as dead
+SETTLING = 1.0  # seconds after which a lock file that cannot be parsed is no file that is just being written
+POLL = 0.1  # seconds between two looks at a lock file
+ATTEMPTS = 100  # to create the lock file, while other processes create and remove it
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Process that holds a lock, as written to the lock file."""
+
+    host: str
+    machine: str  # identifies the host, its boot and the pid namespace; "" if the system does not tell
+    pid: int
+    started: str  # start time of the process in the system's own unit; "" if the system does not tell
+    since: str  # UTC
+    token: str  # unique for each acquisition
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        pid = os.getpid()
+        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return cls(socket.gethostname(), _machine(), pid, _start_time(pid), since, uuid.uuid4().hex)
+
+    @classmethod
+    def parse(cls, content: bytes) -> Holder | None:
+        """The holder in the content of a lock file; None if it names none."""
+        try:
+            fields = json.loads(content)
+            texts = (str(fields[name]) for name in ("host", "machine", "started", "since", "token"))
+            host, machine, started, since, token = texts
+            return cls(host, machine, int(fields["pid"]), started, since, token)
+        except (ValueError, TypeError, LookupError):
+            return None
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    def __str__(self) -> str:
+        own = "this process, " if self.pid == os.getpid() and self.machine == _machine() else ""
+        return f"{own}process {self.pid} on host {self.host!r}, since {self.since}"
+
+
+@dataclass(frozen=True)
+class LockFile:
+    """Content and modification time of a lock file at one moment."""
+
+    content: bytes
+    modified: int  # ns
+
+    @classmethod
+    def read(cls, path: Path) -> LockFile | None:
+        """None if there is no file. Opened each time: network file systems then fetch what is current."""
+        try:
+            with open(path, "rb") as file:
+                return cls(file.read(), os.fstat(file.fileno()).st_mtime_ns)
+        except FileNotFoundError:
+            return None
+
+
+class RunLock:
+    """Exclusive right of this process to write to `directory`, from `acquire` to `release`."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._path = directory / NAME
+        self._own: Holder | None = None
+        self._lost = False
+        self._released = threading.Event()
+        self._heart: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Create the lock file, or raise CheckpointError that names the process which holds it."""
+        own = Holder.this_process()
+        _held.add(own.token)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._claim(own)
+        except BaseException as why:
+            _held.discard(own.token)
+            if not isinstance(why, OSError):
+                raise
+            raise CheckpointError(
+                f"{self._directory} must be a directory that can be written to; found: {why}. "
+                "Give another directory, or see to its permissions."
+            ) from why
+        self._own = own
+        self._lost = False
+        self._released = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="samplewise run lock", daemon=True)
+        self._heart.start()
+
+    def verify(self) -> None:
+        """Read the lock file, and raise CheckpointError if it no longer names this process."""
+        if self._own is not None:
+            self._touch(self._own)
+            self.check()
+
+    def check(self) -> None:
+        """Raise CheckpointError if the last heartbeat found that the lock is lost. Reads no file."""
+        if self._lost:
+            raise CheckpointError(
+                f"a training must hold the lock of its run directory until it ends; found that {self._path} no longer "
+                f"names process {os.getpid()}, so another training may have written to the directory. Nothing more was "
+                "written. Make sure that no other training uses the directory, then resume from the last checkpoint."
+            )
+
+    def release(self) -> None:
+        """Remove the lock file if it is this process's own. May be called again, and without `acquire`."""
+        own = self._own
+        if own is None or own.pid != os.getpid():  # in a forked child
+            return
+        self._own = None
+        self._released.set()
+        if self._heart is not None:
+            self._heart.join()
+        _held.discard(own.token)
+        with suppress(OSError):  # the file then counts as that of a dead process
+            found = LockFile.read(self._path)
+            if found is not None and Holder.parse(found.content) == own:
+                self._path.unlink()
+
+    # --- acquiring -------------------------------------------------------------------------------------------------
+
+    def _claim(self, own: Holder) -> None:
+        for _ in range(ATTEMPTS):
+            if _create(self._path, own.encode()):
+                return
+            found = LockFile.read(self._path)
+            if found is None:  # released since
+                time.sleep(POLL)
+                continue
+            holder = Holder.parse(found.content)
+            if self._is_held(found, holder):
+                raise CheckpointError(
+                    f"a run directory must be used by one training at a time; found that {self._directory} is in use "
+                    f"by {holder}. Wait until that training has ended or stop it, or choose another directory."
+                )
+            if self._take_over(found, own):
+                return
+        raise FileExistsError(f"{self._path} is neither a lock file that can be read nor can it be created")
+
+    def _is_held(self, found: LockFile, holder: Holder | None) -> bool:
+        if holder is None:
+            self._shows_life(found, SETTLING)
+            return False
+        alive = _is_alive(holder)
+        if alive is not None:
+            return alive
+        left = LEASE - (_now(self._directory) - found.modified) / 1e9
+        notice = f"waiting up to {LEASE:.0f} s for a sign of life of {holder}, which holds {self._path}"
+        with telling(lambda line: print(line, file=sys.stderr, flush=True), notice):
+            return self._shows_life(found, min(left, LEASE))
+
+    def _shows_life(self, before: LockFile, seconds: float) -> bool:
+        """Whether the holder updates the modification time within `seconds`. Ends early if the content changes."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(POLL)
+            now = LockFile.read(self._path)
+            if now is None or now.content != before.content:
+                return False
+            if now.modified != before.modified:
+                return True
+        return False
+
+    def _take_over(self, stale: LockFile, own: Holder) -> bool:
+        """Replace a dead holder's lock, if it is still there and no other process is doing so."""
+        guard = self._path.with_name(f".{NAME}.takeover")
+        if not _create(guard, b""):
+            other = LockFile.read(guard)
+            if other is not None and _now(self._directory) - other.modified > LEASE * 1e9:  # killed while it did so
+                guard.unlink(missing_ok=True)
+            time.sleep(POLL)
+            return False
+        try:
+            now = LockFile.read(self._path)
+            if now is None or now.content != stale.content:
+                return False
+            guard.write_bytes(own.encode())
+            os.replace(guard, self._path)
+            return True
+        finally:
+            guard.unlink(missing_ok=True)
+
+    # --- holding ---------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        own = self._own
+        while own is not None and not self._released.wait(HEARTBEAT):
+            self._touch(own)
+
+    def _touch(self, own: Holder) -> None:
+        try:
+            found = LockFile.read(self._path)
+            if found is None or Holder.parse(found.content) != own:
+                self._lost = True
+            else:
+                os.utime(self._path)  # without a time: the file server's clock counts
+        except OSError:  # the file server does not answer: the next heartbeat will tell
+            pass
+
+
+_held: set[str] = set()  # tokens of the locks of this process
+
+
+def _create(path: Path, content: bytes) -> bool:
+    """Whether the file could be created: it must not exist."""
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    except FileExistsError:
+        return False
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def _now(directory: Path) -> int:
+    """Nanoseconds by the clock of the file server."""
+    probe = directory / f".{NAME}.{uuid.uuid4().hex[:8]}"
+    probe.touch()
+    try:
+        return probe.stat().st_mtime_ns
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def _is_alive(holder: Holder) -> bool | None:
+    """Whether the holder's process exists; None if this machine cannot tell."""
+    if not holder.machine or not holder.started or holder.machine != _machine():
+        return None
+    if holder.pid == os.getpid() and holder.started == _start_time(holder.pid):
+        return holder.token in _held  # False: this process has replaced itself (exec) while it held the lock
+    started = _start_time(holder.pid)
+    if started:
+        return started == holder.started
+    try:
+        os.kill(holder.pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # exists, but belongs to a user whose processes are hidden
+        return None
+    return False  # a zombie
+
+
+def _machine() -> str:
+    """Host name, boot id and pid namespace; "" where there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str:
+    """Clock ticks from boot to the start of a process; "" if it does not exist, is a zombie, or there is no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    state, start = fields[0], fields[19]
+    return "" if state in "ZX" else start

@@ -1,0 +1,275 @@
+"""Output that cannot be written, and names that no file system takes, are not blamed on the recipe."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipes import HEALTHY, command, one_line
+
+from samplewise.cli import output
+from samplewise.cli.main import main
+
+FULL = (
+    "samplewise: standard output must accept what is written to it; found: No space left on device. Free some space, "
+    "or redirect the output to another place.\n"
+)
+TALKING = HEALTHY + "\n\nfor _ in range(3000):\n    print('a line of the recipe')\n"
+
+
+def run(*arguments, **streams):
+    """As a process. Streams that are not given are captured."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    start = [sys.executable, "-m", "samplewise.cli.main"]
+    return subprocess.run([*start, *arguments], **streams, timeout=300)
+
+
+def said(result):
+    """Standard error without progress, and without notices of what takes long."""
+    lines = result.stderr.decode().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(("epoch 1 ", "... ")))
+
+
+@pytest.fixture
+def full():
+    with open("/dev/full", "wb", buffering=0) as device:
+        yield device
+
+
+@pytest.fixture
+def closed():
+    """The writing end of a pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.fixture
+def trained(recipe):
+    name = recipe(HEALTHY)
+    assert command("train", name, "--epochs", 1).exit_code == 0
+    return name
+
+
+COMMANDS = pytest.mark.parametrize(
+    ("name", "unbuffered"),  # both kinds of streams, each with some commands: a process takes seconds
+    [("train", ""), ("a recipe that prints", ""), ("a recipe that prints", "1"), ("doctor", "1"), ("report", "")],
+)
+
+
+# --- standard output -------------------------------------------------------------------------------------------------
+
+
+def commands(recipe):
+    return {
+        "train": ["train", recipe(HEALTHY, "again.py"), "--epochs", "1"],
+        "a recipe that prints": ["train", recipe(TALKING, "talking.py"), "--epochs", "1"],
+        "doctor": ["doctor", recipe(HEALTHY, "again.py")],
+        "report": ["report", "runs/recipe"],
+    }
+
+
+@COMMANDS
+def test_a_full_disk_behind_standard_output(name, unbuffered, recipe, trained, full, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    result = run(*commands(recipe)[name], stdout=full)
+    assert said(result) == FULL
+    assert result.returncode == 1
+
+
+@COMMANDS
+def test_a_reader_that_has_gone(name, unbuffered, recipe, trained, closed, monkeypatch):
+    """As other programs end, without a word."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    result = run(*commands(recipe)[name], stdout=closed)
+    assert said(result) == ""
+    assert result.returncode == 141
+
+
+def test_a_reader_that_goes_in_the_middle(recipe):
+    arguments = [sys.executable, "-m", "samplewise.cli.main", "train", recipe(TALKING * 3), "--epochs", "1"]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == b"a line of the recipe\n"
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=300) == 141
+
+
+def test_what_was_trained_stays(recipe, full):
+    """The lines at the end cannot be written; log and checkpoints are."""
+    run("train", recipe(HEALTHY), "--epochs", "1", stdout=full)
+    assert [path.name for path in Path("runs/recipe/checkpoints").iterdir()] == ["update-000000003.ckpt"]
+    assert not Path("runs/recipe/run.lock").exists()
+    assert run("train", "recipe.py", "--epochs", "2", "--resume").returncode == 0
+
+
+def test_a_print_in_the_loss_function_that_fails(recipe, full):
+    text = HEALTHY + (
+        "\n\ndef loss(model, batch):\n    print('x', flush=True)\n"
+        "    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction='none')\n"
+    )
+    result = run("train", recipe(text), "--epochs", "1", stdout=full)
+    assert (result.returncode, result.stderr.decode()) == (1, FULL)
+    assert not Path("runs/recipe/run.lock").exists()
+
+
+def test_an_error_of_the_recipe_is_still_the_recipes(recipe, full):
+    text = HEALTHY.replace("    x = ", "    open('/dev/full', 'w').write('x' * 100_000)\n    x = ")
+    result = run("train", recipe(text), stdout=full)
+    assert "recipe.py:12: in data" in result.stderr.decode()
+    assert "OSError: [Errno 28] No space left on device" in result.stderr.decode()
+    assert result.returncode == 1
+
+
+# --- standard error --------------------------------------------------------------------------------------------------
+
+
+def test_standard_error_that_fails_does_not_end_a_training(recipe, full, closed):
+    for epochs, stream in (("1", full), ("2", closed)):
+        result = run("train", recipe(HEALTHY), "--epochs", epochs, "--resume", stderr=stream)
+        assert result.returncode == 0
+        assert f"{3 * int(epochs)} updates in all" in result.stdout.decode()
+
+
+def test_an_error_that_nobody_can_read_has_its_exit_code(recipe, full, closed):
+    assert run("train", "none.py", stderr=full).returncode == 2
+    assert run("train", recipe("1 / 0\n"), stderr=closed).returncode == 1
+
+
+def test_help_with_a_full_disk(full):
+    result = run("train", "--help", stdout=full)
+    assert (result.returncode, result.stderr.decode()) == (1, FULL)
+
+
+def test_both_fail(recipe, full):
+    assert run("train", recipe(HEALTHY), "--epochs", "1", stdout=full, stderr=full).returncode == 1
+
+
+def test_streams_that_are_closed(recipe):
+    """Then Python has no sys.stdout and no sys.stderr."""
+    shell = f"{sys.executable} -m samplewise.cli.main train {recipe(HEALTHY)} --epochs 1 >&- 2>&-"
+    assert subprocess.run(shell, shell=True, timeout=300).returncode == 0
+    assert Path("runs/recipe/checkpoints/update-000000003.ckpt").exists()
+
+
+def test_streams_are_put_back(monkeypatch, capsys):
+    before = sys.stdout, sys.stderr
+    monkeypatch.setattr(sys, "argv", ["samplewise", "--help"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 0 and (sys.stdout, sys.stderr) == before
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", b"\\u4eba\\udcff\n"), ("utf-8", b"\xe4\xba\xba\\udcff\n")])
+def test_names_that_the_encoding_has_not(encoding, shown, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, errors="strict"))
+    with output.guarded_output():
+        print("人" + os.fsdecode(b"\xff"), flush=True)
+    assert written.getvalue() == shown
+
+
+def test_guarded_streams_are_streams(capsys):
+    with output.guarded_output():
+        assert print("a") is None and sys.stdout.writelines(["b\n", "c\n"]) is None
+        assert sys.stdout.write("def\n") == 4 and not sys.stdout.isatty()
+        print("e", file=sys.stderr)
+    assert capsys.readouterr() == ("a\nb\nc\ndef\n", "e\n")
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+UNREADABLE = "a recipe must be a Python file that can be read; found: {}. Check the path and its permissions."
+
+
+@pytest.mark.parametrize("verb", ["train", "doctor"])
+@pytest.mark.parametrize(
+    ("name", "shown", "found"),
+    [
+        ("a" * 5000, f"{'a' * 100}... (5000 characters)", "File name too long"),
+        ("a" * 252 + ".py", f"{'a' * 100}... (255 characters)", "No such file or directory"),
+        ("a" * 253 + ".py", f"{'a' * 100}... (256 characters)", "File name too long"),
+        ("ä" * 130 + ".py", "ä" * 130 + ".py", "File name too long"),  # 263 bytes
+        ("b/" * 3000 + "a.py", f"{'b/' * 50}... (6004 characters)", "File name too long"),
+        ("人.py", "人.py", "No such file or directory"),
+        (".", ".", "Is a directory"),
+        ("", ".", "Is a directory"),
+        ("recipe.py/inside.py", "recipe.py/inside.py", "Not a directory"),
+    ],
+)
+def test_names_of_no_recipe(verb, name, shown, found, recipe):
+    recipe(HEALTHY)
+    result = command(verb, name)
+    assert one_line(result) == f"{shown}: {UNREADABLE.format(found)}"
+    assert result.exit_code == 2 and not Path("runs").exists()
+
+
+def test_a_name_of_no_recipe_for_several_processes():
+    result = run("train", "a" * 5000, "--processes", "2")
+    assert result.stderr.decode().endswith(UNREADABLE.format("File name too long") + "\n")
+    assert result.returncode == 2
+
+
+@pytest.mark.parametrize("verb", ["train", "doctor"])
+def test_a_recipe_without_permission_to_read(verb, recipe, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    recipe(HEALTHY)
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything
+    result = command(verb, "recipe.py")
+    assert one_line(result) == f"recipe.py: {UNREADABLE.format('Permission denied')}"
+
+
+@pytest.mark.parametrize("name", ["ä 人 🎈.py", "a" * 252 + ".py", b"\xff.py", "-"])
+def test_strange_names_of_a_recipe(name, tmp_path):
+    path = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
+    Path(os.fsdecode(path)).write_text(HEALTHY)
+    result = run(b"train", path, b"--epochs", b"1")
+    assert result.returncode == 0, result.stderr.decode()
+    assert os.fsencode(Path(os.fsdecode(name)).stem) in result.stdout
+
+
+def test_names_with_a_null_character(recipe):
+    """Refused before they get to us."""
+    for arguments in (["train", "a\0b.py"], ["doctor", "a\0b.py"], ["train", recipe(HEALTHY), "--run", "a\0b"]):
+        result = command(*arguments)
+        assert one_line(result).endswith("embedded null byte") and result.exit_code == 2
+
+
+@pytest.mark.parametrize(("name", "found"), [("a" * 5000, "File name too long"), ("b/" * 3000, "File name too long")])
+def test_names_of_no_run(name, found, recipe):
+    result = command("train", recipe(HEALTHY), "--run", name)
+    line = one_line(result)
+    assert line.startswith("samplewise: Invalid value for --run: must be a directory that can be used; found ")
+    assert found in line and len(line) < 300 and result.exit_code == 2
+
+
+def test_a_recipe_that_changes_the_working_directory(recipe):
+    Path("elsewhere").mkdir()
+    result = run("train", recipe("import os\nos.chdir('elsewhere')\n" + HEALTHY), "--epochs", "1")
+    assert result.returncode == 0, result.stderr.decode()
+    assert Path("runs/recipe/log.jsonl").exists() and list(Path("elsewhere").iterdir()) == []
+
+
+def test_a_recipe_from_a_pipe(recipe):
+    """It can be read once."""
+    shell = f"{sys.executable} -m samplewise.cli.main train <(cat {recipe(HEALTHY)}) --epochs 1 --run here"
+    result = subprocess.run(["bash", "-c", shell], capture_output=True, timeout=300)
+    assert result.returncode == 0, result.stderr.decode()
+
+
+def test_a_run_that_is_in_use(recipe, trained):
+    """The line names the process that holds it, and the recipe is not blamed."""
+    from samplewise.loop.run_lock import RunLock
+
+    lock = RunLock(Path("runs/recipe"))
+    lock.acquire()
+    result = run("train", trained, "--epochs", "2", "--resume")
+    lock.release()
+    assert f"in use by process {os.getpid()} on host" in result.stderr.decode()
+    assert "recipe.py" not in result.stderr.decode() and result.returncode == 1
