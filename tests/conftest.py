@@ -27,3 +27,13 @@ def _same_start():
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(dtype)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List the zoo cases that PyTorch cannot run on this machine, with PyTorch's reason."""
+    passed = terminalreporter.stats.get("passed", [])
+    not_run = [(report.nodeid, why) for report in passed for name, why in report.user_properties if name == "not run"]
+    if not_run:
+        terminalreporter.section("not run: PyTorch has no kernel on this machine")
+        for nodeid, why in not_run:
+            terminalreporter.write_line(f"{nodeid}: {why}")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plain_pytorch import not_run_reason
 
 import samplewise as sw
 from samplewise.zoo import (
@@ -18,6 +19,7 @@ from samplewise.zoo import (
     Tolerance,
     assert_agrees,
     confident_loss,
+    judge,
     probe_for,
     rows_of,
     trial,
@@ -57,16 +59,27 @@ def test_float32_of_other_strategies(case, strategy):
     trial(case, replace(FP32, asked=CORE)).compare(strategy=strategy)
 
 
+def compare_or_not_run(case, precision, record_property):
+    """Compare with the rows. If PyTorch has no kernel for the case on this machine: expect the verdict "not run"."""
+    reason = not_run_reason(case, precision)
+    if not reason:
+        trial(case, precision).compare()
+        return
+    verdict = judge(case, precision)
+    assert (verdict.outcome, verdict.why) == ("not run", reason)
+    record_property("not run", reason)
+
+
 @named(CASES[name] for name in REPRESENTATIVE)
-def test_bf16_autocast(case):
+def test_bf16_autocast(case, record_property):
     """Against rows of the same bf16 graph."""
-    trial(case, BF16).compare()
+    compare_or_not_run(case, BF16, record_property)
 
 
 @pytest.mark.slow
 @named(case for case in INDEPENDENT if case.autocast and case.name not in REPRESENTATIVE)
-def test_bf16_autocast_of_all(case):
-    trial(case, BF16).compare()
+def test_bf16_autocast_of_all(case, record_property):
+    compare_or_not_run(case, BF16, record_property)
 
 
 @named(CASES[name] for name in ("linear_on_sequences", "conv2d", "layer_norm"))
