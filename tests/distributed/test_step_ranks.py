@@ -161,7 +161,7 @@ def dying():
 
 
 def test_a_rank_that_is_killed_ends_the_others():
-    team = Ranks(2, timeout=20)
+    team = Ranks(2)
     try:
         found = team.errors(dying)
     finally:

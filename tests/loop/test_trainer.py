@@ -5,12 +5,12 @@ import io
 import json
 import math
 import re
-import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from notices import wait_for_notices
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -373,7 +373,7 @@ def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
     """As compiling does; here it fails after a while. By a trainer that is silent, it is not told."""
 
     def slowly(*_):
-        time.sleep(0.5)
+        wait_for_notices()
         raise CannotCompile("it was too slow")
 
     monkeypatch.setattr(patience, "PATIENCE", 0.0)

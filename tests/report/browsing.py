@@ -111,5 +111,5 @@ class Browser:
             actions.pointer_action.pointer_down().pointer_up()
         actions.perform()
 
-    def until(self, holds, seconds=20):
+    def until(self, holds, seconds=120):
         return WebDriverWait(self.driver, seconds, 0.05).until(lambda _: holds())
