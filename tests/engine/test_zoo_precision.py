@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from daily import daily
 from plain_pytorch import not_run_reason
 
 import samplewise as sw
@@ -103,6 +104,7 @@ def test_confident_logits(case):
     assert_agrees(sw.gradients(losses, model), rows, probe_for(wanted(model), len(rows)))
 
 
+@pytest.mark.slow
 @named(case for case in CONFIDENT if case.float32)
 def test_confident_logits_in_float32(case):
     """Against rows of the same float32 graph: what the softmax lost in float32 is not the engine's to find."""
@@ -112,6 +114,7 @@ def test_confident_logits_in_float32(case):
     assert_agrees(sw.gradients(losses, model), rows, probe_for(wanted(model), len(rows)), CORE, SINGLE)
 
 
+@pytest.mark.slow
 @named(INDEPENDENT)
 def test_losses_a_hundred_times_as_large(case):
     model, inputs = case.build()
@@ -133,7 +136,7 @@ def test_scaled_losses_in_float32(case, scale):
 
 
 @named(INDEPENDENT)
-@pytest.mark.parametrize("loud", [0, 3])
+@pytest.mark.parametrize("loud", daily([0, 3], [3]))
 def test_faint_samples_beside_a_loud_one(case, loud):
     """In a sum, a sample 1e-20 as large as another is lost in rounding, and the sum looks as if it had one owner.
     Norms are compared sample by sample here, not with the largest."""
