@@ -88,7 +88,7 @@ def held_until_all_came():
     dist.all_reduce(ranks._handed_over(torch.zeros(3)), async_op=True)
     held = len(ranks._held)
     store.set("rank 0 has counted", "")
-    ranks.settle()
+    ranks.settle(60.0)
     return held, len(ranks._held)
 
 
