@@ -180,7 +180,7 @@ class Asked:
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", daily([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 @pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])
 @pytest.mark.parametrize("call", [1, 2, 4, 6, 9])
 @pytest.mark.parametrize("samples", [None, 20])
