@@ -105,13 +105,13 @@ def double_rows(case, B):
     return rows_of(case.losses(model, inputs), wanted(model))
 
 
-@sized(1024, cases=[FEW[0], CASES["rows_sorted_by_value_and_put_back"]])
+@sized(1024, cases=[CASES["rows_sorted_by_value_and_put_back"]])
 def test_1024_samples(case, B):
     compare(case, B, ["norms", "weighted sum"])
 
 
 @pytest.mark.slow
-@sized(1024, cases=FEW[1:])
+@sized(1024, cases=FEW)
 def test_1024_samples_of_more(case, B):
     compare(case, B, ["norms", "weighted sum"])
 

@@ -24,9 +24,8 @@ from samplewise.zoo import (
 )
 
 each = pytest.mark.parametrize("case", INDEPENDENT, ids=lambda case: case.name)
-each_without_its_module = pytest.mark.parametrize(
-    "case", [case for case in INDEPENDENT if not case.needs_module], ids=lambda case: case.name
-)
+MODULE_FREE = [case for case in INDEPENDENT if not case.needs_module]
+each_without_its_module = pytest.mark.parametrize("case", MODULE_FREE, ids=lambda case: case.name)
 HANDFUL = [
     CASES[name]
     for name in (
@@ -106,7 +105,7 @@ def test_backward_of_every_strategy(case, strategy):
     assert_same({name: p.grad for name, p in wanted(model).items()}, rows.sum(), what=".grad")
 
 
-@each
+@pytest.mark.parametrize("case", daily(INDEPENDENT, HANDFUL), ids=lambda case: case.name)
 def test_projection_is_the_same_linear_map_in_every_strategy(case):
     model, losses, _ = prepare(case)
     reference = sw.gradients(losses(), model, strategy="reference").project(9, seed=3)
@@ -114,7 +113,7 @@ def test_projection_is_the_same_linear_map_in_every_strategy(case):
     assert_same(sw.gradients(losses(), model).project(9, seed=3), reference, what="project")
 
 
-@each_without_its_module
+@pytest.mark.parametrize("case", daily(MODULE_FREE, HANDFUL), ids=lambda case: case.name)
 def test_answers_do_not_depend_on_how_the_parameters_are_handed_over(case):
     model, losses, rows = prepare(case)
     by_name = dict(reversed(wanted(model).items()))

@@ -127,7 +127,10 @@ class Words(nn.Module):
         return self.out(self.words(ids).mean(1))
 
 
-@pytest.mark.parametrize(("word", "label"), [(9, 0), (10**9, 0), (-1, 0), (0, 3), (0, -1)])
+INDICES = [(9, 0), (0, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((10**9, 0), (-1, 0), (0, -1)))]
+
+
+@pytest.mark.parametrize(("word", "label"), INDICES)
 def test_an_index_out_of_range_raises_as_it_does_uncompiled(word, label):
     pair = Pair(Words, OPTIMIZERS["adam"], losses_of, samples=1)
     ids, y = torch.randint(0, 9, (12, 2)), torch.randint(0, 3, (12,))
@@ -181,6 +184,7 @@ class Decaying(torch.optim.lr_scheduler.LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
+@pytest.mark.slow
 def test_a_schedule_that_changes_the_formula():
     pair = Pair(tiny, OPTIMIZERS["sgd"], make_scheduler=Decaying, samples=1)
     pair.run([data(20)], way="run")
@@ -236,6 +240,7 @@ def test_a_hook_of_a_parameter_that_had_one_before():
     pair.assert_same()
 
 
+@pytest.mark.slow
 def test_some_parameters_make_steps_of_their_own():
     """The optimizer counts for each parameter."""
     pair = going("adam", net)
@@ -309,6 +314,7 @@ def test_mixed_precision_rounds_as_uncompiled():
 # --- the model and the loss function ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_layer_is_appended():
     def append(step):
         torch.manual_seed(5)
@@ -528,6 +534,7 @@ class Shifted(nn.Module):
         return self.shifted(self.layer(x))
 
 
+@pytest.mark.slow
 def test_a_global_of_a_method_and_a_variable_of_another_module(monkeypatch):
     settings = ModuleType("settings")
     settings.scale = 1.0
@@ -570,6 +577,7 @@ def test_modules_that_are_imported_meanwhile_stay():
     pair.assert_same()
 
 
+@pytest.mark.slow
 def test_columns_where_a_loss_is_of_several_rows():
     def of_pairs(model, batch):
         return losses_of(model, batch).reshape(-1, 2).sum(1)
