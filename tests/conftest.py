@@ -53,9 +53,14 @@ def _each_graph_is_compiled_once():
 
 # ------------------------------------------------------------------------------------------- distribution over workers
 
-# Tests of these files share what is expensive to set up: teams of ranks, compiled graphs. Each group runs in one
-# worker, first of all, because it takes longest.
-GROUPS = {"tests/distributed/": "ranks", "tests/step/test_compiled": "compiled", "tests/loop/test_compiled": "compiled"}
+# Tests of these files share what is expensive to set up: teams of ranks, compiled graphs, imports of the examples. Each
+# group runs in one worker. The groups run first, because they take longest: at the end no worker is idle for long.
+GROUPS = {
+    "tests/distributed/": "ranks",
+    "tests/step/test_compiled": "compiled",
+    "tests/loop/test_compiled": "compiled",
+    "tests/test_docs.py": "documents",
+}
 
 
 def _group(nodeid):
