@@ -1,4 +1,4 @@
-"""What every test may rely on: one thread a worker, a fixed seed, no network."""
+"""Settings of all tests: one thread per worker, a fixed seed, no network, one compilation per graph."""
 
 import os
 
@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 # A test that failed must fail again, so the daily run draws the same examples each time;
 # `make test-all` looks for new ones. No deadline: the first example pays for torch's warm-up.
@@ -27,3 +28,69 @@ def _same_start():
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _each_graph_is_compiled_once():
+    """Share the compiled code of equal graphs among the tests of a worker. Tracing and guards are not shared."""
+    from samplewise.step.compiled import inductor
+
+    compile_graph, compiled = inductor.compile_graph, {}
+
+    def shared(graph, inputs, threads):
+        if any(node.op == "get_attr" for node in graph.graph.nodes):  # constants are not part of the key
+            return compile_graph(graph, inputs, threads)
+        layouts = tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs)
+        key = graph.code, layouts, threads, torch.get_default_dtype()
+        if key not in compiled:
+            compiled[key] = compile_graph(graph, inputs, threads)
+        return compiled[key]
+
+    inductor.compile_graph = shared
+    yield
+    inductor.compile_graph = compile_graph
+
+
+# ------------------------------------------------------------------------------------------- distribution over workers
+
+# Tests of these files share what is expensive to set up: teams of ranks, compiled graphs, imports of the examples. Each
+# group runs in one worker. The groups run first, because they take longest: at the end no worker is idle for long.
+GROUPS = {
+    "tests/distributed/": "ranks",
+    "tests/step/test_compiled": "compiled",
+    "tests/loop/test_compiled": "compiled",
+    "tests/test_docs.py": "documents",
+}
+
+
+def _group(nodeid):
+    """The group of a test; other tests are grouped by file, so that module fixtures are made once."""
+    return next((group for start, group in GROUPS.items() if nodeid.startswith(start)), nodeid.partition("::")[0])
+
+
+class ByGroup(LoadScopeScheduling):
+    def _split_scope(self, nodeid):
+        return _group(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False  # keep the order of pytest_collection_modifyitems
+    return ByGroup(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: _group(item.nodeid) not in GROUPS.values())
+
+
+# --------------------------------------------------------------------------------------------------------- summary
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List the zoo cases that PyTorch cannot run on this machine, with PyTorch's reason."""
+    passed = terminalreporter.stats.get("passed", [])
+    not_run = [(report.nodeid, why) for report in passed for name, why in report.user_properties if name == "not run"]
+    if not_run:
+        terminalreporter.section("not run: PyTorch has no kernel on this machine")
+        for nodeid, why in not_run:
+            terminalreporter.write_line(f"{nodeid}: {why}")

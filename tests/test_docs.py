@@ -55,7 +55,7 @@ def test_the_recipe_trains(tmp_path):
     _, recipe = next(_blocks((ROOT / "docs" / "command-line.md").read_text()))
     (tmp_path / "recipe.py").write_text(recipe)
     command = "-m samplewise.cli.main train recipe.py --epochs 1 --samples 64 --clip 1.0".split()
-    run = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     assert "3 updates in all" in run.stdout
 
@@ -71,13 +71,31 @@ def test_a_block_is_found_with_its_line():
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_example_runs_without_a_warning(path, tmp_path):
+def test_example_runs_without_a_warning(path, tmp_path, monkeypatch, capsys):
+    """In this process, where torch is imported already."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    threads = torch.get_num_threads()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            runpy.run_path(str(path), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+    assert capsys.readouterr().out.strip()
+    assert list(tmp_path.iterdir()) == [], "an example leaves no files behind"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_runs_as_a_script(path, tmp_path):
     run = subprocess.run(
         [sys.executable, "-W", "error", str(path)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip()

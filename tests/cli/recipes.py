@@ -37,7 +37,7 @@ def command(*arguments):
 def process(*arguments, code=None):
     """As the user runs it."""
     start = ["-c", code] if code else ["-m", "samplewise.cli.main"]
-    return subprocess.run([sys.executable, *start, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *start, *map(str, arguments)], capture_output=True, text=True, timeout=600)
 
 
 def one_line(result):

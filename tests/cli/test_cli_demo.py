@@ -5,12 +5,15 @@ import subprocess
 import sys
 
 import pytest
+from daily import daily
+
+MAKE, COMMAND = ["samplewise.cli.demo"], ["samplewise.cli.main", "demo"]
 
 
-@pytest.mark.parametrize("module", [["samplewise.cli.demo"], ["samplewise.cli.main", "demo"]], ids=["make", "command"])
+@pytest.mark.parametrize("module", daily([MAKE, COMMAND], [COMMAND]), ids=["make", "command"])
 def test_demo(tmp_path, module):
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-m", *module], cwd=tmp_path, capture_output=True, text=True, timeout=200
+        [sys.executable, "-W", "error", "-m", *module], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stderr
     found = [int(share) for share in re.findall(r"^ +\d+ +(\d+)% +\d+% +\d+% +10%$", run.stdout, re.MULTILINE)]

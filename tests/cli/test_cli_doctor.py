@@ -1,9 +1,9 @@
 """samplewise doctor."""
 
 import re
-import time
 
 import pytest
+from notices import wait_for_notices
 from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
 from samplewise import patience
@@ -113,9 +113,8 @@ def test_an_empty_loader(recipe):
 
 def test_it_says_what_takes_so_long(recipe, monkeypatch):
     monkeypatch.setattr(patience, "PATIENCE", 0.05)
-    result = command(
-        "doctor", recipe(HEALTHY.replace("def data():\n", "def data():\n    import time; time.sleep(1)\n"))
-    )
+    waiting = "def data():\n    from notices import wait_for_notices; wait_for_notices()\n"
+    result = command("doctor", recipe(HEALTHY.replace("def data():\n", waiting)))
     assert "... building the model and fetching a batch\n" in result.stderr
     assert result.exit_code == 0
 
@@ -129,7 +128,7 @@ def test_as_a_process(recipe):
 
 def test_it_says_that_it_compiles(recipe, monkeypatch):
     monkeypatch.setattr(patience, "PATIENCE", 0.0)
-    monkeypatch.setattr(compiling, "trace_backward", lambda *_: time.sleep(0.5) or _busy())
+    monkeypatch.setattr(compiling, "trace_backward", lambda *_: wait_for_notices() or _busy())
     result = command("doctor", recipe(HEALTHY))
     assert result.stderr.splitlines().count("... compiling an update of 1 sample") == 1
 

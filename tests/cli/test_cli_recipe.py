@@ -140,9 +140,9 @@ def test_a_missing_file():
 
 def test_neighbours_can_be_imported(recipe):
     recipe("def f():\n    raise ValueError('no')\n", "neighbour_of_the_recipe.py")
-    result = process("train", recipe("import neighbour_of_the_recipe as n\n\nn.f()\n"))
+    result = command("train", recipe("import neighbour_of_the_recipe as n\n\nn.f()\n"))
     lines = result.stderr.splitlines()
     assert lines[:2] == ["recipe.py:3: in <module>", "    n.f()"]
     assert lines[2].endswith("neighbour_of_the_recipe.py:2: in f")
     assert lines[-1] == "ValueError: no"
-    assert result.returncode == 1
+    assert result.exit_code == 1

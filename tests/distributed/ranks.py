@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 
 WAIT = 240.0  # seconds a test waits for its ranks, on a busy machine
+TIMEOUT = 180.0  # seconds that ranks wait for each other
 
 
 class Ranks:
-    def __init__(self, size, timeout=60.0):
-        """timeout: seconds that ranks wait for each other."""
+    def __init__(self, size):
         self._directory = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         self._pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            arguments = rank, size, str(Path(self._directory.name) / "store"), timeout, there
+            arguments = rank, size, str(Path(self._directory.name) / "store"), there
             self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             self.processes[-1].start()
             there.close()
@@ -69,17 +69,23 @@ class Ranks:
             return None, "the process is gone", "EOFError: the process is gone"
 
 
-def _serve(rank, size, store, timeout, pipe):
+def _serve(rank, size, store, pipe):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    patience = datetime.timedelta(seconds=timeout)
+    patience = datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=patience)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             function, arguments = pipe.recv()
             pipe.send(_answer(function, arguments))
     os._exit(0)  # the others may be gone: nobody is waited for
+
+
+def give_up_after(seconds):
+    """Shorten the time limit of collectives, on each rank, when all ranks have come here: the next one will fail."""
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
 
 
 def _answer(function, arguments):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import samplewise as sw
 from samplewise.loop.callbacks import ModelCheckpoint
 
-TIMEOUT = 5.0
+TIMEOUT = 30.0  # seconds; the start of the ranks must not take longer
 
 
 class Dies:

@@ -8,6 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
+from daily import daily
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
@@ -140,7 +141,7 @@ def in_turn(shares):
     return [share[k] for k in range(longest) for share in shares if k < len(share)]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", daily([2, 3], [3]))
 @pytest.mark.parametrize("name", LOADERS)
 def test_each_sample_once_in_the_order_of_one_process(name, size):
     for epoch in range(2):
@@ -180,7 +181,10 @@ def used(name, size, batches):
     return in_turn(shares), {"places": [vars(p) for p in places], "used": feeds[0]._used(places)}, feeds[0]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow), (2, 3)],
+)
 @pytest.mark.parametrize("name", MOVABLE)
 def test_another_number_of_ranks_goes_on(name, before, after, monkeypatch):
     alone = read(of(name))

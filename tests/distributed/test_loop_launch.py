@@ -35,7 +35,7 @@ def data():
 
 def run(*command, code=0):
     told = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300, env=told)
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=600, env=told)
     assert (done.returncode == 0) == (code == 0), done.stdout + done.stderr
     return done.stdout, done.stderr
 

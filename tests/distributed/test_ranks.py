@@ -1,11 +1,9 @@
 """What ranks say to each other, counted; and what becomes of one that fails or does not come."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import Ranks, give_up_after
 
 from samplewise import ranks
 from samplewise.errors import DistributedError
@@ -82,12 +80,15 @@ def test_collectives_and_their_bytes_are_counted(two):
 
 
 def held_until_all_came():
-    """Rank 1 comes late: until then the group of rank 0 holds on to what nobody else does."""
+    """Rank 1 comes when rank 0 has counted: until then the group of rank 0 holds on to what nobody else does."""
     ranks.settle()
-    time.sleep(0.5 * ranks.rank())
+    store = dist.distributed_c10d._get_default_store()
+    if ranks.rank() == 1:
+        store.wait(["rank 0 has counted"])
     dist.all_reduce(ranks._handed_over(torch.zeros(3)), async_op=True)
     held = len(ranks._held)
-    ranks.settle()
+    store.set("rank 0 has counted", "")
+    ranks.settle(60.0)
     return held, len(ranks._held)
 
 
@@ -118,12 +119,13 @@ def test_an_error_of_one_rank_is_raised_on_all(three):
 
 
 def one_stays_away():
+    give_up_after(1.0)
     if ranks.rank() == 0:
         ranks.total(torch.zeros(1))
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_ever():
-    team = Ranks(2, timeout=3)
+    team = Ranks(2)
     try:
         found = team.errors(one_stays_away)
     finally:

@@ -161,7 +161,7 @@ def dying():
 
 
 def test_a_rank_that_is_killed_ends_the_others():
-    team = Ranks(2, timeout=20)
+    team = Ranks(2)
     try:
         found = team.errors(dying)
     finally:
@@ -521,7 +521,9 @@ def made_too_early(updates, compile):
     step(own_batches(3)[0])
 
 
-@pytest.mark.parametrize(("updates", "compile"), [(0, False), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("updates", "compile"), [(0, False), (2, False), pytest.param(3, True, marks=pytest.mark.slow)]
+)
 def test_a_step_that_was_made_for_one_process(two, updates, compile):
     message = (
         "DistributedError: a step must know of all ranks when it is made; found 2 ranks, and a step that was made for "

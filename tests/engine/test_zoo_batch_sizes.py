@@ -44,14 +44,33 @@ FEW = [CASES[name] for name in REPRESENTATIVE]
 REST = [case for case in INDEPENDENT if case.name not in REPRESENTATIVE]
 
 
-@sized(1, 2)
-def test_few_samples(case, B):
+@sized(1)
+def test_one_sample(case, B):
+    compare(case, B)
+
+
+@pytest.mark.slow
+@sized(2)
+def test_two_samples(case, B):
     compare(case, B)
 
 
 @pytest.mark.filterwarnings("ignore::samplewise.SamplesMayInteractWarning")
-@sized(6, 7)
-def test_as_many_samples_as_features_or_tokens(case, B):
+@sized(7)
+def test_as_many_samples_as_tokens(case, B):
+    compare(case, B, ["norms", "weighted sum", "full"])
+
+
+@pytest.mark.filterwarnings("ignore::samplewise.SamplesMayInteractWarning")
+@sized(6, cases=FEW)
+def test_as_many_samples_as_features(case, B):
+    compare(case, B, ["norms", "weighted sum", "full"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::samplewise.SamplesMayInteractWarning")
+@sized(6, cases=REST)
+def test_as_many_samples_as_features_of_all(case, B):
     compare(case, B, ["norms", "weighted sum", "full"])
 
 
@@ -86,13 +105,13 @@ def double_rows(case, B):
     return rows_of(case.losses(model, inputs), wanted(model))
 
 
-@sized(1024, cases=[FEW[0], CASES["rows_sorted_by_value_and_put_back"]])
+@sized(1024, cases=[CASES["rows_sorted_by_value_and_put_back"]])
 def test_1024_samples(case, B):
     compare(case, B, ["norms", "weighted sum"])
 
 
 @pytest.mark.slow
-@sized(1024, cases=FEW[1:])
+@sized(1024, cases=FEW)
 def test_1024_samples_of_more(case, B):
     compare(case, B, ["norms", "weighted sum"])
 

@@ -13,6 +13,7 @@ def test_there_are_many_animals():
     assert len(INTERACTING) >= 10
 
 
+@pytest.mark.slow
 @each
 def test_losses_are_one_number_per_sample_and_the_same_each_time(case):
     first, second = (case.losses(*case.build()) for _ in range(2))
@@ -31,6 +32,7 @@ def test_what_a_model_makes_is_made_where_its_inputs_are(case):
     assert torch.equal(losses, case.losses(*case.build()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in INDEPENDENT if c.rows], ids=lambda case: case.name)
 def test_a_sample_alone_has_the_same_loss(case):
     model, inputs = case.build()

@@ -1,6 +1,7 @@
 """A run with a ledger that may be killed at any moment: shuffle, dropout, two workers, accumulation, a column.
 
-python recorded_run.py DIRECTORY PAUSE: trains to the end, resuming whatever is there.
+python recorded_run.py DIRECTORY [PARTS]: trains to the end, resuming whatever is there. With PARTS: trains until the
+ledger has this number of files, then sleeps until it is killed.
 """
 
 import sys
@@ -18,12 +19,13 @@ from samplewise.loop.callbacks import ModelCheckpoint
 X, Y = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)), torch.arange(50) % 3
 
 
-class Slow:
-    def __init__(self, pause):
-        self.pause = pause
+class Sleeps:
+    def __init__(self, parts):
+        self.parts = parts
 
-    def on_update(self):
-        time.sleep(self.pause)
+    def on_update(self, trainer):
+        if len(list(trainer.run.glob("samples/*.parquet"))) >= self.parts:
+            time.sleep(600)
 
 
 def loss_fn(model, batch):
@@ -47,4 +49,4 @@ def loader(workers=0):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    trainer(Path(sys.argv[1]), [Slow(float(sys.argv[2]))]).fit(loader(2), epochs=4, resume=True)
+    trainer(Path(sys.argv[1]), [Sleeps(int(parts)) for parts in sys.argv[2:]]).fit(loader(2), epochs=4, resume=True)

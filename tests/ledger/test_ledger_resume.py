@@ -110,21 +110,22 @@ def test_left_in_the_middle_of_a_window(whole, tmp_path):
     assert sw.samples(tmp_path).equals(whole)
 
 
-def test_killed(whole, tmp_path):
-    def start(pause):
-        command = [sys.executable, str(SCRIPT), str(tmp_path), str(pause)]
+@pytest.mark.parametrize("kills", [[3], pytest.param([2, 5], marks=pytest.mark.slow)], ids=["once", "twice"])
+def test_killed(kills, whole, tmp_path):
+    def start(*parts):
+        command = [sys.executable, str(SCRIPT), str(tmp_path), *map(str, parts)]
         return subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
 
-    for parts in (2, 5):
-        process = start(0.15)
+    for parts in kills:
+        process = start(parts)
         while len(list((tmp_path / "samples").glob("*.parquet"))) < parts and process.poll() is None:
             time.sleep(0.01)
         assert process.poll() is None, process.communicate()[1].decode()  # else nothing was killed
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    process = start(0.0)
-    errors = process.communicate(timeout=300)[1]
+    process = start()
+    errors = process.communicate(timeout=600)[1]
     assert process.returncode == 0, errors.decode()
     assert sw.samples(tmp_path).to_pydict().keys() == whole.to_pydict().keys()
     assert sw.samples(tmp_path).select(["id", "epoch", "update"]).equals(whole.select(["id", "epoch", "update"]))

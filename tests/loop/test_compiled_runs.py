@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from daily import daily
 from small import loader, log, loss_fn
 from torch import nn
 
@@ -26,7 +27,8 @@ def ended(trainer, run):
     return {name: tensor.tolist() for name, tensor in state.items()}, lines
 
 
-@pytest.mark.parametrize("stop", [1, 36])  # before anything was compiled, and in the second epoch, within a batch
+# Before anything was compiled, and in the second epoch, within a batch.
+@pytest.mark.parametrize("stop", daily([1, 36], [36]))
 def test_stopped_and_resumed(tmp_path, stop):
     whole = compiled(tmp_path / "whole")
     whole.fit(loader(shuffle=True), validate=loader(), epochs=2)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from daily import daily
 from small import X, Y, loader, log, make, parameters
 from test_resume import assert_same, ended, running, to_the_end
 
@@ -178,7 +179,7 @@ class Asked:
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", daily([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 @pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])
 @pytest.mark.parametrize("call", [1, 2, 4, 6, 9])
 @pytest.mark.parametrize("samples", [None, 20])
@@ -249,7 +250,7 @@ def test_in_a_thread(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", daily([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_a_signal_to_the_workers_too(tmp_path, number):
     """As a terminal sends Ctrl-C, and a cluster SIGTERM: to the whole group."""
     run = tmp_path / "run"
@@ -258,7 +259,7 @@ def test_a_signal_to_the_workers_too(tmp_path, number):
             assert process.poll() is None
             time.sleep(0.02)
         os.killpg(process.pid, number)
-        assert process.wait(timeout=60) == 0, (run / "errors.txt").read_text()
+        assert process.wait(timeout=600) == 0, (run / "errors.txt").read_text()
     assert f'"reason": "{signal.Signals(number).name}"' in (run / "log.jsonl").read_text()
     for directory in (run, tmp_path / "whole"):
         to_the_end(directory, "plain")

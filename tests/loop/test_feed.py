@@ -10,6 +10,7 @@ import random
 import numpy
 import pytest
 import torch
+from daily import daily
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -299,7 +300,7 @@ def test_from_every_place(make, tmp_path):
         assert_goes_on(make, saved, seen, tmp_path / "place")
 
 
-@pytest.mark.parametrize("living_on", [False, True], ids=["", "living on"])
+@pytest.mark.parametrize("living_on", daily([False, True], [False]), ids=["", "living on"])
 @pytest.mark.parametrize("make", WORKERS.values(), ids=WORKERS)
 def test_with_workers(make, living_on, tmp_path):
     def with_workers():
@@ -588,7 +589,7 @@ IMAGES = {
 
 @pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
 @pytest.mark.parametrize("tail", ["update", "drop", "carry"])
-@pytest.mark.parametrize("samples", [9, None, 40])
+@pytest.mark.parametrize("samples", daily([9, None, 40], [9]))
 def test_resumed_again_and_again(make, tail, samples, tmp_path):
     """After every single update a new process, as it were."""
     if samples == 40 and tail == "drop":

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from daily import daily
 
 SCRIPT = Path(__file__).with_name("killed.py")
 TIMES = ("seconds", "samples_per_second", "phases", "memory")
-LOADERS = ("plain", "stateful")
+LOADERS = daily(["plain", "stateful"], ["plain"])  # test_feed.py resumes stateful loaders in one process, each day
 
 
 @contextlib.contextmanager
@@ -34,7 +35,7 @@ def running(directory, loader, pause=0.0):
 
 def to_the_end(directory, loader):
     with running(directory, loader) as process:
-        assert process.wait(timeout=300) == 0, (directory / "errors.txt").read_text()
+        assert process.wait(timeout=600) == 0, (directory / "errors.txt").read_text()
 
 
 def ended(directory):
@@ -89,7 +90,7 @@ def interrupted_until_done(directory, loader, signals, pause):
             live_for_a_while(process, directory, wait)
             assert process.poll() is None, (directory / "errors.txt").read_text()  # else nothing was interrupted
             process.send_signal(number)
-            process.wait(timeout=300)
+            process.wait(timeout=600)
     to_the_end(directory, loader)
 
 
@@ -106,6 +107,7 @@ def test_killed_twenty_times(uninterrupted, tmp_path):
     assert_same(ended(tmp_path), expected)
 
 
+@pytest.mark.slow  # each day: test_failures.py, test_a_signal_to_the_workers_too
 def test_asked_to_leave(uninterrupted, tmp_path):
     loader, expected = uninterrupted
     interrupted_until_done(tmp_path, loader, [signal.SIGTERM, signal.SIGINT], pause=0.3)

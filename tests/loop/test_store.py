@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from daily import daily
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -580,14 +581,15 @@ while True:
 """
 
 
-def test_killed_at_any_moment_nothing_reported_is_lost(tmp_path):
-    for attempt in range(10):
+@pytest.mark.parametrize("attempts", daily([3, 20], [3]))
+def test_killed_at_any_moment_nothing_reported_is_lost(attempts, tmp_path):
+    for attempt in range(attempts):
         process = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", SAVES_FOR_EVER, tmp_path], stdout=subprocess.PIPE, text=True
         )
         first = process.stdout.readline()
         assert first, "it must save at least once"
-        time.sleep(0.0037 * attempt)
+        time.sleep(0.037 * attempt / attempts)
         process.kill()
         reported = int((first + process.communicate()[0]).split("\n")[-2])
         with warnings.catch_warnings():

@@ -41,8 +41,8 @@ def missing():
 def chromium():
     if missing():
         pytest.skip(
-            f"the page is tried in a real browser, and this machine has no {' and no '.join(missing())}: "
-            "apt-get install chromium chromium-driver"
+            f"browser tests need chromium and chromedriver; found no {' and no '.join(missing())} on this machine. "
+            "Install them: apt-get install chromium chromium-driver"
         )
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
@@ -111,5 +111,5 @@ class Browser:
             actions.pointer_action.pointer_down().pointer_up()
         actions.perform()
 
-    def until(self, holds, seconds=20):
+    def until(self, holds, seconds=120):
         return WebDriverWait(self.driver, seconds, 0.05).until(lambda _: holds())

@@ -100,7 +100,7 @@ OPTIMIZERS = {
 }
 
 
-DAILY = ("nesterov", "adam", "rmsprop")
+DAILY = ("adam",)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,11 @@ def test_schedule_and_dropout_draw_as_uncompiled():
     "transforms",
     [
         pytest.param(lambda: [sw.clip(0.5)], id="clip"),
-        pytest.param(lambda: [lambda losses: torch.exp(-losses), sw.normalize()], id="weight and normalize"),
+        pytest.param(
+            lambda: [lambda losses: torch.exp(-losses), sw.normalize()],
+            id="weight and normalize",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(lambda: [sw.clip(0.3, by="parameter")], id="by parameter", marks=pytest.mark.slow),
     ],
 )
@@ -155,6 +159,7 @@ def test_transforms_and_norms(transforms):
     assert math.isclose(quick[-1].grad_norm, plain[-1].grad_norm, rel_tol=1e-9)
 
 
+@pytest.mark.slow
 def test_counts_and_tokens():
     def loss_fn(model, batch):
         x, y = batch
@@ -371,16 +376,18 @@ def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
 # --- what cannot be compiled ------------------------------------------------------------------------------------------
 
 
-def test_shapes_are_compiled_up_to_a_small_number():
+def test_shapes_are_compiled_up_to_a_small_number(monkeypatch):
+    monkeypatch.setattr(compiling, "SHAPES", 2)
+
     def loss_fn(model, batch):
         return (model(batch[0]) ** 2).mean((1, 2))
 
-    loader = [(torch.randn(3, length, 5, dtype=torch.float64),) for length in (2, 3, 4, 5, 2, 6, 7, 3)]
+    loader = [(torch.randn(3, length, 5, dtype=torch.float64),) for length in (2, 3, 2, 6, 7, 3)]
     pair = Pair(tiny, OPTIMIZERS["sgd"], loss_fn, samples=1)
-    with pytest.warns(TrainingWarning, match="samples of more than 4 shapes stay uncompiled") as caught:
+    with pytest.warns(TrainingWarning, match="samples of more than 2 shapes stay uncompiled") as caught:
         pair.run(loader)
     assert len(caught) == 1
-    assert compiled_updates(pair.quick) == 4
+    assert compiled_updates(pair.quick) == 2
     pair.assert_same()
 
 

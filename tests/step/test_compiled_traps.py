@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from daily import daily
 from test_compiled import OPTIMIZERS, Pair, compiled_updates, data, losses_of, net, no_word_of_failure, tiny  # noqa: F401
 from torch import nn
 
@@ -126,7 +127,10 @@ class Words(nn.Module):
         return self.out(self.words(ids).mean(1))
 
 
-@pytest.mark.parametrize(("word", "label"), [(9, 0), (10**9, 0), (-1, 0), (0, 3), (0, -1)])
+INDICES = [(9, 0), (0, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((10**9, 0), (-1, 0), (0, -1)))]
+
+
+@pytest.mark.parametrize(("word", "label"), INDICES)
 def test_an_index_out_of_range_raises_as_it_does_uncompiled(word, label):
     pair = Pair(Words, OPTIMIZERS["adam"], losses_of, samples=1)
     ids, y = torch.randint(0, 9, (12, 2)), torch.randint(0, 3, (12,))
@@ -180,13 +184,14 @@ class Decaying(torch.optim.lr_scheduler.LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
+@pytest.mark.slow
 def test_a_schedule_that_changes_the_formula():
     pair = Pair(tiny, OPTIMIZERS["sgd"], make_scheduler=Decaying, samples=1)
     pair.run([data(20)], way="run")
     pair.assert_same()
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("name", daily(["sgd", "adam"], ["sgd"]))
 def test_hooks_of_the_optimizer_are_called(name):
     pair, calls = going(name), {}
     meddled(
@@ -235,6 +240,7 @@ def test_a_hook_of_a_parameter_that_had_one_before():
     pair.assert_same()
 
 
+@pytest.mark.slow
 def test_some_parameters_make_steps_of_their_own():
     """The optimizer counts for each parameter."""
     pair = going("adam", net)
@@ -262,7 +268,7 @@ def test_groups_are_added_and_differ():
     pair.assert_same()
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("name", daily(["sgd", "adam"], ["adam"]))
 def test_parameters_in_bfloat16_over_many_updates(name):
     """Numbers of the formula are not rounded to it, as they are not uncompiled: 0.999 would be 1."""
 
@@ -287,7 +293,7 @@ class Spectral(nn.Module):
         return self.out((x * self.filter).abs())
 
 
-@pytest.mark.parametrize("name", ["sgd", "nesterov", "adam", "amsgrad"])
+@pytest.mark.parametrize("name", daily(["sgd", "nesterov", "adam", "amsgrad"], ["adam"]))
 def test_complex_parameters(name):
     pair = Pair(Spectral, OPTIMIZERS[name], samples=1)
     pair.run([data(30)])
@@ -308,6 +314,7 @@ def test_mixed_precision_rounds_as_uncompiled():
 # --- the model and the loss function ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_layer_is_appended():
     def append(step):
         torch.manual_seed(5)
@@ -350,12 +357,23 @@ CHANGES = {
 }
 
 
+EACH_DAY = (
+    "attribute of a configuration",
+    "entry of a list",
+    "tensor in a list, in place",
+    "tensor replaced",
+    "tensor's data replaced",
+    "buffer in place",
+    "forward",
+)
+
+
 @pytest.fixture(scope="module")
 def scaled():
     return going(make=Scaled)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", daily(CHANGES, EACH_DAY))
 def test_whatever_the_model_looks_at_is_changed(scaled, change):
     pair = scaled
     for step in pair.steps:
@@ -465,7 +483,8 @@ def test_norms_are_asked_for_in_the_middle_of_a_batch():
     pair.assert_same()
 
 
-def test_a_batch_of_images_in_another_layout():
+@pytest.mark.parametrize("samples", daily([1, 4], [1]))
+def test_a_batch_of_images_in_another_layout(samples):
     def model():
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 3), nn.Flatten()).double()
@@ -474,11 +493,10 @@ def test_a_batch_of_images_in_another_layout():
         return model(batch[0].relu()).square().mean(1)
 
     x = torch.randn(8, 3, 6, 5, dtype=torch.float64)
-    for samples in (1, 4):
-        pair = Pair(model, OPTIMIZERS["adam"], loss_fn, samples=samples)
-        pair.run([(x.contiguous(memory_format=torch.channels_last),), (x,), (x.transpose(2, 3).contiguous().mT,)])
-        assert compiled_updates(pair.quick) == 1
-        pair.assert_same()
+    pair = Pair(model, OPTIMIZERS["adam"], loss_fn, samples=samples)
+    pair.run([(x.contiguous(memory_format=torch.channels_last),), (x,), (x.transpose(2, 3).contiguous().mT,)])
+    assert compiled_updates(pair.quick) == 1
+    pair.assert_same()
 
 
 def test_gradients_are_switched_off():
@@ -516,6 +534,7 @@ class Shifted(nn.Module):
         return self.shifted(self.layer(x))
 
 
+@pytest.mark.slow
 def test_a_global_of_a_method_and_a_variable_of_another_module(monkeypatch):
     settings = ModuleType("settings")
     settings.scale = 1.0
@@ -558,6 +577,7 @@ def test_modules_that_are_imported_meanwhile_stay():
     pair.assert_same()
 
 
+@pytest.mark.slow
 def test_columns_where_a_loss_is_of_several_rows():
     def of_pairs(model, batch):
         return losses_of(model, batch).reshape(-1, 2).sum(1)

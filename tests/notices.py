@@ -1,0 +1,10 @@
+"""Waiting for the notices of samplewise.patience without sleeping."""
+
+import threading
+
+
+def wait_for_notices():
+    """Return when each notice that is due has been printed: its timer thread has ended."""
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
