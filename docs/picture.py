@@ -1,8 +1,8 @@
-"""Makes docs/picture.png: a small net is trained on digits of which a tenth have a wrong label, as in `make demo`.
+"""Create docs/picture.png: a small network trained on digits with 10 % wrong labels, as in `make demo`.
 
     python docs/picture.py        # make docs
 
-Everything on it is measured in this run: the norms, which labels are wrong, and what it costs to know.
+All values in the picture are measured in this run: norms, wrong labels and cost.
 """
 
 import copy
@@ -40,9 +40,9 @@ def net(width: int, layers: int) -> nn.Module:
 
 
 def prices(x: Tensor, y: Tensor) -> dict[str, float]:
-    """Updates of 512 samples on one thread, taking turns; the fastest, as multiples of a plain one of the same net.
+    """Times of updates of 512 samples on one thread, as multiples of a plain update of the same network.
 
-    Whatever else the machine does only adds to them. A small net mostly shows what the bookkeeping costs.
+    Interleaved; the minimum is used, because other load only adds time. The small network shows the overhead.
     """
     batch, threads = (x[:512], y[:512]), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def prices(x: Tensor, y: Tensor) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(ROUNDS):
         for name, way in ways.items():
-            if turn < 3 or not name.endswith("loop"):  # slow, and its place is clear
+            if turn < 3 or not name.endswith("loop"):  # slow; three rounds are enough
                 start = time.perf_counter()
                 way()
                 seconds[name].append(time.perf_counter() - start)
@@ -78,7 +78,7 @@ def prices(x: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def one_by_one(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """The norms without the library."""
+    """Gradient norms with one backward pass per sample."""
     params = list(model.parameters())
     losses = (loss_fn(model, sample) for sample in zip(*(part.split(1) for part in batch), strict=True))
     return [nn.utils.get_total_norm(torch.autograd.grad(loss.sum(), params)) for loss in losses]

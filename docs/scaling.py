@@ -38,7 +38,7 @@ class Model:
 class Update:
     """Messages of one update.
 
-    window_transforms: for each transform that needs the whole window, the number of values per sample (drop by norms: 5)
+    window_transforms: for each transform that needs the whole window, the number of values per sample
     spanning: number of groups with samples on several ranks
     said: bytes of the pickled group keys, or of the reference
     """
