@@ -1,6 +1,6 @@
 """Create docs/report.png: screenshot of the samples section of the demo's report.
 
-    python docs/report_picture.py        # needs Debian's chromium and chromium-driver
+python docs/report_picture.py        # needs Debian's chromium and chromium-driver
 """
 
 import os
