@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.cli.demo import BATCH, EPOCHS, digits, loss_fn, measured
+from samplewise.cli.demo import BATCH, EPOCHS, digits, loss_fn
 
 TARGET = Path(__file__).with_name("picture.png")
 INK, FAINT, RIGHT, WRONG, PAPER = "#2b2b33", "#8a8a94", "#5b8db8", "#d9562b", "#fcfcfa"
@@ -37,6 +37,12 @@ def trained(x: Tensor, y: Tensor) -> nn.Module:
 def net(width: int, layers: int) -> nn.Module:
     hidden = [layer for _ in range(layers - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *hidden, nn.Dropout(0.2), nn.Linear(width, 10))
+
+
+def measured(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss and gradient norm of each sample."""
+    losses = loss_fn(model, (x, y))
+    return losses.detach(), sw.gradients(losses, model).norms()
 
 
 def prices(x: Tensor, y: Tensor) -> dict[str, float]:
@@ -70,10 +76,10 @@ def prices(x: Tensor, y: Tensor) -> dict[str, float]:
     took = {name: min(times) for name, times in seconds.items()}
     print({name: f"{1e3 * t:.1f} ms" for name, t in took.items()})
     return {
-        "a plain update": 1.0,
-        "each sample clipped": took["large, clipped"] / took["large"],
+        "plain update": 1.0,
+        "per-sample clipping": took["large, clipped"] / took["large"],
         "… 10 thousand weights": took["small, clipped"] / took["small"],
-        "a loop over samples": took["large, a loop"] / took["large"],
+        "loop over samples": took["large, a loop"] / took["large"],
     }
 
 
@@ -85,14 +91,14 @@ def one_by_one(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
 
 
 def scatter(axes: Axes, losses: Tensor, norms: Tensor, wrong: Tensor) -> None:
-    for mask, color, label in ((~wrong, RIGHT, "right label"), (wrong, WRONG, "wrong label")):
+    for mask, color, label in ((~wrong, RIGHT, "correct label"), (wrong, WRONG, "wrong label")):
         axes.scatter(
             losses[mask], norms[mask], s=11, color=color, alpha=0.55, lw=0, label=f"{label}: {int(mask.sum())}"
         )
-    axes.set(xscale="log", yscale="log", xlabel="loss of the sample", ylabel="length of its gradient")
+    axes.set(xscale="log", yscale="log", xlabel="loss of the sample", ylabel="norm of its gradient")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
-    axes.set_title("Every sample has a gradient of its own")
+    axes.set_title("Loss and gradient norm of each sample")
     axes.legend(loc="lower right", frameon=False, handletextpad=0.1, markerscale=1.8)
 
 
@@ -120,6 +126,7 @@ def bars(axes: Axes, found: dict[str, float]) -> None:
 def main() -> None:
     torch.manual_seed(0)
     x, y, wrong, _ = digits()
+    x = x.flatten(1)
     model = trained(x, y)
     losses, norms = measured(model, x, y)
     first = int(wrong.sum())
@@ -133,12 +140,12 @@ def main() -> None:
     left.spines[["top", "right"]].set_visible(False)
     scatter(left, losses, norms, wrong)
 
-    figure.text(0.56, 0.928, "The longest, and the labels they came with", fontsize=11.5, fontweight="bold")
+    figure.text(0.56, 0.928, "Largest gradient norms, with their labels", fontsize=11.5, fontweight="bold")
     cells = [figure.add_axes((0.56 + 0.0705 * (k % 6), 0.72 - 0.215 * (k // 6), 0.062, 0.135)) for k in range(12)]
     longest(cells, x, y, norms, wrong)
-    figure.text(0.56, 0.445, f"Of the {first} longest, {share:.0%} have a wrong label; of all, 10%.")
+    figure.text(0.56, 0.445, f"Of the {first} largest norms, {share:.0%} have a wrong label; of all, 10%.")
 
-    figure.text(0.56, 0.355, "What it costs, with 1.1 million weights", fontsize=11.5, fontweight="bold")
+    figure.text(0.56, 0.355, "Relative time per update, 1.1 million weights", fontsize=11.5, fontweight="bold")
     bars(figure.add_axes((0.73, 0.04, 0.25, 0.295), facecolor=PAPER), prices(x, y))
     figure.savefig(TARGET, dpi=130)
     print(f"{TARGET.name}: {TARGET.stat().st_size / 1024:.0f} KB")

@@ -128,14 +128,14 @@ def parts(model: Model, size: int) -> Iterable[Message]:
 def buckets(tensors: Sequence[int], counted: Sequence[int] | None = None) -> list[int]:
     """Bytes of the buckets that consecutive tensors are packed into."""
     filled: list[int] = []
-    told: list[int] = []
+    sizes: list[int] = []
     for size, count in zip(tensors, counted or tensors, strict=True):
         if not filled or filled[-1] + size > ranks.BUCKET:
             filled.append(0)
-            told.append(0)
+            sizes.append(0)
         filled[-1] += size
-        told[-1] += count
-    return told
+        sizes[-1] += count
+    return sizes
 
 
 def added_up(messages: Iterable[Message]) -> tuple[dict[str, int], dict[str, int]]:
