@@ -143,7 +143,7 @@ def main() -> None:
     figure.text(0.56, 0.928, "Largest gradient norms, with their labels", fontsize=11.5, fontweight="bold")
     cells = [figure.add_axes((0.56 + 0.0705 * (k % 6), 0.72 - 0.215 * (k // 6), 0.062, 0.135)) for k in range(12)]
     longest(cells, x, y, norms, wrong)
-    figure.text(0.56, 0.445, f"Of the {first} largest norms, {share:.0%} have a wrong label; of all, 10%.")
+    figure.text(0.56, 0.445, f"Of the {first} largest, {share:.0%} have a wrong label; of all, 10%.")
 
     figure.text(0.56, 0.355, "Relative time per update, 1.1 million weights", fontsize=11.5, fontweight="bold")
     bars(figure.add_axes((0.73, 0.04, 0.25, 0.295), facecolor=PAPER), prices(x, y))
