@@ -1,13 +1,13 @@
-# make demo, make test: everything from a fresh clone to the result, with pip alone.
+# `make demo` and `make test` do everything from a fresh clone on, including the set-up of .venv with pip.
 
 PYTHON  ?= python3
 VENV    := .venv
 PY      := $(VENV)/bin/python
-# -qq: pip tells of errors alone.
+# -qq: pip prints errors only.
 PIP     := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
 DEV     := $(VENV)/.installed-dev
 BENCH   := $(VENV)/.installed-bench
-# Training loops of others come with dependencies of their own.
+# Lightning and Accelerate have dependencies of their own, hence a separate environment.
 LOOPS   := .venv-loops
 
 .DEFAULT_GOAL := help
@@ -15,30 +15,30 @@ LOOPS   := .venv-loops
 .PHONY: help demo test test-all lint format docs bench comparison clean
 
 help:
-	@echo 'make demo        train a small net on digits and find the wrong labels among them'
-	@echo 'make test        lint, then the tests'
-	@echo 'make test-all    lint, then every test, the slow ones too'
-	@echo 'make lint        ruff, mypy, the import law'
-	@echo 'make format      let ruff rewrite what it can'
-	@echo 'make bench       the benchmark, against the peers that install beside us'
-	@echo 'make comparison  whose gradients are right, and what training loops do: the tables of docs/comparison.md'
-	@echo 'make docs        the reference from the docstrings; the picture, if its script is newer'
-	@echo 'make clean       remove the environment and every cache'
+	@echo 'make demo        train a small network on digits and find the wrong labels'
+	@echo 'make test        lint, then run the tests'
+	@echo 'make test-all    lint, then run all tests, including the slow ones'
+	@echo 'make lint        run ruff, mypy and import-linter'
+	@echo 'make format      format the code and apply automatic fixes with ruff'
+	@echo 'make bench       run the benchmarks against Opacus, BackPACK, torch.func and a plain loop'
+	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
+	@echo 'make docs        generate docs/reference.md from the docstrings, and docs/picture.png if its script is newer'
+	@echo 'make clean       remove the virtual environments and all caches'
 
 # ------------------------------------------------------------------------------ environment
-# A stamp is newer than what it was made from, so a second run installs nothing.
+# Stamp files: nothing is installed again unless the requirements have changed.
 
 $(VENV)/bin/pip:
-	@echo 'making $(VENV)'
+	@echo 'creating the virtual environment $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
 
 $(DEV): pyproject.toml constraints.txt | $(VENV)/bin/pip
-	@echo 'installing samplewise and its tools into $(VENV)'
+	@echo 'installing samplewise and the development tools into $(VENV)'
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
 $(BENCH): benchmarks/requirements.txt constraints.txt $(DEV)
-	@echo 'installing the peers into $(VENV)'
+	@echo 'installing the libraries for the comparison into $(VENV)'
 	@$(PIP) -r benchmarks/requirements.txt
 	@$(PIP) --no-deps backpack-for-pytorch==1.7.1
 	@touch $@
@@ -58,7 +58,7 @@ demo: $(DEV)
 test: lint
 	$(PY) -m pytest -q -n 2
 
-# The later -m wins over the one in pyproject.toml.
+# -m '' overrides the marker expression in pyproject.toml.
 test-all: lint
 	$(PY) -m pytest -q -n 2 -m '' --hypothesis-profile=explore
 

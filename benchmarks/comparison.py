@@ -1,13 +1,14 @@
-"""Whose per-sample gradients are right? Small models, each named for what is unusual about it, in float64.
+"""Correctness of per-sample gradient norms in samplewise and other libraries, on 16 small models in float64.
 
-    python benchmarks/comparison.py        # make comparison: installs the peers first; the table of docs/comparison.md
+    python benchmarks/comparison.py        # `make comparison` installs the other libraries first
 
-Every sample's gradient norm is compared with plain autograd: one backward pass per sample.
+Prints the table of docs/comparison.md. Each model is named after its unusual feature. The gradient norms are
+compared with plain autograd: one backward pass per sample.
 
-right     off by less than 1e-8
+right     error below 1e-8
 right*    the same, after Opacus's own ModuleValidator.fix, which replaces layers by its own
 other     after fix() the model computes something else
-error     it raised; the messages stand below the table
+error     an exception was raised; the messages are printed below the table
 WRONG     numbers that are not the gradient norms, and no error
 """
 
@@ -51,7 +52,7 @@ def batch_norm(training: bool) -> nn.Module:
 
 
 class BodyAndHead(nn.Module):
-    """What most of the others are made of."""
+    """Base class of most of the following models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class Positions(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each token goes to one of two experts, which sees its tokens as one list."""
+    """Mixture of two experts; each token is routed to one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +265,7 @@ def error_of(found: Tensor, wanted: Tensor) -> str:
 
 
 def judged_opacus(as_is: type[Contender], replacing: type[Contender], case: Case) -> Verdict:
-    """As the model is; and where that is refused, with the layers that Opacus would have instead."""
+    """Try the original model; if Opacus refuses it, try again after ModuleValidator.fix."""
     first = judged(as_is, case)
     if first.word != "error":
         return first
@@ -289,7 +290,7 @@ COLUMNS: dict[str, Callable[[Case], Verdict]] = {
 
 def main() -> None:
     torch.set_default_dtype(torch.float64)
-    warnings.simplefilter("ignore")  # of peers about torch's future; a warning is no error
+    warnings.simplefilter("ignore")  # other libraries use deprecated torch functions; a warning is not an error here
     packages = {"torch": "torch", "Opacus": "opacus", "BackPACK": "backpack-for-pytorch"}
     print(", ".join(f"{name} {version(package)}" for name, package in packages.items()), "\n")
     print("| | " + " | ".join(COLUMNS) + " |\n|---|" + "---|" * len(COLUMNS))

@@ -1,4 +1,4 @@
-"""What a `Step` costs over a plain loop with DistributedDataParallel, on ranks of this machine that take turns.
+"""Time of a distributed `Step` relative to a plain DistributedDataParallel loop, interleaved on this machine.
 
 python benchmarks/distributed.py [--ranks 2] [--rounds 15] [--workloads encoder,lm,mlp]
 """
@@ -23,7 +23,7 @@ Update = Callable[[], object]
 
 
 class Contest:
-    """Loops that train copies of one model, each rank on a batch of its own."""
+    """Training loops with copies of one model; each rank has its own batch."""
 
     def __init__(self, work: Workload):
         self.work = work
@@ -66,7 +66,7 @@ class Contest:
 
 
 def seconds(update: Update) -> float:
-    """Until the last rank is done."""
+    """Time until the last rank has finished."""
     dist.barrier()
     started = time.perf_counter()
     update()

@@ -1,9 +1,9 @@
-"""What a ledger costs: training on Fashion-MNIST with and without one, taking turns, each with a step of its own.
+"""Cost of a ledger: training on Fashion-MNIST with and without one, interleaved, each with its own step.
 
 python benchmarks/ledger.py [--rounds 200] [--visits 5000] [--batch 64]
 
-200 rounds of 5,000 visits make a million. Time is that of the processor, on one thread, so that a busy machine counts
-less. Batches are cut from tensors before, so that no data loader's time hides what the ledger takes.
+200 rounds of 5,000 visits are one million visits. CPU time on one thread, which depends less on other load. Batches are
+prepared in advance, so that the time of a data loader does not hide the cost of the ledger.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 
 def training(make: Callable[[], nn.Module], norms: bool, place: Path | None) -> tuple[Train, sw.Ledger | None]:
-    """What goes through batches, and the ledger that it keeps if there is a place for one."""
+    """A step and, if a directory is given, its ledger."""
     model = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     step = sw.Step(model, optimizer, loss_fn, record=("norms",) if norms else ())
@@ -58,7 +58,7 @@ def training(make: Callable[[], nn.Module], norms: bool, place: Path | None) -> 
 
 
 def batches_of(x: Tensor, y: Tensor, visits: int, size: int) -> Batches:
-    """Random samples, cut into batches before anybody's time is taken."""
+    """Random samples, split into batches before timing starts."""
     ids = torch.cat([torch.randperm(len(y)) for _ in range(-(-visits // len(y)))])[:visits]
     return [(x[i], y[i], i) for i in ids.split(size)]
 
@@ -99,11 +99,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"\n### What a ledger adds to training on Fashion-MNIST, batches of {options.batch}\n")
-    print("| | visits | training, s | the ledger adds | µs per visit | MB |\n|---|---|---|---|---|---|")
+    print(f"\n### Cost of a ledger in training on Fashion-MNIST, batches of {options.batch}\n")
+    print("| | visits | training, s | added by the ledger | µs per visit | MB |\n|---|---|---|---|---|---|")
     for name, make in {"CNN": cnn, "MLP": mlp}.items():
         for norms in (False, True):
-            print(line(f"{name}, {'norms known to both' if norms else 'no norms'}", make, norms, options), flush=True)
+            print(line(f"{name}, {'norms in both' if norms else 'no norms'}", make, norms, options), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""What training loops do at a ragged end, after an interruption, and with a NaN: by running them.
+"""Behaviour of training loops with a short last window, after an interruption, and with a NaN.
 
-    python benchmarks/loops.py        # make comparison, in an environment of its own; the table of docs/comparison.md
+    python benchmarks/loops.py        # `make comparison` uses a separate environment
 
-short window  24 samples come in batches of 4 and an update is 4 batches, so that the last one has 2 batches. Are the
-              parameters those of updates of 16 and of 8 samples at once?
+Prints the table of docs/comparison.md:
+
+short window  24 samples in batches of 4; an update is 4 batches, so that the last update has 2 batches. Are the
+              parameters equal to those of updates with 16 and 8 samples at once?
 short batch   the same with 30 samples: the last update has 4 batches, of which the last has 2 samples.
-resumed       12 batches an epoch, shuffled, Adam. The run dies after update 16, at which there is a checkpoint, and is
-              started again. Is every sample of that epoch seen once, in the order of a run that did not die?
-in order      the same without shuffle.
-bit for bit   are the parameters at the end (of the shuffled run) exactly those of the run that did not die? Without
-              dropout and with it: the second takes the random state too.
-NaN           one sample has a NaN. What happens?
+resumed       12 batches per epoch, shuffled, Adam. The run is interrupted after update 16, at which there is a
+              checkpoint, and restarted. Is every sample of that epoch used once, in the order of an uninterrupted run?
+in order      the same without shuffling.
+bit for bit   are the final parameters (of the shuffled run) exactly those of an uninterrupted run? Without dropout, and
+              with dropout, which also needs the RNG state.
+NaN           one sample contains a NaN. Is there an error, and are the parameters finite?
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Died(Exception): ...
 
 @dataclass
 class Job:
-    """A script: it seeds everything, builds everything and trains. `seen` are the samples it trained on."""
+    """One training script: seeds the RNGs, creates data and model, and trains. `seen`: indices of the used samples."""
 
     samples: int
     directory: Path
@@ -82,7 +84,7 @@ class Job:
 
 class Library(ABC):
     name: str
-    stateful = False  # whether it is given torchdata's StatefulDataLoader
+    stateful = False  # True: use torchdata's StatefulDataLoader
 
     def loader(self) -> Factory:
         if not self.stateful:
@@ -106,7 +108,7 @@ class Samplewise(Library):
         from samplewise.loop.callbacks import ModelCheckpoint
 
         def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-            # As the next update begins: the checkpoint is made after all other callbacks.
+            # At the start of the next update, because the checkpoint is written after all other callbacks.
             job.maybe_die(step.counters.updates)
             x, y, index = batch
             job.look(index)
@@ -148,7 +150,7 @@ class Lightning(Library):
         class Dies(L.Callback):
             def on_train_batch_start(
                 self, trainer: Any, *_: Any
-            ) -> None:  # checkpoints are made after all other callbacks
+            ) -> None:  # checkpoints are written after all other callbacks
                 job.maybe_die(trainer.global_step)
 
         saved = ModelCheckpoint(job.directory, "{step}", every_n_train_steps=1, save_top_k=-1)
@@ -174,7 +176,7 @@ class LightningStateful(Lightning):
 
 
 class Accelerate(Library):
-    """The loop of its guides on gradient accumulation and checkpoints, with `skip_first_batches`."""
+    """The loop in its guides on gradient accumulation and checkpointing, with `skip_first_batches`."""
 
     name = "Accelerate"
     options: dict[str, Any] = {}  # noqa: RUF012
@@ -220,7 +222,7 @@ class AccelerateSeedable(Accelerate):
 
 
 class AccelerateStateful(Accelerate):
-    """With this option the loader is where it was, and nothing is skipped."""
+    """With this option the loader restores its position, and no batches are skipped."""
 
     name = "Accelerate, StatefulDataLoader"
     stateful = True
@@ -245,7 +247,7 @@ LIBRARIES: list[Library] = [
 
 
 def accumulated(library: Library, samples: int) -> str:
-    """How far it is from the update of all samples at once, in parts of the way that training went."""
+    """Distance to the result of whole-window updates, relative to the distance covered by training."""
     with tempfile.TemporaryDirectory() as directory:
         job = Job(samples, Path(directory), epochs=1, accumulate=4, loader_type=library.loader())
         start = job.parameters()

@@ -1,4 +1,4 @@
-"""Peak memory of one job in a fresh process: how far the resident size rises above where it stood before the job.
+"""Peak memory of one job in a fresh process: maximum resident size minus resident size before the job.
 
 python memory.py WORKLOAD CONTENDER JOB THREADS prints bytes as JSON. Linux only.
 """
@@ -13,11 +13,11 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-CALLS = 2  # the first one too: what a first step needs is what one runs out of
+CALLS = 2  # including the first call, which must fit into memory, too
 
 
 def measure(workload: str, contender: str, job: str, threads: int) -> int:
-    """Bytes, from a fresh process."""
+    """Peak memory in bytes, measured in a new process."""
     command = [sys.executable, __file__, workload, contender, job, str(threads)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -32,7 +32,7 @@ def peak_above_start(workload: str, contender: str, job: str, threads: int) -> i
 
     torch.set_num_threads(threads)
     work = build(workload)
-    # Two samples load every kernel and start the threads, without raising what is measured.
+    # A run with two samples loads the kernels and starts the threads without raising the measured peak.
     few = replace(work, inputs=work.inputs[:2], targets=work.targets[:2])
     getattr(CONTENDERS[contender](few), job)()
     call = getattr(CONTENDERS[contender](work), job)
@@ -45,7 +45,7 @@ def peak_above_start(workload: str, contender: str, job: str, threads: int) -> i
 
 
 def release_free_memory() -> None:
-    """Memory that is free but still resident would hide what the job takes."""
+    """Return free memory to the system; free but resident memory would hide the memory of the job."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -55,7 +55,7 @@ def forget_peak() -> None:
 
 
 def resident(field: str) -> int:
-    """VmRSS now, VmHWM at most. Not getrusage's ru_maxrss: that one inherits the parent's peak through exec."""
+    """VmRSS (current) or VmHWM (peak). Not getrusage's ru_maxrss, which inherits the parent's peak through exec."""
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return 1024 * int(found[1])

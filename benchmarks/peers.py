@@ -1,12 +1,12 @@
-"""Everybody who is timed: one class each, one method a job.
+"""Compared methods: one class per library, one method per job.
 
-norms()              (B,), the norm of every sample's gradient
-clipped_sum()        [sum_i min(1, clip / norm_i) g_i], one tensor a parameter
-clipped_sum_twice()  the same in two backward passes, where that is a choice
-full()               [(B, *shape)], one tensor a parameter
+norms()              (B,), norm of each sample's gradient
+clipped_sum()        [sum_i min(1, clip / norm_i) g_i], one tensor per parameter
+clipped_sum_twice()  the same in two backward passes, if the library supports it
+full()               [(B, *shape)], one tensor per parameter
 
-A class without the method does not offer the job. Every object has a model of its own, because most
-peers leave hooks or fields on it, and imports its library when it is made.
+A class without a method does not support the job. Every object has its own model, because most libraries leave hooks or
+attributes on it, and imports its library when it is created.
 """
 
 import copy
@@ -32,7 +32,7 @@ class Contender(ABC):
     def prepare(self) -> None: ...
 
     def trained(self) -> list[torch.nn.Parameter]:
-        named = [(name.removeprefix("_module."), p) for name, p in self.model.named_parameters()]  # as Opacus wraps it
+        named = [(name.removeprefix("_module."), p) for name, p in self.model.named_parameters()]  # Opacus's prefix
         return [p for name, p in named if p.requires_grad and name not in self.work.unused]
 
     def losses(self) -> Tensor:
@@ -46,7 +46,7 @@ class Contender(ABC):
 
 
 class Materialiser(Contender):
-    """Knows only full gradients; the rest follows from them."""
+    """Base class for methods that compute full rows only; other results are derived from the rows."""
 
     @abstractmethod
     def full(self) -> list[Tensor]: ...
@@ -65,7 +65,7 @@ def norms_of(full: list[Tensor]) -> Tensor:
 
 
 def take(params: list[torch.nn.Parameter], field: str) -> list[Tensor]:
-    """Read a field of every parameter and clear it, so that nothing outlives the job."""
+    """Read an attribute of every parameter and delete it, so that its memory is freed after the job."""
     missing = sum(not hasattr(p, field) for p in params)
     if missing:
         raise NotImplementedError(f"{missing} of {len(params)} parameters got no {field}")
@@ -79,7 +79,7 @@ def take(params: list[torch.nn.Parameter], field: str) -> list[Tensor]:
 
 
 class Plain(Contender):
-    """What every ratio is to: one ordinary step."""
+    """One ordinary step; the unit of all ratios."""
 
     name = "plain step"
 
@@ -91,7 +91,7 @@ class Plain(Contender):
 
 
 class Loop(Contender):
-    """Forward and backward of one sample at a time: the oracle, and often hard to beat."""
+    """Forward and backward pass of one sample at a time: the reference for correctness."""
 
     name = "loop of one"
 
@@ -123,7 +123,7 @@ def total_norm(gradient: list[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(gradient)
 
 
-# -------------------------------------------------------------------------------------------------- us
+# ------------------------------------------------------------------------------------------ samplewise
 
 
 class Samplewise(Contender):
@@ -152,7 +152,7 @@ class Samplewise(Contender):
         return self.take_grad()
 
     def walk(self) -> float:
-        """Seconds from the losses to the plan: all that comes before the engine's backward pass."""
+        """Seconds from the losses to the plan: everything before the engine's backward pass."""
         losses = self.losses()
         start = time.perf_counter()
         g = self.gradients(losses, self.model)
@@ -161,12 +161,12 @@ class Samplewise(Contender):
         return time.perf_counter() - start
 
 
-# ----------------------------------------------------------------------------------------------- peers
+# ------------------------------------------------------------------------------------- other libraries
 
 
 class OpacusHooks(Materialiser):
     name = "Opacus hooks"
-    replace = True  # by Opacus's own layers what it cannot do, here nn.LSTM by DPLSTM
+    replace = True  # replace unsupported layers by those of Opacus, here nn.LSTM by DPLSTM
 
     def prepare(self) -> None:
         from opacus import GradSampleModule

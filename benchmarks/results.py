@@ -1,4 +1,4 @@
-"""What one cell of a table can say: a number, or why there is none."""
+"""Cells of the benchmark tables: a number, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peers import Contender, Loop, norms_of, total_norm
 from torch import Tensor
 from workloads import Workload
 
-# Right answers in float32 were seen up to 4e-4 apart, where a ReLU flips; 3e-5 otherwise.
+# Correct results in float32 differ by up to 4e-4 if a ReLU flips, otherwise by up to 3e-5.
 TOLERANCE = 1e-3
 JOBS = {
     "norms": "norms",
@@ -31,7 +31,7 @@ class Result:
         return f"{self.value:.2f}" if self.value < 10 else f"{self.value:.0f}"
 
 
-Cells = dict[tuple[type[Contender], str], Result]  # of one workload: (contender, job) -> what to print
+Cells = dict[tuple[type[Contender], str], Result]  # of one workload: (contender, job) -> result
 
 
 def failed(error: BaseException) -> Result:
@@ -42,7 +42,7 @@ def failed(error: BaseException) -> Result:
 
 
 class Judge:
-    """Compares what a job returned with the loop of one."""
+    """Compare the result of a job with the loop over single samples."""
 
     def __init__(self, work: Workload):
         self.loop = Loop(work)
@@ -56,7 +56,7 @@ class Judge:
         return total_norm(self.loop.clipped_sum())
 
     def distance(self, job: str, answer: Tensor | list[Tensor]) -> float:
-        """The largest relative error. Sums and rows are compared by their norms: a peer may reorder the parameters."""
+        """Largest relative error. Sums and rows are compared by norm, because a library may reorder the parameters."""
         if job.startswith("clipped_sum"):
             found, expected = total_norm(answer), self.sum_norm
         else:
@@ -66,7 +66,7 @@ class Judge:
         return ((found - expected).abs() / expected).max().item()
 
     def verdict(self, job: str, answer: Tensor | list[Tensor]) -> Result | None:
-        """None where the answer is right."""
+        """None if the result is correct."""
         distance = self.distance(job, answer)
         return None if distance <= TOLERANCE else Result(word="wrong", why=f"off by {distance:.1%}")
 

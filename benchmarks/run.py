@@ -1,12 +1,12 @@
-"""Per-sample gradients against one plain step, forward + losses.mean().backward(): time and peak memory.
+"""Time and peak memory of per-sample gradients, relative to a plain step: forward + losses.mean().backward().
 
 python benchmarks/run.py [workload ...] [--threads 1 2] [--rounds 7] [--no-peers] [--no-memory]
 
-Prints markdown on stdout, progress on stderr. Instead of a number a cell may say
+Prints Markdown to stdout and progress to stderr. Instead of a number a cell may contain
   -        not installed
-  refuses  the contender says that it cannot do this
-  error    it fails
-  wrong    its answer differs from the loop's
+  refuses  the library reports that it does not support this
+  error    it raises another exception
+  wrong    its result differs from that of the loop
 """
 
 import argparse
@@ -40,8 +40,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # Not choices=: argparse would hold the empty list against them.
-    parser.add_argument("workloads", nargs="*", metavar="workload", help=f"of {', '.join(WORKLOADS)}; all by default")
+    # No choices=: argparse would reject the empty list.
+    parser.add_argument("workloads", nargs="*", metavar="workload", help=f"any of {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
@@ -83,8 +83,8 @@ def print_memory(timed: Columns, threads: int) -> None:
 
 
 def memory_of(name: str, timed: Cells, threads: int, plain: int) -> Cells:
-    """Of every contender and job that worked when it was timed."""
-    cells = {key: replace(result, why="") for key, result in timed.items()}  # the reasons stand under the other table
+    """Peak memory of every contender and job that could be timed."""
+    cells = {key: replace(result, why="") for key, result in timed.items()}  # printed below the other table
     for contender, job in (key for key, result in timed.items() if result.value is not None):
         try:
             result = Result(memory.measure(name, contender.__name__, job, threads) / plain)
@@ -127,7 +127,7 @@ def percent(share: Result) -> str:
 
 
 def reasons(columns: Columns) -> list[str]:
-    """Why a cell has no number: the first reason of each contender on each workload."""
+    """Reasons for cells without a number: the first one of each contender and workload."""
     found: dict[str, str] = {}
     for name, cells in columns.items():
         for (contender, _), result in cells.items():

@@ -1,9 +1,9 @@
-"""One sample per update: the textbook loop, `step.over`, `step.run`, and JAX's `jit` and `lax.scan` if it is installed.
+"""One sample per update: a plain PyTorch loop, `step.over`, `step.run`, and JAX's `jit` and `lax.scan` if installed.
 
 python benchmarks/single.py [name ...] [--rounds 9] [--flush-denormal]
 
-One thread and one process: in every round each loop passes once over the same samples, each on its own copy of the net.
-Ratios are medians over rounds. Before that, the parameters are compared with those of the textbook loop.
+One thread and one process: in every round each loop runs once over the same samples, each with its own copy of the
+network. Ratios are medians over rounds. The parameters are first compared with those of the plain loop.
 """
 
 import argparse
@@ -30,7 +30,7 @@ except ImportError:
 
 Loop = Callable[[], None]
 CLIP, BATCH = 1.0, 64
-APART = 1e-3  # of parameters, after one pass
+APART = 1e-3  # largest accepted difference of parameters after one pass
 
 
 class Transformer(nn.Module):
@@ -58,10 +58,10 @@ def cnn() -> nn.Module:
 @dataclass(frozen=True)
 class Work:
     name: str
-    kind: str  # of net
+    kind: str  # kind of network
     model: Callable[[], nn.Module]
-    shape: tuple[int, ...]  # of a sample
-    lr: float  # so small that nothing diverges: the labels are random
+    shape: tuple[int, ...]  # shape of one sample
+    lr: float  # small enough not to diverge; the labels are random
     momentum: float | None  # None: Adam
     samples: int
 
@@ -101,12 +101,12 @@ CLIPPED = ("mlp", "cnn")
 
 
 def loops_of(work: Work) -> dict[str, Loop]:
-    """Each trains a copy of the same net on the same samples."""
+    """Loops that train copies of the same network on the same samples."""
     model, (x, y) = work.model(), work.data(work.samples)
-    nets = {name: work.fresh(model) for name in ("textbook", "over", "run")}
+    nets = {name: work.fresh(model) for name in ("plain_loop", "over", "run")}
     over, run = (sw.Step(*nets[name], work.loss_fn, samples=1, compile=True) for name in ("over", "run"))
     loops: dict[str, Loop] = {
-        "textbook": partial(textbook, work, *nets["textbook"], [*zip(x.split(1), y.split(1), strict=True)]),
+        "plain_loop": partial(plain_loop, work, *nets["plain_loop"], [*zip(x.split(1), y.split(1), strict=True)]),
         "over": lambda: [None for _ in over.over([(x, y)])] and None,
         "run": lambda: run.run([(x, y)]) and None,
     }
@@ -117,7 +117,7 @@ def loops_of(work: Work) -> dict[str, Loop]:
         started = time.perf_counter()
         loop()
         print(f"{work.name}: {name}, first pass {time.perf_counter() - started:.1f} s", file=sys.stderr)
-    expected = dict(nets["textbook"][0].named_parameters())
+    expected = dict(nets["plain_loop"][0].named_parameters())
     found = {name: dict(net.named_parameters()) for name, (net, _) in nets.items()}
     if theirs is not None:
         found |= {"jit": theirs.parameters("steps"), "scan": theirs.parameters("scan")}
@@ -128,7 +128,7 @@ def loops_of(work: Work) -> dict[str, Loop]:
     return loops
 
 
-def textbook(work: Work, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+def plain_loop(work: Work, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
     for batch in batches:
         optimizer.zero_grad()
         work.loss_fn(model, batch).mean().backward()
@@ -138,7 +138,7 @@ def textbook(work: Work, model: nn.Module, optimizer: torch.optim.Optimizer, bat
 def check(name: str, found: dict[str, Any], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     apart = max(float((torch.as_tensor(found[key]) - p).detach().abs().max()) for key, p in expected.items())
-    assert apart < APART, f"{name} must train as the textbook loop does; found parameters that are {apart:.1e} apart."
+    assert apart < APART, f"{name} must give the parameters of the plain loop; found a difference of {apart:.1e}."
 
 
 def clipped_loops_of(work: Work) -> dict[str, Loop]:
@@ -169,7 +169,7 @@ def measured(loops: dict[str, Loop], rounds: int, updates: int) -> dict[str, lis
 
 
 def row(name: str, times: dict[str, list[float]], columns: list[str]) -> str:
-    """Microseconds, and in brackets how often it fits into the time of the first."""
+    """Microseconds, and in brackets the speed-up over the first loop."""
     first, *others = columns
     cells = [f"{statistics.median(times[first]):.0f}"]
     for other in others:
@@ -187,30 +187,30 @@ def three_digits(number: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(WORKS)}; all by default")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(WORKS)}; default: all")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--flush-denormal", action="store_true", help="numbers below 1e-38 count as zero, as in JAX")
+    parser.add_argument("--flush-denormal", action="store_true", help="treat numbers below 1e-38 as zero, as JAX does")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in WORKS]:
         parser.error(f"a name must be one of {', '.join(WORKS)}; found {', '.join(unknown)}.")
-    warnings.simplefilter("error", sw.TrainingWarning)  # what falls back would be measured as something else
+    warnings.simplefilter("error", sw.TrainingWarning)  # a fallback to uncompiled updates would be measured as compiled
     torch.set_num_threads(1)
     torch.set_flush_denormal(options.flush_denormal)
     torch.manual_seed(1)
     names = options.names or list(WORKS)
 
-    print("\n### One sample per update, µs, one thread; in brackets: times as fast as the textbook loop\n")
+    print("\n### One sample per update, µs, one thread; in brackets: speed-up over the plain loop\n")
     if single_jax is None:
-        print("JAX is not installed: its columns stay empty.\n")
-    print("| | textbook loop | `step.over` | `step.run` | JAX `jit` | JAX `lax.scan` |\n|---|---|---|---|---|---|")
+        print("JAX is not installed: its columns are empty.\n")
+    print("| | plain loop | `step.over` | `step.run` | JAX `jit` | JAX `lax.scan` |\n|---|---|---|---|---|---|")
     for work in (WORKS[name] for name in names):
         times = measured(loops_of(work), options.rounds, work.samples)
-        print(row(work.name, times, ["textbook", "over", "run", "jit", "scan"]), flush=True)
+        print(row(work.name, times, ["plain_loop", "over", "run", "jit", "scan"]), flush=True)
 
     clipped = [WORKS[name] for name in names if name in CLIPPED]
     if clipped:
         print(f"\n### {BATCH} samples per update with sw.clip({CLIP}), µs, one thread\n")
-        print("| | eager | compiled |\n|---|---|---|")
+        print("| | uncompiled | compiled |\n|---|---|---|")
     for work in clipped:
         times = measured(clipped_loops_of(work), options.rounds, 10)
         print(row(work.name, times, ["eager", "compiled"]), flush=True)

@@ -1,6 +1,6 @@
-"""The workloads of single.py in JAX: weights [out, in] as torch has them, under the same names, and plain jax.grad.
+"""The workloads of single.py in JAX: weights (out, in) with the same names as in torch, and plain jax.grad.
 
-One thread: XLA reads its flags when it is imported, so this must be the first to import it.
+One thread: XLA reads its flags at import, so this module must import it first.
 """
 
 import os
@@ -20,7 +20,7 @@ Arrays = dict[str, Any]
 Forward = Callable[[Arrays, Any], Any]
 
 
-# --- models: of one sample, without a dimension for the batch, which is the fastest way to write them -----------------
+# --- models of one sample without a batch dimension, which is the fastest way in JAX ----------------------------------
 
 
 def affine(p: Arrays, name: str, x: Any) -> Any:
@@ -45,7 +45,7 @@ def cnn(p: Arrays, x: Any) -> Any:
 
 
 def cnn_by_hand(p: Arrays, x: Any) -> Any:
-    """The same with convolutions as products of the weight and nine shifted copies of the image."""
+    """The same CNN with convolutions as products of the weight with nine shifted copies of the image."""
     for name in ("0", "2"):
         weight, size, padded = p[f"{name}.weight"], x.shape[1], jnp.pad(x, ((0, 0), (1, 1), (1, 1)))
         shifted = jnp.stack([padded[:, i : i + size : 2, j : j + size : 2] for i in range(3) for j in range(3)], 1)
@@ -129,7 +129,7 @@ FORWARDS: dict[str, Forward] = {
 
 
 class Loops:
-    """Two that train the same net: `steps` calls a compiled update for each sample, `scan` is compiled as a whole."""
+    """Two loops over samples: `steps` calls a compiled update per sample, `scan` is compiled as a whole."""
 
     def __init__(self, kind: str, model: nn.Module, x: Tensor, y: Tensor, optimizer: SGD | Adam):
         forward, loss = FORWARDS[kind], cross_entropy if y.dim() == 1 else squared
@@ -163,5 +163,5 @@ class Loops:
 
 
 def array(tensor: Tensor) -> Any:
-    """A copy: what is donated must not be torch's."""
+    """Copy of a torch tensor; donated memory must not belong to torch."""
     return jnp.array(tensor.numpy().copy())

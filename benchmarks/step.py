@@ -1,4 +1,4 @@
-"""What a `Step` costs over the textbook loop that does the same, in one process, taking turns.
+"""Overhead of a `Step` over a plain PyTorch loop that does the same, interleaved in one process.
 
 python benchmarks/step.py [--rounds 15] [--threads 1]
 """
@@ -27,7 +27,7 @@ def tiny() -> Workload:
 
 
 class Contest:
-    """Loops that train copies of one model on the same batches."""
+    """Training loops with copies of one model on the same batches."""
 
     def __init__(self, work: Workload, updates: int):
         self.work, self.updates = work, updates
@@ -86,7 +86,7 @@ class Contest:
         return loop
 
     def pairs(self) -> dict[str, tuple[Loop, Loop]]:
-        """name -> (ours, theirs)"""
+        """Name -> (loop with Step, plain loop)."""
         batch = len(self.work.inputs)
         mean = self.textbook_mean()
         clip = [sw.clip(self.work.clip)]
@@ -108,8 +108,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)
     torch.manual_seed(1)
-    print(f"\n### A Step against the textbook loop, {options.threads} thread{'s' * (options.threads != 1)}\n")
-    print("| | | textbook, µs | step, µs | difference, µs | ratio |\n|---|---|---|---|---|---|")
+    print(f"\n### Step compared with a plain loop, {options.threads} thread{'s' * (options.threads != 1)}\n")
+    print("| | | plain loop, µs | step, µs | difference, µs | ratio |\n|---|---|---|---|---|---|")
     for contest in (Contest(tiny(), 200), Contest(build("mlp"), 4), Contest(build("encoder"), 1)):
         for name, pair in contest.pairs().items():
             print(line(contest, name, *pair, options.rounds), flush=True)

@@ -1,4 +1,4 @@
-"""Ratios to a plain step: everybody in one process, taking turns, each call next to a plain step of its own."""
+"""Times relative to a plain step: interleaved in one process, each call next to its own plain step."""
 
 import gc
 import statistics
@@ -11,12 +11,12 @@ from peers import Contender, Plain, Samplewise
 from results import JOBS, Cells, Judge, Result, failed, jobs_of
 from workloads import Workload
 
-TOO_SLOW = 20  # times a plain step: one call tells enough
+TOO_SLOW = 20  # times a plain step: above this, one call is enough
 
 
 @dataclass
 class Turn:
-    """One cell of the table while it is being measured."""
+    """Measurements of one cell of the table."""
 
     contender: type[Contender]
     job: str
@@ -33,7 +33,7 @@ class Turn:
 class Timing:
     plain_ms: float
     cells: Cells
-    walk: Result  # share of a plain step
+    walk: Result  # as a share of a plain step
 
 
 def measure(work: Workload, contenders: list[type[Contender]], rounds: int) -> Timing:
@@ -53,7 +53,7 @@ def measure(work: Workload, contenders: list[type[Contender]], rounds: int) -> T
 
 
 def warm_up(work: Workload, contenders: list[type[Contender]], plain: Callable[[], object]) -> tuple[Cells, list[Turn]]:
-    """Cells that are settled without a measurement, and the turns to be taken for the others."""
+    """Cells that need no measurement, and the calls to measure for the others."""
     judge = Judge(work)
     cells: Cells = {}
     turns: list[Turn] = []
@@ -71,14 +71,14 @@ def warm_up(work: Workload, contenders: list[type[Contender]], plain: Callable[[
 def first_calls(
     work: Workload, contender: type[Contender], job: str, plain: Callable[[], object], judge: Judge
 ) -> Turn | Result:
-    """The first call is judged, the second one timed."""
+    """The first call is checked, the second one is timed."""
     try:
         call = getattr(contender(work), job)
         verdict = judge.verdict(job, call())
         if verdict is not None:
             return verdict
         ratio = seconds(call) / seconds(plain)
-    except Exception as error:  # whatever one does, the others go on
+    except Exception as error:  # the other contenders are still measured
         return failed(error)
     return Result(ratio) if ratio > TOO_SLOW else Turn(contender, job, call)
 
@@ -95,7 +95,7 @@ def walk_share(work: Workload, plain: Callable[[], object], rounds: int) -> Resu
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Includes freeing what the call returns."""
+    """Seconds of one call, including the release of its result."""
     gc.collect()
     start = time.perf_counter()
     call()

@@ -1,7 +1,7 @@
-"""The six pieces of work that everybody is timed on.
+"""The six workloads of the benchmark.
 
-Plain nn modules throughout, one module a parameter, positions as ids of shape (B, T): what the peers
-that know modules can digest. Only the tied head and nn.LSTM, which are the point of their workload, stay.
+They use plain nn modules, one module per parameter, and position ids of shape (B, T), so that libraries with per-module
+rules support them. The exceptions are the tied head and nn.LSTM, which are the point of their workloads.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Workload:
     model: nn.Module
     inputs: Tensor
     targets: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> one loss a sample
+    loss: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> one loss per sample
     clip: float  # near the median of the per-sample norms, so that about half the samples are clipped
     unused: frozenset[str] = frozenset()  # parameters that the losses do not reach
 

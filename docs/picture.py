@@ -1,8 +1,8 @@
-"""Makes docs/picture.png: a small net is trained on digits of which a tenth have a wrong label, as in `make demo`.
+"""Create docs/picture.png: a small network trained on digits with 10 % wrong labels, as in `make demo`.
 
     python docs/picture.py        # make docs
 
-Everything on it is measured in this run: the norms, which labels are wrong, and what it costs to know.
+All values in the picture are measured in this run: norms, wrong labels and cost.
 """
 
 import copy
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.cli.demo import BATCH, EPOCHS, digits, loss_fn, measured
+from samplewise.cli.demo import BATCH, EPOCHS, digits, loss_fn
 
 TARGET = Path(__file__).with_name("picture.png")
 INK, FAINT, RIGHT, WRONG, PAPER = "#2b2b33", "#8a8a94", "#5b8db8", "#d9562b", "#fcfcfa"
@@ -39,10 +39,16 @@ def net(width: int, layers: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *hidden, nn.Dropout(0.2), nn.Linear(width, 10))
 
 
-def prices(x: Tensor, y: Tensor) -> dict[str, float]:
-    """Updates of 512 samples on one thread, taking turns; the fastest, as multiples of a plain one of the same net.
+def measured(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss and gradient norm of each sample."""
+    losses = loss_fn(model, (x, y))
+    return losses.detach(), sw.gradients(losses, model).norms()
 
-    Whatever else the machine does only adds to them. A small net mostly shows what the bookkeeping costs.
+
+def prices(x: Tensor, y: Tensor) -> dict[str, float]:
+    """Times of updates of 512 samples on one thread, as multiples of a plain update of the same network.
+
+    Interleaved; the minimum is used, because other load only adds time. The small network shows the overhead.
     """
     batch, threads = (x[:512], y[:512]), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -62,7 +68,7 @@ def prices(x: Tensor, y: Tensor) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(ROUNDS):
         for name, way in ways.items():
-            if turn < 3 or not name.endswith("loop"):  # slow, and its place is clear
+            if turn < 3 or not name.endswith("loop"):  # slow; three rounds are enough
                 start = time.perf_counter()
                 way()
                 seconds[name].append(time.perf_counter() - start)
@@ -70,29 +76,29 @@ def prices(x: Tensor, y: Tensor) -> dict[str, float]:
     took = {name: min(times) for name, times in seconds.items()}
     print({name: f"{1e3 * t:.1f} ms" for name, t in took.items()})
     return {
-        "a plain update": 1.0,
-        "each sample clipped": took["large, clipped"] / took["large"],
+        "plain update": 1.0,
+        "per-sample clipping": took["large, clipped"] / took["large"],
         "… 10 thousand weights": took["small, clipped"] / took["small"],
-        "a loop over samples": took["large, a loop"] / took["large"],
+        "loop over samples": took["large, a loop"] / took["large"],
     }
 
 
 def one_by_one(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """The norms without the library."""
+    """Gradient norms with one backward pass per sample."""
     params = list(model.parameters())
     losses = (loss_fn(model, sample) for sample in zip(*(part.split(1) for part in batch), strict=True))
     return [nn.utils.get_total_norm(torch.autograd.grad(loss.sum(), params)) for loss in losses]
 
 
 def scatter(axes: Axes, losses: Tensor, norms: Tensor, wrong: Tensor) -> None:
-    for mask, color, label in ((~wrong, RIGHT, "right label"), (wrong, WRONG, "wrong label")):
+    for mask, color, label in ((~wrong, RIGHT, "correct label"), (wrong, WRONG, "wrong label")):
         axes.scatter(
             losses[mask], norms[mask], s=11, color=color, alpha=0.55, lw=0, label=f"{label}: {int(mask.sum())}"
         )
-    axes.set(xscale="log", yscale="log", xlabel="loss of the sample", ylabel="length of its gradient")
+    axes.set(xscale="log", yscale="log", xlabel="loss of the sample", ylabel="norm of its gradient")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
-    axes.set_title("Every sample has a gradient of its own")
+    axes.set_title("Loss and gradient norm of each sample")
     axes.legend(loc="lower right", frameon=False, handletextpad=0.1, markerscale=1.8)
 
 
@@ -120,6 +126,7 @@ def bars(axes: Axes, found: dict[str, float]) -> None:
 def main() -> None:
     torch.manual_seed(0)
     x, y, wrong, _ = digits()
+    x = x.flatten(1)
     model = trained(x, y)
     losses, norms = measured(model, x, y)
     first = int(wrong.sum())
@@ -133,12 +140,12 @@ def main() -> None:
     left.spines[["top", "right"]].set_visible(False)
     scatter(left, losses, norms, wrong)
 
-    figure.text(0.56, 0.928, "The longest, and the labels they came with", fontsize=11.5, fontweight="bold")
+    figure.text(0.56, 0.928, "Largest gradient norms, with their labels", fontsize=11.5, fontweight="bold")
     cells = [figure.add_axes((0.56 + 0.0705 * (k % 6), 0.72 - 0.215 * (k // 6), 0.062, 0.135)) for k in range(12)]
     longest(cells, x, y, norms, wrong)
-    figure.text(0.56, 0.445, f"Of the {first} longest, {share:.0%} have a wrong label; of all, 10%.")
+    figure.text(0.56, 0.445, f"Of the {first} largest, {share:.0%} have a wrong label; of all, 10%.")
 
-    figure.text(0.56, 0.355, "What it costs, with 1.1 million weights", fontsize=11.5, fontweight="bold")
+    figure.text(0.56, 0.355, "Relative time per update, 1.1 million weights", fontsize=11.5, fontweight="bold")
     bars(figure.add_axes((0.73, 0.04, 0.25, 0.295), facecolor=PAPER), prices(x, y))
     figure.savefig(TARGET, dpi=130)
     print(f"{TARGET.name}: {TARGET.stat().st_size / 1024:.0f} KB")

@@ -1,4 +1,4 @@
-"""Makes docs/report.png: the samples of the demo's run, as the report shows them.
+"""Create docs/report.png: screenshot of the samples section of the demo's report.
 
 python docs/report_picture.py        # needs Debian's chromium and chromium-driver
 """
@@ -19,7 +19,7 @@ SIZE = (1180, 1006)
 
 
 def screenshot(page: Path) -> bytes:
-    """From the heading of the samples on, with the first suspect pinned."""
+    """Screenshot from the heading of the samples section on, with the first suspicious sample selected."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for argument in ("headless=new", "no-sandbox", "hide-scrollbars"):

@@ -1,9 +1,9 @@
-"""What ranks tell each other for one update, and what that means for more of them. Prints the tables of scaling.md.
+"""Model of the communication cost of one distributed update; prints the tables of docs/scaling.md.
 
-python docs/scaling.py
+    python docs/scaling.py
 
-The messages are those of the library, one by one: a test compares them with what two ranks are seen to exchange. Times
-and memory follow from them by the formulas below; nobody has measured them on so many GPUs.
+The messages are listed one by one; tests/distributed/test_scaling.py compares them with the traffic of two ranks. Times
+and memory are computed from them with the formulas below, not measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from samplewise import ranks
 
-Message = tuple[str, int]  # the collective, and the bytes that one rank hands over
+Message = tuple[str, int]  # the collective, and the bytes that one rank passes to it
 
 # ------------------------------------------------------------------------------------------------ messages of an update
 
@@ -27,7 +27,7 @@ Message = tuple[str, int]  # the collective, and the bytes that one rank hands o
 class Model:
     shapes: Sequence[tuple[int, ...]]
     element: int = 4  # bytes
-    gathered: int = 1  # groups of parameters that fully_shard gathers at once
+    gathered: int = 1  # number of parameter groups that fully_shard gathers separately
 
     @property
     def size(self) -> int:
@@ -36,14 +36,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Update:
-    """window_transforms: for each transform that sees the window as a whole, how many numbers it needs of a sample
-    (drop by norms: 5). spanning: groups with samples on several ranks. said: bytes of what ranks say of their groups'
-    keys, or of their reference, as pickled.
+    """Messages of one update.
+
+    window_transforms: for each transform that needs the whole window, the number of values per sample
+    spanning: number of groups with samples on several ranks
+    said: bytes of the pickled group keys, or of the reference
     """
 
     model: Model
     ranks: int
-    window: int  # samples of all ranks, dealt out evenly
+    window: int  # samples of all ranks, distributed evenly
     window_transforms: Sequence[int] = ()
     by_place: bool = False  # weight(tensor)
     groups: bool = False
@@ -61,11 +63,11 @@ class Update:
         return [*meeting(), *self._numbers(), *self._gradients(), *self._after()]
 
     def _numbers(self) -> Iterable[Message]:
-        """Where transforms need the numbers of all."""
+        """Values of all ranks that transforms need."""
         if not (self.window_transforms or self.by_place or self.groups):
             return
         yield from meeting()
-        yield from gathering(16)  # how many samples each rank has
+        yield from gathering(16)  # number of samples of each rank
         if self.groups:
             yield from gathering(self.said)
         for columns in self.window_transforms:
@@ -91,7 +93,7 @@ class Update:
             yield from self._gathers()
 
     def _gathers(self) -> Iterable[Message]:
-        """The parts of whole groups of parameters: as large as the largest of any rank."""
+        """All-gathers of the shards of each parameter group, padded to the largest shard."""
         parts = [math.prod((-(-rows // self.ranks), *rest)) for rows, *rest in self.model.shapes]
         whole = self.model.element * sum(parts)
         for number in range(self.model.gathered):
@@ -103,7 +105,7 @@ def meeting() -> list[Message]:
 
 
 def gathering(count: int) -> list[Message]:
-    """How many rows each rank has, and then the rows."""
+    """The number of rows of each rank, then the rows."""
     return [("all_gather", 8), ("all_gather", count)]
 
 
@@ -113,7 +115,7 @@ def sums(model: Model) -> Iterable[Message]:
 
 
 def parts(model: Model, size: int) -> Iterable[Message]:
-    """Rows are filled up, so that each rank has as many."""
+    """Reduce-scatters of the gradient sums; rows are padded to a multiple of the number of ranks."""
     padded = [(-(-rows // size) * size, *rest) for rows, *rest in model.shapes]
     in_buckets = buckets(
         [model.element * math.prod(shape) for shape in model.shapes],
@@ -124,20 +126,20 @@ def parts(model: Model, size: int) -> Iterable[Message]:
 
 
 def buckets(tensors: Sequence[int], counted: Sequence[int] | None = None) -> list[int]:
-    """Tensors one after the other, until a bucket is full."""
+    """Bytes of the buckets that consecutive tensors are packed into."""
     filled: list[int] = []
-    told: list[int] = []
+    sizes: list[int] = []
     for size, count in zip(tensors, counted or tensors, strict=True):
         if not filled or filled[-1] + size > ranks.BUCKET:
             filled.append(0)
-            told.append(0)
+            sizes.append(0)
         filled[-1] += size
-        told[-1] += count
-    return told
+        sizes[-1] += count
+    return sizes
 
 
 def added_up(messages: Iterable[Message]) -> tuple[dict[str, int], dict[str, int]]:
-    """How often each collective is called, and its bytes."""
+    """Number of calls and bytes of each collective."""
     calls, count = Counter[str](), Counter[str]()
     for name, size in messages:
         calls[name] += 1
@@ -150,16 +152,16 @@ def added_up(messages: Iterable[Message]) -> tuple[dict[str, int], dict[str, int
 
 @dataclass(frozen=True)
 class Machine:
-    """Eight GPUs a node. Bandwidths are what one GPU gets in a large collective, in bytes per second."""
+    """Assumed hardware: eight GPUs per node. Bandwidths per GPU in a large collective, in bytes per second."""
 
     inside: float = 200e9  # within a node
     between: float = 40e9  # between nodes
-    start: float = 20e-6  # seconds to begin a collective, and for each doubling of the ranks
-    speed: float = 120e12  # operations per second that training gets out of a GPU
+    start: float = 20e-6  # latency of a collective in seconds, and again for each doubling of the ranks
+    speed: float = 120e12  # achieved operations per second of a GPU in training
     node: int = 8
 
     def seconds(self, message: Message, size: int) -> float:
-        """By a ring for the bytes, and by a tree for the beginning."""
+        """Time of a collective: ring for the bytes, tree for the latency."""
         name, count = message
         if size == 1:
             return 0.0
@@ -177,11 +179,11 @@ class Machine:
 class Case:
     name: str
     model: Model
-    tokens: int  # of one sample
-    share: int  # samples of one GPU in an update
+    tokens: int  # per sample
+    share: int  # samples per GPU and update
 
     def compute(self, machine: Machine, factor: float) -> float:
-        """Six operations per parameter and token, times what per-sample gradients cost beside."""
+        """Seconds of computation: six operations per parameter and token, times the cost factor of the transforms."""
         return factor * 6 * self.model.size * self.tokens * self.share / machine.speed
 
 
@@ -191,15 +193,15 @@ def transformer(width: int, layers: int, vocabulary: int) -> Model:
 
 
 CASES = (
-    Case("124 M parameters, 8 sequences of 1024 tokens a GPU", transformer(768, 12, 50304), 1024, 8),
-    Case("1.6 G parameters, 4 sequences of 1024 tokens a GPU", transformer(1600, 48, 50304), 1024, 4),
+    Case("124 M parameters, 8 sequences of 1024 tokens per GPU", transformer(768, 12, 50304), 1024, 8),
+    Case("1.6 G parameters, 4 sequences of 1024 tokens per GPU", transformer(1600, 48, 50304), 1024, 4),
 )
 SIZES = (1, 8, 64, 1024)
-DROP = 5  # numbers of a sample that drop by norms is told of: its place, loss, count, norm, and share
+DROP = 5  # values per sample that drop by norms receives: place, loss, count, norm and share
 
 
 def kinds(case: Case, size: int) -> dict[str, tuple[Update, float]]:
-    """Each with what its computation costs over a plain update, as measured for transformers in one process."""
+    """Name -> (update, cost factor of its computation, as measured for transformers in one process)."""
     window = size * case.share
     return {
         "plain": (Update(case.model, size, window), 1.0),
@@ -220,7 +222,7 @@ def exchange(update: Update, machine: Machine) -> float:
 
 
 def memory(model: Model, size: int, sharded: bool) -> dict[str, float]:
-    """Bytes of a rank, in float32 with Adam; activations come on top, and do not depend on the ranks."""
+    """Bytes of a rank in float32 with Adam, without activations, which do not depend on the number of ranks."""
     one = float(model.size * model.element)
     if not sharded:
         return {"parameters": one, "gradients": one, "optimizer": 2 * one, "buckets": min(one, 3 * ranks.BUCKET)}
@@ -277,10 +279,10 @@ def _size(count: float) -> str:
 def tables() -> str:
     machine, found = Machine(), []
     for case in CASES:
-        found += [f"Messages of a rank for one update, and their bytes. {case.name}:", bytes_table(case)]
-        found += [f"Computation + exchange of one update. {case.name}:", time_table(case, machine)]
+        found += [f"Messages of one rank per update, and their bytes. {case.name}:", bytes_table(case)]
+        found += [f"Computation + communication of one update. {case.name}:", time_table(case, machine)]
     return "\n\n".join(
-        [*found, "Memory of a rank without activations, float32, Adam, by number of ranks:", memory_table()]
+        [*found, "Memory of one rank without activations, float32, Adam, by number of ranks:", memory_table()]
     )
 
 

@@ -1,4 +1,4 @@
-"""Clip each sample's gradient in an ordinary loop, so that no single sample steers the fit."""
+"""Per-sample gradient clipping in an ordinary training loop: robust line fit with outliers."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ CLIP = 1.0
 
 
 def fit(clip):
-    """A line through points of which a few are far off; returns (slope, offset)."""
+    """Fit a line through points with 16 outliers; return (slope, offset)."""
     torch.manual_seed(0)
     x = torch.rand(256, 1) * 4 - 2
     y = 3 * x + 1 + 0.1 * torch.randn(256, 1)
@@ -21,7 +21,7 @@ def fit(clip):
             losses = (model(x[rows]) - y[rows]).square().sum(1)
             g = sw.gradients(losses, model)
             norms = g.norms()
-            scale = (clip / norms).clamp(max=1)  # 1 for a sample within the bound
+            scale = (clip / norms).clamp(max=1)  # 1 for a sample below the bound
             optimizer.zero_grad()
             g.backward(scale / len(rows))
             optimizer.step()

@@ -1,9 +1,9 @@
-"""The diagonal Fisher matrix of three small CNNs, beside the loop of one sample at a time that it stands for.
+"""Diagonal of the empirical Fisher matrix of three small CNNs, compared with a loop over single samples.
 
-    python examples/diagonal_fisher.py                                 # 256 pictures, a few seconds
+    python examples/diagonal_fisher.py                                 # 256 images, a few seconds
     python examples/diagonal_fisher.py --samples 4096 --rounds 5       # the table of docs/diagnostics.md
 
-The pictures are Fashion-MNIST's, or noise of that size where it is not installed.
+The images are Fashion-MNIST, or random noise of the same shape if it is not installed.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def strided():
 
 
 def pooled(kernel, padding, side):
-    """`side`: of the pictures that the linear layer sees."""
+    """Two convolutions with max pooling. `side`: height and width of the input of the linear layer."""
     first, second = nn.Conv2d(1, 16, kernel, padding=padding), nn.Conv2d(16, 32, kernel, padding=padding)
     body = (first, nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), nn.MaxPool2d(2))
     return nn.Sequential(*body, nn.Flatten(), nn.Linear(32 * side**2, 10))
@@ -73,7 +73,7 @@ def seconds(function, *arguments):
 
 
 def error(found, true):
-    """The largest of the parameters' relative errors, by their norms."""
+    """Largest relative error of any parameter, by norm."""
     return max(((found[name] - value).norm() / value.norm()).item() for name, value in true.items())
 
 
@@ -87,8 +87,8 @@ def main():
     torch.set_num_threads(1)
     name, x, y = pictures(options.samples)
     batches = list(zip(x.split(options.batch), y.split(options.batch), strict=True))
-    print(f"{name}, {len(y)} pictures in batches of {options.batch}, one thread; seconds of the processor")
-    print(f"{'':24}{'epoch':>9}{'fisher':>9}{'loop':>9}{'loop/fisher':>13}{'error':>10}{'of the loop':>13}")
+    print(f"{name}, {len(y)} images in batches of {options.batch}, one thread; CPU seconds")
+    print(f"{'':24}{'epoch':>9}{'fisher':>9}{'loop':>9}{'loop/fisher':>13}{'error':>10}{'loop error':>13}")
     for name, make in NETS.items():
         model = make().eval()
         true = loop(copy.deepcopy(model).double(), x.double(), y)

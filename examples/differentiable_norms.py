@@ -1,4 +1,4 @@
-"""Train on the gradients themselves: a penalty on per-sample gradient norms."""
+"""Penalty on per-sample gradient norms, with create_graph=True."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import samplewise as sw
 
 
 def train(penalty):
-    """Fit a noisy curve; returns the mean loss and the mean and largest norm afterwards."""
+    """Fit a noisy curve; return the mean loss, the mean norm and the largest norm after training."""
     torch.manual_seed(0)
     x = torch.rand(64, 1) * 6 - 3
     y = torch.sin(x) + 0.3 * torch.randn(64, 1)
@@ -15,7 +15,7 @@ def train(penalty):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(200):
         losses = (model(x) - y).square().sum(1)
-        # create_graph: the norms are part of the graph and can be differentiated again.
+        # create_graph=True: the norms are differentiable.
         norms = sw.gradients(losses, model, create_graph=True).norms()
         optimizer.zero_grad()
         (losses.mean() + penalty * norms.square().mean()).backward()

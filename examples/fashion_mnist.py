@@ -1,9 +1,9 @@
-"""Fashion-MNIST from Debian's package: 60,000 small pictures of clothes to train on, 10,000 to test on.
+"""Load Fashion-MNIST from Debian's package: 60,000 training images of clothes, 10,000 test images.
 
     apt-get install dataset-fashion-mnist
-    python examples/fashion_mnist.py            # what is there
+    python examples/fashion_mnist.py            # print shapes and class counts
 
-Other examples take `load` from here. The files have the format of MNIST, so those of other data sets will do, too.
+Other examples import `load` from here. Files of other data sets in the format of MNIST (IDX) work as well.
 """
 
 import gzip
@@ -14,11 +14,11 @@ import torch
 
 PLACE = Path("/usr/share/datasets/fashion-mnist")
 NAMES = "T-shirt trousers pullover dress coat sandal shirt sneaker bag boot".split()
-BYTES = 8  # the code for numbers from 0 to 255
+BYTES = 8  # type code of unsigned bytes
 
 
 def load(part="train", place=PLACE):
-    """Pixels (N, 1, 28, 28) from 0 to 1, and labels (N,). `part` is "train" or "t10k"."""
+    """Return pixels (N, 1, 28, 28) in [0, 1] and labels (N,). `part` is "train" or "t10k"."""
     pixels = read(place / f"{part}-images-idx3-ubyte.gz", dimensions=3)
     labels = read(place / f"{part}-labels-idx1-ubyte.gz", dimensions=1)
     if len(pixels) != len(labels):
@@ -27,7 +27,7 @@ def load(part="train", place=PLACE):
 
 
 def read(path, dimensions):
-    """A file of bytes: two zeros, the code of the type, the number of dimensions, their sizes, and then the numbers."""
+    """Read an IDX file: two zero bytes, type code, number of dimensions, their sizes (4 bytes each), then the data."""
     if not path.exists():
         what_to_do = "Install Debian's package dataset-fashion-mnist, or say where the files are."
         raise FileNotFoundError(f"Fashion-MNIST must be on this machine; found no {path}. {what_to_do}")

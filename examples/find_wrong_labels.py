@@ -1,11 +1,11 @@
-"""Find wrong labels: pictures of which some have another's label, ranked by every score that `sw.suspects` has.
+"""Find wrong labels: rank images, some of which have a random other label, by every score of `sw.suspects`.
 
     python examples/find_wrong_labels.py                          # digits, one seed, a few seconds
     python examples/find_wrong_labels.py --seeds 5 --first 10     # the tables of docs/diagnostics.md
     python examples/find_wrong_labels.py --seeds 5 --first 10 --data fashion --samples 20000 --epochs 10
 
-Needs scikit-learn, whose digits these are, and for clothes what examples/fashion_mnist.py says. Where cleanlab is
-installed, it is compared with.
+Needs scikit-learn, which contains the digits; `--data fashion` needs the package named in examples/fashion_mnist.py. If
+cleanlab is installed, it is included in the comparison.
 """
 
 import argparse
@@ -30,12 +30,12 @@ except ImportError:
     get_label_quality_scores = None
 
 SCORES = ("loss", "margin", "el2n", "norm", "last_norm", "self_influence", "agreement")
-PAIRS = (("margin", "el2n"), ("loss", "margin"))  # whose ranks are averaged
+PAIRS = (("margin", "el2n"), ("loss", "margin"))  # pairs of scores whose ranks are averaged
 BATCH, CHECKPOINTS, FOLDS = 64, 5, 5
 
 
 def digits():
-    """Pixels and labels."""
+    """Return pixels (1797, 64) in [0, 1] and labels (1797,)."""
     pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
     return pixels.float() / 16, labels
 
@@ -53,7 +53,7 @@ DATA = {"digits": (digits, perceptron), "fashion": (load, cnn)}
 
 
 def mislabelled(labels, share, seed):
-    """Labels of which some are another's, and which of them."""
+    """Replace a share of the labels by random other classes; return the labels and a mask of the wrong ones."""
     generator = torch.Generator().manual_seed(seed)
     wrong = torch.zeros(len(labels), dtype=torch.bool)
     wrong[torch.randperm(len(labels), generator=generator)[: round(share * len(labels))]] = True
@@ -66,7 +66,7 @@ def loss_fn(model, batch):
 
 
 def seen(model, logits, losses, labels):
-    """What may be recorded of samples while they are trained on."""
+    """Columns recorded for each sample during training."""
     right = F.one_hot(labels, 10)
     margin = (logits * right).sum(1) - logits.masked_fill(right.bool(), -torch.inf).amax(1)
     el2n = (logits.softmax(1) - right).norm(dim=1)
@@ -74,7 +74,7 @@ def seen(model, logits, losses, labels):
 
 
 def train(x, y, options, watch=False):
-    """The model, some checkpoints on the way, every visit if it is watched, and the seconds of an epoch."""
+    """Train; return the model, checkpoints, recorded visits (if `watch`) and the median CPU seconds of an epoch."""
     model = DATA[options.data][1]()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     checkpoints, visits, seconds = [], defaultdict(list), []
@@ -97,7 +97,7 @@ def train(x, y, options, watch=False):
 
 
 def rankings(x, y, options):
-    """(what, score per sample, seconds it took as a multiple of an epoch's) for all there is."""
+    """Yield (name, score per sample, cost as a multiple of an epoch) for each method."""
     model, checkpoints, _, epoch = train(x, y, options)
     data = list(zip(x.split(256), y.split(256), strict=True))
     for when, at in (("at the end", None), (f"{CHECKPOINTS} checkpoints", checkpoints)):
@@ -127,7 +127,7 @@ def held_out(x, y, options):
 
 
 def recall(wrong, score, share):
-    """How many of the wrong labels are among the first."""
+    """Share of the wrong labels that are in the first `share` of the ranking."""
     first = score.argsort(descending=True)[: round(share * len(wrong))]
     return (wrong[first].sum() / wrong.sum()).item()
 
@@ -138,11 +138,11 @@ def main():
     parser.add_argument("--shares", type=float, nargs="+", default=(0.1, 0.2))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--samples", type=int, help="only the first so many")
+    parser.add_argument("--samples", type=int, help="use only the first SAMPLES samples")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--lr", type=float, default=1e-3)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # for a net of this size more of them only wait for each other
+    torch.set_num_threads(1)  # more threads do not help a network of this size
     x, labels = (column[: options.samples] for column in DATA[options.data][0]())
     for share in options.shares:
         table = defaultdict(list)
@@ -153,7 +153,7 @@ def main():
                 quality = roc_auc_score(wrong, score), average_precision_score(wrong, score)
                 table[name].append((*quality, recall(wrong, score, 0.1), recall(wrong, score, 0.2), cost))
             print(f"{share:.0%} wrong labels, seed {seed}: done", file=sys.stderr)
-        print(f"\n{share:.0%} wrong labels, mean of {options.seeds} seeds; cost in epochs of training")
+        print(f"\n{share:.0%} wrong labels, mean of {options.seeds} seeds; cost as a multiple of one training epoch")
         print(f"{'':32}{'AUC':>8}{'AP':>8}{'first 10%':>11}{'first 20%':>11}{'cost':>8}")
         for name, rows in table.items():
             *quality, costs = zip(*rows, strict=True)

@@ -1,4 +1,4 @@
-"""The same training on six levels, from the trainer to all by hand. There is no cliff between them."""
+"""The same training in six ways, from the Trainer to a loop with `sw.gradients`, with equal parameters."""
 
 import copy
 
@@ -29,16 +29,16 @@ def run(step, model):
 
 
 def loop(step, model):
-    for update in step.over(batches):  # exactly one update per iteration
+    for update in step.over(batches):  # one update per iteration
         if update.index == 2:
             print(f"update {update.index}: loss {update.loss:.3f}, norms up to {update.norms.max():.3f}")
 
 
 def feed(step, model):
     for batch in batches:
-        for update in step(batch):  # none, one or several, as the batch completes them
+        for update in step(batch):  # the updates completed by this batch: none, one or several
             print(f"a batch of 12 completed update {update.index} of {update.samples} samples")
-    step.flush()  # the last window, if it is not full
+    step.flush()  # update with the remaining samples
 
 
 def by_hand(step, model):
@@ -65,4 +65,4 @@ for drive in (trainer, run, loop, feed, by_hand, below):
     step = sw.Step(model, optimizer, loss_fn, samples=24, transforms=[sw.clip(BOUND)])
     drive(step, model)
     found.append(nn.utils.parameters_to_vector(model.parameters()))
-print(f"largest difference between the six: {max((found[0] - other).abs().max() for other in found):.0e}")
+print(f"largest difference between the six results: {max((found[0] - other).abs().max() for other in found):.0e}")

@@ -1,10 +1,10 @@
-"""How far a batch can be trusted about the noise scale: estimates beside the truth, which all digits together tell.
+"""Accuracy of the gradient noise scale: estimates from random batches compared with the true value over all digits.
 
     python examples/noise_scale.py                     # 50 batches of each size, a few seconds
     python examples/noise_scale.py --batches 10000     # the table of docs/diagnostics.md
 
-The digits are the population: with the gradient g of each, G is their mean and tr Σ their variance. Batches are drawn
-with replacement, for which the estimates of |G|² and tr Σ are unbiased. Needs scikit-learn.
+The digits are the whole population: G is the mean of their gradients and tr Σ the total variance. Batches are drawn
+with replacement, so that the estimates of |G|² and tr Σ are unbiased. Needs scikit-learn.
 """
 
 import argparse
@@ -25,14 +25,14 @@ def gradients(model, x, y):
 
 
 def truth(model, x, y):
-    """tr Σ and |G|² by enumeration: every gradient written out."""
+    """Return tr Σ and |G|², computed from all per-sample gradients."""
     rows = torch.cat([rows.flatten(1) for rows in gradients(model, x, y).full().values()], 1)
     mean = rows.mean(0)
     return (rows - mean).square().sum(1).mean().item(), mean.square().sum().item()
 
 
 def estimates(model, x, y, size, batches):
-    """Of each batch its trace and signal, and the running estimate of the scale after it."""
+    """Yield trace and signal of each batch, and the running estimate of the scale after it."""
     running, generator = sw.NoiseScale(decay=DECAY), torch.Generator().manual_seed(size)
     for _ in range(batches):
         some = torch.randint(len(y), (size,), generator=generator)
@@ -42,10 +42,10 @@ def estimates(model, x, y, size, batches):
 
 
 def line(found, trace, signal):
-    """As multiples of the truth."""
+    """Format one row; values are multiples of the true values."""
     traces, signals, running = found[:, 0] / trace, found[:, 1] / signal, found[:, 2] / (trace / signal)
     low, middle, high = (traces / signals).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
-    below, settled = (signals < 0).double().mean(), running[len(found) // 2 :]  # the running one is given time
+    below, settled = (signals < 0).double().mean(), running[len(found) // 2 :]  # second half: after warm-up
     ratio = f"{middle:.2f}, {low:.2f} to {high:.2f}"
     return f"{spread(traces):>16}{spread(signals):>16}{below:10.1%}{ratio:>24}{spread(settled):>16}"
 
@@ -59,7 +59,7 @@ def main():
     parser.add_argument("--batches", type=int, default=50)
     options = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # for a net of this size more of them only wait for each other
+    torch.set_num_threads(1)  # more threads do not help a network of this size
     torch.set_default_dtype(torch.float64)
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels) / 16, torch.tensor(labels)

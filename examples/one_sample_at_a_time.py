@@ -1,4 +1,4 @@
-"""Online learning: one update per sample, in the order they come, while watching how well it predicts."""
+"""Online learning: one update per sample in order of arrival, with the loss of each sample before its update."""
 
 from time import perf_counter
 
@@ -11,7 +11,7 @@ torch.manual_seed(0)
 truth = torch.tensor([[1.0], [-2.0], [0.5]])
 x = torch.randn(600, 3)
 y = x @ truth + 0.1 * torch.randn(600, 1)
-y[300:] += 3 * x[300:, :1]  # half-way the world changes
+y[300:] += 3 * x[300:, :1]  # the target changes half-way
 
 
 def loss_fn(model, batch):
@@ -22,18 +22,18 @@ def loss_fn(model, batch):
 model = nn.Linear(3, 1)
 step = sw.Step(model, sw.sgd(0.02), loss_fn, samples=1, compile=True)
 
-# The loader may hand over the data in any size; an update is one sample all the same.
+# Batches of 50 arrive, but each update uses one sample.
 stream = zip(x.split(50), y.split(50), strict=True)
 recent = []
 for update in step.over(stream):
-    recent.append(update.loss)  # of a sample that the model had not been trained on yet
+    recent.append(update.loss)  # loss of the sample before the model is trained on it
     if update.index % 100 == 99:
         weights = ", ".join(f"{w:5.2f}" for w in model.weight[0])
-        print(f"after {update.index + 1} samples: loss of the last hundred {sum(recent) / 100:6.3f}, weights {weights}")
+        print(f"after {update.index + 1} samples: loss of the last 100 {sum(recent) / 100:6.3f}, weights {weights}")
         recent.clear()
 print(step.counters)
 
-# The same updates with nobody who looks in between. The second pass is timed: the first one has to compile.
+# The same updates without returning to Python after each. The second pass is timed, because the first one compiles.
 for compile in (False, True):
     step = sw.Step(nn.Linear(3, 1), sw.sgd(0.02), loss_fn, samples=1, compile=compile)
     step.run([(x, y)])

@@ -1,4 +1,4 @@
-"""A tour: every quantity of per-sample gradients on one small model."""
+"""All quantities of per-sample gradients on one small model."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 x, y = torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
 
-# One loss per sample, still attached to the graph: that is all that is asked for.
+# One loss per sample, attached to the autograd graph.
 losses = F.cross_entropy(model(x), y, reduction="none")
 g = sw.gradients(losses, model)
 print(f"{len(g)} samples, parameters {', '.join(g.names)}\n")
@@ -37,13 +37,13 @@ print("all rows, (B, *shape)", sizes(g.full()))
 print("one parameter        ", tuple(g["0.weight"].shape))
 print("one sample           ", sizes(g[3]))
 
-# Weigh the samples as you like: here the second one counts for nothing.
+# Weighted sum: here the second sample has weight zero.
 weights = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
 g.backward(weights)
 same = torch.allclose(model[0].weight.grad, g.sum(weights)["0.weight"])
 print("\nbackward(weights) adds sum(weights) into .grad:", same)
 
-# The graph is still there: the ordinary backward works as if nothing had happened.
+# The graph was not freed: an ordinary backward pass still works.
 model.zero_grad()
 losses.mean().backward()
 print("losses.mean().backward() gives the mean:       ", end=" ")

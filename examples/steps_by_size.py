@@ -1,4 +1,4 @@
-"""What one update is: three independent numbers, and the same parameters whichever way the data arrive."""
+"""Update size, batch size and microbatch size are independent: the same parameters for every combination."""
 
 import copy
 
@@ -15,7 +15,7 @@ start = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
 
 
 def train(batch_size, **options):
-    """One epoch; returns all parameters as one vector."""
+    """Train one epoch; return all parameters as one vector."""
     model = copy.deepcopy(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), **options)
@@ -24,18 +24,18 @@ def train(batch_size, **options):
     return nn.utils.parameters_to_vector(model.parameters())
 
 
-print("an update is a batch of the loader:")
+print("one update per batch of the loader:")
 train(20)
-print("\nan update is 30 samples; the last one has 10, and is scaled by 10:")
-whole = train(30, samples=30)  # as they arrive
+print("\nupdates of 30 samples; the last update has 10 samples and is divided by 10:")
+whole = train(30, samples=30)  # one batch per update
 ways = [
-    train(10, samples=30),  # accumulation: three batches
-    train(100, samples=30),  # slices of one large batch
-    train(7, samples=30),  # windows that begin and end inside a batch
-    train(30, samples=30, microbatch=8),  # thirty at a time would not fit
+    train(10, samples=30),  # accumulation over three batches
+    train(100, samples=30),  # several updates per batch
+    train(7, samples=30),  # windows that start and end inside a batch
+    train(30, samples=30, microbatch=8),  # at most 8 samples at a time, to save memory
     train(64, samples=30, microbatch="auto"),
 ]
-print(f"largest difference between any two: {max((whole - way).abs().max() for way in ways):.0e}")
-print("\nthe ragged end left out, or kept for the next epoch:")
+print(f"largest difference to the first: {max((whole - way).abs().max() for way in ways):.0e}")
+print("\nthe incomplete last window dropped, or kept for the next epoch:")
 train(10, samples=30, tail="drop")
 train(10, samples=30, tail="carry")

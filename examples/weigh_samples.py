@@ -1,4 +1,4 @@
-"""Weigh each sample's gradient before they are summed: a line through points of which a few are far off."""
+"""Weight per-sample gradients before the sum: seven line fits with outliers."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ def points(n, outliers):
     y = 3 * x + 1 + 0.1 * torch.randn(n, 1)
     y[:outliers] -= 40
     trust = torch.ones(n)
-    trust[:outliers] = 0.1  # suppose that somebody has an idea which ones they are
+    trust[:outliers] = 0.1  # assume prior knowledge about the outliers
     return {"x": x, "y": y, "trust": trust}
 
 
@@ -25,23 +25,23 @@ model = nn.Linear(1, 1)
 
 
 def towards_clean():
-    """The gradient of a few points that we are sure of, made anew for every update."""
+    """Mean gradient of a few clean points, computed for every update."""
     return sw.gradients(loss_fn(model, clean), model).mean()
 
 
 def cauchy(losses):
-    """One's own: a function that asks by argument name for losses, norms, counts or the batch."""
+    """Custom transform: argument names select losses, norms, counts or batch."""
     return 1 / (1 + losses)
 
 
 WAYS = {
-    "as they are": [],
-    "no longer than 1": [sw.clip(1.0)],
-    "directions alone": [sw.normalize()],
-    "without the longest tenth": [sw.drop(quantile=0.9)],
-    "by a function": [sw.weight(cauchy, renormalise=True)],
-    "by a number in the batch": [sw.weight("trust", renormalise=True)],
-    "towards clean ones": [sw.align(towards_clean)],
+    "unweighted": [],
+    "clipped to norm 1": [sw.clip(1.0)],
+    "normalized": [sw.normalize()],
+    "without largest 10 % norms": [sw.drop(quantile=0.9)],
+    "by a function of the loss": [sw.weight(cauchy, renormalise=True)],
+    "by a value in the batch": [sw.weight("trust", renormalise=True)],
+    "aligned with clean points": [sw.align(towards_clean)],
 }
 
 print(f"{'':27}slope  offset   (truth: 3, 1)")
@@ -51,8 +51,8 @@ for name, transforms in WAYS.items():
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, samples=64, transforms=transforms)
     for _ in range(50):
         rows = torch.randperm(256)
-        step.run([{key: values[rows] for key, values in data.items()}])  # one large batch; an update is 64 of it
+        step.run([{key: values[rows] for key, values in data.items()}])  # one large batch; 64 samples per update
     print(f"{name:26}{model.weight.item():6.2f}{model.bias.item():8.2f}   {step.transforms!r}")
 
-print("\nWhat the update of a chain is:")
+print("\nFormula of a chain:")
 print(sw.chain(sw.clip(1.0), sw.weight("trust", renormalise=True), sw.noise(0.1)))

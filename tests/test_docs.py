@@ -144,8 +144,8 @@ def test_every_page_can_be_reached_from_the_readme():
     assert [page.name for page in DOCUMENTS[1:] if page not in reached] == []
 
 
-def test_every_example_has_its_section_in_how_to():
-    linked = _links((ROOT / "docs" / "how-to.md").read_text())
+def test_every_example_has_its_section_in_the_examples_page():
+    linked = _links((ROOT / "docs" / "examples.md").read_text())
     assert [path.name for path in EXAMPLES if f"../examples/{path.name}" not in linked] == []
 
 
