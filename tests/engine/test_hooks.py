@@ -6,7 +6,7 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.zoo import noise
+from samplewise.zoo import CASES, noise
 
 MIXING = {
     "minus the mean": lambda g: g - g.mean(0),
@@ -130,3 +130,12 @@ def test_dead_layers_are_compared_when_they_wake_up():
         net[2].weight.copy_(kept)
     with pytest.raises(sw.GraphError, match="must add up"):
         sw.gradients(losses(), net).norms()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+def test_a_hook_somewhere_in_the_process_refuses_nothing(case):
+    nn.Linear(1, 1).register_forward_hook(lambda module, inputs, output: None)
+    B = 3 if case.allows(3) else 5
+    net, inputs = case.build(B)
+    losses = case.losses(net, inputs)
+    assert sw.gradients(losses, net, interacting="allow").norms().shape == losses.shape

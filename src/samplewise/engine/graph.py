@@ -133,6 +133,10 @@ class Graph:
                     slots[child].add(slot)
         return {node: sorted(used) for node, used in slots.items()}
 
+    def dtypes(self) -> set[torch.dtype]:
+        """The number types that gradients have on their way to the parameters."""
+        return {self.losses.dtype, *(Edge(node, slot).dtype for node in self.relevant for slot in self._slots[node])}
+
     def below(self, start: Iterable[Node]) -> list[Node]:
         """`start` and everything it was computed from, consumers first."""
         found = set(start)

@@ -60,9 +60,7 @@ def probe(graph: Graph, edges: Sequence[Edge]) -> Probed:
 
 def _codes_for(graph: Graph) -> list[Codes]:
     """What fits the narrowest floating-point type that a gradient passes through."""
-    dtypes = {graph.losses.dtype} | {
-        Edge(node, slot).dtype for node in graph.relevant for slot in graph.used_slots(node)
-    }
+    dtypes = graph.dtypes()
     if torch.float16 in dtypes:
         return _FLOAT16_CODES
     return _FLOAT64_CODES if dtypes <= {torch.float64, torch.complex128} else _FLOAT32_CODES

@@ -71,10 +71,10 @@ class OnePass:
             kept[name] = form
             visit(name, form)
 
-        refuse_hooks_below_cut(self.plan)
         if not self._pass(both if keep else visit):
             self.plan = self.probed_plan()
             self._pass(both if keep else visit)
+        refuse_hooks_below_cut(self.plan)
         self.forms = kept
 
     def _pass(self, visit: Visit) -> bool:
