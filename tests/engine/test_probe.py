@@ -84,10 +84,10 @@ def test_silent_samples_are_left_on_by_themselves():
 def test_unbalanced_samples_are_told_apart_in_pairs():
     sizes = torch.ones(2, 10, dtype=torch.float64)
     sizes[1, 4] = 1e-6
-    passes = torch.stack(_switches(sizes))
+    patterns = torch.stack(_switches(sizes))
     for i in range(10):
         for j in range(10):
-            assert i == j or ((passes[:, i] == 0) & (passes[:, j] == 1)).any()
+            assert i == j or ((patterns[:, i] == 0) & (patterns[:, j] == 1)).any()
 
 
 def test_codes_are_new_in_every_probe(monkeypatch):

@@ -605,7 +605,13 @@ def places(state, place=()):
             yield from places(value, (*place, key))
 
 
-OPTIONAL = {("step", "microbatch"), ("trainer", "place", "state"), ("running", "lr"), ("step", "precision")}
+OPTIONAL = {
+    ("step", "microbatch"),
+    ("trainer", "data"),
+    ("trainer", "place", "state"),
+    ("running", "lr"),
+    ("step", "precision"),
+}
 
 
 def changed(state, place, value=...):
@@ -706,6 +712,9 @@ UNFIT = {
     "a random state of other size": (("random", "torch"), torch.zeros(3, dtype=torch.uint8), "random state"),
     "a random state of Python that is none": (("random", "python"), (3, "x", None), "random state"),
     "a position with another field": (("trainer", "place", "more"), 1, "loader"),
+    "data that is a number": (("trainer", "data"), 5, "loader"),
+    "data of a rank that is a text": (("trainer", "data"), ["text"], "loader"),
+    "data that is a dict": (("trainer", "data"), {"batch size": 3}, "loader"),
     "compiled code that is none": (("step", "compiling"), {}, "step"),
     "window sums of no parameter": (("step", "window", "sums"), {"none": TWO}, "step"),
     "a counter that there is not": (("step", "counters", "more"), 1, "step"),

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from samplewise import ranks
 from samplewise.engine import rowwise
 from samplewise.engine.arguments import Weights, check_direction, check_losses, named_parameters, weights_by_name
-from samplewise.engine.cut import find_cut, probed_cut
 from samplewise.engine.finite import finite_numbers, finite_tensors, traced
 from samplewise.engine.forms import Form
 from samplewise.engine.graph import Graph, graph_alive, is_accumulate_grad
 from samplewise.engine.interaction import Constants
-from samplewise.engine.plan import Plan, make_plan
+from samplewise.engine.plan import Planner
 from samplewise.engine.replicas import inner, refuse_replicas
 from samplewise.engine.rowwise import as_matrix, root
 from samplewise.engine.sharded import is_sharded
@@ -88,12 +87,12 @@ class Gradients:
 
     def __init__(self, graph: Graph, strategy: str, constants: Constants, create_graph: bool, interacting: str):
         self._graph, self._strategy = graph, strategy
-        self._constants, self._create_graph, self._interacting = constants, create_graph, interacting
+        self._create_graph = create_graph
+        self._planner = Planner(graph, constants, interacting)
         self._parameters = graph.wanted
         self._own = False  # whether nobody sums what it writes over the ranks
         self._sharded = False  # whether torch does, in an ordinary backward pass
         self._sources: dict[str, Source] = {}
-        self._known_plan: Plan | None = None
         self._known_norms: dict[str, Tensor] | None = None
         self._lock = threading.RLock()  # threads that share this object ask one after the other
 
@@ -119,7 +118,7 @@ class Gradients:
         """Makes the plan, and so refuses at once what the first question would refuse."""
         if len(self) > 1:
             with self._exactly():
-                self._plan()
+                self._planner.plan()
         return self
 
     # --- numbers per sample ----------------------------------------------------------------------------------------
@@ -336,19 +335,8 @@ class Gradients:
     def _make_source(self, strategy: str) -> Source:
         if strategy == "reference" or len(self) == 1:
             return Reference(self._graph, self._create_graph)
-        source = OnePass(self._plan(), self._probed_plan, self._create_graph, keep=strategy == "fused")
+        source = OnePass(self._planner, self._create_graph, keep=strategy == "fused")
         return AsRows(source) if strategy == "full" else source
-
-    def _plan(self) -> Plan:
-        if self._known_plan is None:
-            cut = find_cut(self._graph, self._constants, self._interacting)
-            self._known_plan = make_plan(self._graph, cut)
-        return self._known_plan
-
-    def _probed_plan(self) -> Plan:
-        cut = probed_cut(self._graph, self._constants, self._interacting)
-        self._known_plan = make_plan(self._graph, cut)
-        return self._known_plan
 
     def _forms(self) -> dict[str, Form]:
         """Every form at once: what is asked of pairs or of rows needs them kept."""
@@ -366,7 +354,7 @@ class Gradients:
 
     def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool) -> None:
         with self._exactly():
-            self._plan()  # refuses what must be refused
+            self._planner.plan()  # refuses what must be refused
         losses = self._graph.losses
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
         reached = None if self._sharded else [self._parameters[name] for name in self._graph.leaves.values()]

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samplewise.engine.cut import Cut
+from samplewise.engine.cut import Cut, find_cut, probed_cut
 from samplewise.engine.forms import Dense, Form
 from samplewise.engine.generic import Masked, Pullback
 from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.interaction import Constants
 from samplewise.engine.rules import RULES, Rule, Use
 from samplewise.engine.saved import Reader, Saved, Versions
 from samplewise.engine.sides import carried, combined, ways_down
@@ -95,6 +96,26 @@ def _prove_complete(graph: Graph, routes: list[Route]) -> None:
             f"every parameter in the graph must be reached from a cut; found none above {names}. "
             "Please report this model."
         )
+
+
+class Planner:
+    """The plan of a graph, made when it is first needed."""
+
+    def __init__(self, graph: Graph, constants: Constants, interacting: str):
+        self.graph = graph
+        self.constants = constants
+        self.interacting = interacting
+        self._plan: Plan | None = None
+
+    def plan(self) -> Plan:
+        if self._plan is None:
+            self._plan = make_plan(self.graph, find_cut(self.graph, self.constants, self.interacting))
+        return self._plan
+
+    def plan_by_probe(self) -> Plan:
+        """Replace the plan by one that does not depend on derived ownership."""
+        self._plan = make_plan(self.graph, probed_cut(self.graph, self.constants, self.interacting))
+        return self._plan
 
 
 class FormMaker:

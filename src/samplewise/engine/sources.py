@@ -21,7 +21,7 @@ from samplewise.engine.forms import Dense, Form
 from samplewise.engine.graph import Edge, Graph, Node
 from samplewise.engine.hooks import refuse_hooks_below_cut
 from samplewise.engine.passes import backward_past
-from samplewise.engine.plan import FormMaker, Plan, Row
+from samplewise.engine.plan import FormMaker, Planner, Row
 from samplewise.engine.reference import jacobian_rows
 from samplewise.engine.saved import Versions
 from samplewise.engine.tags import Regular
@@ -39,14 +39,11 @@ class Source(Protocol):
 
 
 class OnePass:
-    """Forms from a backward pass to the cut, kept for further questions or not.
+    """Forms from a backward pass to the cut, kept for further questions or not."""
 
-    `probed_plan` makes a plan that does not depend on the proof, for the case that the proof turns out not to hold.
-    """
-
-    def __init__(self, plan: Plan, probed_plan: Callable[[], Plan], create_graph: bool, keep: bool):
-        self.plan = plan
-        self.probed_plan = probed_plan
+    def __init__(self, planner: Planner, create_graph: bool, keep: bool):
+        self.planner = planner
+        self.plan = planner.plan()
         self.create_graph = create_graph
         self.keep = keep
         self.forms: dict[str, Form] = {}
@@ -72,7 +69,7 @@ class OnePass:
             visit(name, form)
 
         if not self._pass(both if keep else visit):
-            self.plan = self.probed_plan()
+            self.plan = self.planner.plan_by_probe()
             self._pass(both if keep else visit)
         refuse_hooks_below_cut(self.plan)
         self.forms = kept

@@ -49,8 +49,12 @@ def describe(loader: Any, overfit: int | None = None) -> dict[str, Any]:
 
 
 def differences(before: Data, now: Data, ignore: Iterable[str] = ()) -> list[str]:
-    """Each property that differs, with both values. `before` may come from a version that knew other properties."""
-    names = [name for name in now if name in before and name not in ignore and before[name] != now[name]]
+    """Each property that differs, with both values. `before` may come from a version that knew other properties, or
+    from a stream of which nothing is known.
+    """
+    unknown = all(value is None for name, value in before.items() if name != "overfit")
+    compared = [name for name in now if name in before and name not in ignore and not (unknown and name != "overfit")]
+    names = [name for name in compared if before[name] != now[name]]
     return [f"{name} {_shown(now[name])} instead of {_shown(before[name])}" for name in names]
 
 

@@ -277,7 +277,8 @@ class Trainer:
         assert self._feed is not None
         own, parts = state["trainer"], self._parts()
         check_resumed(state, parts, self.seed)
-        self._feed.check_data(own, own["epoch"])
+        with fitting("loader"):
+            self._feed.check_data(own, own["epoch"])
         for name, part in parts.items():
             with fitting(name):
                 load(part, state[name])
