@@ -596,5 +596,5 @@ def test_a_frozen_part_in_eval_mode_is_no_mistake():
 
 
 def test_a_loss_of_every_prediction_against_every_target():
-    message = r"found shape \(8, 8\)\. A prediction \(B, 1\) against a target \(B,\) makes \(B, B\): use squeeze\(1\)"
+    message = r"found shape \(8, 8\)\. A prediction \(B, 1\) against a target \(B,\) gives \(B, B\): use squeeze\(1\)"
     refuses(sw.LossesError, message, mlp(), lambda m, b: (m(b[0]) - b[1].flatten()).square())
