@@ -33,7 +33,10 @@ def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Ten
             "parameters must be a module, a dict or an iterable of tensors; found one tensor. Wrap it in a list."
         )
     else:
-        named = dict(parameters) if isinstance(parameters, Mapping) else {str(i): p for i, p in enumerate(parameters)}
+        if isinstance(parameters, Mapping):
+            named = dict(parameters)
+        else:
+            named = {str(i): p for i, p in enumerate(parameters)}
         if not named:
             raise ParameterError("parameters must contain at least one tensor; found none.")
     first: dict[int, str] = {}

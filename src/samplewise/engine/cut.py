@@ -59,13 +59,13 @@ def _boundary(graph: Graph, clean: Iterable[Node]) -> list[tuple[Node, int]]:
     """Operands (node, position) of clean nodes that are parameters or outputs of nodes that are not clean."""
     clean = set(clean)
     outside = graph.relevant - clean | set(graph.leaves)
-    return [
-        (node, position)
-        for node in graph.nodes
-        if node in clean and node not in graph.leaves
-        for position, (child, _) in enumerate(graph.children[node])
-        if child in outside
-    ]
+    operands = []
+    for node in graph.nodes:
+        if node in clean and node not in graph.leaves:
+            for position, (child, _) in enumerate(graph.children[node]):
+                if child in outside:
+                    operands.append((node, position))
+    return operands
 
 
 def _along_samples(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Node]:
@@ -73,12 +73,12 @@ def _along_samples(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Node]:
 
     The gradient that arrives at such a layer is clean; the samples are mixed inside the kernel.
     """
-    return {
-        edge.node
-        for edge, tag in tags.items()
-        if graph.operations[edge.node] == "MkldnnRnnLayer" and edge.slot == 0
-        if graph.samples > 1 and sequences_of(tag, edge.shape) is None
-    }
+    found = set()
+    for edge, tag in tags.items():
+        is_sequence = graph.operations[edge.node] == "MkldnnRnnLayer" and edge.slot == 0
+        if is_sequence and graph.samples > 1 and sequences_of(tag, edge.shape) is None:
+            found.add(edge.node)
+    return found
 
 
 # --- by proof ------------------------------------------------------------------------------------------------------
@@ -87,7 +87,10 @@ def _along_samples(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Node]:
 def _proven_cut(graph: Graph, constants: Constants) -> Cut | None:
     """Return the cut from proofs; None if they are incomplete, fail verification or sample data enter below the cut."""
     proven = proofs(graph)
-    clean = [n for n in graph.nodes if n in graph.relevant and all(Edge(n, s) in proven for s in graph.used_slots(n))]
+    clean = []
+    for node in graph.nodes:
+        if node in graph.relevant and all(Edge(node, slot) in proven for slot in graph.used_slots(node)):
+            clean.append(node)
     if graph.root.node not in clean:
         return None
     operands = _boundary(graph, clean)
@@ -160,15 +163,16 @@ class _Search:
         return undecided
 
     def _with_ancestors(self, nodes: list[Node], reach: int) -> list[Node]:
-        """Add `reach` levels of consumers to `nodes`, so that a long parameter side needs few probes.
+        """Add `reach` - 1 levels of consumers to `nodes`, so that a long parameter side needs few probes.
 
-        Nodes with one operand and no saved tensors do not count as a level.
+        Above these levels, the consumers of nodes with one operand and no saved tensors are added, too.
         """
         found = dict.fromkeys(nodes)
         level = nodes
         for _ in range(1000):
             passing = [n for n in level if reach > 1 or self._is_plain(n)]
-            level = [c for n in passing for c, _ in self.graph.consumers[n] if c not in found and c not in self.clean]
+            above = [consumer for node in passing for consumer, _ in self.graph.consumers[node]]
+            level = [node for node in above if node not in found and node not in self.clean]
             found.update(dict.fromkeys(level))
             reach -= 1
             if not level:

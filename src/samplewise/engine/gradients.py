@@ -162,7 +162,10 @@ class Gradients:
         lost = torch.stack([_is_faint(found) for found in faint.values()]).any(0).nonzero().flatten()
         parts = self._ask(lambda form, _: form.faint_norms(lost))
         for name, found in faint.items():
-            again = rowwise.scaled_norms(torch.stack(list(parts.values()), 1)) if name == "" else parts.get(name)
+            if name == "":
+                again: Tensor | None = rowwise.scaled_norms(torch.stack(list(parts.values()), 1))
+            else:
+                again = parts.get(name)
             if again is not None:
                 replaced = torch.where(_is_faint(found)[lost], again.to(found.dtype), found[lost])
                 norms[name] = found.index_copy(0, lost, replaced)
@@ -419,10 +422,13 @@ class Gradients:
 
     def _like_parameters(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = finite_tensors(found)
-        return {
-            n: found[n].to(_abs_dtype(p, found[n])) if n in found else torch.zeros_like(p)
-            for n, p in self._parameters.items()
-        }
+        complete = {}
+        for name, p in self._parameters.items():
+            if name in found:
+                complete[name] = found[name].to(_abs_dtype(p, found[name]))
+            else:
+                complete[name] = torch.zeros_like(p)
+        return complete
 
 
 def _check_by(by: str | None) -> None:

@@ -163,11 +163,11 @@ class Graph:
     def fingerprint(self) -> int:
         """Hash of the graph structure: operations, their settings and connections. Shapes are not included."""
         index = self.index
-        wiring = tuple(
-            (_settings(node), tuple((index.get(child, -1), slot) for child, slot in self.children[node]))
-            for node in self.nodes
-        )
-        return hash((self.root.slot, wiring))
+        structure = []
+        for node in self.nodes:
+            operands = tuple((index.get(child, -1), slot) for child, slot in self.children[node])
+            structure.append((_settings(node), operands))
+        return hash((self.root.slot, tuple(structure)))
 
     def check_losses_unchanged(self) -> None:
         if self.losses._version != self._losses_version:

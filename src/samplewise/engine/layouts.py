@@ -145,7 +145,8 @@ def _broadcast(place: Place, shape: Shape, child: Shape | None) -> Place | None:
 
 @moves("T", "Transpose")
 def transpose(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
-    swap = (0, 1) if not hasattr(node, "_saved_dim0") else (scalar(node, "dim0"), scalar(node, "dim1"))
+    has_dims = hasattr(node, "_saved_dim0")  # "T" saves none
+    swap = (scalar(node, "dim0"), scalar(node, "dim1")) if has_dims else (0, 1)
     a, b = (d % len(shape) for d in swap)
     return [Place({a: b, b: a}.get(place.dim, place.dim), place.post)]
 
@@ -234,8 +235,11 @@ def convolution(node: Node, place: Place, shape: Shape, children: list[Shape | N
 )
 def attention(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
     # Only the batch dimension: with grouped-query attention, keys and queries have different numbers of heads.
-    heads = [place if place.dim == 0 and child is not None and child[0] == shape[0] else None for child in children[:3]]
-    return heads + [None] * (len(children) - 3)
+    moved: list[Place | None] = [None] * len(children)
+    for position, child in enumerate(children[:3]):
+        if place.dim == 0 and child is not None and child[0] == shape[0]:
+            moved[position] = place
+    return moved
 
 
 # --- normalization, pooling, losses, recurrent kernels -------------------------------------------------------------

@@ -289,9 +289,12 @@ def _joined(terms: Sequence[Term]) -> list[Term]:
     kinds: dict[tuple[bool, bool], list[Term]] = {}
     for term in terms:
         kinds.setdefault((isinstance(term.left, OneHot), isinstance(term.right, OneHot)), []).append(term)
-    return [
-        Term(_end_to_end([t.left for t in group]), _end_to_end([t.right for t in group])) for group in kinds.values()
-    ]
+    joined = []
+    for group in kinds.values():
+        left = _end_to_end([term.left for term in group])
+        right = _end_to_end([term.right for term in group])
+        joined.append(Term(left, right))
+    return joined
 
 
 def _end_to_end(factors: Sequence[Factor]) -> Factor:

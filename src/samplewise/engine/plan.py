@@ -66,11 +66,17 @@ class Plan:
 
     def reader(self) -> Reader:
         """Reader of all saved tensors that the rules of this plan need."""
-        wishes = {}
+        wishes: dict[Node, tuple[str, ...]] = {}
         for node, routes in self.by_node.items():
-            chained = [n for r in routes for n in r.chain or () if self.graph.operations[n] == "Embedding"]
-            wishes[node] = tuple(dict.fromkeys(name for r in routes if r.rule for name in r.rule.reads))
-            wishes.update((n, ("indices",)) for n in chained)
+            names: dict[str, None] = {}
+            for route in routes:
+                if route.rule is not None:
+                    names.update(dict.fromkeys(route.rule.reads))
+            wishes[node] = tuple(names)
+            for route in routes:
+                for below in route.chain or ():
+                    if self.graph.operations[below] == "Embedding":
+                        wishes[below] = ("indices",)
         return Reader(wishes.items())
 
     def row(self, name: str, form: Form) -> Row:

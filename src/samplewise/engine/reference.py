@@ -16,9 +16,9 @@ def jacobian_rows(losses: Tensor, parameters: Mapping[str, Tensor], create_graph
             losses, list(parameters.values()), one, retain_graph=True, create_graph=create_graph, allow_unused=True
         )
         for (name, p), g in zip(parameters.items(), found, strict=True):
-            if g is None:
-                g = torch.zeros_like(p)
-            elif g.layout is not torch.strided:
-                g = g.to_dense()
-            rows[name].append(g)
+            rows[name].append(torch.zeros_like(p) if g is None else _dense(g))
     return {name: torch.stack(stack) for name, stack in rows.items()}
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -81,7 +81,7 @@ class Relabelled(Form):
         return tensor.new_zeros(self.source.width).index_put((self.places[used],), tensor[used]).view(self.source.shape)
 
     def describe(self) -> str:
-        return f"{self.source.describe()}, relabelled"
+        return f"{self.source.describe()}, re-indexed"
 
 
 class Blocks(Form):
@@ -117,5 +117,7 @@ class Blocks(Form):
 def as_blocks(forms: Sequence[Form]) -> Blocks | None:
     """Merge re-indexed gradients into `Blocks`; None if one is of another kind or if two share an element."""
     parts = [form for form in forms if isinstance(form, Relabelled)]
-    meet = len(parts) < len(forms) or (total((part.places >= 0).int() for part in parts) > 1).any()
-    return None if meet else Blocks(parts)
+    if len(parts) < len(forms):
+        return None
+    uses = total((part.places >= 0).int() for part in parts)  # number of parts that use each element
+    return None if (uses > 1).any() else Blocks(parts)

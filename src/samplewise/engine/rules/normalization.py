@@ -36,7 +36,8 @@ def layer_norm_shift(use: Use) -> Form | None:
 def group_norm_scale(use: Use) -> Form | None:
     if not torch.is_grad_enabled():
         return _of_images(use, _each_image(use, 1))
-    x, g = use.tensor("input"), use.gradient
+    x = use.tensor("input")
+    g = use.gradient
     groups = scalar(use.node, "group")
     mean, rstd = (use.tensor(name).reshape(x.shape[0], groups, 1) for name in ("result1", "result2"))
     normal = _normalised(x.reshape(x.shape[0], groups, -1), mean, rstd, (-1,))

@@ -87,7 +87,8 @@ def bmm_right(use: Use) -> Form | None:
     rows = tag.rows((g.shape[1], g.shape[0], g.shape[2]), 1) if tag is not None else None
     if rows is None or a.is_complex() or g.is_complex():
         return None
-    a, g = rows.gather(a.transpose(0, 1)), rows.gather(g.transpose(0, 1))
+    a = rows.gather(a.transpose(0, 1))
+    g = rows.gather(g.transpose(0, 1))
     if use.shape[0] == 1:
         return Outer([Term(a[:, :, 0], g[:, :, 0])], use.shape)
     return Batched(a, g)
