@@ -1,4 +1,4 @@
-"""Per-sample gradients from the autograd graph. Depends on autograd only, not on training code.
+"""Per-sample gradients from the autograd graph. Uses autograd; independent of the training code.
 
 Data flows in this order:
 

@@ -112,7 +112,7 @@ class Gradients:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parameters, in the order of the model."""
+        """Names of the parameters, in the order they were given."""
         return list(self._parameters)
 
     @property
@@ -129,7 +129,7 @@ class Gradients:
         return self._graph.fingerprint
 
     def prepare(self) -> Gradients:
-        """Analyse the graph now, so that its errors are raised here and not by the first method call. Returns self."""
+        """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns self."""
         if len(self) > 1:
             with self._exactly():
                 self._plan()

@@ -51,7 +51,7 @@ def _tokens(rows: Rows, x: Tensor) -> Tensor:
 
 
 def _sequences(use: Use) -> Rows | None:
-    """Assignment of the n sequences to samples; None if not an LSTM, if packed or if grad mode is enabled."""
+    """Assignment of the n sequences to samples; None if not an LSTM, packed, in grad mode, or if outputs disagree."""
     plain = scalar(use.node, "mode") == LSTM and not scalar(use.node, "batch_sizes")
     if not plain or torch.is_grad_enabled():
         return None
