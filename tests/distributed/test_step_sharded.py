@@ -255,14 +255,14 @@ def asked():
     model = sharded()
     mine = own_batches(17)[0]
     with pytest.raises(
-        sw.GraphError, match=r"a sharded model must have computed the losses; found that it never gather"
+        sw.GraphError, match=r"the losses must be computed with the sharded model; found that it never gather"
     ):
         sw.gradients(loss_fn(net(), mine), model)
     g = sw.gradients(loss_fn(model, mine), model)
     told = g.names, g.norms(), g.sum(), g.full()
     g = sw.gradients(loss_fn(model, mine), model)
     g.norms()
-    with pytest.raises(sw.ParameterError, match="weights of a sharded model's gradients must be one number per sample"):
+    with pytest.raises(sw.ParameterError, match="must be a tensor with one number per sample for a sharded model"):
         g.backward(dict.fromkeys(g.names, torch.ones(len(g))))
     g.backward()
     return *told, [p.grad.full_tensor() for p in model.parameters()]
@@ -289,7 +289,7 @@ def elsewhere():
 
 
 def test_leaves_that_are_not_in_the_graph_are_no_zeros(two):
-    message = "GraphError: the losses must reach at least one of the parameters; found none of them in the graph"
+    message = "GraphError: the losses must depend on at least one of the parameters; found none of them in the graph"
     assert all(found.startswith(message) for found in two.errors(elsewhere))
 
 

@@ -103,7 +103,7 @@ def test_a_rule_that_is_off_is_caught():
 
 def test_a_rule_that_is_never_asked_is_caught():
     model, losses = EXAMPLES["Mv", 1]()
-    with pytest.raises(AssertionError, match="was not asked"):
+    with pytest.raises(AssertionError, match="found that the rule was not called"):
         check_rule(("Convolution", 1), model, losses)
 
 

@@ -20,7 +20,7 @@ QUESTIONS = {
     "row": lambda g: g[0],
     "mean": lambda g: g.mean(),
 }
-MODIFIED = "must keep their values until the last question .* modified in place"
+MODIFIED = "must not change before the last use .* modified in place"
 
 
 def linear():
@@ -125,9 +125,9 @@ def test_losses_modified_in_place(strategy):
     losses = layer(x).square().sum(1)
     g = sw.gradients(losses, layer, strategy=strategy)
     losses *= 3
-    with pytest.raises(sw.GraphError, match="losses must stay as they were handed over"):
+    with pytest.raises(sw.GraphError, match="losses must not be modified in place while their gradients are in use"):
         g.norms()
-    with pytest.raises(sw.GraphError, match="losses must stay as they were handed over"):
+    with pytest.raises(sw.GraphError, match="losses must not be modified in place while their gradients are in use"):
         g.backward()
 
 

@@ -128,5 +128,5 @@ def test_in_a_trainer(tmp_path, resumed):
 
 
 def test_losses_of_nothing_are_another_mistake():
-    with pytest.raises(sw.LossesError, match="losses must hold at least one sample"):
+    with pytest.raises(sw.LossesError, match="losses must contain at least one sample"):
         make(lambda model, batch: loss_fn(model, batch)[:0]).run([batch(4)])

@@ -1,18 +1,19 @@
-"""Per-sample gradients from the autograd graph. Knows autograd, nothing of training.
+"""Per-sample gradients from the autograd graph. Uses autograd; independent of the training code.
 
-Data flows one way:
+Data flows in this order:
 
-    losses ─ graph       the nodes between losses and parameters
-           ─ layouts     which sample owns each row of a gradient: proven from shapes, where operations allow it,
-             probe       or asked of autograd, by powers of two
-             verify      checks each proof with extra backward passes
-           ─ cut         where gradients stop belonging to single samples; interaction: whether that is harmless
-           ─ plan        which rule serves each use of a parameter; sides: the way from there to the parameter
-           ─ passes      one backward pass to the cut
-             hooks       refuses hooks that act where the pass has ended
-           ─ rules       an operation's saved tensors and the arriving gradient become
-             forms       what is kept of a parameter: rows, or factors (outer), or a promise of rows (generic)
-           ─ gradients   every quantity that can be asked of them
+    losses ─ graph       nodes between the losses and the parameters
+           ─ layouts     the sample that owns each row of a gradient: proven from shapes for known operations,
+             probe       or measured with backward passes whose loss weights are powers of two
+             verify      verification of each proof with extra backward passes
+           ─ cut         boundary below which a gradient mixes samples; interaction: error if samples depend on each
+                         other there
+           ─ plan        rule for each use of a parameter; sides: operations between the use and the parameter
+           ─ passes      one backward pass from the losses to the cut
+             hooks       error for hooks on tensors or nodes below the cut, where this pass does not run
+           ─ rules       conversion of an operation's saved tensors and output gradient into
+             forms       a representation of per-sample gradients: rows, factors (outer) or rows on demand (generic)
+           ─ gradients   quantities computed from these representations: norms, sums, Gram matrices, rows
 
-`reference` is the same by a plain loop, which everything is tested against.
+`reference` computes the same gradients with one backward pass per sample; the tests compare against it.
 """

@@ -1,4 +1,4 @@
-"""What users hand over, checked: losses, parameters, weights, directions."""
+"""Validation of user arguments: losses, parameters, weights, directions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ Weights = Tensor | Mapping[str, Tensor]
 
 
 def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
-    """The wanted parameters by name. A model's frozen parameters are left out."""
+    """Return the parameters to differentiate by name; frozen parameters of a module are left out.
+
+    Tensors from an iterable are named by their position: "0", "1", ...
+    """
     named: dict[str, Tensor]
     if isinstance(parameters, nn.Module):
-        everything = whole_parameters(parameters) if is_sharded(parameters) else dict(parameters.named_parameters())
+        if is_sharded(parameters):
+            everything = whole_parameters(parameters)
+        else:
+            everything = dict(parameters.named_parameters())
         named = {name: p for name, p in everything.items() if p.requires_grad}
         if not named:
             raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
@@ -27,15 +33,18 @@ def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Ten
             "parameters must be a module, a dict or an iterable of tensors; found one tensor. Wrap it in a list."
         )
     else:
-        named = dict(parameters) if isinstance(parameters, Mapping) else {str(i): p for i, p in enumerate(parameters)}
+        if isinstance(parameters, Mapping):
+            named = dict(parameters)
+        else:
+            named = {str(i): p for i, p in enumerate(parameters)}
         if not named:
-            raise ParameterError("parameters must hold at least one tensor; found none.")
+            raise ParameterError("parameters must contain at least one tensor; found none.")
     first: dict[int, str] = {}
     for name, p in named.items():
         _check_parameter(name, p)
         if first.setdefault(id(p), name) != name:
             raise ParameterError(
-                f"every parameter must be given once; found the same tensor as {first[id(p)]!r} and {name!r}. Keep one."
+                f"each parameter must be given once; found the same tensor as {first[id(p)]!r} and {name!r}. Keep one."
             )
     return named
 
@@ -59,33 +68,31 @@ def _check_parameter(name: str, p: Tensor) -> None:
 
 
 def check_losses(losses: Tensor) -> None:
+    """Check that `losses` is a finite 1-D float tensor attached to the graph. Reads the values: causes a host sync."""
     check_attached(losses)
     if not all_finite(losses):
         bad = (~losses.detach().isfinite()).nonzero().flatten().tolist()
         raise NonFiniteLossError(
             f"losses must be finite; found {losses[bad[0]].item()} at sample {bad[0]} "
             f"({len(bad)} of {len(losses)} samples are NaN or infinite). "
-            "Look at those samples, or leave them out of the batch."
+            "Inspect those samples, or leave them out of the batch."
         )
 
 
 def check_attached(losses: Tensor) -> None:
-    """All but the values, so that no device is waited for."""
+    """Check type, shape, dtype and graph of `losses`, but not the values, so there is no host sync."""
     if not isinstance(losses, Tensor):
         raise LossesError(f"losses must be a tensor with one value per sample; found {type(losses).__name__}.")
     if losses.dim() != 1:
-        raise LossesError(
-            f"losses must be 1-D, one value per sample; found shape {tuple(losses.shape)}. "
-            + (
-                "Use reduction='none' and do not average over the batch."
-                if losses.dim() == 0
-                else "A prediction (B, 1) against a target (B,) makes (B, B): use squeeze(1)."
-                if losses.dim() == 2 and losses.shape[0] == losses.shape[1]
-                else "Reduce each sample to one value, e.g. losses.flatten(1).mean(1)."
-            )
-        )
+        if losses.dim() == 0:
+            advice = "Use reduction='none' and do not average over the batch."
+        elif losses.dim() == 2 and losses.shape[0] == losses.shape[1]:
+            advice = "A prediction (B, 1) against a target (B,) gives (B, B): use squeeze(1)."
+        else:
+            advice = "Reduce each sample to one value, e.g. losses.flatten(1).mean(1)."
+        raise LossesError(f"losses must be 1-D, one value per sample; found shape {tuple(losses.shape)}. {advice}")
     if losses.numel() == 0:
-        raise LossesError("losses must hold at least one sample; found an empty tensor.")
+        raise LossesError("losses must contain at least one sample; found an empty tensor.")
     if not losses.is_floating_point():
         raise LossesError(f"losses must be real floating-point; found {losses.dtype}.")
     if not losses.requires_grad:
@@ -96,7 +103,7 @@ def check_attached(losses: Tensor) -> None:
 
 
 def weights_by_name(weights: Weights | None, names: list[str], samples: int) -> Mapping[str, Tensor | None]:
-    """One vector of weights, or none, for every parameter."""
+    """Return the weights (samples,) of each parameter, or None for weights of one. Checks shapes and values."""
     if weights is None:
         return dict.fromkeys(names)
     if not isinstance(weights, Mapping):
@@ -114,16 +121,21 @@ def _check_weights(weights: object, samples: int, what: str) -> None:
         raise ParameterError(f"{what} must be a tensor of shape ({samples},), one value per sample; found {found}.")
     if not all_finite(weights):
         bad = int((~weights.detach().isfinite()).nonzero()[0])
-        raise ParameterError(f"{what} must be finite; found {weights[bad].item()} at sample {bad}. Mind norms of zero.")
+        raise ParameterError(
+            f"{what} must be finite; found {weights[bad].item()} at sample {bad}. "
+            "Check for a division by a norm that is zero."
+        )
 
 
 def check_direction(direction: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Check that `direction` maps each parameter's name to a tensor of the parameter's shape."""
     if not isinstance(direction, Mapping):
         kind = type(direction).__name__
         raise ParameterError(f"direction must be a dict name -> tensor, like g.sum(); found {kind}.")
     _check_names(direction, list(parameters), "direction")
     for name, p in parameters.items():
-        shape, found = tuple(p.shape), tuple(direction[name].shape)
+        shape = tuple(p.shape)
+        found = tuple(direction[name].shape)
         if found != shape:
             raise ParameterError(f"direction[{name!r}] must have the parameter's shape {shape}; found {found}.")
 
@@ -134,4 +146,4 @@ def _check_names(given: Mapping[str, object], names: list[str], what: str) -> No
     missing = [n for n in names if n not in given]
     if unknown or missing:
         found = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
-        raise ParameterError(f"{what} must have exactly the parameters' names (see g.names); found {found}.")
+        raise ParameterError(f"{what} must have the names of the parameters as keys (see g.names); found {found}.")

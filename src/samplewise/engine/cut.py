@@ -1,8 +1,8 @@
-"""Where gradients stop belonging to single samples on their way from the losses to the parameters.
+"""The cut: the last place in the backward pass where each gradient element belongs to a single sample.
 
-A node is *clean* when every element of its output's gradient belongs to one sample at most. The *cut* is the set of
-operands through which clean nodes hand their gradient on to a parameter or to a node that is not clean; the nodes
-between cut and parameters are the parameter side: transposes, casts, weight norms, position embeddings.
+A node is *clean* if every element of its output's gradient belongs to at most one sample. The *cut* is the set of
+operands through which clean nodes pass their gradient to a parameter or to a node that is not clean. The nodes between
+the cut and the parameters are the *parameter side*: transposes, casts, weight norms, position embeddings.
 """
 
 from __future__ import annotations
@@ -23,22 +23,29 @@ from samplewise.engine.verify import verify
 
 @dataclass
 class Cut:
+    """Operands at the cut, with the sample ownership (tag) of the gradients that arrive there."""
+
     operands: list[tuple[Node, int]]  # clean node, position of the operand
-    side: set[Node]  # the parameter side, parameters not included
-    tags: dict[Edge, Tag]  # of the clean nodes' outputs
-    gradients: dict[Edge, Tensor]  # what a probe has already brought to light, for losses.sum()
+    side: set[Node]  # the parameter side, without the parameters themselves
+    tags: dict[Edge, Tag]  # ownership of the clean nodes' output gradients
+    gradients: dict[Edge, Tensor]  # gradients of losses.sum() that a probe has already computed
     pending: set[Edge]  # edges whose proof is not verified yet, because their gradients were zero (see `verify`)
-    proven: bool
+    proven: bool  # True: ownership derived from shapes; False: probed
 
 
 def find_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
-    """The cut by proof, or by probe where the proof ends. `constants` are the tensors of the model itself."""
+    """Return the cut from shape proofs, or from a probe if the proofs do not suffice.
+
+    `constants` are the parameters and buffers of the model. With interacting="refuse", raise SamplesInteractError if
+    the loss of a sample depends on other samples.
+    """
     if interacting == "refuse":
         refuse_batch_norm(graph)
     return _proven_cut(graph, constants) or probed_cut(graph, constants, interacting)
 
 
 def probed_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
+    """Return the cut found with backward passes alone, without shape proofs."""
     cut = _Search(graph).run()
     data = list(sample_data(graph, cut.side | _along_samples(graph, cut.tags), constants))
     if not data:
@@ -49,35 +56,41 @@ def probed_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
 
 
 def _boundary(graph: Graph, clean: Iterable[Node]) -> list[tuple[Node, int]]:
+    """Operands (node, position) of clean nodes that are parameters or outputs of nodes that are not clean."""
     clean = set(clean)
     outside = graph.relevant - clean | set(graph.leaves)
-    return [
-        (node, position)
-        for node in graph.nodes
-        if node in clean and node not in graph.leaves
-        for position, (child, _) in enumerate(graph.children[node])
-        if child in outside
-    ]
+    operands = []
+    for node in graph.nodes:
+        if node in clean and node not in graph.leaves:
+            for position, (child, _) in enumerate(graph.children[node]):
+                if child in outside:
+                    operands.append((node, position))
+    return operands
 
 
 def _along_samples(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Node]:
-    """Fused recurrent layers in which a sequence serves several samples: what one step has seen, the next one knows.
-    The gradient that arrives there is clean; that the layer mixes samples happens inside the kernel."""
-    return {
-        edge.node
-        for edge, tag in tags.items()
-        if graph.operations[edge.node] == "MkldnnRnnLayer" and edge.slot == 0
-        if graph.samples > 1 and sequences_of(tag, edge.shape) is None
-    }
+    """Fused recurrent layers in which one sequence contains several samples, so a state depends on earlier samples.
+
+    The gradient that arrives at such a layer is clean; the samples are mixed inside the kernel.
+    """
+    found = set()
+    for edge, tag in tags.items():
+        is_sequence = graph.operations[edge.node] == "MkldnnRnnLayer" and edge.slot == 0
+        if is_sequence and graph.samples > 1 and sequences_of(tag, edge.shape) is None:
+            found.add(edge.node)
+    return found
 
 
 # --- by proof ------------------------------------------------------------------------------------------------------
 
 
 def _proven_cut(graph: Graph, constants: Constants) -> Cut | None:
-    """None where the proof does not reach far enough, does not hold, or leaves a doubt that only a probe can settle."""
+    """Return the cut from proofs; None if they are incomplete, fail verification or sample data enter below the cut."""
     proven = proofs(graph)
-    clean = [n for n in graph.nodes if n in graph.relevant and all(Edge(n, s) in proven for s in graph.used_slots(n))]
+    clean = []
+    for node in graph.nodes:
+        if node in graph.relevant and all(Edge(node, slot) in proven for slot in graph.used_slots(node)):
+            clean.append(node)
     if graph.root.node not in clean:
         return None
     operands = _boundary(graph, clean)
@@ -96,7 +109,7 @@ def _edges(graph: Graph, operands: Iterable[tuple[Node, int]]) -> list[Edge]:
 # --- by probe ------------------------------------------------------------------------------------------------------
 
 
-# For graphs probed before, by wiring: which nodes were found mixed. Treating them so again is always exact.
+# Nodes found mixed in earlier probes, by fingerprint of the graph. Treating them as mixed again is always exact.
 _seen_mixed: dict[int, frozenset[int]] = {}
 
 
@@ -106,7 +119,7 @@ def _remember(graph: Graph, cut: Cut) -> None:
 
 @dataclass
 class _Search:
-    """Climbs from the parameters toward the losses until every path has met a clean node."""
+    """Search for the cut by probing nodes from the parameters toward the losses until each path has a clean node."""
 
     graph: Graph
     clean: set[Node] = field(default_factory=set)
@@ -134,8 +147,10 @@ class _Search:
         return child in self.mixed or child in self.graph.leaves
 
     def _undecided(self) -> list[Node]:
-        """Nodes met by climbing from the parameters through mixed ones of which nothing is known yet."""
-        seen, stack, undecided = set(self.graph.leaves), list(self.graph.leaves), []
+        """Nodes not probed yet that are reached from the parameters through mixed nodes only."""
+        seen = set(self.graph.leaves)
+        stack = list(self.graph.leaves)
+        undecided = []
         while stack:
             for consumer, _ in self.graph.consumers[stack.pop()]:
                 if consumer in seen:
@@ -148,11 +163,16 @@ class _Search:
         return undecided
 
     def _with_ancestors(self, nodes: list[Node], reach: int) -> list[Node]:
-        """Some levels more, so that long parameter sides take few passes. A lone operand is always passed through."""
-        found, level = dict.fromkeys(nodes), nodes
+        """Add `reach` - 1 levels of consumers to `nodes`, so that a long parameter side needs few probes.
+
+        Above these levels, the consumers of nodes with one operand and no saved tensors are added, too.
+        """
+        found = dict.fromkeys(nodes)
+        level = nodes
         for _ in range(1000):
             passing = [n for n in level if reach > 1 or self._is_plain(n)]
-            level = [c for n in passing for c, _ in self.graph.consumers[n] if c not in found and c not in self.clean]
+            above = [consumer for node in passing for consumer, _ in self.graph.consumers[node]]
+            level = [node for node in above if node not in found and node not in self.clean]
             found.update(dict.fromkeys(level))
             reach -= 1
             if not level:
@@ -172,7 +192,7 @@ class _Search:
         self.clean -= self.mixed
 
     def _spread_mixing(self) -> bool:
-        """Below a mixed node all is parameter side: what goes through it there must not be counted twice."""
+        """Mark all nodes below mixed nodes as mixed, so that no gradient is counted twice. True if any was added."""
         below = set(self.graph.below(self.mixed)) & self.graph.relevant - set(self.graph.leaves)
         grown = bool(below - self.mixed)
         self.mixed |= below

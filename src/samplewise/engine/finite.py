@@ -1,4 +1,4 @@
-"""Losses can be finite and their gradients not: a root, a norm or a logarithm at zero. That is an error."""
+"""Errors for non-finite gradients of finite losses, such as those of a root, norm or logarithm at zero."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from samplewise.errors import NonFiniteGradientError
 
 
 def traced(tensor: Tensor) -> bool:
-    """Whether it has no values, because what is done with it is only written down, to be compiled."""
+    """True for a tensor without values: its operations are only recorded, to be compiled."""
     return isinstance(tensor, FakeTensor)
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """What is compiled looks for itself."""
+    """True if all elements are finite, or if the tensor is traced: compiled updates check their values themselves."""
     return traced(tensor) or bool(tensor.detach().isfinite().all())
 
 
 def finite_numbers(numbers: Tensor, what: str) -> Tensor:
-    """One number per sample."""
+    """Return `numbers` (b,), or raise NonFiniteGradientError with the first non-finite sample."""
     if not all_finite(numbers):
         bad = (~numbers.detach().isfinite()).nonzero().flatten().tolist()
         raise _error(f"the {what} {numbers[bad[0]].item()} at sample {bad[0]} ({len(bad)} of {len(numbers)} samples)")
@@ -29,15 +29,16 @@ def finite_numbers(numbers: Tensor, what: str) -> Tensor:
 
 
 def finite_tensors(found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """One tensor per parameter. The sum is cheaper to look at; it may overflow by itself, so look again."""
+    """Return `found` (name -> tensor), or raise NonFiniteGradientError with the first non-finite parameter."""
+    # The sum is cheaper to check, but it can overflow when all elements are finite: then check the elements.
     for name, tensor in found.items():
         if not all_finite(tensor.detach().sum()) and not all_finite(tensor):
-            raise _error(f"NaN or infinity in that of {name!r}")
+            raise _error(f"NaN or infinity in the gradient of {name!r}")
     return found
 
 
 def _error(found: str) -> NonFiniteGradientError:
     return NonFiniteGradientError(
-        f"gradients must be finite; found {found} though every loss is finite. "
-        "Look for a square root, norm, division or logarithm at zero, or for gradients too large to be squared."
+        f"gradients must be finite; found {found} although every loss is finite. "
+        "Check for a square root, norm, division or logarithm at zero, or for gradients too large to be squared."
     )

@@ -1,8 +1,8 @@
-"""The shapes in which the per-sample gradients of one parameter are kept, and every quantity that can be asked of them.
+"""Representations of the per-sample gradients of one parameter, with the quantities computed from them.
 
-    Dense      the rows themselves, (b, *shape): small parameters, or where rows are smaller than their factors
-    Mixture    the sum of several forms, for a parameter used in several ways
-    Outer      factors (see `outer`); other modules add forms that make their rows on demand
+    Dense      rows (b, *shape): for small parameters, or if rows are smaller than their factors
+    Mixture    sum of several representations, for a parameter with several uses
+    Outer      factors (see `outer`); other modules add representations that compute rows on demand
 
 Legend: b sample, k projected dimension.
 """
@@ -22,55 +22,62 @@ from samplewise.engine import rowwise
 
 
 class Form(ABC):
-    """Per-sample gradients of one parameter."""
+    """Per-sample gradients of one parameter: `samples` rows of shape `shape`.
+
+    `row_size` is the number of elements held in memory to compute one row, at least the size of the row. `step` is the
+    preferred number of rows per call of `rows`; by default as many as fit rowwise.CHUNK elements.
+    """
 
     def __init__(self, samples: int, shape: tuple[int, ...], row_size: int = 0, step: int = 0):
-        self.samples, self.shape = samples, shape
-        self.row_size = max(row_size, self.width)  # the numbers it takes to make one row
-        self.step = step or max(1, rowwise.CHUNK // max(self.row_size, 1))  # rows are best asked for so many at a time
+        self.samples = samples
+        self.shape = shape
+        self.row_size = max(row_size, self.width)
+        self.step = step or max(1, rowwise.CHUNK // max(self.row_size, 1))
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
-        """(stop - start, *shape)"""
+        """Gradients of samples start to stop - 1, (stop - start, *shape)."""
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
-        """(b,)"""
+        """Squared L2 norm of each sample's gradient, (b,)."""
 
     def faint_norms(self, samples: Tensor) -> Tensor:
-        """(len(samples),) in float64: norms of gradients that are too small to be squared in their own type."""
+        """Norms of the given samples, (len(samples),) in float64, for gradients whose squares underflow."""
         return rowwise.faint_norms(self, samples)
 
     @abstractmethod
     def dot(self, direction: Tensor) -> Tensor:
-        """(b,): inner product with a tensor of the parameter's shape."""
+        """Inner product of each sample's gradient with a tensor of the parameter's shape, (b,)."""
 
     @abstractmethod
     def gram(self, other: Form) -> Tensor:
-        """(b, b of other): inner products of all pairs."""
+        """Inner products of all pairs of samples, (b, b of other)."""
 
     @abstractmethod
     def sum(self, weights: Tensor | None) -> Tensor:
-        """The parameter's shape: sum over b of weights[b] times row b."""
+        """Sum over b of weights[b] times row b, in the parameter's shape; None means weights of one."""
 
     @abstractmethod
     def sum_of_squares(self, centre: Tensor | None) -> Tensor:
-        """The parameter's shape: sum over b of (row b - centre)**2."""
+        """Sum over b of (row b - centre)**2, in the parameter's shape; None means a centre of zero."""
 
     @abstractmethod
     def project(self, left: Tensor, right: Tensor) -> Tensor:
-        """(b, k): left[:, k] . row b . right[:, k], the parameter seen as a matrix (first dim, rest)."""
+        """left[:, k] . row b . right[:, k] for each k, (b, k). Row b is viewed as a matrix (first dim, rest)."""
 
     @property
     def width(self) -> int:
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
     def describe(self) -> str:
+        """Short name for the table of `Gradients.explain`."""
         return type(self).__name__.lower()
 
 
 class ByRows(Form):
-    """A form that can say no more than its rows; how it sums them is its own affair."""
+    """Base class that computes every quantity from rows, except `sum`, which subclasses define."""
 
     squared_norms = rowwise.squared_norms
     dot = rowwise.dot
@@ -80,27 +87,29 @@ class ByRows(Form):
 
 
 def total(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of at least one tensor."""
+    """Sum of one or more tensors."""
     return reduce(add, tensors)
 
 
 class Dense(ByRows):
+    """Rows kept in memory, in one or several tensors of the same number of samples; the last may have fewer."""
+
     sum = rowwise.sum
 
     def __init__(self, *parts: Tensor):
-        """The rows, or parts of them that hold equally many samples each (but for the last)."""
         super().__init__(sum(len(part) for part in parts), tuple(parts[0].shape[1:]), step=len(parts[0]))
         self.parts = parts
 
     def rows(self, start: int, stop: int) -> Tensor:
-        first, last = start // self.step, max(start, stop - 1) // self.step
+        first = start // self.step
+        last = max(start, stop - 1) // self.step
         if first == last:
             return self.parts[first][start - first * self.step : stop - first * self.step]
         return torch.cat(self.parts)[start:stop]
 
 
 class Mixture(ByRows):
-    """Several uses of one parameter whose forms have no product of their own."""
+    """Sum of the representations of several uses of one parameter that cannot be merged into one."""
 
     def __init__(self, forms: Sequence[Form]):
         super().__init__(forms[0].samples, forms[0].shape, max(form.row_size for form in forms))

@@ -1,7 +1,7 @@
-"""Forms that need no rule: the operation's own backward, called once for each sample.
+"""Representations for operations without a rule: the operation's own backward, called once per sample.
 
-Masked     the gradient of one operand of one operation, by handing the operation one sample's part at a time
-Pushed     what a form becomes on its way through further operations down to the parameter
+Masked     gradient of one operand: calls the node's backward with the output gradient of one sample at a time
+Pushed     per-sample gradients of an operand, pulled back to a parameter through further operations by autograd
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from samplewise.engine.saved import block_of, run_in_backward
 
 
 class Masked(ByRows):
+    """Per-sample gradients of one operand from one call of the node's backward per sample."""
+
     def __init__(self, use: Use, differentiable: bool):
         super().__init__(use.samples, use.shape)
-        self.use, self.differentiable = use, differentiable
+        self.use = use
+        self.differentiable = differentiable
 
     def rows(self, start: int, stop: int) -> Tensor:
         return torch.stack([self._call(self._only(b)) for b in range(start, stop)])
@@ -44,10 +47,10 @@ class Masked(ByRows):
 
 
 def call(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
-    """The node's backward on the given output gradients.
+    """Call the node's backward on output gradients (by output slot) and return the gradients of its operands.
 
-    Inside of a backward pass a node computes what that pass asks of it only, and what a checkpoint recomputes is used
-    up by the pass that reads it: in both cases the call gets a pass of its own.
+    Inside a backward pass a node computes only the gradients that this pass needs, and a tensor recomputed by an
+    activation checkpoint can be read only once per pass. In both cases the call runs in a separate backward pass.
     """
     if block_of(node) is None and torch._C._current_graph_task_id() == -1:
         return _call_now(node, gradients)
@@ -74,7 +77,7 @@ def _as_tuple(result: Tensor | tuple[Tensor | None, ...] | None) -> tuple[Tensor
 
 
 def _settle(result: Tensor | None, use: Use) -> Tensor:
-    """As the autograd engine does: no gradient is zeros, sparse becomes dense, broadcast dims are summed."""
+    """Convert a result as the autograd engine does: None to zeros, sparse to dense, broadcast dims summed."""
     if result is None:
         return accumulable(use.entry.zeros())
     result = result.to_dense() if result.layout is not torch.strided else result
@@ -84,9 +87,9 @@ def _settle(result: Tensor | None, use: Use) -> Tensor:
 
 
 class Pullback:
-    """The gradient of one operand, carried on to all parameters below it by autograd.
+    """Pull the gradients of one operand back to all parameters below it with autograd.
 
-    All parameters share the passes: rows or sums that were made for one are there when the next one asks.
+    The last rows and sums are cached, so that all parameters share the backward passes.
     """
 
     def __init__(self, source: Form, entry: Edge, leaves: Sequence[Edge], differentiable: bool):
@@ -99,12 +102,13 @@ class Pullback:
         self._sums: tuple[Tensor | None, list[Tensor]] | None = None
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
-        """(stop - start, *shape) for each parameter."""
+        """Rows (stop - start, *shape) of each parameter."""
         if self._rows is None or self._rows[0] != (start, stop):
             self._rows = ((start, stop), self._make_rows(self.source.rows(start, stop)))
         return self._rows[1]
 
     def sums(self, weights: Tensor | None) -> list[Tensor]:
+        """Weighted sum over samples, for each parameter."""
         if self._sums is None or self._sums[0] is not weights:
             self._sums = (weights, self._push(self.source.sum(weights)))
         return self._sums[1]
@@ -112,7 +116,7 @@ class Pullback:
     def _make_rows(self, rows: Tensor) -> list[Tensor]:
         if self.source.width >= len(rows) or rows.is_complex():
             return _stacked([self._push(row) for row in rows])
-        # Few numbers feed the parameters, as for a regulariser: one pass for each number.
+        # The operand has fewer elements than there are samples, as for a regularizer: one pass per element.
         unit = torch.eye(self.source.width, dtype=rows.dtype, device=rows.device)
         jacobians = _stacked([self._push(u.view(self.source.shape)) for u in unit])
         return [torch.tensordot(rows.reshape(len(rows), -1), jacobian, 1) for jacobian in jacobians]
@@ -126,7 +130,7 @@ def _stacked(pushed: list[list[Tensor]]) -> list[Tensor]:
 
 
 class Pushed(ByRows):
-    """What a pullback brings to one parameter."""
+    """Per-sample gradients of one parameter from a `Pullback`."""
 
     def __init__(self, pullback: Pullback, number: int):
         row_size = max(pullback.source.row_size, pullback.width)
@@ -145,7 +149,7 @@ class Pushed(ByRows):
 
 
 def push(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentiable: bool) -> list[Tensor]:
-    """One gradient through the operations from `entry` to each of the leaves."""
+    """Pull one gradient back from `entry` to each of the leaves. Returns dense tensors; zeros if there is no path."""
     found: tuple[Tensor | None, ...] = torch.autograd.grad(
         [entry.gradient_edge()],
         [leaf.gradient_edge() for leaf in leaves],

@@ -1,4 +1,4 @@
-"""`sw.gradients`: the per-sample gradients behind a vector of losses, and every quantity one may ask of them."""
+"""`sw.gradients`: per-sample gradients of a vector of losses, and quantities computed from them."""
 
 from __future__ import annotations
 
@@ -37,25 +37,31 @@ def gradients(
     strategy: str | None = None,
     interacting: str = "refuse",
 ) -> Gradients:
-    """The gradient of every element of `losses` with respect to the parameters.
+    """Per-sample gradients: the gradient of each element of `losses` with respect to the parameters.
 
-    `losses` is 1-D, one value per sample, attached to the autograd graph; `parameters` a module, a dict of named
-    tensors or an iterable of tensors. Nothing is computed until a quantity is asked for; the graph is not freed.
+    `losses` is 1-D, one value per sample, attached to the autograd graph. `parameters` is a module, a dict of named
+    tensors or an iterable of tensors. Nothing is computed before the first call of a method such as `norms` or `sum`;
+    the graph is not freed.
 
-    create_graph: quantities can be differentiated themselves.
-    strategy: "fused" (default), "twice" (least memory), "full" (rows at once), "reference" (one backward per sample).
-    interacting: "refuse" (default) or "allow" samples whose losses depend on each other.
+    create_graph: if True, the returned quantities can be differentiated. Default False.
+    strategy: "fused" (default), "twice" (least memory), "full" (keeps all rows), "reference" (one backward pass per
+        sample).
+    interacting: "refuse" (default) raises SamplesInteractError if the loss of a sample depends on other samples;
+        "allow" returns the rows of the Jacobian.
     """
     if strategy not in (None, *STRATEGIES):
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; found {strategy!r}.")
     if interacting not in ("refuse", "allow"):
         raise ValueError(f"interacting must be 'refuse' or 'allow'; found {interacting!r}.")
     if create_graph and strategy == "twice":
-        raise ValueError("create_graph needs the forms kept; found strategy='twice', which drops them. Use 'fused'.")
+        raise ValueError(
+            "create_graph=True needs a strategy that keeps gradients; found strategy='twice'. Use 'fused'."
+        )
     parameters = inner(parameters) if isinstance(parameters, nn.Module) else parameters
     modules = [parameters] if isinstance(parameters, nn.Module) else []
     g = gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting)
-    g._own, g._sharded = True, any(map(is_sharded, modules))
+    g._own = True
+    g._sharded = any(map(is_sharded, modules))
     return g
 
 
@@ -67,7 +73,7 @@ def gradients_of(
     strategy: str | None = None,
     interacting: str = "refuse",
 ) -> Gradients:
-    """As `gradients`, for some parameters of modules: the buffers of those are known to be no samples' data."""
+    """Per-sample gradients of the `wanted` parameters; tensors of `modules` do not count as sample data."""
     check_losses(losses)
     graph = Graph(losses, dict(wanted))
     graph.check_readable()
@@ -83,27 +89,32 @@ def _constants(graph: Graph, modules: Iterable[nn.Module]) -> Constants:
 
 
 class Gradients:
-    """Per-sample gradients. `len(g)` samples; `g[3]` one sample, `g["fc.weight"]` one parameter."""
+    """Per-sample gradients of a batch, computed on demand. Returned by `sw.gradients`.
+
+    `len(g)` is the number of samples B. `g[3]` is the gradient of sample 3, a dict name -> tensor; `g["fc.weight"]` is
+    the gradient of all samples for one parameter, (B, *shape).
+    """
 
     def __init__(self, graph: Graph, strategy: str, constants: Constants, create_graph: bool, interacting: str):
-        self._graph, self._strategy = graph, strategy
+        self._graph = graph
+        self._strategy = strategy
         self._create_graph = create_graph
         self._planner = Planner(graph, constants, interacting)
         self._parameters = graph.wanted
-        self._own = False  # whether nobody sums what it writes over the ranks
-        self._sharded = False  # whether torch does, in an ordinary backward pass
+        self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
+        self._sharded = False  # True for fully_shard: torch averages over ranks in an ordinary backward pass
         self._sources: dict[str, Source] = {}
         self._known_norms: dict[str, Tensor] | None = None
-        self._lock = threading.RLock()  # threads that share this object ask one after the other
+        self._lock = threading.RLock()  # serializes calls from threads that share this object
 
     @property
     def names(self) -> list[str]:
-        """Those of the parameters, in their order."""
+        """Names of the parameters, in the order they were given."""
         return list(self._parameters)
 
     @property
     def losses(self) -> Tensor:
-        """(B,): those that were handed over, without their graph."""
+        """The losses (B,), detached from the graph."""
         return self._graph.losses.detach()
 
     def __len__(self) -> int:
@@ -111,11 +122,11 @@ class Gradients:
 
     @property
     def wiring(self) -> int:
-        """Equal for graphs of the same operations, wired in the same way."""
+        """Hash of the graph structure: equal for graphs of the same operations, connected in the same way."""
         return self._graph.fingerprint
 
     def prepare(self) -> Gradients:
-        """Makes the plan, and so refuses at once what the first question would refuse."""
+        """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns self."""
         if len(self) > 1:
             with self._exactly():
                 self._planner.plan()
@@ -128,7 +139,7 @@ class Gradients:
     @overload
     def norms(self, by: str) -> dict[str, Tensor]: ...
     def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
-        """(B,), or with by="parameter" a dict of (B,)."""
+        """L2 norm of each sample's gradient, (B,); with by="parameter" a dict name -> (B,)."""
         _check_by(by)
         if self._known_norms is None:
             self._known_norms = self._ask(lambda form, _: form.squared_norms())
@@ -141,14 +152,17 @@ class Gradients:
             return self._with_faint_norms({"": norms})[""]
 
     def _with_faint_norms(self, norms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Norms whose squares are too small for the number type are computed again; "" stands for all parameters."""
+        """Recompute norms whose squares are too small for their dtype. The name "" means all parameters together."""
         faint = {name: found for name, found in norms.items() if _any_faint(found)}
         if not faint:
             return norms
         lost = torch.stack([_is_faint(found) for found in faint.values()]).any(0).nonzero().flatten()
         parts = self._ask(lambda form, _: form.faint_norms(lost))
         for name, found in faint.items():
-            again = rowwise.scaled_norms(torch.stack(list(parts.values()), 1)) if name == "" else parts.get(name)
+            if name == "":
+                again: Tensor | None = rowwise.scaled_norms(torch.stack(list(parts.values()), 1))
+            else:
+                again = parts.get(name)
             if again is not None:
                 replaced = torch.where(_is_faint(found)[lost], again.to(found.dtype), found[lost])
                 norms[name] = found.index_copy(0, lost, replaced)
@@ -159,30 +173,34 @@ class Gradients:
     @overload
     def dot(self, direction: Mapping[str, Tensor], by: str) -> dict[str, Tensor]: ...
     def dot(self, direction: Mapping[str, Tensor], by: str | None = None) -> Tensor | dict[str, Tensor]:
-        """(B,): the inner product of each sample's gradient with a direction, a dict like the parameters; or with
-        by="parameter" a dict of (B,), each parameter's part of it.
+        """Inner product of each sample's gradient with a direction (name -> tensor of the parameter's shape), (B,).
+
+        With by="parameter", a dict name -> (B,) with the contribution of each parameter.
         """
         _check_by(by)
         check_direction(direction, self._parameters)
         parts = self._ask(lambda form, name: form.dot(direction[name]))
         total = finite_numbers(self._total(parts), "dot product")
-        return total if by is None else {name: parts[name] if name in parts else self._zeros() for name in self.names}
+        if by is None:
+            return total
+        return {name: parts[name] if name in parts else self._zeros() for name in self.names}
 
     def gram(self, other: Gradients | None = None) -> Tensor:
-        """(B, B) inner products of all pairs of samples, or (B, B2) with the samples of another `g`."""
+        """Inner products of the gradients of all pairs of samples, (B, B); with another `Gradients`, (B, B2)."""
         if other is None:
             return self._total(self._ask(lambda form, _: form.gram(form)), len(self))
         if self.names != other.names or any(p.shape != other._parameters[n].shape for n, p in self._parameters.items()):
-            raise ParameterError("gram needs the same parameters on both sides; found different names or shapes.")
+            raise ParameterError("gram needs two Gradients of the same parameters; found different names or shapes.")
         theirs = other._forms()
         mine = {name: form for name, form in self._forms().items() if name in theirs}
         with self._exactly():
             return self._total({name: form.gram(theirs[name]) for name, form in mine.items()}, len(other))
 
     def project(self, dim: int, seed: int = 0) -> Tensor:
-        """(B, dim): a random projection that keeps inner products in expectation; the same map for the same seed.
+        """Random projection of each sample's gradient, (B, dim). Preserves inner products in expectation.
 
-        Every parameter, seen as a matrix G, contributes u^T G v with random signs u, v for each of the dimensions.
+        The same seed gives the same map. Each parameter, viewed as a matrix G, contributes u^T G v to each dimension,
+        with random signs u and v.
         """
         if dim < 1:
             raise ValueError(f"dim must be at least 1; found {dim}.")
@@ -194,45 +212,51 @@ class Gradients:
     # --- tensors like the parameters -------------------------------------------------------------------------------
 
     def sum(self, weights: Weights | None = None, reduce: bool = False) -> dict[str, Tensor]:
-        """name -> sum_i w_i g_i; weights (B,), or a dict name -> (B,). Zeros for parameters that no loss reaches.
+        """Weighted sum of per-sample gradients, name -> sum_i w_i g_i in the parameter's shape.
 
-        reduce: over the samples of all ranks, each of which must ask.
+        weights: (B,), or a dict name -> (B,). Default: ones.
+        reduce: if True, sum over the samples of all ranks (all-reduce); each rank must call it. Default False.
+
+        Parameters that no loss depends on get zeros.
         """
         per_name = weights_by_name(weights, self.names, len(self))
         sums = self._like_parameters(self._ask(lambda form, name: form.sum(per_name[name])))
         return self._reduced(sums) if reduce else sums
 
     def mean(self, reduce: bool = False) -> dict[str, Tensor]:
-        """name -> sum_i g_i / B; with `reduce`, over the samples of all ranks."""
+        """Mean of per-sample gradients, name -> sum_i g_i / B; with reduce=True, over the samples of all ranks."""
         sums = self.sum(reduce=reduce)
         samples = ranks.meet(len(self))[0] if reduce else len(self)
         return {name: total / samples for name, total in sums.items()}
 
     def second_moment(self) -> dict[str, Tensor]:
-        """name -> sum_i g_i**2, the diagonal of the empirical Fisher matrix (not divided by B)."""
+        """Sum of squared gradients, name -> sum_i g_i**2: diagonal of the empirical Fisher matrix, not divided by B."""
         return self._like_parameters(self._ask(lambda form, _: form.sum_of_squares(None)))
 
     def variance(self) -> dict[str, Tensor]:
-        """name -> the unbiased variance over samples, sum_i (g_i - mean)**2 / (B - 1)."""
+        """Unbiased variance over samples of each element, name -> sum_i (g_i - mean)**2 / (B - 1)."""
         if len(self) < 2:
             raise ParameterError("variance needs at least two samples; found one.")
         scale = 1 / (len(self) - 1)
         return self._like_parameters(self._ask(lambda form, _: form.sum_of_squares(form.sum(None) / len(self)) * scale))
 
     def backward(self, weights: Weights | None = None, retain_graph: bool = True) -> None:
-        """Adds sum_i w_i g_i into `.grad`, as Tensor.backward does; parameters that no loss reaches are left alone.
+        """Accumulate the weighted sum sum_i w_i g_i into `.grad`, as Tensor.backward does.
 
-        What was kept is let go, for this is mostly the last question: another one costs another backward pass. For a
-        model that `fully_shard` has spread over ranks it is an ordinary backward pass, in which torch takes the mean
-        over the ranks.
-        retain_graph=False makes it the last: strategy "twice" then frees the graph as it goes, for the least memory.
+        weights: (B,), or a dict name -> (B,). Default: ones.
+        retain_graph: if False, this must be the last call; strategy "twice" then frees the graph during the pass, for
+            the least memory. Default True.
+
+        Parameters that no loss depends on are left unchanged. Kept gradients are released: a later call of any method
+        costs another backward pass. For a model sharded with `fully_shard` this is an ordinary backward pass, in which
+        torch averages over the ranks.
         """
         if self._own:
             refuse_replicas(self._parameters.values())
         if self._sharded and isinstance(weights, Mapping):
             raise ParameterError(
-                "weights of a sharded model's gradients must be one number per sample, for they go through an ordinary "
-                "backward pass; found a dict. Use g.sum(weights), or sw.Step."
+                "weights must be a tensor with one number per sample for a sharded model, because its backward is an "
+                "ordinary backward pass; found a dict. Use g.sum(weights) or sw.Step."
             )
         per_name = weights_by_name(weights, self.names, len(self))
         if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
@@ -244,11 +268,11 @@ class Gradients:
     # --- rows ------------------------------------------------------------------------------------------------------
 
     def full(self) -> dict[str, Tensor]:
-        """name -> (B, *shape). Large: see `chunks` for a few samples at a time."""
+        """Gradients of all samples, name -> (B, *shape). To save memory, use `chunks` for a few samples at a time."""
         return self[0 : len(self)]
 
     def chunks(self, samples: int) -> Iterator[dict[str, Tensor]]:
-        """`full` in pieces of so many samples."""
+        """Iterate over `full` in chunks of `samples` samples; the last chunk may be smaller."""
         for start in range(0, len(self), samples):
             yield self[start : start + samples]
 
@@ -259,7 +283,9 @@ class Gradients:
     def __getitem__(self, key: str | int | slice) -> Tensor | dict[str, Tensor]:
         if isinstance(key, str):
             if key not in self._parameters:
-                raise ParameterError(f"unknown parameter {key!r}; the names are {', '.join(self.names[:8])}, ...")
+                raise ParameterError(
+                    f"the parameter must be in g.names; found {key!r}. Names: {', '.join(self.names[:8])}, ..."
+                )
             return self._rows(key, 0, len(self))
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))
@@ -267,7 +293,7 @@ class Gradients:
                 raise ParameterError(f"slices of samples must have step 1; found {step}.")
             return {name: self._rows(name, start, max(start, stop)) for name in self.names}
         if not -len(self) <= key < len(self):
-            raise IndexError(f"sample must lie in 0..{len(self) - 1}; found {key}.")
+            raise IndexError(f"the sample index must be in 0..{len(self) - 1}; found {key}.")
         key %= len(self)
         return {name: self._rows(name, key, key + 1)[0] for name in self.names}
 
@@ -275,11 +301,9 @@ class Gradients:
         p = self._parameters[name]
         with self._exactly():
             form = self._forms().get(name)
-            return (
-                p.new_zeros(stop - start, *p.shape)
-                if form is None or start == stop
-                else form.rows(start, stop).to(p.dtype)
-            )
+            if form is None or start == stop:
+                return p.new_zeros(stop - start, *p.shape)
+            return form.rows(start, stop).to(p.dtype)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return (self[i] for i in range(len(self)))
@@ -287,7 +311,7 @@ class Gradients:
     # --- the plan --------------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """The plan as a table: what uses each parameter, how ownership was settled, how gradients are kept."""
+        """Table of the plan: operations that use each parameter, ownership of rows, representation of gradients."""
         with self._exactly():
             rows = self._source().explain()
         order = {name: number for number, name in enumerate(self.names)}
@@ -312,7 +336,7 @@ class Gradients:
 
     @contextmanager
     def _exactly(self) -> Iterator[None]:
-        """Without the caller's autocast, and recording a graph only where quantities are to be differentiated."""
+        """Context of all computations: autocast off, grad mode on only with create_graph, one thread at a time."""
         device = self._graph.losses.device.type
         autocast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
         with self._lock, graph_alive(), torch.set_grad_enabled(self._create_graph), autocast:
@@ -320,7 +344,7 @@ class Gradients:
             yield
 
     def _ask(self, question: Callable[[Form, str], Tensor], release: bool = False) -> dict[str, Tensor]:
-        """One answer for every parameter that the losses reach."""
+        """Call question(form, name) for each parameter in the graph; return the results by name."""
         answers: dict[str, Tensor] = {}
         with self._exactly():
             self._source().each(lambda name, form: answers.update({name: question(form, name)}), release)
@@ -339,14 +363,14 @@ class Gradients:
         return AsRows(source) if strategy == "full" else source
 
     def _forms(self) -> dict[str, Form]:
-        """Every form at once: what is asked of pairs or of rows needs them kept."""
+        """All representations at once, by name. Rows and pairs of samples need them kept."""
         forms: dict[str, Form] = {}
         with self._exactly():
             self._source("fused" if self._strategy == "twice" else None).each(forms.__setitem__)
         return forms
 
     def _needs_autograd(self) -> bool:
-        """Hooks on a parameter, and sparse gradients, are served by an ordinary backward pass only."""
+        """True for hooks on parameters, sharded models and sparse gradients: these need an ordinary backward pass."""
         hooked = any(
             p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters.values()
         )
@@ -354,7 +378,7 @@ class Gradients:
 
     def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool) -> None:
         with self._exactly():
-            self._planner.plan()  # refuses what must be refused
+            self._planner.plan()  # raises the errors of the analysis, such as SamplesInteractError
         losses = self._graph.losses
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
         reached = None if self._sharded else [self._parameters[name] for name in self._graph.leaves.values()]
@@ -368,23 +392,29 @@ class Gradients:
         )
 
     def _total(self, parts: Mapping[str, Tensor], *more: int) -> Tensor:
-        """In the parameters' order, not that of the pass, so that equal runs are equal to the last bit."""
+        """Sum the parts in the order of the parameters, not of the backward pass, to be bit-reproducible."""
         with self._exactly():
             return sum((parts[name] for name in self.names if name in parts), start=self._zeros(*more))
 
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._create_graph and ranks.active():
-            raise ParameterError("a sum over ranks cannot be differentiated; found create_graph=True. Leave one out.")
+            raise ParameterError(
+                "reduce=True needs create_graph=False, because the sum over ranks is not differentiable; "
+                "found create_graph=True. Leave out one of the two."
+            )
         ranks.together()
         ranks.totals(list(sums.values()))
         return sums
 
     def _like_parameters(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = finite_tensors(found)
-        return {
-            n: found[n].to(_abs_dtype(p, found[n])) if n in found else torch.zeros_like(p)
-            for n, p in self._parameters.items()
-        }
+        complete = {}
+        for name, p in self._parameters.items():
+            if name in found:
+                complete[name] = found[name].to(_abs_dtype(p, found[name]))
+            else:
+                complete[name] = torch.zeros_like(p)
+        return complete
 
 
 def _check_by(by: str | None) -> None:
@@ -393,10 +423,11 @@ def _check_by(by: str | None) -> None:
 
 
 def _accumulate(p: Tensor, gradient: Tensor) -> None:
-    """Into `.grad`, in place where there is one, as autograd does."""
+    """Add a gradient to `p.grad`, in place if `p.grad` exists, as autograd does."""
     if p.grad is None:
         gradient = gradient.to(p.dtype)
-        p.grad = gradient.clone() if 0 in gradient.stride() else gradient  # an expanded one cannot be added to
+        # Later calls add in place, which an expanded tensor does not support.
+        p.grad = gradient.clone() if 0 in gradient.stride() else gradient
     elif p.grad.layout is torch.strided and not p.grad.requires_grad:
         with torch.no_grad():
             p.grad.add_(gradient)
@@ -405,12 +436,12 @@ def _accumulate(p: Tensor, gradient: Tensor) -> None:
 
 
 def _is_faint(norms: Tensor) -> Tensor:
-    """Where squares of the summands may have lost digits or vanished: below 1e-9 in float32, 1e-150 in float64."""
+    """Mask of norms so small that squares may have underflowed: below 1e-150 in float64, below 1e-9 otherwise."""
     return norms.detach() < (1e-150 if norms.dtype is torch.float64 else 1e-9)
 
 
 def _any_faint(norms: Tensor) -> bool:
-    """Compiled updates do without: there a gradient so small counts as zero."""
+    """True if a norm is faint. False if traced: in compiled updates a gradient this small counts as zero."""
     return not traced(norms) and bool(_is_faint(norms).any())
 
 
@@ -419,12 +450,12 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _abs_dtype(p: Tensor, found: Tensor) -> torch.dtype:
-    """The parameter's type; for squares of complex numbers its real counterpart."""
+    """Dtype of the parameter, or its real counterpart for a real result of a complex parameter, such as squares."""
     return p.dtype if found.is_complex() or not p.is_complex() else p.real.dtype
 
 
 def _signs(name: str, shape: tuple[int, ...], dim: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random signs (o, dim) and (i, dim) for a parameter seen as an o x i matrix."""
+    """Random signs (o, dim) and (i, dim) for a parameter viewed as an o x i matrix."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     o, i = as_matrix(shape)
     signs = torch.randint(0, 2, (o + i, dim), generator=generator, dtype=torch.int8) * 2 - 1

@@ -1,4 +1,4 @@
-"""The autograd graph behind `losses`, as plain data: nodes, who consumes whom, which lead to which parameter."""
+"""The autograd graph of `losses` as plain data: nodes, their consumers, and the nodes that lead to parameters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from samplewise.errors import GraphError
 
-Node = Any  # torch.autograd.graph.Node: its attributes are made per operation, so no type checker knows them
+Node = Any  # torch.autograd.graph.Node: attributes differ per operation and are unknown to type checkers
 
 
 class Edge(NamedTuple):
-    """The output `slot` of the forward operation behind `node`; a gradient arrives there in the backward pass."""
+    """Output `slot` of the forward operation of `node`, where its gradient arrives in the backward pass."""
 
     node: Node
     slot: int
@@ -50,13 +50,13 @@ _operations: dict[type, str] = {}
 def operation(node: Node) -> str:
     """Name of the forward operation: 'Addmm' for AddmmBackward0, "Function 'Add'" for a Python autograd.Function.
 
-    A Python function can have any name. Its own form keeps it apart from the ATen operations in the tables of rules.
+    The prefix separates Python functions, which can have any name, from the ATen operations in the tables of rules.
     """
     kind = type(node)
     if kind not in _operations:
         name = re.sub(r"Backward\d*$", "", node.name())
         if is_python_function(node):
-            return f"Function {name!r}"  # not cached: a class defined inside of forward is a new one each time
+            return f"Function {name!r}"  # not cached: a class defined inside forward is a new class in each call
         _operations[kind] = name
     return _operations[kind]
 
@@ -75,13 +75,17 @@ _ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), r
 
 
 class Graph:
-    """Every node between the losses and the leaves; in `nodes` consumers stand before what they consume.
+    """All nodes between the losses and the leaves.
 
-    `children`: for every node, the node and output slot behind each operand, as in `next_functions`.
+    `nodes`: topological order, consumers before their operands.
+    `children`: for each node, the (node, output slot) of each operand, as in `next_functions`.
+    `leaves`: nodes of the `wanted` parameters, with their names.
+    `relevant`: nodes with a path to a leaf or to `goal`.
+    `consumers`: for each relevant node, the (node, operand position) pairs that use its output.
     """
 
     def __init__(self, losses: Tensor, wanted: Mapping[str, Tensor], goal: Node | None = None):
-        # A leaf handed over as losses has no node of its own: a view gives it one.
+        # If the losses are a leaf tensor they have no grad_fn; a view has one.
         self.losses = losses if losses.grad_fn is not None else losses.view_as(losses)
         self._losses_version = self.losses._version
         self.samples = len(losses)
@@ -111,7 +115,7 @@ class Graph:
         return found
 
     def _find_consumers(self) -> dict[Node, list[tuple[Node, int]]]:
-        """For each relevant node: the nodes that use its result, with the position of the operand."""
+        """Consumers of each relevant node, with the position of the operand."""
         consumers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.relevant}
         for node in self.nodes:
             if node in self.relevant:
@@ -121,7 +125,7 @@ class Graph:
         return consumers
 
     def used_slots(self, node: Node) -> list[int]:
-        """The outputs of `node` into which a gradient flows."""
+        """Output slots of `node` that receive a gradient."""
         return self._slots[node]
 
     def _find_slots(self) -> dict[Node, list[int]]:
@@ -134,11 +138,14 @@ class Graph:
         return {node: sorted(used) for node, used in slots.items()}
 
     def dtypes(self) -> set[torch.dtype]:
-        """The number types that gradients have on their way to the parameters."""
-        return {self.losses.dtype, *(Edge(node, slot).dtype for node in self.relevant for slot in self._slots[node])}
+        """Dtypes of all gradients between the losses and the parameters."""
+        found = {self.losses.dtype}
+        for node in self.relevant:
+            found.update(Edge(node, slot).dtype for slot in self._slots[node])
+        return found
 
     def below(self, start: Iterable[Node]) -> list[Node]:
-        """`start` and everything it was computed from, consumers first."""
+        """The nodes `start` and all nodes they were computed from, consumers first."""
         found = set(start)
         stack = list(found)
         while stack:
@@ -154,51 +161,51 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> int:
-        """Equal for graphs of the same operations and settings, connected in the same way, whatever their shapes."""
+        """Hash of the graph structure: operations, their settings and connections. Shapes are not included."""
         index = self.index
-        wiring = tuple(
-            (_settings(node), tuple((index.get(child, -1), slot) for child, slot in self.children[node]))
-            for node in self.nodes
-        )
-        return hash((self.root.slot, wiring))
+        structure = []
+        for node in self.nodes:
+            operands = tuple((index.get(child, -1), slot) for child, slot in self.children[node])
+            structure.append((_settings(node), operands))
+        return hash((self.root.slot, tuple(structure)))
 
     def check_losses_unchanged(self) -> None:
         if self.losses._version != self._losses_version:
             raise GraphError(
-                "the losses must stay as they were handed over; found them modified in place since. "
-                "Write losses = losses * 2 instead of losses *= 2, or ask before you change them."
+                "the losses must not be modified in place while their gradients are in use; found that they were. "
+                "Write losses = losses * 2 instead of losses *= 2, or compute all quantities before the change."
             )
 
     def check_readable(self) -> None:
         functions = [type(node)._forward_cls for node in self.nodes if is_python_function(node)]
         if any(function.__module__.startswith("torch._functorch.") for function in functions):
             raise GraphError(
-                "the graph must consist of visible operations; found a region made by torch.compile, which is opaque. "
+                "the graph must consist of single operations; found a region made by torch.compile, which hides them. "
                 "Compute the losses with the uncompiled module (model._orig_mod)."
             )
         if any(issubclass(function, CheckpointFunction) for function in functions):
             raise GraphError(
-                "the graph must be visible as a whole; found reentrant activation checkpointing, "
+                "the graph must contain all operations; found reentrant activation checkpointing, "
                 "which hides a block until it is recomputed. Call checkpoint(..., use_reentrant=False)."
             )
         if not self.leaves:
             raise GraphError(
-                "the losses must reach at least one of the parameters; found none of them in the graph "
-                f"(looked for {', '.join(list(self.wanted)[:3])}, ...). "
+                "the losses must depend on at least one of the parameters; found none of them in the graph "
+                f"(searched for {', '.join(list(self.wanted)[:3])}, ...). "
                 "Check that the losses were computed with this model, and not from detached or copied weights."
             )
 
 
 MODIFIED = (
-    "tensors saved for backward must keep their values until the last question about their gradients; "
+    "tensors saved for backward must not change before the last use of the per-sample gradients; "
     "found one modified in place after the forward pass. "
-    "Ask for every quantity before the input or index buffer is refilled, or give the model a copy."
+    "Compute all quantities before the input or index buffer is refilled, or pass a copy to the model."
 )
 
 
 @contextmanager
 def graph_alive() -> Iterator[None]:
-    """Raise GraphError where autograd finds the graph freed or a saved tensor modified in place."""
+    """Convert autograd's errors about a freed graph or a saved tensor modified in place to GraphError."""
     try:
         yield
     except RuntimeError as error:
@@ -207,8 +214,8 @@ def graph_alive() -> Iterator[None]:
         if "second time" not in str(error) and "already been freed" not in str(error):
             raise
         raise GraphError(
-            "the graph of the losses must still hold what was saved for backward; found it freed. "
-            "Ask for quantities before losses.backward(), or call backward(retain_graph=True)."
+            "the graph of the losses must still hold its saved tensors; found that it was freed. "
+            "Compute quantities before losses.backward(), or call backward(retain_graph=True)."
         ) from error
 
 
@@ -216,8 +223,10 @@ Children = tuple[tuple[Node | None, int], ...]
 
 
 def _children(root: Node) -> dict[Node, Children]:
-    """The operands of every node, in an order in which those come first: depth-first, without recursion, because graphs
-    of long RNNs are thousands of nodes deep. Each `next_functions` is read once: it makes a new tuple every time.
+    """Operands of each node below `root`, in topological order, operands first.
+
+    The search is depth-first without recursion, because graphs of long RNNs are thousands of nodes deep. Each
+    `next_functions` is read once, because each read creates a new tuple.
     """
     finished: dict[Node, Children] = {}
     seen = {root}
@@ -241,7 +250,7 @@ _setting_names: dict[type, tuple[str, ...]] = {}
 
 
 def _settings(node: Node) -> tuple[object, ...]:
-    """The kind of node and the numbers it saved, sizes left out. A Python function keeps its numbers to itself."""
+    """Type of a node and its saved numbers except sizes; only the name for Python functions."""
     kind = type(node)
     if kind not in _setting_names:
         if is_python_function(node):
@@ -252,14 +261,16 @@ def _settings(node: Node) -> tuple[object, ...]:
 
 
 def scalar(node: Node, name: str) -> Any:
-    """A number the operation saved. Autograd hands negative ones back as unsigned 64-bit: undo that."""
+    """Number (or tuple of numbers) that the operation saved. Undoes autograd's conversion to unsigned 64-bit."""
     return _signed(getattr(node, "_saved_" + name))
 
 
 def _signed(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_signed(v) for v in value)
-    return value - 2**64 if isinstance(value, int) and not isinstance(value, bool) and value >= 2**63 else value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 2**63:
+        return value - 2**64
+    return value
 
 
 def numel(shape: Iterable[int]) -> int:

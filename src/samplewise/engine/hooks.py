@@ -1,9 +1,9 @@
-"""Refusal of hooks that act between an operation and its parameter.
+"""Error for hooks that change a gradient between the cut and the parameter.
 
-A hook on an activation is part of the backward pass that reaches the cut. A hook below it, on a transposed weight or
-on the node of the operation itself, changes the parameter's gradient after the place where per-sample gradients are
-read. So when hooks have been registered since a graph structure was last seen, its weighted sum of per-sample gradients
-is compared with the gradient from autograd.
+A hook on an activation runs in the backward pass to the cut, so per-sample gradients include it. A hook below the cut,
+on a transposed weight or on the node of the operation itself, changes the parameter's gradient after per-sample
+gradients are read. Therefore, if hooks have been registered since a graph structure was last checked, a weighted sum of
+its per-sample gradients is compared with the gradient from autograd.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _generator = torch.Generator().manual_seed(0)
 
 @dataclass
 class _Checks:
-    """The comparisons made for one graph structure since the last hook was registered."""
+    """State of the comparisons for one graph structure and number of registered hooks."""
 
     hooks: int
     passes: int = 0
-    conclusive: bool = False  # all parameters had a gradient that is not zero
+    conclusive: bool = False  # all parameters had a non-zero gradient
 
     def due(self) -> bool:
-        """While a gradient is zero, compare again after 1, 2, 4, 8, ... passes."""
+        """Count a pass; True if it must be compared: passes 1, 2, 4, 8, ... until a comparison is conclusive."""
         self.passes += 1
         return not self.conclusive and self.passes & (self.passes - 1) == 0
 
@@ -42,6 +42,7 @@ _checks: dict[int, _Checks] = {}
 
 
 def refuse_hooks_below_cut(plan: Plan) -> None:
+    """Raise GraphError if the sum of per-sample gradients differs from the gradient from autograd."""
     hooks = foreign_hooks()
     if not hooks:
         return
@@ -52,11 +53,15 @@ def refuse_hooks_below_cut(plan: Plan) -> None:
         checks = _checks[key] = _Checks(hooks)
     if checks.due():
         if traced(graph.losses):
-            raise GraphError("hooks must be compared with autograd in an ordinary pass first; found a traced one.")
+            raise GraphError(
+                "gradients under hooks must be compared with autograd in an eager pass before compilation; "
+                "found a traced pass. After registering hooks, run updates uncompiled first."
+            )
         checks.conclusive = _compare(plan)
 
 
 def _compare(plan: Plan) -> bool:
+    """Compare with autograd; True if every parameter had a non-zero gradient."""
     graph = plan.graph
     weights = torch.rand(graph.samples, generator=_generator).add(0.5).to(graph.losses)
     sums: dict[str, Tensor] = {}
@@ -76,7 +81,7 @@ def _compare(plan: Plan) -> bool:
         off = float((sums[name].to(expected) - expected).abs().double().square().sum().sqrt())
         if isfinite(off) and off > relative * sizes[name] + noise:
             raise GraphError(
-                f"per-sample gradients must add up to the gradient from autograd; found that those of {name!r} do not. "
+                f"per-sample gradients must sum to the gradient from autograd; found that those of {name!r} do not. "
                 "A hook on a tensor or node between an operation and this parameter changes the gradient. "
                 "Remove the hook, or pass strategy='reference'."
             )
@@ -84,7 +89,10 @@ def _compare(plan: Plan) -> bool:
 
 
 def _tolerances(graph: Graph) -> tuple[float, float]:
-    """Relative to a parameter's own gradient, and to the largest: what rounding leaves of one that cancels to zero."""
+    """Tolerance relative to the norm of a parameter's gradients, and tolerance relative to the largest such norm.
+
+    The second covers rounding errors of gradients that cancel to zero.
+    """
     dtypes = graph.dtypes()
     if dtypes & {torch.float16, torch.bfloat16}:
         return 5e-2, 5e-2
@@ -92,7 +100,7 @@ def _tolerances(graph: Graph) -> tuple[float, float]:
 
 
 def _from_autograd(graph: Graph, weights: Tensor) -> dict[str, Tensor]:
-    """The gradient of the weighted losses; parameters with hooks of their own are left out, as everywhere."""
+    """Dense gradient of the weighted losses by name, without parameters that have hooks themselves."""
     leaves = {name: leaf for leaf, name in graph.leaves.items() if not leaf.variable._backward_hooks}
     if not leaves:
         return {}
@@ -103,6 +111,8 @@ def _from_autograd(graph: Graph, weights: Tensor) -> dict[str, Tensor]:
         retain_graph=True,
         allow_unused=True,
     )
-    return {
-        n: g if g.layout is torch.strided else g.to_dense() for n, g in zip(leaves, found, strict=True) if g is not None
-    }
+    gradients = {}
+    for name, gradient in zip(leaves, found, strict=True):
+        if gradient is not None:
+            gradients[name] = gradient if gradient.layout is torch.strided else gradient.to_dense()
+    return gradients

@@ -16,9 +16,13 @@ from samplewise.errors import GraphError, ParameterError, SamplesInteractError
 
 
 def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Tensor:
-    """d losses_i / d x_i, in the shape of x. `x` is a leaf with requires_grad=True or an activation.
+    """Gradient of each sample's loss with respect to its own input, d losses_i / d x_i, in the shape of x.
 
-    Refused where an element of x matters to the losses of several samples: its gradient would be a sum over them.
+    `losses` is 1-D, one value per sample. `x` is a leaf with requires_grad=True or an activation. With
+    create_graph=True (default False) the result can be differentiated.
+
+    Raises SamplesInteractError if an element of x affects the losses of several samples, because its gradient would be
+    a sum over samples.
     """
     check_losses(losses)
     if not isinstance(x, Tensor) or not x.requires_grad:
@@ -31,7 +35,7 @@ def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Te
     if edge.node not in graph.relevant:
         raise GraphError(
             "the losses must depend on x; found no path to it in the graph. "
-            "Pass the very tensor that the model was given."
+            "Pass the same tensor object that the model was called with."
         )
     with graph_alive(), torch.set_grad_enabled(create_graph):
         if graph.samples > 1 and not _proven(graph, edge):
@@ -41,7 +45,7 @@ def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Te
 
 
 def _proven(graph: Graph, edge: Edge) -> bool:
-    """False also where the gradient is zero so far, and so cannot show that the proof holds."""
+    """True if ownership of x is proven and verified. False if its gradient is zero, which cannot verify the proof."""
     inner = proofs(graph).get(edge)
     return inner is not None and verify(graph, {edge: Regular(graph.samples, inner)}) == set()
 
@@ -50,6 +54,6 @@ def _refuse_mixed(graph: Graph, edge: Edge) -> None:
     (owner,) = probe(graph, [edge]).owners
     if (owner == MIXED).any():
         raise SamplesInteractError(
-            "every element of x must matter to one sample's loss only; found elements shared by several samples. "
-            "Put BatchNorm in eval mode, remove what combines samples, or pass the input before it was shared."
+            "each element of x must affect the loss of one sample only; found elements shared by several samples. "
+            "Put BatchNorm in eval mode, remove operations that combine samples, or pass a tensor that is not shared."
         )

@@ -1,11 +1,12 @@
-"""Proof of row ownership without a backward pass: how each known operation moves the samples' dimension.
+"""Proofs of row ownership without a backward pass: how each known operation moves the sample dimension.
 
-`proofs(graph)` starts at the losses, whose element i belongs to sample i, and follows the gradient down. A node whose
-output gradient provably keeps every element with one sample gets `inner` (see tags.Regular). Only operations are listed
-whose routing is fixed by shapes and saved numbers; where data decide (index, gather, sort, products that contract over
-the samples) or nothing is known, the proof ends and tags are probed.
+`proofs(graph)` starts at the losses, whose element i belongs to sample i, and follows the gradient toward the
+parameters. An output gradient in which each element provably belongs to one sample gets a value `inner` (see
+tags.Regular). Only operations whose routing is fixed by shapes and saved numbers are listed. For operations that route
+by data (index, gather, sort), contract over the samples, or are not listed, the proof ends and ownership is probed.
 
-Legend: `dim` is the output's dimension that holds the samples, `post` how many consecutive entries of it belong to one.
+Legend: `dim` is the dimension of the output that contains the samples; `post` is the number of consecutive entries of
+that dimension that belong to one sample.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ Shape = tuple[int, ...]
 
 
 class Place(NamedTuple):
+    """Position of the samples in a gradient: dimension, and consecutive entries of it per sample."""
+
     dim: int
     post: int
 
@@ -29,6 +32,12 @@ VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"}
 
 
 def moves(*operations: str) -> Callable[[Mover], Mover]:
+    """Decorator that registers a mover for the given operations.
+
+    A mover takes (node, place of the samples in the output's gradient, output shape, operand shapes) and returns the
+    place of the samples in each operand's gradient, None if it is not known.
+    """
+
     def register(mover: Mover) -> Mover:
         MOVERS.update(dict.fromkeys(operations, mover))
         return mover
@@ -37,6 +46,7 @@ def moves(*operations: str) -> Callable[[Mover], Mover]:
 
 
 def locate(inner: int, shape: Shape, samples: int) -> Place | None:
+    """Place of the samples in a tensor of this shape, for a `tags.Regular` with this `inner`; None if there is none."""
     stride = 1
     if 0 in shape:
         return None
@@ -52,13 +62,14 @@ def locate(inner: int, shape: Shape, samples: int) -> Place | None:
 
 
 def inner_at(place: Place | None, shape: Shape, samples: int) -> int | None:
+    """Inverse of `locate`: `inner` of samples at this place; None if the place does not fit the shape."""
     if place is None or not 0 <= place.dim < len(shape) or shape[place.dim] % (place.post * samples):
         return None
     return place.post * numel(shape[place.dim + 1 :])
 
 
 def proofs(graph: Graph) -> dict[Edge, int]:
-    """`inner` of every edge whose ownership is proven."""
+    """Return `inner` of each edge whose ownership is proven."""
     claims: dict[Edge, set[int | None]] = {graph.root: {1}}
     proven: dict[Edge, int] = {}
     for node in graph.nodes:
@@ -77,6 +88,7 @@ def proofs(graph: Graph) -> dict[Edge, int]:
 def _pass_on(
     graph: Graph, node: Node, slots: list[int], proven: dict[Edge, int], claims: dict[Edge, set[int | None]]
 ) -> None:
+    """Add the `inner` that this node proves for each of its operands to `claims`; None if it proves nothing."""
     children = [Edge(child, slot) if child in graph.relevant else None for child, slot in graph.children[node]]
     shapes = [child.shape if child else None for child in children]
     readings = {_moved(graph, node, slot, proven, shapes) for slot in slots}
@@ -89,7 +101,8 @@ def _pass_on(
 def _moved(
     graph: Graph, node: Node, slot: int, proven: dict[Edge, int], shapes: list[Shape | None]
 ) -> tuple[int | None, ...]:
-    edge, samples = Edge(node, slot), graph.samples
+    edge = Edge(node, slot)
+    samples = graph.samples
     inner = proven.get(edge)
     if inner is None:
         return (None,) * len(shapes)
@@ -104,7 +117,7 @@ def _moved(
     return tuple(inner_at(p, s, samples) if s is not None else None for p, s in zip(moved, shapes, strict=True))
 
 
-# --- element by element, with broadcasting -------------------------------------------------------------------------
+# --- elementwise operations, with broadcasting ---------------------------------------------------------------------
 
 ELEMENTWISE = """
     Abs Acos Add Addcdiv Addcmul Asin Atan Atan2 BinaryCrossEntropy BinaryCrossEntropyWithLogits Celu Clamp ClampMax
@@ -132,7 +145,8 @@ def _broadcast(place: Place, shape: Shape, child: Shape | None) -> Place | None:
 
 @moves("T", "Transpose")
 def transpose(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
-    swap = (0, 1) if not hasattr(node, "_saved_dim0") else (scalar(node, "dim0"), scalar(node, "dim1"))
+    has_dims = hasattr(node, "_saved_dim0")  # "T" saves none
+    swap = (scalar(node, "dim0"), scalar(node, "dim1")) if has_dims else (0, 1)
     a, b = (d % len(shape) for d in swap)
     return [Place({a: b, b: a}.get(place.dim, place.dim), place.post)]
 
@@ -164,13 +178,14 @@ def along_one_dim(node: Node, place: Place, shape: Shape, children: list[Shape |
 
 @moves("Repeat")
 def repeat(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
-    # The size of a dimension is multiplied: where it stays the same, nothing was repeated.
+    # Repeating multiplies the size of a dimension: if the size is unchanged, the dimension was not repeated.
     return elementwise(node, place, shape, children)
 
 
 @moves("ConstantPadNd")
 def constant_pad(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
-    # The last dimension comes first: (before, after) of each. One row more before and one less after keeps the size.
+    # `pad` lists (before, after) of each dimension, last dimension first. The size alone is no proof: padding of 1
+    # before and -1 after keeps it.
     pad = scalar(node, "pad")
     first = 2 * (len(shape) - 1 - place.dim)
     return [None if any(pad[first : first + 2]) else place]
@@ -219,12 +234,15 @@ def convolution(node: Node, place: Place, shape: Shape, children: list[Shape | N
     "ScaledDotProductCudnnAttention",
 )
 def attention(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
-    # Only the batch dimension: with grouped queries the heads of keys and queries differ in number.
-    heads = [place if place.dim == 0 and child is not None and child[0] == shape[0] else None for child in children[:3]]
-    return heads + [None] * (len(children) - 3)
+    # Only the batch dimension: with grouped-query attention, keys and queries have different numbers of heads.
+    moved: list[Place | None] = [None] * len(children)
+    for position, child in enumerate(children[:3]):
+        if place.dim == 0 and child is not None and child[0] == shape[0]:
+            moved[position] = place
+    return moved
 
 
-# --- normalisation, pooling, losses, recurrent kernels -------------------------------------------------------------
+# --- normalization, pooling, losses, recurrent kernels -------------------------------------------------------------
 
 
 @moves("NativeLayerNorm", "FusedRmsNorm")
@@ -240,7 +258,7 @@ def group_norm(node: Node, place: Place, shape: Shape, children: list[Shape | No
 
 @moves("NativeBatchNorm", "CudnnBatchNorm")
 def batch_norm(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
-    # Statistics are taken per channel: samples that sit in the channels (instance norm) keep apart even in training.
+    # Statistics are per channel: samples in the channel dimension (instance norm) are independent even in training.
     if place.dim == 1:
         return [place, Place(0, place.post), Place(0, place.post)]
     return [None if scalar(node, "training") else place, None, None]
@@ -272,7 +290,7 @@ def nll_loss(node: Node, place: Place, shape: Shape, children: list[Shape | None
 
 @moves("MkldnnRnnLayer")
 def recurrent_layer(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
-    # Outputs (T, N, h) or the last states (N, h); operands: input (T, N, i), four weights, first states (N, h).
+    # Outputs: sequence (T, N, h) or last states (N, h). Operands: input (T, N, i), four weights, first states (N, h).
     if place.dim != len(shape) - 2:
         return [None] * len(children)
     return [Place(1, place.post), None, None, None, None, Place(0, place.post), Place(0, place.post)]

@@ -1,8 +1,8 @@
-"""Per-sample gradients kept as factors: that of sample b is the sum over tokens t of left[b, t] x right[b, t].
+"""Factored per-sample gradients: the gradient of sample b is the sum over tokens t of left[b, t] x right[b, t].
 
-This is what y = x W^T leaves behind (left: the output's gradient, right: x), and an embedding too (left: unit vectors).
+y = x W^T gives such gradients (left: gradient of the output, right: x), as does an embedding (left: unit vectors).
 
-Legend: b sample, t and s token, o and i the parameter's two sides, k projected dimension.
+Legend: b sample, t and s token, o and i the two dimensions of the parameter, k projected dimension.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from samplewise.engine.finite import traced
 from samplewise.engine.forms import Form, total
 from samplewise.engine.rowwise import as_matrix, flat_squared_norms, root
 
-# A sum of products that is this small against its terms has lost its digits.
+# A sum below this fraction of the sum of absolute values of its terms has lost too many digits to cancellation.
 CANCELLED = 1e-3
-# Samples of weight zero are left out of a sum if no more than this share remains.
+# Samples of weight zero are left out of a sum if at most this fraction of the samples remains.
 ENOUGH_LEFT = 0.75
 
 
 class OneHot(NamedTuple):
-    """A factor whose row (b, t) is the unit vector number positions[b, t]."""
+    """Factor (b, t, size) whose row (b, t) is the unit vector with a one at positions[b, t]."""
 
     positions: Tensor
     size: int
@@ -35,6 +35,8 @@ Factor = Tensor | OneHot
 
 
 class Term(NamedTuple):
+    """One sum over tokens of outer products left[b, t] x right[b, t]."""
+
     left: Factor  # (b, t, o)
     right: Factor  # (b, t, i)
 
@@ -68,12 +70,12 @@ def _some(factor: Factor, samples: slice | Tensor) -> Factor:
 
 
 def _times(factor: Factor, matrix: Tensor) -> Tensor:
-    """(b, t, o) x (o, k) -> (b, t, k)"""
+    """Product of a factor (b, t, o) with a matrix (o, k): (b, t, k)."""
     return matrix[factor.positions] if isinstance(factor, OneHot) else factor @ matrix
 
 
 def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
-    """(b, t, s): inner products of the tokens of the same sample."""
+    """Inner products of all pairs of tokens of the same sample, (b, t, s)."""
     if isinstance(a, OneHot) and isinstance(b, OneHot):
         return (a.positions[:, :, None] == b.positions[:, None, :]).to(dtype)
     if isinstance(a, OneHot):
@@ -88,7 +90,7 @@ def _weighted(factor: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
-    """(o, i): sum over b and t of weights[b] left[b, t] right[b, t]"""
+    """Sum over b and t of weights[b] left[b, t] right[b, t], (o, i)."""
     left, right = term
     if isinstance(left, OneHot):
         return _scatter_sum(left, right, weights)
@@ -108,7 +110,7 @@ def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None) -> Tensor:
 
 
 def _term_rows(term: Term) -> Tensor:
-    """(b, o, i)"""
+    """Rows (b, o, i) of one term."""
     left, right = term
     if isinstance(left, OneHot):
         assert isinstance(right, Tensor)
@@ -119,7 +121,7 @@ def _term_rows(term: Term) -> Tensor:
 
 
 def _scatter_rows(rows: Tensor, hot: OneHot, values: Tensor) -> Tensor:
-    """Adds values (b, t, i) to the rows (b, o, i) at the places that `hot` names, in place."""
+    """Add values (b, t, i) in place to the rows (b, o, i) at the positions of `hot` in dimension o."""
     first = hot.size * torch.arange(len(rows), device=rows.device)[:, None]
     rows.view(-1, rows.shape[2]).index_add_(0, (hot.positions + first).flatten(), values.flatten(0, 1))
     return rows
@@ -130,6 +132,8 @@ def _one_token(term: Term) -> bool:
 
 
 class Outer(Form):
+    """Per-sample gradients as a sum of terms, each a sum over tokens of outer products; rows are computed on demand."""
+
     def __init__(self, terms: Sequence[Term], shape: tuple[int, ...]):
         super().__init__(_table(terms[0].left).shape[0], shape)
         self.terms = _joined(terms)
@@ -140,7 +144,7 @@ class Outer(Form):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """(o, i)"""
+        """Shape (o, i) of the parameter as a matrix."""
         return _size(self.terms[0].left), _size(self.terms[0].right)
 
     def transposed(self) -> Outer:
@@ -152,7 +156,7 @@ class Outer(Form):
     def rows(self, start: int, stop: int) -> Tensor:
         first, *others = sorted(self.some(slice(start, stop)).terms, key=lambda t: isinstance(t.left, OneHot))
         rows = _term_rows(first)
-        for term in others:  # rows are large: an embedding's share goes into those of the head it is tied to
+        for term in others:  # rows are large: those of an embedding tied to the head are added in place
             if isinstance(term.left, OneHot) and isinstance(term.right, Tensor) and rows.is_contiguous():
                 rows = _scatter_rows(rows, term.left, term.right)
             else:
@@ -167,16 +171,16 @@ class Outer(Form):
         return self._squared_norms_by_pairs()
 
     def _squared_norms_by_pairs(self) -> Tensor:
-        pairs = [
-            (1 if p is q else 2) * _inner(p.left, q.left, p.dtype) * _inner(p.right, q.right, p.dtype)
-            for n, p in enumerate(self.terms)
-            for q in self.terms[n:]
-        ]
+        pairs = []
+        for n, p in enumerate(self.terms):
+            for q in self.terms[n:]:
+                multiple = 1 if p is q else 2
+                pairs.append(multiple * _inner(p.left, q.left, p.dtype) * _inner(p.right, q.right, p.dtype))
         flat = pairs[0] if len(pairs) == 1 else torch.cat([p.flatten(1) for p in pairs], 1)
         return checked_pairs(flat, lambda lost: rowwise.squared_norms(self.some(lost)))
 
     def faint_norms(self, samples: Tensor) -> Tensor:
-        """Factors are brought to the size of one, in float64, before the products are taken."""
+        """As `Form.faint_norms`. Factors are scaled to magnitude 1 in float64 before they are multiplied."""
         terms = self.some(samples).terms
         scale = torch.stack([_largest(term.left) * _largest(term.right) for term in terms]).amax(0)
         scale = torch.where(scale > 0, scale, 1)
@@ -230,14 +234,14 @@ class Outer(Form):
 
 
 def _largest(factor: Factor) -> Tensor:
-    """(b,) in float64: the largest absolute value of each sample."""
+    """Largest absolute value of each sample, (b,) in float64."""
     if isinstance(factor, OneHot):
         return torch.ones(len(factor.positions), dtype=torch.float64, device=factor.positions.device)
     return factor.detach().abs().flatten(1).amax(1).double()
 
 
 def _divided(term: Term, scale: Tensor) -> Term:
-    """The term in float64, divided by (b,) a scale."""
+    """The term in float64, divided by a scale (b,)."""
     left, right = term
     if isinstance(right, OneHot):
         assert isinstance(left, Tensor)
@@ -250,16 +254,18 @@ def _divided(term: Term, scale: Tensor) -> Term:
 
 
 def _worth_summing(weights: Tensor | None) -> Tensor | None:
-    """The samples whose weight is not zero, if enough of the others can be left out to pay for taking them apart."""
+    """Samples with non-zero weight, if leaving out the others saves more than selecting them costs; else None."""
     if weights is None or weights.requires_grad or weights.device.type != "cpu" or traced(weights):
-        return None  # a device would have to be waited for
+        return None  # on other devices, nonzero would be a host sync
     kept = weights.nonzero().flatten()
     return kept if len(kept) <= ENOUGH_LEFT * len(weights) else None
 
 
 def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor]) -> Tensor:
-    """(b, ...) -> (b,): the sum over pairs of tokens; samples in which it cancels are computed `exactly` instead. Where
-    that cannot be decided while it is traced they are NaN, which makes whoever compiles it compute them otherwise.
+    """Sum over pairs of tokens of each sample, (b, ...) -> (b,).
+
+    Samples whose sum cancels are replaced by `exactly(samples)`. In a traced pass, which cannot branch on values, they
+    are NaN, so that the compiled update falls back to another computation.
     """
     dims = tuple(range(1, pairs.dim()))
     found, size = pairs.sum(dims), pairs.detach().abs().sum(dims)
@@ -279,13 +285,16 @@ def _dot_term(term: Term, matrix: Tensor) -> Tensor:
 
 
 def _joined(terms: Sequence[Term]) -> list[Term]:
-    """Terms with factors of the same kind become one, laid end to end: an RNN's many steps are one long sequence."""
+    """Concatenate terms with the same kinds of factors along the tokens: the steps of an RNN become one sequence."""
     kinds: dict[tuple[bool, bool], list[Term]] = {}
     for term in terms:
         kinds.setdefault((isinstance(term.left, OneHot), isinstance(term.right, OneHot)), []).append(term)
-    return [
-        Term(_end_to_end([t.left for t in group]), _end_to_end([t.right for t in group])) for group in kinds.values()
-    ]
+    joined = []
+    for group in kinds.values():
+        left = _end_to_end([term.left for term in group])
+        right = _end_to_end([term.right for term in group])
+        joined.append(Term(left, right))
+    return joined
 
 
 def _end_to_end(factors: Sequence[Factor]) -> Factor:

@@ -1,7 +1,7 @@
-"""Backward passes that stop short of the parameters, so that no parameter's own gradient is computed.
+"""Backward passes that stop at given nodes, before the parameters, so that no parameter gradient is computed.
 
-`gradients_at` returns the gradients of some places of the graph; `backward_past` shows them one after the other, as the
-pass comes by, and keeps none.
+`gradients_at` returns the gradients at given edges. `backward_past` passes them to a callback, node by node during the
+pass, and keeps none of them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ _own_hooks = 0
 
 
 def foreign_hooks() -> int:
-    """Number of hooks registered in this process so far, on tensors, nodes or modules, without those of this module."""
+    """Number of hooks registered in this process so far on tensors, nodes and modules, except by this module."""
     return RemovableHandle.next_id - _own_hooks
 
 
 def gradients_at(
     graph: Graph, edges: Sequence[Edge], weights: Tensor | None = None, create_graph: bool = False
 ) -> list[Tensor]:
-    """One backward pass to the given places of the graph; no parameter's own gradient is computed."""
+    """Gradients of the weighted losses at the given edges, from one backward pass; zeros if there is none.
+
+    `weights` (b,) default to ones. The graph is retained.
+    """
     found = torch.autograd.grad(
         [graph.root.gradient_edge()],
         [edge.gradient_edge() for edge in edges],
@@ -46,14 +49,17 @@ def gradients_at(
 def backward_past(
     graph: Graph, nodes: Iterable[Node], arrived: Arrived, weights: Tensor | None = None, create_graph: bool = False
 ) -> None:
-    """One backward pass that calls arrived(node, gradient by output) once for each of the nodes."""
+    """Run one backward pass and call arrived(node, {output slot: gradient}) once for each of the nodes.
+
+    `weights` (b,) on the losses default to ones.
+    """
     waiting = dict.fromkeys(nodes)
     ends = _ends(graph, waiting)
     thread = threading.get_ident()
 
     def show(node: Node, gradients: Sequence[Tensor | None]) -> None:
-        # A node may run again before the hooks are gone: for other reasons, or in the pass of another thread. The
-        # engine runs nodes of the CPU in the thread that asked for the pass.
+        # A node may run again before the hooks are removed: in a nested call, or in the pass of another thread. The
+        # autograd engine runs CPU nodes in the thread that started the pass.
         if node in waiting and (threading.get_ident() == thread or not _on_cpu(gradients)):
             del waiting[node]
             used = graph.used_slots(node)
@@ -74,7 +80,7 @@ _device_passes = threading.Lock()
 
 
 def _one_pass_at_a_time(device: torch.device) -> AbstractContextManager[object]:
-    """Nodes of other devices run in one thread per device, which says nothing about who asked: passes take turns."""
+    """Lock for passes on other devices: their nodes run in one thread per device, not in the caller's thread."""
     return nullcontext() if device.type == "cpu" else _device_passes
 
 
@@ -95,8 +101,9 @@ def _prehooks(nodes: Iterable[Node], show: Callable[[Node, Sequence[Tensor | Non
 
 
 def _ends(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
-    """Those with no other below: autograd stops there and hands their gradient over instead of running them."""
-    nodes, above = set(nodes), set[Node]()
+    """Nodes with none of the others below them. Autograd returns their gradient without running them."""
+    nodes = set(nodes)
+    above = set[Node]()
     for node in reversed(graph.nodes):
         if node in nodes or node in above:
             above.update(consumer for consumer, _ in graph.consumers.get(node, ()))

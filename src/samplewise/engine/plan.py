@@ -1,6 +1,7 @@
-"""Which rule serves each use of a parameter, and the way from there to the parameter. Decided from the graph alone.
+"""Plan: the rule for each use of a parameter, and the nodes between the use and the parameter.
 
-`make_plan(graph, cut)` touches no gradient; `FormMaker(plan)` then makes no decision but from sizes.
+`make_plan(graph, cut)` reads the graph only, no gradients. `FormMaker(plan)` applies the plan; its only decisions are
+based on sizes.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from samplewise.errors import GraphError
 
 @dataclass(frozen=True)
 class Route:
-    """From one operand of a clean node down to one parameter."""
+    """Path from one operand of a clean node to one parameter."""
 
     node: Node
     operand: int
     rule: Rule | None
     entry: Edge  # where the gradient of the operand arrives
     leaf: Node
-    number: int  # of the leaf among those below the operand
-    chain: tuple[Node, ...] | None  # the nodes on the way where it is a single path, () where there are none
+    number: int  # index of the leaf among those below the operand
+    chain: tuple[Node, ...] | None  # nodes between operand and leaf, () if there are none; None if not a single path
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of `explain`."""
+    """One line of the table of `explain`."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -47,8 +48,12 @@ class Row:
 
 
 class Plan:
+    """All routes from the cut to the parameters, indexed by node and by parameter name."""
+
     def __init__(self, graph: Graph, cut: Cut, routes: list[Route]):
-        self.graph, self.cut, self.routes = graph, cut, routes
+        self.graph = graph
+        self.cut = cut
+        self.routes = routes
         self.by_node: dict[Node, list[Route]] = {}
         self.by_name: dict[str, list[Route]] = {}
         self.leaves_below: dict[tuple[Node, int], list[Edge]] = {}
@@ -61,14 +66,22 @@ class Plan:
         return [Edge(node, slot) for slot in self.graph.used_slots(node)]
 
     def reader(self) -> Reader:
-        wishes = {}
+        """Reader of all saved tensors that the rules of this plan need."""
+        wishes: dict[Node, tuple[str, ...]] = {}
         for node, routes in self.by_node.items():
-            chained = [n for r in routes for n in r.chain or () if self.graph.operations[n] == "Embedding"]
-            wishes[node] = tuple(dict.fromkeys(name for r in routes if r.rule for name in r.rule.reads))
-            wishes.update((n, ("indices",)) for n in chained)
+            names: dict[str, None] = {}
+            for route in routes:
+                if route.rule is not None:
+                    names.update(dict.fromkeys(route.rule.reads))
+            wishes[node] = tuple(names)
+            for route in routes:
+                for below in route.chain or ():
+                    if self.graph.operations[below] == "Embedding":
+                        wishes[below] = ("indices",)
         return Reader(wishes.items())
 
     def row(self, name: str, form: Form) -> Row:
+        """Line of `explain` for one parameter."""
         routes = self.by_name[name]
         operations = dict.fromkeys(self.graph.operations[r.node] for r in routes)
         kinds = dict.fromkeys(str(self.cut.tags[e]) for r in routes for e in self.edges_of(r.node))
@@ -78,6 +91,7 @@ class Plan:
 
 
 def make_plan(graph: Graph, cut: Cut) -> Plan:
+    """Return the plan for a graph and its cut. Checks that each parameter in the graph has a route."""
     routes = []
     for node, operand in cut.operands:
         entry = Edge(*graph.children[node][operand])
@@ -93,8 +107,8 @@ def _prove_complete(graph: Graph, routes: list[Route]) -> None:
     if missed:
         names = ", ".join(sorted(graph.leaves[leaf] for leaf in missed))
         raise GraphError(
-            f"every parameter in the graph must be reached from a cut; found none above {names}. "
-            "Please report this model."
+            f"each parameter in the graph must be reached from the cut; found no route to {names}. "
+            "This is a bug in samplewise: please report it with the model."
         )
 
 
@@ -119,17 +133,21 @@ class Planner:
 
 
 class FormMaker:
-    """Turns gradients into forms, node by node, and hands each parameter's form out as soon as its last use is in."""
+    """Convert gradients at the cut into representations of per-sample gradients, node by node.
+
+    `visit(name, form)` is called for each parameter as soon as all of its uses have been added.
+    """
 
     def __init__(self, plan: Plan, differentiable: bool):
-        self.plan, self.differentiable = plan, differentiable
+        self.plan = plan
+        self.differentiable = differentiable
         self.reader = plan.reader()
-        self.versions = Versions()  # of the tensors that forms are made of
+        self.versions = Versions()  # version counters of the tensors that representations refer to
         self.pending: dict[str, list[Form]] = {}
 
     def add(self, node: Node, gradients: dict[int, Tensor], visit: Callable[[str, Form], None]) -> None:
         saved = self.reader.take(node)
-        # Of weights, rules use the shape or compute something at once: an optimizer may change them afterwards.
+        # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
         kept = [tensor for name, tensor in saved.items() if not name.startswith("weight")]
         self.versions.remember([*kept, *gradients.values()])
         operands: dict[int, tuple[Form, Pullback]] = {}
@@ -156,7 +174,7 @@ class FormMaker:
         return Masked(use, self.differentiable) if form is None else form
 
     def _carry(self, form: Form, pullback: Pullback, route: Route) -> Form:
-        """The operand's form becomes the parameter's."""
+        """Convert the representation of an operand into that of the parameter below it."""
         operations = None if route.chain is None else [self.plan.graph.operations[node] for node in route.chain]
 
         def indices() -> Tensor:

@@ -1,17 +1,17 @@
-"""Ask autograd which sample owns each element of a gradient.
+"""Probe: find the sample that owns each element of a gradient with weighted backward passes.
 
-A backward pass is linear in the weights put on the losses, and scaling by a power of two is exact in floating point.
-So run it once with equal weights and again with weights 2**code(sample): an element that belongs to one sample comes
-back multiplied by exactly 2**code of that sample, and the ratio reads the owner off. More samples than codes fit are
-told apart by digits, one pass each.
+A backward pass is linear in the weights on the losses, and scaling by a power of two is exact in floating point. One
+pass runs with equal weights and one with weights 2**code(sample): an element that belongs to one sample is multiplied
+by exactly 2**code of that sample, so the ratio of the two passes gives the owner. If there are more samples than codes,
+the sample number is split into digits, with one pass per digit.
 
-An element that several samples share can pose as one of theirs when the others are so small beside it that rounding
-swallows them. Two kinds of passes expose that, with new codes in every probe:
+An element shared by several samples can look like the element of one sample if the contributions of the others are
+lost to rounding. Two further kinds of passes detect this, with new codes in each probe:
 
-    balanced    the weights bring the gradients of all samples to about the same size, as far as they are known
-    switched    samples that own nothing at an edge are left on and the others are off, so that nothing can hide them;
-                where a sample is large at one edge and small at another, so that no weight balances both, for any two
-                samples there is a pass with the one off and the other on
+    balanced    weights that bring the gradients of all samples to about the same magnitude, as far as it is known
+    switched    weight 1 for the samples that own nothing at an edge and 0 for the others, so that no rounding can hide
+                a contribution; if a sample is large at one edge and small at another, so that no single weight balances
+                both, then for any two samples there is a pass with the first at 0 and the second at 1
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ class Codes(NamedTuple):
     base: int
 
 
-# Wide codes first; narrow ones for gradients so large that the wide would overflow.
-# float16 reaches from 2**-14 to 2**15 only, bfloat16 as far as float32.
+# Wide codes first; narrow codes are for gradients so large that wide codes overflow.
+# float16 has exponents from -14 to 15 only; bfloat16 has the range of float32.
 _FLOAT64_CODES = [Codes(300, 500), Codes(0, 64)]
 _FLOAT32_CODES = [Codes(40, 61), Codes(0, 16), Codes(-30, 16)]
 _FLOAT16_CODES = [Codes(0, 8), Codes(-4, 4)]
 
 
 class Probed(NamedTuple):
-    gradients: list[Tensor]  # those of losses.sum()
-    owners: list[Tensor]  # same shapes; NOBODY where zero, UNKNOWN where too small to tell, MIXED where shared
+    """Result of a probe, one tensor per edge."""
+
+    gradients: list[Tensor]  # gradients of losses.sum()
+    owners: list[Tensor]  # sample numbers, same shapes; NOBODY: zero, UNKNOWN: too small to decide, MIXED: shared
 
 
 def probe(graph: Graph, edges: Sequence[Edge]) -> Probed:
+    """Return gradients and owners at the edges. Raises NonFiniteGradientError if gradients are not finite."""
     for codes in _codes_for(graph):
         probed = _probe_with(graph, edges, codes)
         if probed is not None:
@@ -59,7 +62,7 @@ def probe(graph: Graph, edges: Sequence[Edge]) -> Probed:
 
 
 def _codes_for(graph: Graph) -> list[Codes]:
-    """What fits the narrowest floating-point type that a gradient passes through."""
+    """Codes that fit the narrowest floating-point type of any gradient in the graph."""
     dtypes = graph.dtypes()
     if torch.float16 in dtypes:
         return _FLOAT16_CODES
@@ -67,7 +70,7 @@ def _codes_for(graph: Graph) -> list[Codes]:
 
 
 def _probe_with(graph: Graph, edges: Sequence[Edge], codes: Codes) -> Probed | None:
-    """None if gradients overflow with these codes."""
+    """Probe with one set of codes; None if gradients are not finite with them."""
     numbers = torch.arange(graph.samples, device=graph.losses.device)
     equal = _weights(graph, codes, torch.zeros_like(numbers))
     plain = gradients_at(graph, edges, equal)
@@ -93,18 +96,18 @@ def _probe_with(graph: Graph, edges: Sequence[Edge], codes: Codes) -> Probed | N
 
 
 def _sizes(owner: Tensor, plain: Tensor, samples: int) -> Tensor:
-    """(b,) in float64: the largest element of each sample, relative to the largest of all."""
+    """Largest absolute element of each sample relative to the largest of all, (b,) in float64."""
     found = torch.zeros(samples + 1, dtype=torch.float64, device=owner.device)
     index = torch.where((owner >= 0) & (owner < samples), owner, samples).flatten()
     found.scatter_reduce_(0, index, plain.abs().double().flatten(), "amax")
     return found[:samples] / found.amax().clamp_min(torch.finfo(torch.float64).tiny)
 
 
-_generator = torch.Generator().manual_seed(0)  # of its own: the user's random numbers stay as they are
+_generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
 
 def _balanced(sizes: Tensor, codes: Codes) -> Tensor:
-    """(b,): codes that make up for the sizes (edges, b) of the samples, within a random bit or two."""
+    """Codes (b,) that cancel the magnitudes `sizes` (edges, b) of the samples, plus a random number from 0 to 3."""
     largest = sizes.amax(0)
     exponents = -torch.frexp(torch.where(largest > 0, largest, 2.0**-codes.base)).exponent.long()
     jitter = torch.randint(4, (sizes.shape[1],), generator=_generator).to(sizes.device)
@@ -116,7 +119,7 @@ def _weights(graph: Graph, codes: Codes, code: Tensor) -> Tensor:
 
 
 def _powers(codes: Codes, device: torch.device) -> Tensor:
-    """2**0 .. 2**(base - 1), exactly: torch.ldexp and torch.pow may round."""
+    """Exact powers 2**0 .. 2**(base - 1) in float64; torch.ldexp and torch.pow may round."""
     return torch.tensor([2.0**k for k in range(codes.base)], dtype=torch.float64, device=device)
 
 
@@ -125,7 +128,7 @@ def _finite(gradients: Sequence[Tensor]) -> bool:
 
 
 def _real(g: Tensor) -> Tensor:
-    """Complex elements are judged by their two parts."""
+    """View a complex tensor as real, with a last dimension of 2; real tensors are returned unchanged."""
     return torch.view_as_real(g.resolve_conj()) if g.is_complex() else g
 
 
@@ -144,7 +147,7 @@ def _add_digit(owner: Tensor, plain: Tensor, coded: Tensor, scale: int, codes: C
 
 def _digit(plain: Tensor, coded: Tensor, codes: Codes) -> Tensor:
     tiny = torch.finfo(plain.dtype).tiny
-    # bfloat16 and float16 values are exact in float32, float64 has the range for every ratio
+    # float64 represents all values of narrower types exactly and has the range for every ratio.
     mantissa, exponent = torch.frexp(coded.double() / plain.double())
     digit = exponent.long() - 1
     exact = _is_power(mantissa, plain.device) & (digit >= 0) & (digit < codes.base)
@@ -155,7 +158,7 @@ def _digit(plain: Tensor, coded: Tensor, codes: Codes) -> Tensor:
 
 
 def _is_power(mantissa: Tensor, device: torch.device) -> Tensor:
-    # Sums are repeatable on the CPU. Elsewhere their order may vary: allow for rounding.
+    # Sums are deterministic on the CPU. On other devices their order may vary: allow for rounding.
     return mantissa == 0.5 if device.type == "cpu" else (mantissa - 0.5).abs() < 1e-3
 
 
@@ -166,20 +169,21 @@ def _verified(owner: Tensor, plain: Tensor, coded: Tensor, drawn: Tensor, codes:
     if plain.dim() > owner.dim():
         code = code[..., None]
     expected = plain.double() * _powers(codes, code.device)[code]
-    near = (
-        expected == coded if plain.device.type == "cpu" else torch.isclose(expected, coded.double(), rtol=1e-3, atol=0)
-    )
+    if plain.device.type == "cpu":
+        near = expected == coded
+    else:
+        near = torch.isclose(expected, coded.double(), rtol=1e-3, atol=0)
     near = near.all(-1) if plain.dim() > owner.dim() else near
     silent = (coded == 0).all(-1) if plain.dim() > owner.dim() else coded == 0
     good = torch.where(known, near, (owner == UNKNOWN) | ((owner == NOBODY) & silent))
     return torch.where(good, owner, MIXED)
 
 
-UNBALANCED = 2.0**-8  # a sample this much smaller at one edge than at another is not balanced by one weight
+UNBALANCED = 2.0**-8  # below this ratio of a sample's size at two edges, one weight cannot balance both
 
 
 def _switches(sizes: Tensor) -> list[Tensor]:
-    """Weights 0 and 1 for the switched passes, from the sizes (edges, b) of the samples."""
+    """Weights (b,) of 0 and 1 for each switched pass, from the sizes (edges, b) of the samples."""
     samples = sizes.shape[1]
     silent = sizes == 0
     groups = [group for group in silent.unique(dim=0) if group.any() and not group.all()]
@@ -193,7 +197,10 @@ def _switches(sizes: Tensor) -> list[Tensor]:
 
 def _switched(owner: Tensor, plain: Tensor, kept: Tensor, on: Tensor) -> Tensor:
     expected = torch.where(on[owner.clamp_min(0)] > 0, plain, 0)
-    near = kept == expected if plain.device.type == "cpu" else torch.isclose(kept, expected, rtol=1e-3, atol=0)
+    if plain.device.type == "cpu":
+        near = kept == expected
+    else:
+        near = torch.isclose(kept, expected, rtol=1e-3, atol=0)
     return torch.where(near | (owner == UNKNOWN), owner, MIXED)
 
 
@@ -204,8 +211,8 @@ def _scaled(g: Tensor, exponent: int) -> Tensor:
 def _non_finite_message(graph: Graph, edges: Sequence[Edge]) -> str:
     plain = gradients_at(graph, edges)
     bad = [graph.operations[e.node] for e, g in zip(edges, plain, strict=True) if not g.isfinite().all()]
-    where = f"first seen at {bad[0]}" if bad else "too large for its floating-point type once scaled"
+    where = f"first found at {bad[0]}" if bad else "too large for its floating-point type after scaling"
     return (
-        f"gradients must be finite; found NaN or infinity though every loss is finite ({where}). "
-        "Look for a square root, norm, division or logarithm at zero."
+        f"gradients must be finite; found NaN or infinity although every loss is finite ({where}). "
+        "Check for a square root, norm, division or logarithm at zero."
     )

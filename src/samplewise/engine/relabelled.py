@@ -1,7 +1,8 @@
-"""Parameters that are only viewed before they are used: transposed, reshaped, sliced, permuted.
+"""Gradients of parameters that are only viewed before use: transposed, reshaped, sliced, permuted.
 
-Such a parameter side moves numbers and changes none. Autograd itself tells where they go: pushed through it, the
-numbers 1, 2, 3, ... come out at the parameter as the place each of its elements takes in the operand, or 0 for none.
+Such operations move elements without changing their values. The index map is read from autograd: the numbers 1, 2, 3,
+... as gradient of the operand arrive at each element of the parameter as its position in the operand plus one, or as 0
+if the element is not used.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ VIEWS = {
 
 
 def relabelled(form: Form, entry: Edge, leaf: Edge) -> Form | None:
-    """The form as seen from the parameter; None where the places cannot be counted in the operand's number type."""
+    """Gradients of the parameter from those of the operand; None if the operand's dtype cannot hold the indices."""
     if entry.dtype.is_complex or form.width >= 1 / torch.finfo(entry.dtype).eps:
         return None
     count = torch.arange(1, form.width + 1, device=entry.device)
@@ -40,11 +41,12 @@ def relabelled(form: Form, entry: Edge, leaf: Edge) -> Form | None:
 
 
 class Relabelled(Form):
-    """Element e of the parameter is element places[e] of the source, or none where places[e] is -1."""
+    """Re-indexed: element e of the parameter is element places[e] of the source, 0 if places[e] is -1."""
 
     def __init__(self, source: Form, places: Tensor):
         super().__init__(source.samples, tuple(places.shape), source.row_size)
-        self.source, self.places = source, places
+        self.source = source
+        self.places = places
 
     project = rowwise.project
     gram = rowwise.gram
@@ -69,19 +71,21 @@ class Relabelled(Form):
         return self._seen(squares[None])[0]
 
     def _seen(self, rows: Tensor) -> Tensor:
+        """Rows in the shape of the parameter, from rows in the shape of the source."""
         flat = rows.reshape(len(rows), -1)[:, self.places.flatten().clamp_min(0)]
         return torch.where(self.places < 0, 0, flat.view(len(rows), *self.shape))
 
     def _back(self, tensor: Tensor) -> Tensor:
+        """Tensor in the shape of the source, from one in the shape of the parameter; unused elements are zero."""
         used = self.places >= 0
         return tensor.new_zeros(self.source.width).index_put((self.places[used],), tensor[used]).view(self.source.shape)
 
     def describe(self) -> str:
-        return f"{self.source.describe()}, relabelled"
+        return f"{self.source.describe()}, re-indexed"
 
 
 class Blocks(Form):
-    """Uses of different parts of one parameter, such as its q, k and v thirds: they never meet."""
+    """Sum of uses of disjoint parts of one parameter, such as the q, k and v thirds of a projection."""
 
     def __init__(self, parts: Sequence[Relabelled]):
         super().__init__(parts[0].samples, parts[0].shape, max(part.row_size for part in parts))
@@ -111,7 +115,9 @@ class Blocks(Form):
 
 
 def as_blocks(forms: Sequence[Form]) -> Blocks | None:
-    """None unless all are parts of the parameter, and no element is in two of them."""
+    """Merge re-indexed gradients into `Blocks`; None if one is of another kind or if two share an element."""
     parts = [form for form in forms if isinstance(form, Relabelled)]
-    meet = len(parts) < len(forms) or (total((part.places >= 0).int() for part in parts) > 1).any()
-    return None if meet else Blocks(parts)
+    if len(parts) < len(forms):
+        return None
+    uses = total((part.places >= 0).int() for part in parts)  # number of parts that use each element
+    return None if (uses > 1).any() else Blocks(parts)

@@ -1,6 +1,6 @@
-"""Parameters of a `DistributedDataParallel`, which sums gradients over ranks when autograd brings them to a parameter.
+"""Detection of `DistributedDataParallel` models, whose reducer sums gradients over ranks during an autograd backward.
 
-What is written into `.grad` past autograd it does not see, and would never exchange.
+The reducer does not see gradients that are written to `.grad` directly, so these would not be all-reduced.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch.nn.parallel import DistributedDataParallel
 from samplewise import ranks
 from samplewise.errors import DistributedError
 
-_wrappers: WeakSet[DistributedDataParallel] | None = None  # all there are, once somebody has asked
+_wrappers: WeakSet[DistributedDataParallel] | None = None  # all wrappers in this process; None until first needed
 
 
 def inner(model: nn.Module) -> nn.Module:
-    """What a wrapper is around: the names of its parameters are the model's."""
+    """Return the module inside a DistributedDataParallel, with the model's own parameter names; others unchanged."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def refuse_replicas(parameters: Iterable[Tensor]) -> None:
-    """An error, if a wrapper waits for the gradients of some of them."""
+    """Raise DistributedError if one of the parameters belongs to a DistributedDataParallel in a multi-rank process."""
     if not ranks.active():
         return
     ours = {id(p) for p in parameters}
     if any(id(p) in ours for wrapper in _all_wrappers() for p in wrapper.module.parameters()):
         raise DistributedError(
-            "gradients of a DistributedDataParallel must be summed over the ranks; found g.backward(), which its "
-            "reducer would not notice. Use sw.Step, or p.grad = g.sum(reduce=True)[name] / number of samples."
+            "gradients of a DistributedDataParallel must be summed over ranks; found g.backward(), which bypasses its "
+            "reducer. Use sw.Step, or p.grad = g.sum(reduce=True)[name] / number of samples."
         )
 
 
 def _all_wrappers() -> WeakSet[DistributedDataParallel]:
-    """Those that were there before the first question are looked for; later ones tell of themselves."""
+    """All DistributedDataParallel objects: existing ones from the garbage collector, later ones from a hook."""
     global _wrappers
     if _wrappers is None:
         found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
@@ -47,6 +47,6 @@ def _all_wrappers() -> WeakSet[DistributedDataParallel]:
 
 
 def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Whenever a module gets a submodule, as a wrapper gets the module it is around."""
+    """Registration hook for submodules: record a DistributedDataParallel when it registers its inner module."""
     if isinstance(module, DistributedDataParallel) and _wrappers is not None:
         _wrappers.add(module)

@@ -1,6 +1,6 @@
-"""Every quantity of per-sample gradients from their rows alone, a few samples at a time.
+"""Quantities of per-sample gradients computed from their rows, a few samples at a time.
 
-The first argument is the form (see `forms`), so that a class may take a function from here as its method.
+The first argument is the representation (see `forms`), so that a class can use these functions as methods.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Rows are made in chunks of about this many elements: small enough for the allocator to hand the same memory out
-# again (fresh pages cost more than the arithmetic), large enough that calls do not count.
+# Rows are computed in chunks of about this many elements: small enough for the allocator to reuse the same memory (new
+# pages cost more than the arithmetic), large enough that the overhead of calls is negligible.
 CHUNK = 2**21
-# Gram matrices need all pairs of samples: larger chunks mean fewer recomputations.
+# Chunk size for Gram matrices, which need all pairs of samples: larger chunks mean fewer recomputations.
 GRAM_CHUNK = 2**25
 
 
 class HasRows(Protocol):
+    """Part of `forms.Form` that the functions below need."""
+
     samples: int
     shape: tuple[int, ...]
     row_size: int
@@ -29,11 +31,12 @@ class HasRows(Protocol):
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """A parameter seen as (first dim, rest); vectors and scalars are one column."""
+    """Matrix shape (first dim, rest) of a parameter; vectors and scalars have one column."""
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
 def chunks(form: HasRows, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (slice of samples, rows) in chunks of `size` samples; default `form.step`."""
     step = size or form.step
     for start in range(0, form.samples, step):
         part = slice(start, min(start + step, form.samples))
@@ -45,7 +48,8 @@ def squared_norms(form: HasRows) -> Tensor:
 
 
 def faint_norms(form: HasRows, samples: Tensor) -> Tensor:
-    """`samples` ascend. Rows are made in the same chunks for every parameter, since some share the work."""
+    """Norms (len(samples),) in float64 of the given samples, whose numbers must ascend."""
+    # The chunks are the same for all parameters, because some parameters share cached rows.
     found = []
     for start in range(0, form.samples, form.step):
         here = samples[(samples >= start) & (samples < start + form.step)]
@@ -56,7 +60,7 @@ def faint_norms(form: HasRows, samples: Tensor) -> Tensor:
 
 
 def scaled_norms(flat: Tensor) -> Tensor:
-    """(b, p) -> (b,) in float64, without squaring numbers that are small or large."""
+    """Norms of rows, (b, p) -> (b,) in float64. Rows are scaled first, so that squares cannot under- or overflow."""
     wide = (torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat).double()
     largest = wide.detach().abs().amax(1, keepdim=True)
     scale = torch.where(largest > 0, largest, 1)
@@ -64,7 +68,7 @@ def scaled_norms(flat: Tensor) -> Tensor:
 
 
 def root(squared: Tensor) -> Tensor:
-    """The square root, with gradient zero at zero where the true one has no direction."""
+    """Square root with gradient zero at zero, where the true gradient is undefined."""
     zero = squared == 0
     return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
 
@@ -109,19 +113,22 @@ def project(form: HasRows, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _flat(rows: Tensor) -> Tensor:
-    return rows.reshape(len(rows), -1)  # flatten(1) would not do for the rows of a scalar
+    return rows.reshape(len(rows), -1)  # flatten(1) fails for the rows of a scalar
 
 
 def flat_squared_norms(flat: Tensor) -> Tensor:
-    """(b, p) -> (b,). vector_norm makes no temporary of the rows' size, but its gradient at zero would be NaN."""
+    """Squared norms of rows, (b, p) -> (b,)."""
+    # vector_norm needs no temporary of the rows' size, but its gradient at zero is NaN.
     if flat.requires_grad:
         return (torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat).square().sum(1)
     return torch.linalg.vector_norm(flat, dim=1).square()
 
 
 def _real_inner(rows: Tensor, other: Tensor) -> Tensor:
-    """rows @ other; for complex numbers the real inner product of their two parts."""
-    return (rows @ other.conj().to(rows.dtype)).real if rows.is_complex() else rows @ other.to(rows.dtype)
+    """Product rows @ other; for complex numbers the real part of rows @ conj(other)."""
+    if rows.is_complex():
+        return (rows @ other.conj().to(rows.dtype)).real
+    return rows @ other.to(rows.dtype)
 
 
 def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:

@@ -1,8 +1,9 @@
-"""Read what the nodes of the graph saved for their backward, activation checkpointing included.
+"""Access to tensors that graph nodes saved for backward, including blocks under activation checkpointing.
 
-A checkpointed block keeps a placeholder for each tensor and recomputes the whole block at the first read. Outside of a
-backward pass every single read would recompute it, and within the pass that needs the tensor the read would use it up.
-So all tensors of checkpointed blocks are read inside one small backward pass of their own: one recomputation a block.
+A checkpointed block keeps a placeholder for each tensor and recomputes the whole block at the first read. Outside a
+backward pass each read would recompute the block again; inside the pass that needs the tensor, the read would consume
+it. Therefore all needed tensors of a checkpointed block are read in one small separate backward pass, which recomputes
+the block once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _names: dict[type, tuple[str, ...]] = {}
 
 
 def saved_tensor_names(node: Node) -> tuple[str, ...]:
-    """Names of the tensors that this kind of node saves. A Python function has all of them under "tensors"."""
+    """Names of the saved tensors of a node; for a Python function, the single name "tensors"."""
     kind = type(node)
     if kind not in _names:
         if is_python_function(node):
@@ -35,12 +36,12 @@ def saved_tensor_names(node: Node) -> tuple[str, ...]:
 
 
 def block_of(node: Node) -> Any:
-    """What identifies the checkpointed block the node is in; None outside of checkpoints."""
+    """Identity of the checkpointed block that contains the node; None outside of activation checkpoints."""
     for name in saved_tensor_names(node):
         raw = getattr(node, "_raw_saved_" + name)
         for one in raw if isinstance(raw, (tuple, list)) else (raw,):
             packed = _packed(one)
-            if packed is not None:  # within a block all are placeholders, outside none
+            if packed is not None:  # in a block all saved tensors are placeholders, outside none are
                 return one.unpack_hook if isinstance(packed, _Holder) else None
     return None
 
@@ -48,14 +49,14 @@ def block_of(node: Node) -> Any:
 def _packed(raw: Any) -> Any:
     try:
         return raw.data
-    except RuntimeError:  # nothing is packed: an ordinary saved tensor, or one already freed
+    except RuntimeError:  # not packed: an ordinary saved tensor, or one already freed
         return None
 
 
 class Versions:
-    """Version counters of tensors, to notice what is modified in place while it is still needed.
+    """Version counters of tensors, to detect in-place modification while the tensors are still needed.
 
-    Changes that autograd does not count either go unnoticed: through `.data`, NumPy or shared memory.
+    Changes through `.data`, NumPy or shared memory do not increase the counter and are not detected.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class Versions:
 
 
 class Reader:
-    """The wanted saved tensors of nodes; a checkpointed block is recomputed once, when its first node is asked for."""
+    """Reader of saved tensors of given nodes. A checkpointed block is recomputed once, when its first node is read."""
 
     def __init__(self, wishes: Iterable[tuple[Node, tuple[str, ...]]]):
         self.wishes = dict(wishes)
@@ -85,6 +86,7 @@ class Reader:
         self.kept: dict[Node, Saved] = {}
 
     def take(self, node: Node) -> Saved:
+        """Return the saved tensors of a node by name. In a checkpointed block they are then released."""
         block = self.block.get(node)
         if block is None:
             return _read_one(node, self.wishes[node])
@@ -101,7 +103,7 @@ class Reader:
 
 
 def _forget(block: Any) -> None:
-    """A block keeps what it recomputed until each tensor is read once. We read a few: let go of the others."""
+    """Release recomputed tensors of a block that were not read: the block would keep each until it is read once."""
     frame = next((c.cell_contents for c in block.__closure__ or () if hasattr(c.cell_contents, "recomputed")), None)
     task = torch._C._current_graph_task_id()
     for reference in getattr(frame, "weak_holders", ()):
@@ -116,6 +118,8 @@ def _read_one(node: Node, names: tuple[str, ...]) -> Saved:
 
 
 class _InBackward(torch.autograd.Function):
+    """Function whose backward calls `action`."""
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, action: Callable[[], None]) -> Tensor:
         ctx.action = action
@@ -129,7 +133,7 @@ class _InBackward(torch.autograd.Function):
 
 
 def run_in_backward(action: Callable[[], None]) -> None:
-    """Run `action` inside a backward pass made for it alone."""
+    """Run `action` inside a separate backward pass, with grad mode enabled."""
     with torch.enable_grad():
         carrier = _InBackward.apply(torch.zeros((), requires_grad=True), action)
     carrier.backward()

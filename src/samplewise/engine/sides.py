@@ -1,4 +1,4 @@
-"""The parameter side: what a form becomes on its way from the cut to the parameter, and all uses taken together."""
+"""Parameter side: conversion of per-sample gradients from the cut to the parameter, and merging of several uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNCHANGED = {"ToCopy", "Alias", "Clone"}
 
 
 def ways_down(graph: Graph, entry: Node) -> list[tuple[Node, tuple[Node, ...] | None]]:
-    """The parameters below, each with the nodes on the way where that is a single path (none if `entry` is it)."""
+    """Leaves below `entry` with the nodes on the path to each: () if `entry` is the leaf, None if not a single path."""
     chain: list[Node] = []
     node = entry
     while node not in graph.leaves:
@@ -36,8 +36,10 @@ def carried(
     number: int,
     indices: Callable[[], Tensor],
 ) -> Form:
-    """The form of one of the pullback's leaves. `operations` are those of the chain where there is a single path;
-    `indices` gives what the last of them, an embedding, looked up.
+    """Convert the representation of an operand into that of leaf `number` of the pullback.
+
+    `operations` are those on the path to the leaf; None if it is not a single path. `indices()` returns the indices of
+    the embedding on the path, and is called only if there is one.
     """
     if operations == []:
         return form
@@ -59,14 +61,14 @@ def carried(
 
 
 def _looked_up_once(form: Dense, node: Node, index: Tensor, shape: tuple[int, ...]) -> Outer | None:
-    """Position embeddings: looked up once, added to every sample."""
+    """Gradients of position embeddings, which are looked up once and broadcast to all samples."""
     rows = form.rows(0, form.samples)
     gradient = rows.reshape(form.samples, index.numel(), rows.shape[-1])
     return looked_up(node, index.reshape(1, -1).expand(form.samples, -1), gradient, shape)
 
 
 def combined(forms: Sequence[Form]) -> Form:
-    """One form for all uses of a parameter, so that the cross terms between uses come out right."""
+    """Merge all uses of a parameter into one representation, so that norms include the cross terms between uses."""
     outers = [form for form in forms if isinstance(form, Outer)]
     if len(outers) == len(forms) and len({outer.matrix for outer in outers}) == 1:
         return settled(Outer([term for outer in outers for term in outer.terms], forms[0].shape))
@@ -78,6 +80,6 @@ def combined(forms: Sequence[Form]) -> Form:
 
 
 def settled(outer: Outer) -> Form:
-    """Rows where they take no more room than their factors: then they also cost less than the pairs of tokens would."""
+    """Convert factors to rows if rows need no more memory; then rows are also faster than pairs of tokens."""
     stored = sum(term.tokens * term.numbers_per_token for term in outer.terms)
     return Dense(outer.rows(0, outer.samples)) if outer.width <= stored else outer

@@ -1,12 +1,12 @@
-"""The strategies: how the per-sample gradients of each parameter are brought to light, one form after the other.
+"""Strategies for computing per-sample gradients, one parameter after the other.
 
-    fused        one backward pass; every form is kept, so that all quantities share the pass
-    twice        forms are made while the backward passes by and dropped after use: a pass for each question
-    full         fused, with every form turned into rows
-    reference    rows from a backward pass for each sample
+    fused        one backward pass; all gradients are kept, as rows or factors, so that all quantities share the pass
+    twice        gradients are dropped after use: one backward pass per quantity
+    full         as fused, with all gradients converted to rows
+    reference    rows from one backward pass per sample
 
-Forms are made, and the question at hand is put to them, while the backward pass is at their node: what they are made
-of is still in the cache then.
+Gradients are converted, and the first quantity is computed from them, while the backward pass is at their node, because
+their inputs are still in the CPU cache then.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ Visit = Callable[[str, Form], None]
 
 
 class Source(Protocol):
+    """Interface of a strategy."""
+
     def each(self, visit: Visit, release: bool = False) -> None:
-        """Calls visit(name, form) for every parameter that the losses reach; `release` lets forms go after it."""
+        """Call visit(name, form) for each parameter in the graph. With release=True, kept gradients are dropped."""
 
     def explain(self) -> list[Row]: ...
 
 
 class OnePass:
-    """Forms from a backward pass to the cut, kept for further questions or not."""
+    """Strategies "fused" (keep=True) and "twice" (keep=False): one backward pass to the cut."""
 
     def __init__(self, planner: Planner, create_graph: bool, keep: bool):
         self.planner = planner
@@ -75,7 +77,7 @@ class OnePass:
         self.forms = kept
 
     def _pass(self, visit: Visit) -> bool:
-        """One backward pass; False if it has shown that the proof of ownership does not hold."""
+        """Run one backward pass; False if it has shown that a proof of ownership does not hold."""
         maker = FormMaker(self.plan, self.create_graph)
         self.versions = maker.versions
         cut = self.plan.cut
@@ -110,14 +112,14 @@ class OnePass:
 def _is_not_zero(gradient: Tensor) -> bool:
     if traced(gradient):
         raise GraphError(
-            "ownership must be verified with gradients that are not zero before an update can be compiled; "
-            "found a layer whose gradient has been zero so far. Train uncompiled until it is not."
+            "ownership of gradients must be verified with non-zero gradients before an update can be compiled; "
+            "found a layer whose gradient has been zero so far. Train uncompiled until it is non-zero."
         )
     return bool(gradient.any())
 
 
 class AsRows:
-    """Another source with every form turned into rows."""
+    """Strategy "full": `OnePass` with all gradients converted to rows and kept."""
 
     def __init__(self, source: OnePass):
         self.source = source
@@ -134,6 +136,8 @@ class AsRows:
 
 
 class Reference:
+    """Strategy "reference": rows from one backward pass per sample."""
+
     def __init__(self, graph: Graph, create_graph: bool):
         reached = {name: graph.wanted[name] for name in graph.leaves.values()}
         self.rows = jacobian_rows(graph.losses, reached, create_graph)

@@ -1,10 +1,14 @@
-"""Plain text tables."""
+"""Tables in plain text."""
 
 from collections.abc import Sequence
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:
+    """Return a table with left-aligned columns, a rule below the header and an optional title line."""
     widths = [max(len(row[c]) for row in (header, *rows)) for c in range(len(header))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)]
+    lines = []
+    for row in (header, *rows):
+        cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
     rule = "  ".join("-" * w for w in widths)
     return "\n".join(([title] if title else []) + [lines[0], rule, *lines[1:]])

@@ -1,11 +1,11 @@
-"""Which sample owns each element of a gradient, and how to bring rows into sample-major order.
+"""Tags: the sample that owns each element of a gradient, and conversion of rows to sample-major order.
 
-A gradient whose every element belongs to one sample at most is *clean*. Its tag is one of
+A gradient is *clean* if each of its elements belongs to at most one sample. Its tag is one of
 
-    Regular(inner)     element number f (counted in row-major order) belongs to sample (f // inner) % samples
-    Irregular(owner)   a tensor of owners; -1 where the element is zero and belongs to nobody
+    Regular(inner)     element f, counted in row-major order, belongs to sample (f // inner) % samples
+    Irregular(owner)   tensor of owners; -1 if the element is zero and has no owner
 
-`Regular` survives every view, so that one integer says all about "dim k is B", "dim k is B x r" and "dim k is r x B".
+`Regular` is unchanged by views: one integer describes the layouts "dim k is B", "dim k is B x r" and "dim k is r x B".
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from samplewise.engine.layouts import Place, inner_at, locate
 
 
 class Rows(Protocol):
-    """Brings (rows, *features) into sample-major order: (samples, tokens, *features), padded with zeros."""
+    """Assignment of rows to samples; converts (rows, *features) to (samples, tokens, *features), padded with zeros."""
 
     def gather(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class RegularRows:
+    """Rows in the order (outer, samples, inner)."""
+
     samples: int
     outer: int
     inner: int
@@ -40,7 +42,9 @@ class RegularRows:
 
 @dataclass(frozen=True)
 class RaggedRows:
-    slots: Tensor  # (samples, tokens): a row number each, or the number of rows where a sample has no more
+    """Rows in any order, with any number of rows per sample."""
+
+    slots: Tensor  # (samples, tokens): row numbers; the total number of rows marks padding
 
     def gather(self, x: Tensor) -> Tensor:
         padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
@@ -49,11 +53,13 @@ class RaggedRows:
 
 @dataclass(frozen=True)
 class Regular:
+    """Tag of a regular layout: element f in row-major order belongs to sample (f // inner) % samples."""
+
     samples: int
     inner: int
 
     def rows(self, shape: tuple[int, ...], row_dims: int) -> Rows | None:
-        """How the first `row_dims` dims of a gradient of this shape split over samples; None if a row is shared."""
+        """Assignment of rows (the first `row_dims` dims of `shape`) to samples; None if samples share a row."""
         count, width = numel(shape[:row_dims]), numel(shape[row_dims:])
         if self.inner % width:
             return None
@@ -61,7 +67,7 @@ class Regular:
         return RegularRows(self.samples, count // (self.samples * inner), inner)
 
     def only(self, gradient: Tensor, sample: int) -> Tensor:
-        """The part of the gradient that belongs to one sample, zeros elsewhere."""
+        """Copy of the gradient with all elements of other samples set to zero."""
         part = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
         block = (-1, self.samples, self.inner)
         part.view(block)[:, sample] = gradient.reshape(block)[:, sample]
@@ -73,6 +79,8 @@ class Regular:
 
 @dataclass(frozen=True)
 class Irregular:
+    """Tag of any other layout: `owner` has the gradient's shape and contains sample numbers, negative for no owner."""
+
     samples: int
     owner: Tensor
 
@@ -94,6 +102,7 @@ Tag = Regular | Irregular
 
 
 def _slots(owner: Tensor, samples: int) -> Tensor:
+    """Slots (samples, tokens) of RaggedRows, from the owner of each row."""
     rows = len(owner)
     order = torch.argsort(owner, stable=True)
     order = order[owner[order] >= 0]
@@ -107,7 +116,7 @@ def _slots(owner: Tensor, samples: int) -> Tensor:
 
 
 def regular_reading(owner: Tensor, samples: int) -> int | None:
-    """The `inner` of a regular layout that agrees with every owned element, if there is one."""
+    """`inner` of a regular layout that agrees with the owner of each owned element; None if there is none."""
     flat = owner.reshape(-1)
     free = flat < 0
     places = torch.arange(flat.numel(), device=owner.device)
@@ -122,12 +131,13 @@ def regular_reading(owner: Tensor, samples: int) -> int | None:
 
 
 def tag_of(owner: Tensor, samples: int) -> Tag:
+    """Tag for a tensor of owners: Regular if possible, else Irregular."""
     inner = regular_reading(owner, samples) if owner.numel() else None
     return Irregular(samples, owner) if inner is None else Regular(samples, inner)
 
 
 def permuted(tag: Tag, shape: tuple[int, ...], dims: tuple[int, ...]) -> Tag | None:
-    """The tag of gradient.permute(dims)."""
+    """Tag of gradient.permute(dims), for a gradient of this shape; None if it is not known."""
     if isinstance(tag, Irregular):
         return Irregular(tag.samples, tag.owner.permute(dims))
     place = locate(tag.inner, shape, tag.samples)
@@ -138,6 +148,6 @@ def permuted(tag: Tag, shape: tuple[int, ...], dims: tuple[int, ...]) -> Tag | N
 
 
 def sequences_of(tag: Tag, shape: tuple[int, ...]) -> Rows | None:
-    """How the n sequences of a gradient (t, n, h) split over samples; None if one of them serves several."""
+    """Assignment of the n sequences of a gradient (t, n, h) to samples; None if samples share a sequence."""
     turned = permuted(tag, shape, (1, 0, 2))
     return None if turned is None else turned.rows((shape[1], shape[0], shape[2]), 1)

@@ -4,9 +4,9 @@
 powers of two that differ between any two samples in at least one pass. Scaling by a power of two is exact, so the sum
 of absolute values over the block of a sample must be multiplied by exactly the power of that sample.
 
-Blocks that are zero or not finite show nothing. An edge at which fewer than two samples had something to show stays
-*pending*, and is verified again when a later pass brings a gradient there that is not zero. While it is zero, any
-ownership is right.
+Blocks that are zero or non-finite verify nothing. An edge at which fewer than two samples had a non-zero, finite block
+stays *pending*, and is verified again when a later pass has a non-zero gradient there. While a gradient is zero, any
+ownership is correct.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from samplewise.engine.graph import Edge, Graph, Node
 from samplewise.engine.passes import backward_past, foreign_hooks
 from samplewise.engine.tags import Regular
 
-ENOUGH = 2  # samples with a non-zero block that settle an edge
-MOST_REMEMBERED = 10_000  # graph structures; beyond that the memory starts afresh
+ENOUGH = 2  # number of samples with a non-zero block that verify an edge
+MOST_REMEMBERED = 10_000  # cached graph structures; the cache is cleared when it is full
 
 Place = tuple[int, int]  # position of the node in the graph, output slot
 
@@ -32,9 +32,9 @@ Place = tuple[int, int]  # position of the node in the graph, output slot
 class _Record:
     """Result of the verification of one graph structure and cut."""
 
-    hooks: int  # hooks that had been registered by then: a new one calls for another verification
+    hooks: int  # number of hooks registered at that time: a new hook requires another verification
     holds: bool
-    seen: dict[Place, set[int]]  # numbers of samples that had a non-zero block, by edge
+    seen: dict[Place, set[int]]  # samples that had a non-zero block, by edge
 
     @property
     def pending(self) -> set[Place]:
@@ -42,11 +42,11 @@ class _Record:
 
 
 _records: dict[int, _Record] = {}
-_generator = torch.Generator().manual_seed(0)  # of its own: the user's random numbers stay as they are
+_generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
 
 def verify(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None:
-    """The edges that are still pending; None if the derived ownership does not hold."""
+    """Verify ownership, or use the cached result. Return the pending edges; None if the ownership does not hold."""
     record = _records.get(_key(graph, tags))
     if record is None or record.hooks != foreign_hooks():
         return verify_again(graph, tags)
@@ -54,8 +54,9 @@ def verify(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None:
 
 
 def verify_again(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None:
-    """As `verify`, with the passes made now, whatever is known of this graph structure."""
-    key, hooks = _key(graph, tags), foreign_hooks()
+    """As `verify`, but always run the backward passes."""
+    key = _key(graph, tags)
+    hooks = foreign_hooks()
     known = _records.get(key)
     seen = dict(known.seen) if known is not None and known.holds and known.hooks == hooks else {}
     found = _compare(graph, tags)
@@ -84,7 +85,7 @@ def _place(graph: Graph, edge: Edge) -> Place:
 
 
 def _compare(graph: Graph, tags: Mapping[Edge, Regular]) -> dict[Edge, set[int]] | None:
-    """Some samples with a non-zero and finite block at each edge; None if a block is another sample's."""
+    """Up to ENOUGH samples with a non-zero, finite block at each edge; None if a block belongs to another sample."""
     plain = _block_sums(graph, tags, torch.ones_like(graph.losses))
     shown = {edge: sums.isfinite() & (sums > _rounding(edge)[1]) for edge, sums in plain.items()}
     for powers in _distinct_powers(graph):
@@ -100,12 +101,12 @@ def _compare(graph: Graph, tags: Mapping[Edge, Regular]) -> dict[Edge, set[int]]
 
 
 def _rounding(edge: Edge) -> tuple[float, float]:
-    """Relative and absolute tolerance. Scaling is exact but for denormals, which are common in float16 alone."""
+    """Relative and absolute tolerance. Scaling is exact except for denormals, which are common only in float16."""
     return (1e-2 if edge.dtype is torch.float16 else 1e-6), torch.finfo(edge.dtype).tiny * 2**8
 
 
 def _distinct_powers(graph: Graph) -> Iterator[Tensor]:
-    """Weights (b,) for each pass. Any two samples have different powers of two in at least one of the passes."""
+    """Yield weights (b,) for each pass. Any two samples have different powers of two in at least one pass."""
     base = 8 if graph.losses.dtype is torch.float16 else 16
     numbers = torch.randperm(graph.samples, generator=_generator)
     for digit in range(max(1, math.ceil(math.log(graph.samples, base) - 1e-12))):
@@ -114,7 +115,7 @@ def _distinct_powers(graph: Graph) -> Iterator[Tensor]:
 
 
 def _block_sums(graph: Graph, tags: Mapping[Edge, Regular], weights: Tensor) -> dict[Edge, Tensor]:
-    """Sum of absolute values over the block of each sample, (b,) in float64, for every edge that a gradient reaches."""
+    """Sum of absolute values over the block of each sample, (b,) in float64, for each edge that gets a gradient."""
     sums: dict[Edge, Tensor] = {}
 
     def arrived(node: Node, gradients: dict[int, Tensor]) -> None:

@@ -1,6 +1,6 @@
-"""The table of rules: (operation, operand) -> how a use of that operand becomes a form.
+"""Table of rules: (operation, operand position) -> rule for the per-sample gradients of that operand.
 
-What is not in the table, or declined by its rule, goes the generic way: slower, the same numbers.
+Uses without a rule, and uses for which the rule returns None, are computed by `generic`: the same values, slower.
 """
 
 from samplewise.engine.rules import convolution, elementwise, embedding, normalization, products, recurrent

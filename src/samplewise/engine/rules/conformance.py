@@ -1,4 +1,4 @@
-"""The conformance suite for rules: `check_rule` is what a new rule's test calls."""
+"""Conformance suite for rules: call `check_rule` in the test of a new rule."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ Losses = Callable[[nn.Module], Tensor]
 def check_rule(
     key: tuple[str, int], model: nn.Module, losses: Losses, tolerance: float = 1e-9, second_order: bool = True
 ) -> None:
-    """Raises AssertionError unless the rule for `key` (operation, operand) serves `model`, and serves it right.
+    """Check the rule for `key` (operation, operand position); raise AssertionError if the rule is unused or wrong.
 
-    `losses(model)` gives losses (B,) whose graph uses the operand. Every quantity is compared with one backward pass
-    per sample: with the rule, without it, with the samples in a shuffled order (rows then have irregular owners), and
-    under create_graph, where the gradient of a penalty on the norms is compared too.
+    `losses(model)` returns losses (B,) whose graph uses the operand. Each quantity is compared with one backward pass
+    per sample: with the rule, without it, and with the samples in a shuffled order (rows then have irregular owners).
+    With second_order=True (default), the gradient of a penalty on the norms under create_graph is compared, too.
+    `tolerance` is relative to the largest element, and 100 times larger for second order.
     """
     shuffle = torch.randperm(len(losses(model)), generator=torch.Generator().manual_seed(0))
     with _watched(key) as forms:
         _compare(model, losses, tolerance)
-    assert forms, f"the rule for {key} was not asked: the losses must use it"
-    assert any(form is not None for form in forms), f"the rule for {key} declined every use"
+    assert forms, f"the losses must use the operand of the rule for {key}; found that the rule was not called"
+    assert any(form is not None for form in forms), f"the rule for {key} must return a result; found None for every use"
     _compare(model, lambda m: losses(m)[shuffle], tolerance)
     with mock.patch.dict(RULES):
         del RULES[key]
@@ -42,6 +43,7 @@ def check_rule(
 
 @contextmanager
 def _watched(key: tuple[str, int]) -> Iterator[list[object]]:
+    """Record the return values of a rule."""
     answers: list[object] = []
     rule = RULES[key]
 
@@ -79,7 +81,7 @@ def _compare_slopes(model: nn.Module, losses: Losses, tolerance: float) -> None:
     truth = total(row.square().sum() for row in rows.values())
     found = gradients(losses(model), model, create_graph=True).norms().square().sum()
     for name, ours, right in zip(named, _slopes(found, named), _slopes(truth, named), strict=True):
-        _close(ours, right, 100 * tolerance, f"slope of the norms along {name}")
+        _close(ours, right, 100 * tolerance, f"gradient of the squared norms with respect to {name}")
 
 
 def _slopes(penalty: Tensor, named: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -88,4 +90,4 @@ def _slopes(penalty: Tensor, named: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 def _close(found: Tensor, truth: Tensor, tolerance: float, what: str) -> None:
     off = (found - truth).abs().max() / truth.abs().max().clamp_min(1e-12)
-    assert off <= tolerance, f"{what}: off by {off:.1e} of the largest, allowed {tolerance:.0e}"
+    assert off <= tolerance, f"{what}: off by {off:.1e} of the largest element, allowed {tolerance:.0e}"

@@ -1,12 +1,12 @@
-"""Convolutions of any dimension, stride, dilation and grouping, transposed ones included.
+"""Rules for convolutions of any dimension, stride, dilation and grouping, including transposed convolutions.
 
-Two ways to the rows, the faster of which depends on the sizes: one grouped convolution for a chunk of samples, each
-sample a group; or the patches under the kernel, written out, times the gradient. Patches of middling size are copied
-several times as fast with the channels last: then the rows have them last, too, and only answers are turned. Where rows
-would be larger than patches and gradient together, norms come from pairs of positions and sums from the ordinary
+Rows are computed in one of two ways, chosen by size: as one grouped convolution for a chunk of samples, with one group
+per sample; or as the product of the unfolded input patches with the gradient. Patches of medium size are copied several
+times faster with channels last: rows then have channels last, too, and only results are permuted. If rows would be
+larger than patches and gradient together, norms are computed from pairs of positions and sums from the ordinary
 backward.
 
-Legend: b sample, n image of the sample, o and i channels out and in, p position of the output, k place in a patch.
+Legend: b sample, n image of the sample, o and i output and input channel, p output position, k position in the kernel.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from samplewise.engine.graph import Node, scalar
 from samplewise.engine.outer import Outer, Term, checked_pairs
 from samplewise.engine.rules.use import Use, summed
 
-# Below this many numbers under the kernel a grouped convolution has too little to do per group.
+# Patch size (elements under the kernel) below which a grouped convolution has too little work per group.
 SMALL_PATCH = 64
-# Up to this many positions the patches fit the cache, and the product with them beats a grouped convolution.
+# Number of positions up to which patches fit the cache, and their product is faster than a grouped convolution.
 FEW_POSITIONS = 100
-# From this many numbers under the kernel on, copying them is the smaller part of the work, and the channels stay first.
+# Patch size from which copying is the smaller part of the work, so that channels stay first.
 WIDE_PATCH = 512
-# Temporaries of a chunk of samples stay below this many elements.
+# Maximum number of elements in the temporaries of a chunk of samples.
 CHUNK = 2**20
 
 
 class Settings(NamedTuple):
+    """Settings saved by the convolution node."""
+
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -46,6 +48,7 @@ class Settings(NamedTuple):
 
     @property
     def has_plain_patches(self) -> bool:
+        """True if the convolution is a product with unfolded patches: not transposed, one group."""
         return not self.transposed and self.groups == 1
 
 
@@ -55,7 +58,10 @@ def _settings(node: Node) -> Settings:
 
 
 def kernel(use: Use) -> Form | None:
-    g, x, weight = use.gradient, use.tensor("input"), use.tensor("weight")
+    """Rule for the weight of a convolution."""
+    g = use.gradient
+    x = use.tensor("input")
+    weight = use.tensor("weight")
     rows = use.tag.rows(tuple(g.shape), 1)
     if rows is None or g.is_complex() or g.dim() != weight.dim():
         return None
@@ -65,11 +71,15 @@ def kernel(use: Use) -> Form | None:
 
 
 def bias(use: Use) -> Form | None:
+    """Rule for the bias of a convolution."""
     return summed(use, use.gradient, (1, *use.shape, *(1,) * (use.gradient.dim() - 2)))
 
 
 class Convolution(Form):
-    """Rows (o, i, k), or with channels last (o, k, i)."""
+    """Per-sample gradients of a weight from x (b, n, i, ...) and g (b, n, o, ...).
+
+    Rows are (o, i, k), or (o, k, i) if `channels_last`.
+    """
 
     dot = rowwise.dot
     gram = rowwise.gram
@@ -77,18 +87,23 @@ class Convolution(Form):
     project = rowwise.project
 
     def __init__(self, x: Tensor, g: Tensor, weight: Tensor, settings: Settings):
-        self.x, self.g, self.weight, self.settings = x, g, weight, settings  # x (b, n, i, ...), g (b, n, o, ...)
+        self.x = x
+        self.g = g
+        self.weight = weight
+        self.settings = settings
         self.positions = g.shape[1] * math.prod(g.shape[3:])
         self.patch = math.prod(weight.shape[1:])
         super().__init__(x.shape[0], tuple((weight.movedim(1, -1) if self.channels_last else weight).shape))
 
     @property
     def prefers_factors(self) -> bool:
+        """True if patches and gradient need less memory than rows."""
         stored = self.positions * (self.shape[0] + self.patch)
         return self.settings.has_plain_patches and stored < self.width
 
     @property
     def by_patches(self) -> bool:
+        """True if rows are computed from patches, False if from a grouped convolution."""
         few = self.patch < SMALL_PATCH or self.positions <= FEW_POSITIONS
         return self.settings.has_plain_patches and few
 
@@ -105,7 +120,7 @@ class Convolution(Form):
         return rows
 
     def parts(self, start: int, stop: int) -> list[Tensor]:
-        """The rows in pieces, each of a size that its temporaries bear."""
+        """Rows in several tensors, so that the temporaries of each stay below CHUNK elements."""
         make = self._rows_by_patches if self.by_patches else self._rows_by_groups
         return [make(at, end) for at, end in self._spans(start, stop)]
 
@@ -115,7 +130,9 @@ class Convolution(Form):
         return [(at, min(at + step, stop)) for at in range(start, stop, step)]
 
     def _rows_by_groups(self, start: int, stop: int) -> Tensor:
-        x, g, count = self.x[start:stop], self.g[start:stop], stop - start
+        x = self.x[start:stop]
+        g = self.g[start:stop]
+        count = stop - start
         x = x.transpose(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
         g = g.transpose(0, 1).reshape(g.shape[1], -1, *g.shape[3:])
         rows = self._kernel_gradient(x, g, self.weight.repeat(count, *(1,) * (self.weight.dim() - 1)), count)
@@ -143,8 +160,9 @@ class Convolution(Form):
         return torch.bmm(term.left.transpose(1, 2), term.right, out=out).view(stop - start, *self.shape)
 
     def _factors(self, start: int, stop: int) -> Outer:
-        """left (b, np, o), right (b, np, ik)"""
-        x, g = self.x[start:stop], self.g[start:stop]
+        """Factors of the gradients: left (b, np, o), right (b, np, ik)."""
+        x = self.x[start:stop]
+        g = self.g[start:stop]
         patches = _patches(x.flatten(0, 1), self.weight.shape[2:], self.settings, self.channels_last)
         right = patches.unflatten(0, x.shape[:2]).flatten(1, 2)
         return Outer([Term(g.flatten(3).transpose(2, 3).flatten(1, 2), right)], self.shape)
@@ -158,22 +176,28 @@ class Convolution(Form):
         return self._factors(start, stop).squared_norms()
 
     def _shifts_pay(self) -> bool:
-        """One image per sample, and fewer pairs of input positions than pairs of output positions times patch."""
+        """True if `_norms_by_shifts` is faster: one image per sample, and few pairs of input positions.
+
+        These must be fewer than half the pairs of output positions times the size of the kernel.
+        """
         padded = math.prod(s + 2 * p for s, p in zip(self.x.shape[3:], self.settings.padding, strict=True))
         kernel = math.prod(self.weight.shape[2:])
         return self.x.shape[1] == 1 and kernel > 1 and 2 * padded**2 < self.positions**2 * kernel
 
     def _norms_by_shifts(self, start: int, stop: int) -> Tensor:
-        """The inner product of two patches is a sum over the kernel's places of products of two input positions."""
-        x, g = _padded(self.x[start:stop, 0], self.settings), self.g[start:stop, 0].flatten(2)
+        """Squared norms from inner products of patches, which are sums over kernel positions of input products."""
+        x = _padded(self.x[start:stop, 0], self.settings)
+        g = self.g[start:stop, 0].flatten(2)
         between = torch.bmm(x.flatten(2).transpose(1, 2), x.flatten(2)).view(len(x), *x.shape[2:], *x.shape[2:])
         patches = total(between[(slice(None), *window, *window)] for window in self._windows())
         patches = patches.reshape(len(x), self.positions, self.positions)
         return checked_pairs(patches * torch.bmm(g.transpose(1, 2), g), lambda lost: self._some_norms(lost + start))
 
     def _windows(self) -> Iterator[tuple[slice, ...]]:
-        """For each place of the kernel: the input positions that it meets."""
-        stride, dilation, out = self.settings.stride, self.settings.dilation, self.g.shape[3:]
+        """Yield, for each kernel position, the input positions it is multiplied with."""
+        stride = self.settings.stride
+        dilation = self.settings.dilation
+        out = self.g.shape[3:]
         for place in product(*(range(size) for size in self.weight.shape[2:])):
             firsts = [at * d for at, d in zip(place, dilation, strict=True)]
             yield tuple(slice(f, f + (n - 1) * s + 1, s) for f, n, s in zip(firsts, out, stride, strict=True))
@@ -192,7 +216,7 @@ class Convolution(Form):
 
 
 class ChannelsLast(Form):
-    """A form whose rows are (o, k, i), seen as the parameter is, (o, i, k)."""
+    """Per-sample gradients with rows (o, k, i), presented in the parameter's layout (o, i, k)."""
 
     project = rowwise.project
 
@@ -224,25 +248,26 @@ class ChannelsLast(Form):
 
 
 def _first(tensor: Tensor) -> Tensor:
-    """(o, k, i) -> (o, i, k), in memory, too: it may become somebody's .grad."""
+    """Permute (o, k, i) to (o, i, k), contiguous, because the result may become the `.grad` of a parameter."""
     return tensor.movedim(-1, 1).contiguous()
 
 
 def _patches(x: Tensor, kernel_size: Sequence[int], settings: Settings, channels_last: bool) -> Tensor:
-    """(n, i, ...) -> (n, p, i * k), or with channels last (n, p, k * i): what the kernel meets at each position."""
+    """Input patch of each output position, (n, i, ...) -> (n, p, i * k), or (n, p, k * i) with channels last."""
     windows = _padded(x, settings, channels_last)
     for d, size in enumerate(kernel_size):
         reach = (size - 1) * settings.dilation[d] + 1
         windows = windows.unfold(2 + d, reach, settings.stride[d])[..., :: settings.dilation[d]]
     dims = len(kernel_size)
-    positions, places = range(2, 2 + dims), range(2 + dims, 2 + 2 * dims)
+    positions = range(2, 2 + dims)
+    places = range(2 + dims, 2 + 2 * dims)
     if channels_last:
         return windows.permute(0, *positions, *places, 1).flatten(1 + dims).flatten(1, dims)
     return windows.permute(0, 1, *places, *positions).flatten(2 + dims).flatten(1, 1 + dims).transpose(1, 2)
 
 
 def _padded(x: Tensor, settings: Settings, channels_last: bool = False) -> Tensor:
-    """The same dimensions in the same order; with channels last, these are neighbours in memory."""
+    """Zero-pad the spatial dims of (n, i, ...); with channels last, the result has channels contiguous in memory."""
     sides = [side for p in reversed(settings.padding) for side in (p, p)]
     if channels_last:
         x = x.movedim(1, -1)

@@ -1,6 +1,6 @@
-"""Parameters that meet an activation element by element, broadcast over the samples.
+"""Rules for parameters combined elementwise with an activation, broadcast over the samples.
 
-The gradient of the operand is some tensor laid out like the output's gradient, summed within each sample.
+The gradient of the parameter is a tensor in the layout of the output's gradient, summed within each sample.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from samplewise.engine.rules.use import Use, summed
 
 
 def passed_on(use: Use) -> Form | None:
+    """Rule for operands whose gradient is the output's gradient."""
     return summed(use, use.gradient)
 
 
@@ -42,8 +43,9 @@ def divided(use: Use) -> Form | None:
 
 
 def _meeting(use: Use, name: str, operation: Callable[[Tensor, Tensor], Tensor]) -> Form | None:
-    known = isinstance(use.saved[name], Tensor)  # else the parameter meets a Python number
-    return summed(use, operation(use.gradient, use.tensor(name))) if known else None
+    if not isinstance(use.saved[name], Tensor):  # the other operand is a Python number
+        return None
+    return summed(use, operation(use.gradient, use.tensor(name)))
 
 
 def prelu_slope(use: Use) -> Form | None:

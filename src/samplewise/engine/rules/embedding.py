@@ -1,4 +1,4 @@
-"""Embeddings: row index[b, t] of the table receives the gradient of token t."""
+"""Rule for embeddings: row index[b, t] of the table gets the gradient of token t of sample b."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from samplewise.engine.rules.use import Use
 
 
 def table(use: Use) -> Form | None:
-    index, g = use.saved["indices"], use.gradient
+    """Rule for the table of an embedding."""
+    index = use.saved["indices"]
+    g = use.gradient
     rows = use.tag.rows(tuple(g.shape), index.dim()) if g.dim() > 1 else None
     if rows is None:
         return None
@@ -21,8 +23,8 @@ def table(use: Use) -> Form | None:
 
 
 def looked_up(node: Node, index: Tensor, gradient: Tensor, shape: tuple[int, ...]) -> Outer | None:
-    """From index (b, t) and gradient (b, t, i)."""
-    if scalar(node, "scale_grad_by_freq"):  # counted over the whole batch: left to the operation itself
+    """Gradients of a table of this shape from index (b, t) and gradient (b, t, i); None with scale_grad_by_freq."""
+    if scalar(node, "scale_grad_by_freq"):  # frequencies are counted over the whole batch: computed by `generic`
         return None
     padding = scalar(node, "padding_idx")
     if padding >= 0:

@@ -1,7 +1,7 @@
-"""Scale and shift of normalisation layers: the scale meets the normalised input, the shift nothing.
+"""Rules for scale and shift of normalization layers: the scale multiplies the normalized input, the shift is added.
 
-The statistics that the kernels save are not attached to the graph. Where quantities must be differentiable they are
-computed again from the input.
+The statistics that the kernels save are not attached to the graph. If quantities must be differentiable, the statistics
+are recomputed from the input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def layer_norm_scale(use: Use) -> Form | None:
         return None
     g, x = (rows.gather(t.reshape(mean.numel(), -1)) for t in (g, x))
     mean, rstd = (rows.gather(t.reshape(-1))[:, None] for t in (mean, rstd))
-    # The sum over tokens of g * (x - mean) * rstd, as the kernel has it: two products with a row of tokens.
+    # Sum over tokens of g * (x - mean) * rstd, computed as in the kernel: two products with a row of tokens.
     scale = torch.bmm(rstd, g * x) - torch.bmm(mean * rstd, g)
     return Dense(scale.reshape(use.samples, *use.shape))
 
@@ -36,7 +36,8 @@ def layer_norm_shift(use: Use) -> Form | None:
 def group_norm_scale(use: Use) -> Form | None:
     if not torch.is_grad_enabled():
         return _of_images(use, _each_image(use, 1))
-    x, g = use.tensor("input"), use.gradient
+    x = use.tensor("input")
+    g = use.gradient
     groups = scalar(use.node, "group")
     mean, rstd = (use.tensor(name).reshape(x.shape[0], groups, 1) for name in ("result1", "result2"))
     normal = _normalised(x.reshape(x.shape[0], groups, -1), mean, rstd, (-1,))
@@ -50,13 +51,16 @@ def group_norm_shift(use: Use) -> Form | None:
 
 
 def _of_images(use: Use, values: Tensor) -> Form | None:
-    """From one row of values per image."""
+    """Gradients from values (n, c), one row per image, summed over the images of each sample."""
     rows = use.tag.rows(tuple(use.gradient.shape), 1)
     return None if rows is None else Dense(rows.gather(values).sum(1))
 
 
 def _each_image(use: Use, operand: int) -> Tensor:
-    """(n, c): the kernel sums over images; with all channels of all images in one image there is nothing to sum."""
+    """Gradient of scale (operand 1) or shift (operand 2) per image, (n, c), from one call of the kernel.
+
+    The kernel sums over images. All channels of all images are therefore passed as one image, so nothing is summed.
+    """
     if "each image" not in use.saved:
         x, g, mean, rstd = use.tensor("input"), use.gradient, use.tensor("result1"), use.tensor("result2")
         images, channels = x.shape[:2]
@@ -90,14 +94,16 @@ def batch_norm_shift(use: Use) -> Form | None:
 
 
 def _normalised(x: Tensor, mean: Tensor, rstd: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Normalized input. Under grad mode, mean and variance over `dims` are recomputed to be differentiable."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return (x - mean) * rstd
     mean = x.mean(dims, keepdim=True)
     var = (x - mean).square().mean(dims, keepdim=True)
-    # The kernel does not save its eps: what the saved deviation has on top of the variance is just that.
+    # The kernel does not save eps: it is the difference between the saved rstd**-2 and the variance.
     eps = (rstd.detach().pow(-2) - var).detach()
     return (x - mean) * torch.rsqrt(var + eps)
 
 
 def _channels(use: Use) -> tuple[int, ...]:
+    """Shape of a parameter with one value per channel, aligned with the gradient: (1, c, 1, ...)."""
     return (1, *use.shape, *(1,) * (use.gradient.dim() - 2))

@@ -1,6 +1,6 @@
-"""Matrix products: y = x W in all its spellings.
+"""Rules for matrix products: mm, addmm, bmm, mv.
 
-Legend: b sample, t token (a row of the output that belongs to b), h batch of matrices, o and i the operand's two sides.
+Legend: b sample, t token (a row of the output that belongs to b), h matrix of a batch, o and i the operand's two dims.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from samplewise.engine.tags import Tag, permuted
 
 
 def right_operand(use: Use, left: str, scale: float = 1) -> Form | None:
-    """mm(a, W): the rows of the output's gradient meet the rows of a."""
+    """Gradients of W in mm(a, W): outer products of the rows of a with the rows of the output's gradient."""
     return _outer(use.tag, use.tensor(left), use.gradient, use.shape, scale)
 
 
 def left_operand(use: Use, right: str, scale: float = 1) -> Form | None:
-    """mm(W, a): the columns of the output's gradient meet the columns of a."""
+    """Gradients of W in mm(W, a): outer products of the columns of the output's gradient with the columns of a."""
     tag = permuted(use.tag, tuple(use.gradient.shape), (1, 0))
     form = _outer(tag, use.tensor(right).T, use.gradient.T, (use.shape[1], use.shape[0]), scale)
     return form.transposed() if form is not None else None
@@ -56,7 +56,7 @@ def addmm_right(use: Use) -> Form | None:
 
 
 def mv_vector(use: Use) -> Form | None:
-    """mv(a, w): a row of a for each element of the output's gradient."""
+    """Rule for w in mv(a, w): rows of a, weighted by the elements of the output's gradient."""
     rows = use.tag.rows(tuple(use.gradient.shape), 1)
     if rows is None or use.gradient.is_complex():
         return None
@@ -64,11 +64,12 @@ def mv_vector(use: Use) -> Form | None:
 
 
 class Batched(ByRows):
-    """bmm(a, W) with samples in the rows: one product for each of h matrices."""
+    """Gradients of W in bmm(a, W) with samples in the rows, from left (b, t, h, o) and right (b, t, h, i)."""
 
-    def __init__(self, left: Tensor, right: Tensor):  # (b, t, h, o), (b, t, h, i)
+    def __init__(self, left: Tensor, right: Tensor):
         super().__init__(left.shape[0], (left.shape[2], left.shape[3], right.shape[3]))
-        self.left, self.right = left, right
+        self.left = left
+        self.right = right
 
     def rows(self, start: int, stop: int) -> Tensor:
         return torch.einsum("btho,bthi->bhoi", self.left[start:stop], self.right[start:stop])
@@ -79,12 +80,15 @@ class Batched(ByRows):
 
 
 def bmm_right(use: Use) -> Form | None:
-    a, g = use.tensor("self"), use.gradient
+    """Rule for W in bmm(a, W)."""
+    a = use.tensor("self")
+    g = use.gradient
     tag = permuted(use.tag, tuple(g.shape), (1, 0, 2))
     rows = tag.rows((g.shape[1], g.shape[0], g.shape[2]), 1) if tag is not None else None
     if rows is None or a.is_complex() or g.is_complex():
         return None
-    a, g = rows.gather(a.transpose(0, 1)), rows.gather(g.transpose(0, 1))
+    a = rows.gather(a.transpose(0, 1))
+    g = rows.gather(g.transpose(0, 1))
     if use.shape[0] == 1:
         return Outer([Term(a[:, :, 0], g[:, :, 0])], use.shape)
     return Batched(a, g)

@@ -1,9 +1,10 @@
-"""The fused LSTM layer of the CPU. Its kernel hides the gates: they are computed again from what it saved.
+"""Rules for the fused CPU LSTM layer (MkldnnRnnLayer). Its kernel does not save the gates; they are recomputed.
 
-With the hidden states at hand, all gates of all steps come from one product; only the cell state, and the gradient's
-way back through time, go step by step. The weights then see an ordinary product with the gates' gradient.
+The kernel saves the hidden states, so one matrix product gives all gates of all steps. Only the cell state and the
+gradient's backpropagation through time are computed step by step. The gradients of the weights are then those of an
+ordinary matrix product with the gradient of the gates.
 
-Legend: t step, n sequence, h hidden unit; the gates stand in the order input, forget, candidate, output.
+Legend: t step, n sequence, h hidden unit; the gates are in the order input, forget, candidate, output.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def biases(use: Use) -> Form | None:
 
 
 def _tokens(rows: Rows, x: Tensor) -> Tensor:
-    """(t, n, i) -> (b, sequences of b times t, i)"""
+    """Sample-major tokens, (t, n, i) -> (b, sequences of b times t, i)."""
     return rows.gather(x.transpose(0, 1)).flatten(1, 2)
 
 
 def _sequences(use: Use) -> Rows | None:
-    """How the n sequences split over samples, if this is a layer the rule knows."""
+    """Assignment of the n sequences to samples; None if not an LSTM, packed, in grad mode, or if outputs disagree."""
     plain = scalar(use.node, "mode") == LSTM and not scalar(use.node, "batch_sizes")
     if not plain or torch.is_grad_enabled():
         return None
@@ -60,28 +61,30 @@ def _sequences(use: Use) -> Rows | None:
 
 
 def _of_sequences(use: Use, slot: int) -> Rows | None:
-    shape, tag = tuple(use.gradients[slot].shape), use.tags[slot]
+    shape = tuple(use.gradients[slot].shape)
+    tag = use.tags[slot]
     return sequences_of(tag, shape) if slot == 0 else tag.rows(shape, len(shape) - 1)
 
 
 def _in_order(use: Use, x: Tensor) -> Tensor:
-    """The layer's first step first: the backward direction of a bidirectional LSTM starts at the end."""
+    """Steps in the order of computation: the reverse direction of a bidirectional LSTM starts at the last step."""
     return x.flip(0) if scalar(use.node, "reverse") else x
 
 
 def _earlier(states: Tensor, first: Tensor) -> Tensor:
-    """Each step's state before the step."""
+    """State before each step: `first`, then all states except the last."""
     return torch.cat([first.reshape(1, *states.shape[1:]), states[:-1]])
 
 
 def _gate_gradient(use: Use) -> Tensor:
-    """(t, n, 4h), computed once for all four operands."""
+    """Gradient of the gates before their activations, (t, n, 4h), computed once for all four operands."""
     if "gate gradient" not in use.saved:
         use.saved["gate gradient"] = _through_time(use)
     return use.saved["gate gradient"]
 
 
 def _through_time(use: Use) -> Tensor:
+    """Backpropagation through time: gradient of the gates before their activations, (t, n, 4h)."""
     x, w_in, w_hidden, b_in, b_hidden, h0, c0, states = (use.saved[name] for name in READS)
     x, states = _in_order(use, x), _in_order(use, states)
     steps, sequences, hidden = states.shape
@@ -92,11 +95,13 @@ def _through_time(use: Use) -> Tensor:
     i, f, _, o = gates.sigmoid_().unbind(2)
     cells = _cells(i * c, f, c0.reshape(sequences, hidden))
     bounded = cells[1:].tanh()
-    # What the gradient is multiplied with on its way: from the cell into three gates, from the output into the fourth
-    # and into the cell. All steps at once. (These kernels are grad * s * (1 - s) and grad * (1 - t * t) in one go.)
-    sigmoid_slope, tanh_slope = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
+    # Derivatives for all steps: of the cell with respect to three gates, and of the output with respect to the fourth
+    # gate and the cell. (The kernels compute grad * s * (1 - s) and grad * (1 - t * t) without temporaries.)
+    sigmoid_slope = torch.ops.aten.sigmoid_backward
+    tanh_slope = torch.ops.aten.tanh_backward
     cell_to_gates = torch.stack([sigmoid_slope(c, i), sigmoid_slope(cells[:-1], f), tanh_slope(i, c)], 2)
-    output_to_gate, output_to_cell = sigmoid_slope(bounded, o), tanh_slope(o, bounded)
+    output_to_gate = sigmoid_slope(bounded, o)
+    output_to_cell = tanh_slope(o, bounded)
     arriving = _in_order(use, use.gradients[0]) if 0 in use.gradients else torch.zeros_like(states)
     dh = use.gradients[1].reshape(sequences, hidden) if 1 in use.gradients else torch.zeros_like(states[0])
     dc = use.gradients[2].reshape(sequences, hidden) if 2 in use.gradients else torch.zeros_like(states[0])
@@ -113,7 +118,7 @@ def _through_time(use: Use) -> Tensor:
 
 
 def _cells(gain: Tensor, forget: Tensor, first: Tensor) -> Tensor:
-    """The cell before every step and after the last: (t + 1, n, h)"""
+    """Cell state before each step and after the last, (t + 1, n, h)."""
     cells = [first]
     for gained, kept in zip(gain, forget, strict=True):
         cells.append(torch.addcmul(gained, kept, cells[-1]))

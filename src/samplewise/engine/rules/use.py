@@ -1,4 +1,4 @@
-"""What a rule is given: one use of one operand by one operation, with the gradient that arrives there."""
+"""Input of a rule: one use of one operand by one operation, with the gradient of the operation's output."""
 
 from __future__ import annotations
 
@@ -18,45 +18,50 @@ from samplewise.engine.tags import Irregular, Regular, Tag
 
 @dataclass(frozen=True)
 class Use:
+    """One use of an operand, with all that a rule needs to compute its per-sample gradients."""
+
     node: Node
-    operand: int
+    operand: int  # position of the operand
     entry: Edge  # where the gradient of the operand arrives
-    shape: tuple[int, ...]  # of the operand
+    shape: tuple[int, ...]  # shape of the operand
     samples: int
-    gradients: dict[int, Tensor]  # by the operation's output; an output without gradient is missing
-    tags: dict[int, Tag]
-    saved: Saved
+    gradients: dict[int, Tensor]  # by output slot; outputs without gradient are missing
+    tags: dict[int, Tag]  # ownership of the gradients, by output slot
+    saved: Saved  # tensors saved by the node, by name
 
     @property
     def gradient(self) -> Tensor:
+        """Gradient of the first output, half precision converted to float32."""
         return accumulable(self.gradients[0])
 
     @property
     def tag(self) -> Tag:
+        """Ownership of the first output's gradient."""
         return self.tags[0]
 
     def tensor(self, name: str) -> Tensor:
+        """Saved tensor of this name, half precision converted to float32."""
         return accumulable(self.saved[name])
 
 
 class Rule(NamedTuple):
-    """Turns a use into a form, or answers None where the use is not of the kind it knows."""
+    """Function that converts a use to per-sample gradients, or returns None for a use that it does not support."""
 
     form: Callable[[Use], Form | None]
-    reads: tuple[str, ...] = ()  # the saved tensors it needs
+    reads: tuple[str, ...] = ()  # names of the saved tensors it needs
 
 
 def accumulable(x: Tensor) -> Tensor:
-    """Half precision is widened before anything is summed."""
+    """Convert float16 and bfloat16 to float32, so that sums keep precision; other dtypes are unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Form | None:
-    """The form of an operand that was broadcast: `values`, laid out like the gradient, summed within each sample.
+    """Gradients of a broadcast operand: `values`, in the layout of the output's gradient, summed within each sample.
 
-    `shape` is the operand's with the dims it was broadcast along, where aligning to the right would not say so.
+    `shape` is the operand's shape with size 1 for the dims it was broadcast along. Default: aligned to the right.
     """
-    if values.is_complex():  # a real operand would have to take the real part only: left to autograd
+    if values.is_complex():  # a real operand needs the real part only: computed by `generic`
         return None
     target = use.shape if shape is None else shape
     rows = _by_sample(use.tag, values, target)
@@ -76,7 +81,7 @@ def _by_sample(tag: Tag, values: Tensor, target: tuple[int, ...]) -> Tensor | No
 
 
 def _split_samples(tag: Regular, values: Tensor, aligned: tuple[int, ...]) -> Tensor | None:
-    """(b, *values' shape), where the dim that held the samples keeps what is left of it."""
+    """Values with a new first dim for samples, (b, *shape); the dim that contained the samples is divided by b."""
     shape = tuple(values.shape)
     place = locate(tag.inner, shape, tag.samples)
     if place is None or aligned[place.dim] != 1:
