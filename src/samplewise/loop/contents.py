@@ -59,7 +59,7 @@ def load(part: Any, state: Any) -> None:
 
 def _as_shared(value: Any, like: Any) -> Any:
     if in_parts(like) and isinstance(value, Tensor) and value.shape == like.shape:
-        from torch.distributed.tensor import distribute_tensor  # slow to import; already imported if a tensor is sharded
+        from torch.distributed.tensor import distribute_tensor  # slow to import; a sharded tensor has imported it
 
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return value
@@ -81,7 +81,9 @@ def kinds(parts: Mapping[str, Any]) -> dict[str, str]:
 def check_resumed(state: Mapping[str, Any], parts: Mapping[str, Any], seed: int) -> None:
     """Raise CheckpointError if seed, classes or number of ranks do not match the checkpoint."""
     if state["trainer"]["seed"] != seed:
-        raise CheckpointError(f"a run must be resumed with the seed it was saved with, {state['trainer']['seed']}; found {seed}.")
+        raise CheckpointError(
+            f"a run must be resumed with the seed it was saved with, {state['trainer']['seed']}; found {seed}."
+        )
     for name, kind in kinds(parts).items():
         if kind != state["kinds"][name]:
             raise CheckpointError(

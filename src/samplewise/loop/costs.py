@@ -48,7 +48,10 @@ class Clock:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory in bytes: of the CUDA allocator for a CUDA device, else of this process (None on Windows)."""
+    """Return the peak memory in bytes: of the CUDA allocator, or of this process for other devices.
+
+    None on Windows without CUDA.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

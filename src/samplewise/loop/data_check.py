@@ -14,7 +14,8 @@ Between two epochs they may change.
     overfit           Trainer(overfit=...)
 
 A sampler with a generator draws another order than one without. The seed of the generator does not matter, since it is
-seeded for each epoch. Settings that do not affect the order may change at any time: num_workers, collate_fn, pin_memory.
+seeded for each epoch. Settings that do not affect the order may change at any time: num_workers, collate_fn,
+pin_memory.
 """
 
 from __future__ import annotations

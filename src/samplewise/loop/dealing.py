@@ -53,8 +53,8 @@ class Share:
     def batches(self, samples: Iterable[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
         """Yield this rank's batches of `size` samples.
 
-    With `drop_last`, the last batches are dropped if any rank would get fewer than `size` samples.
-    """
+        With `drop_last`, the last batches are dropped if any rank would get fewer than `size` samples.
+        """
         samples = islice(samples, self.start, None)
         while dealt := list(islice(samples, size * self.size)):
             mine = dealt[self.rank :: self.size]

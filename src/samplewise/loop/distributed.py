@@ -63,7 +63,7 @@ def by_first(call: Callable[[], Result]) -> Result:
 
 
 def by_all(call: Callable[[], Result]) -> Result:
-    """Call a function on each rank and return its result here. If it raises on any rank, all ranks raise. Collective."""
+    """Call a function on each rank and return its result. If it raises on any rank, all ranks raise. Collective."""
     try:
         found = call()
     except Exception as error:

@@ -204,7 +204,7 @@ class Feed:
         elif (found := differences(before, self.data)) and ranks.rank() == 0:
             warnings.warn(
                 f"the run is resumed at the beginning of epoch {epoch} with other data than it was saved with: "
-                f"{listed(found)}. Epochs before {epoch} used the saved data; the epochs from here on use the new data.",
+                f"{listed(found)}. Earlier epochs used the saved data, the epochs from here on use the new data.",
                 TrainingWarning,
                 stacklevel=2,
             )

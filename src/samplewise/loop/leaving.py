@@ -47,7 +47,7 @@ class Leaving:
             self.reason = self._wish
 
     def agree(self) -> None:
-        """Exchange stop requests between two windows, and keep the random state for a retry of the window. Collective."""
+        """Exchange stop requests between two windows, and keep the random state for `windows`. Collective."""
         self._hear()
         self._come_back = random_state() if ranks.active() else None
 

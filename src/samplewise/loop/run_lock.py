@@ -5,7 +5,7 @@ O_EXCL, which is atomic on local and on network file systems, and removed when `
 leaves it behind. The next training then decides whether the holder is still alive:
 
     same machine      alive if the process with this id and start time exists and is not a zombie. "Same" means the
-                      same host name, boot and pid namespace: process ids are different in another container.
+                      same host name, boot and pid namespace: process ids have no meaning in another container.
     another machine   the holder updates the file's modification time every HEARTBEAT seconds. If that time does not
                       change for LEASE seconds, the holder is dead. Both times are those of the file server, so clocks
                       need not agree.

@@ -62,7 +62,10 @@ def random_states() -> dict[str, Any]:
 
 
 def load_random_states(state: dict[str, Any], seed: int) -> None:
-    """Restore the random state of this rank. A rank that did not exist at save time gets a seed derived from its number."""
+    """Restore the random state of this rank.
+
+    A rank that did not exist when the checkpoint was saved gets a seed derived from its rank.
+    """
     there = state.get("randoms") or [state["random"]]
     if ranks.rank() < len(there):
         load_random_state(there[ranks.rank()])
@@ -91,10 +94,8 @@ def parts_of(root: Any) -> list[Any]:
     found: list[Any] = [root]
     for part in found:
         inside = vars(part) if hasattr(part, "__dict__") else {}
-        for name in ("sampler", "batch_sampler", "dataset"):
-            new = inside.get(name)
-            if new is not None and all(new is not old for old in found):
-                found.append(new)
+        candidates = [inside.get(name) for name in ("sampler", "batch_sampler", "dataset")]
+        found += [new for new in candidates if new is not None and all(new is not old for old in found)]
     return found
 
 

@@ -1,6 +1,6 @@
 """Adapters for three kinds of loaders, each of which can be started at any batch of any epoch.
 
-    Ordered     a DataLoader with an index-based data set: the order is determined by (seed, epoch), the random numbers
+    Ordered     a DataLoader with a map-style data set: the order is determined by (seed, epoch), the random numbers
                 of a sample by (seed, epoch, index). Nothing is replayed.
     Stateful    a loader with state_dict and load_state_dict: its state is saved and restored.
     Replayed    any other loader: iterated from the beginning of the epoch, and the first batches are discarded.
@@ -69,7 +69,7 @@ def source_of(loader: Iterable[Any], seed: int, apart: bool = False) -> Source:
 def described(kind: str | None) -> str:
     """Return the text for a kind of loader in error messages."""
     texts = {
-        Ordered.kind: "a DataLoader with an index-based data set",
+        Ordered.kind: "a DataLoader with a map-style data set",
         Stateful.kind: "a loader with state_dict and load_state_dict",
         Replayed.kind: "a loader that is replayed from the beginning of the epoch",
     }
@@ -77,7 +77,9 @@ def described(kind: str | None) -> str:
 
 
 def is_ordered(loader: Any) -> bool:
-    """Return True for an index-based DataLoader, unless a subclass overrides `__iter__` and so its order is unknown."""
+    """Return True for a DataLoader with a map-style data set, unless a subclass overrides `__iter__`: its order is
+    then unknown.
+    """
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     return plain and _is_numbered(loader)
 
@@ -88,7 +90,7 @@ def _is_numbered(loader: Any) -> bool:
 
 
 class Ordered:
-    """DataLoader with an index-based data set. Any batch is reached by skipping indices."""
+    """DataLoader with a map-style data set. Any batch is reached by skipping indices."""
 
     kind = "with an order of ours"
 
@@ -177,7 +179,7 @@ class Order:
 
 
 class Stateful:
-    """Loader with state_dict and load_state_dict. Restored from its state; batches after it are discarded."""
+    """Loader with state_dict and load_state_dict. Restored from its state; batches up to the position are discarded."""
 
     kind = "with a state of its own"
 

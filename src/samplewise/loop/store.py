@@ -125,5 +125,7 @@ def _remove(paths: Iterable[Path]) -> None:
             file.remove(path)
         except OSError as why:
             warnings.warn(
-                f"{path} is no longer needed but cannot be removed: {why}. Remove it by hand.", CheckpointWarning, stacklevel=4
+                f"{path} is no longer needed but cannot be removed: {why}. Remove it by hand.",
+                CheckpointWarning,
+                stacklevel=4,
             )
