@@ -156,7 +156,7 @@ def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
                 written = trainer._files._log
                 written._file = Full(written._file)
 
-    with pytest.raises(sw.CheckpointError, match=r"the log must be written to .*log\.jsonl, which failed: .*No space"):
+    with pytest.raises(sw.CheckpointError, match=r"the log file .*log\.jsonl must be writable; found: .*No space"):
         make(tmp_path, [Filling()], log_every=1).fit(loader(), epochs=3)
     make(tmp_path).fit(loader(), epochs=3, resume=True)
     assert log(tmp_path)[-1]["reason"] == "3 epochs are done"

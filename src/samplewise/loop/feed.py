@@ -251,7 +251,7 @@ class Feed:
         if used is None or self.first is not None or not self.divides:
             raise CheckpointError(
                 f"inside an epoch, a run with {described(first.kind)} must be resumed with the number of ranks it was "
-                f"saved with, {len(places)}; found {ranks.size()}. Start {len(places)} ranks, or resume from a "
+                f"saved with, {len(places)}; found {ranks.size()}. Start that number of ranks, or resume from a "
                 "checkpoint between two epochs."
             )
         return used

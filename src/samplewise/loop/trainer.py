@@ -188,9 +188,7 @@ class Trainer:
     def _batches(self, feed: Feed) -> Iterator[Any]:
         """Return the batches of the rest of the epoch. Collective."""
         with self._leaving.fetching():
-            feed.look(
-                self._epoch
-            )  # here and not in the generator: it is collective, and ranks pull batches independently
+            feed.look(self._epoch)  # not in the generator: it is collective, and ranks pull batches independently
         return self._slices(feed)
 
     def _slices(self, feed: Feed) -> Iterator[Any]:
@@ -398,9 +396,8 @@ class Trainer:
                 sums.add(losses, counts)
                 for metric in self._metrics.values():
                     metric.update(outputs.last(), batch)
-        return ranks.told(
-            {"loss": sums.value(), **results(self._metrics)}
-        )  # the same bits on all ranks, so that callbacks decide alike
+        # Broadcast from rank 0: bit-identical values, so that callbacks on all ranks decide alike.
+        return ranks.told({"loss": sums.value(), **results(self._metrics)})
 
     def _validation_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of epoch 0 of a loader, with the same random numbers in each call."""

@@ -246,5 +246,6 @@ def corrupt(path: Path, found: str) -> CheckpointError:
 def _foreign(path: Path, found: str) -> CheckpointError:
     """Return the error for a file that is not a checkpoint."""
     return CheckpointError(
-        f"{path} must be a checkpoint file written by samplewise; found {found}. Pass the path of a checkpoint."
+        f"{path} must be a checkpoint file written by samplewise; found {found}. It is not a checkpoint: pass another "
+        "path."
     )
