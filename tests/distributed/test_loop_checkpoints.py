@@ -243,11 +243,14 @@ def _carrying(run, ends, options):
 def test_a_window_that_ranks_have_begun_is_not_ended_by_others(two, three, tmp_path):
     two.run(carrying, tmp_path / "run", [1])
     message = (
-        "CheckpointError: a checkpoint with an open window of 2 ranks must be resumed with as many ranks; found {}. "
-        "Resume with 2 ranks. To change the number of ranks, save inside epochs: ModelCheckpoint(every='100up')."
+        "CheckpointError: a checkpoint with an open window of 2 ranks must be resumed with the same number of ranks; "
+        "found {}. Resume with 2 ranks. To change the number of ranks, save inside epochs: "
+        "ModelCheckpoint(every='100up')."
     )
     assert three.errors(carrying, tmp_path / "run", [2]) == [message.format(3)] * 3
-    with pytest.raises(CheckpointError, match="an open window of 2 ranks must be resumed with as many ranks; found 1"):
+    with pytest.raises(
+        CheckpointError, match="an open window of 2 ranks must be resumed with the same number of ranks; found 1"
+    ):
         carrying(tmp_path / "run", [2])
 
 

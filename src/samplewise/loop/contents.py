@@ -93,8 +93,8 @@ def check_resumed(state: Mapping[str, Any], parts: Mapping[str, Any], seed: int)
     owners = state.get("owners", ranks.size())
     if owners != ranks.size():
         raise CheckpointError(
-            f"a checkpoint with an open window of {owners} ranks must be resumed with as many ranks; found "
-            f"{ranks.size()}. Resume with {owners} ranks. To change the number of ranks, save inside epochs: "
+            f"a checkpoint with an open window of {owners} ranks must be resumed with the same number of ranks; "
+            f"found {ranks.size()}. Resume with {owners} ranks. To change the number of ranks, save inside epochs: "
             "ModelCheckpoint(every='100up')."
         )
     if ranks.active() and state["step"]["window"]["parts"]:

@@ -20,7 +20,8 @@ class Duration:
 
     def done(self) -> str:
         """Return the reason that `fit` returns when the duration is reached: "3 epochs are done"."""
-        number, what = (self.epochs, "epoch") if self.epochs is not None else (self.updates, "update")
+        number = self.updates if self.epochs is None else self.epochs
+        what = "update" if self.epochs is None else "epoch"
         return f"1 {what} is done" if number == 1 else f"{number} {what}s are done"
 
 

@@ -12,8 +12,8 @@
                                         called after each line that is written to the log
 
 A method receives what its argument names ask for: the arguments listed with the event, and `trainer`, `step` and
-`model`. TypeError is raised when the callback is added if a method whose name begins with on_ is no event, or if it has
-an argument with another name. A callback with `state_dict` and `load_state_dict` is saved in every checkpoint.
+`model`. TypeError is raised when the callback is added if a method whose name begins with on_ is not an event, or if it
+has an argument with another name. A callback with `state_dict` and `load_state_dict` is saved in every checkpoint.
 """
 
 from __future__ import annotations

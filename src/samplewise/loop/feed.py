@@ -244,7 +244,9 @@ class Feed:
             self.go_to(Place(kind=places[0].kind, start=self._start_of(state, places, epoch)))
 
     def _start_of(self, state: dict[str, Any], places: Sequence[Place], epoch: int) -> int:
-        used, first = state.get("used"), places[0]
+        """Number of used samples of the epoch, from which another number of ranks continues."""
+        used = state.get("used")
+        first = places[0]
         if used is None and len(places) == 1:
             found = self._source.samples(epoch if self.first is None else 0, first.batches, first.start)
             used = None if found is None else first.start + found + first.inside
@@ -310,5 +312,5 @@ def _check_used(batch: Any, used: int) -> None:
     if used and used >= (length(batch) or 0):
         raise CheckpointError(
             f"a run must be resumed with the data it was saved with; found a batch of {length(batch)} samples, of "
-            f"which {used} should be used already. Pass the same data and batch size."
+            f"which {used} are recorded as used. Pass the same data and batch size."
         )

@@ -1,8 +1,8 @@
 """Rendezvous of the processes that torchrun has started, safe across restarts.
 
 torchrun keeps one store for all its restarts, which still contains the addresses of dead processes: a process that is
-faster than its peers would read those and wait forever. So each start uses a new prefix in the store. The processes
-agree on the prefix by a handshake, which shows that all of them are alive.
+faster than its peers would read those and wait for processes that no longer exist. So each start uses a new prefix in
+the store. The processes agree on the prefix by a handshake, which shows that all of them are alive.
 """
 
 from __future__ import annotations

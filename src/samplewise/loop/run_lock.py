@@ -309,5 +309,6 @@ def _start_time(pid: int) -> str:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
-    state, start = fields[0], fields[19]
+    state = fields[0]
+    start = fields[19]
     return "" if state in "ZX" else start

@@ -39,7 +39,7 @@ class Source(Protocol):
     def enter(self, epoch: int, skip: int, state: Any, share: Share) -> Iterator[Any]:
         """Yield the batches of this rank's shard of an epoch, without the first `skip`.
 
-        state: result of `state()` at one of the skipped batches, if possible the last; None to start without it.
+        state: result of `state()` before one of the skipped batches, if possible the last; None to start without it.
         """
 
     def samples(self, epoch: int, batches: int, start: int = 0) -> int | None:

@@ -95,7 +95,8 @@ def mapped(path: Path, verify: bool = True) -> tuple[dict[Any, Any], str]:
         about = _metadata(path)
         with safetensors.safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
-        text, digest = about["state"], about["sha256"]
+        text = about["state"]
+        digest = about["sha256"]
         if verify and _checksum(text, [tensors[str(k)] for k in range(len(tensors))]) != digest:
             raise corrupt(path, "another checksum")
         return decode(text, tensors, _unpacked), digest

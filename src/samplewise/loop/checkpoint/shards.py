@@ -163,7 +163,7 @@ def _check_chunks(name: str, dtype: torch.dtype, shape: list[int], chunks: dict[
 
 
 def _check_apart(name: str, shape: list[int], chunks: dict[tuple[int, ...], Tensor]) -> None:
-    """Check that chunks do not overlap. Chunks with as many elements as the tensor then fill it."""
+    """Check that chunks do not overlap. Together they have the size of the tensor, so they then fill it."""
     filled = torch.zeros(shape, dtype=torch.bool)
     for offset, chunk in chunks.items():
         place = filled[tuple(slice(start, start + length) for start, length in zip(offset, chunk.shape, strict=True))]
