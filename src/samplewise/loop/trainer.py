@@ -47,15 +47,15 @@ class Trainer:
 
     run: directory for the log and the checkpoints; None (default) to write neither.
     callbacks: see `samplewise.loop.events`. With a run directory and without a ModelCheckpoint among them, a checkpoint
-        is saved after every epoch.
+    is saved after every epoch.
     metrics: dict of name -> function (outputs, batch), or object with update, compute and reset.
     device: "auto" (default) for CUDA if available, else MPS, else the CPU; or a torch device.
     seed: seed of the order of samples and their random augmentation, together with the epoch and the sample's index.
     log_every: number of updates between two log lines, 50 by default. The loss is read from the device (host sync) only
-        for a log line.
+    for a log line.
     progress: False for no progress display.
     fast_dev_run: True for a test run: `fit` makes one update with the first batch and validates on one batch. It writes
-        no files and does not resume; epochs and updates are ignored.
+    no files and does not resume; epochs and updates are ignored.
     overfit: use only the first `overfit` batches of epoch 0 in every epoch, in the same order.
     sharded: True if the loaders of each rank have only its own samples. By default the trainer shards them over ranks.
     timeout: seconds after which the rendezvous and collectives fail, if the trainer initializes the process group.
@@ -127,7 +127,7 @@ class Trainer:
         loader: training batches.
         validate: validation batches, evaluated after every epoch; None (default) for no validation.
         epochs, updates: exactly one is given. `epochs` may be an int, or a str such as "2ep" or "500up". Epochs and
-            updates of a resumed run or of an earlier call count.
+        updates of a resumed run or of an earlier call count.
         resume: True to continue from the newest checkpoint in the run directory, if there is one.
         """
         with (
