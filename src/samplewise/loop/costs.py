@@ -79,7 +79,8 @@ class LayerNorms:
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    norm = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm = torch.linalg.vector_norm(values)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor, if the parameter is sharded
 
 

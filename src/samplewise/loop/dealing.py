@@ -78,9 +78,14 @@ class Look:
         for number, thing in enumerate(things):
             if number < self._limit:
                 for leaf in leaves(thing):
-                    seen = leaf.flatten()[: self.ELEMENTS].tolist() if hasattr(leaf, "flatten") else leaf
-                    self._digest.update(repr(seen).encode() if isinstance(seen, (list, tuple, *PLAIN)) else b"?")
+                    self._add(leaf)
             yield thing
+
+    def _add(self, leaf: Any) -> None:
+        """Add a tensor, array or plain value to the hash; objects of other types count as equal."""
+        seen = leaf.flatten()[: self.ELEMENTS].tolist() if hasattr(leaf, "flatten") else leaf
+        known = isinstance(seen, (list, tuple, *PLAIN))
+        self._digest.update(repr(seen).encode() if known else b"?")
 
     def agree(self, looked: bool = True) -> None:
         """Compare the hash with those of the other ranks. Collective.

@@ -31,7 +31,8 @@ def duration(epochs: int | str | None = None, updates: int | None = None) -> Dur
         found = re.fullmatch(r"(\d+)(ep|up)", epochs.strip())
         if found is None or updates is not None:
             raise ValueError(f"a duration must be written like '2ep' or '500up'; found {epochs!r}.")
-        return duration(epochs=int(found[1])) if found[2] == "ep" else duration(updates=int(found[1]))
+        number, unit = found.groups()
+        return duration(epochs=int(number)) if unit == "ep" else duration(updates=int(number))
     if (epochs is None) == (updates is None):
         found_both = "both" if epochs is not None else "neither"
         raise ValueError(f"one of epochs= and updates= must be given; found {found_both}.")

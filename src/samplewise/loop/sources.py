@@ -189,7 +189,8 @@ class Stateful:
         self._stream = Stream(seed)
         self._batches = 0  # yielded in this epoch
         self._workers = isinstance(loader, DataLoader)
-        self._samples = seeded_samples(loader.dataset, seed) if self._workers and _is_numbered(loader) else None
+        numbered = self._workers and _is_numbered(loader)
+        self._samples = seeded_samples(loader.dataset, seed) if numbered else None
         self._order = Order(_like(loader)) if self._samples is not None else None
         self._divided = Divided(Share())
         self.look = Look()
@@ -217,8 +218,9 @@ class Stateful:
             self._batches = state["batches"]
             self._divided.place = state.get("place", 0)
         batches = _within(self._stream, batches)
-        as_they_are = self._workers or share.whole
-        rest = self._counted(batches if as_they_are else self._divided.of(self.look.at(batches)))
+        if not (self._workers or share.whole):
+            batches = self._divided.of(self.look.at(batches))
+        rest = self._counted(batches)
         for _ in range(skip - self._batches):
             next(rest, None)
         return rest
@@ -293,9 +295,11 @@ class Replayed:
         stream = Stream(seed)
         with stream:
             batches = iter(self._fresh(share))
-        batches = batches if type(self._loader) in (list, tuple) else _within(stream, batches)
-        as_they_are = self._streams or share.whole
-        rest = self._counted(batches if as_they_are else self._divided_among(share).of(self.look.at(batches)))
+        if type(self._loader) not in (list, tuple):
+            batches = _within(stream, batches)
+        if not (self._streams or share.whole):
+            batches = self._divided_among(share).of(self.look.at(batches))
+        rest = self._counted(batches)
         for _ in range(skip - self._taken if self._once else skip):
             next(rest, None)
         return rest

@@ -159,7 +159,8 @@ class Trainer:
                         metrics = self._end_of_epoch(validate)
                         self._listeners.tell("on_epoch_end", epoch=epoch, metrics=metrics)
                         self._leaving.agree()
-            reason = self._leaving.reason or ("fast_dev_run is done" if self.fast_dev_run else until.done())
+            done = "fast_dev_run is done" if self.fast_dev_run else until.done()
+            reason = self._leaving.reason or done
             self._end(reason)
         return reason
 
@@ -202,7 +203,9 @@ class Trainer:
         if until.updates is not None or until.epochs is None:
             return until.updates
         per_epoch = self._feed.updates_of(self.step.samples)
-        return None if per_epoch is None else self.step.counters.updates + per_epoch * (until.epochs - self._epoch)
+        if per_epoch is None:
+            return None
+        return self.step.counters.updates + per_epoch * (until.epochs - self._epoch)
 
     def _next_epoch(self) -> None:
         assert self._feed is not None

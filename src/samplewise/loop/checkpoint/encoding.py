@@ -103,7 +103,9 @@ def _dotted(place: tuple[Any, ...]) -> str:
 def kind_of(value: object) -> str:
     """Return the qualified name of the value's type for error messages."""
     kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------

@@ -58,4 +58,6 @@ def check(value: Any, schema: Schema, place: str = "") -> None:
 
 
 def _shown(value: Any) -> str:
-    return repr(value)[:40] if type(value) in (bool, int, float, str, type(None)) else kind_of(value)
+    if type(value) in (bool, int, float, str, type(None)):
+        return repr(value)[:40]
+    return kind_of(value)
