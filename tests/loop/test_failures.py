@@ -127,7 +127,9 @@ def test_a_disk_that_becomes_full(tmp_path, monkeypatch):
     trainer = make(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(sw.CheckpointError, match=r"must be written to .*No space left on device.*Free some space"):
+        with pytest.raises(
+            sw.CheckpointError, match=r"could not be written to .*No space left on device.*Free disk space"
+        ):
             trainer.fit(loader(), epochs=3)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-000000003.ckpt"]
     again = make(tmp_path)

@@ -534,7 +534,7 @@ def test_another_number_of_workers(workers):
 def test_another_batch_size():
     feed = Feed(DataLoader(Samples(), batch_size=2), seed=7)
     feed.go_to(Place(batches=1, inside=3))
-    with pytest.raises(sw.CheckpointError, match="found a batch of 2 samples, of which 3 have been used"):
+    with pytest.raises(sw.CheckpointError, match="found a batch of 2 samples, of which 3 are recorded as used"):
         next(feed.epoch(0))
 
 
@@ -680,7 +680,7 @@ def test_a_generator():
     for updates in (1, 3, 4):
         parts.fit(generator, updates=updates)
     assert torch.equal(parameters(parts), parameters(whole))
-    with pytest.raises(sw.BatchError, match="found a generator, which epoch 0 has used up"):
+    with pytest.raises(sw.BatchError, match="found a generator, which is exhausted after epoch 0"):
         parts.fit(generator, updates=9)
 
 

@@ -174,7 +174,7 @@ class Asking:
     ("callback", "message"),
     [
         (Misspelt(), "Misspelt.on_updates must be one of the events on_fit_start, .*; found no such event"),
-        (Asking(), "Asking.on_update may ask for update, trainer, step, model; found 'batch'"),
+        (Asking(), "arguments of Asking.on_update must be among update, trainer, step, model; found 'batch'"),
         (object(), "a callback must have a method named after an event"),
         (EarlyStopping, "a callback must be an object; found the class EarlyStopping"),
     ],
