@@ -106,8 +106,8 @@ def failing(run, where):
 def test_a_checkpoint_that_cannot_be_written_is_told_of_on_all_ranks(where, two, tmp_path):
     rank = 1 if where == "data" else 0
     message = (
-        f"CheckpointError: a checkpoint must be written by all ranks, which failed: OSError on rank {rank}: no space "
-        "left. Free some space or see to the permissions, and resume: the checkpoints before it are whole."
+        f"CheckpointError: all ranks must write their part of a checkpoint; found: OSError on rank {rank}: no space "
+        "left. Free disk space or fix the permissions, then resume: earlier checkpoints are intact."
     )
     assert two.errors(failing, tmp_path / "run", where) == [message] * 2
     assert not any(name.endswith(".ckpt") for name in names(tmp_path / "run"))
@@ -131,8 +131,8 @@ def odd(run):
 def test_states_that_differ_are_not_saved_as_one(two, tmp_path):
     for error in two.errors(odd, tmp_path / "run"):
         assert error.startswith(
-            "CheckpointError: model, optimizer and loss must have states of the same form on all ranks, of which each "
-            "saves a part; found that they differ. Make them alike on every rank;"
+            "CheckpointError: model, optimizer and loss must have state dicts of the same structure on all ranks, "
+            "since each rank saves a part; found that they differ. Construct them identically on every rank."
         )
 
 
@@ -151,7 +151,7 @@ def test_a_damaged_folder_is_passed_over(file, harm, saved, tmp_path):
     else:
         changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
         (newest / file).write_bytes(changed if harm == "changed" else content[:middle])
-    with pytest.warns(CheckpointWarning, match="Going on to the checkpoint before it."):
+    with pytest.warns(CheckpointWarning, match="Trying the previous checkpoint."):
         state, path = store.Checkpoints(tmp_path / "checkpoints").latest()
     assert path.name == "update-000000002.ckpt" and state["step"]["counters"]["updates"] == 2
 
@@ -186,7 +186,7 @@ def test_a_pickle_in_place_of_a_file_of_two_ranks(saved, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     newest = copied(saved, tmp_path / "run")
     (newest / name).write_bytes(BOMBS[bomb]())
-    message = f"{newest / name} must be a file that samplewise has written; found "
+    message = f"{newest / name} must be a checkpoint file written by samplewise; found "
     with nothing_unpickled(), pytest.raises(CheckpointError, match=f"^{message}"):
         store.read(newest)
     assert not (tmp_path / "exploded").exists()
@@ -207,7 +207,7 @@ def test_two_ranks_pass_over_a_pickle(two, saved, tmp_path):
     for name in (".metadata", "__0_0.distcp", "rest.ckpt"):
         (forged / name).write_bytes(pickled())
     for messages in two.run(passing_over, tmp_path / "run"):
-        assert len(messages) == 1 and "in format 2; found format 1, which another version of" in messages[0]
+        assert len(messages) == 1 and "in format 2; found format 1, written by another version of" in messages[0]
     assert "update-000000006.ckpt" in names(tmp_path / "run") and not (tmp_path / "exploded").exists()
 
 
@@ -243,18 +243,22 @@ def _carrying(run, ends, options):
 def test_a_window_that_ranks_have_begun_is_not_ended_by_others(two, three, tmp_path):
     two.run(carrying, tmp_path / "run", [1])
     message = (
-        "CheckpointError: a window that 2 ranks have begun must be ended by as many; found {}, and a checkpoint in the "
-        "middle of one. Resume with 2 ranks, and save in the middle of epochs: every='100up'."
+        "CheckpointError: a checkpoint with an open window of 2 ranks must be resumed with the same number of ranks; "
+        "found {}. Resume with 2 ranks. To change the number of ranks, save inside epochs: "
+        "ModelCheckpoint(every='100up')."
     )
     assert three.errors(carrying, tmp_path / "run", [2]) == [message.format(3)] * 3
-    with pytest.raises(CheckpointError, match="a window that 2 ranks have begun must be ended by as many; found 1"):
+    with pytest.raises(
+        CheckpointError, match="an open window of 2 ranks must be resumed with the same number of ranks; found 1"
+    ):
         carrying(tmp_path / "run", [2])
 
 
 def test_samples_that_wait_are_not_saved(two, tmp_path):
     message = (
-        "CheckpointError: an open window must be saved as sums; found samples that wait for more, because a transform "
-        "has to see all at once. Use tail='update' or 'drop', or save in the middle of epochs: every='100up'."
+        "CheckpointError: an open window can be saved only as accumulated sums; found samples that are kept until the "
+        "window is full, because a transform needs all samples at once. Use tail='update' or tail='drop', or save "
+        "inside epochs: ModelCheckpoint(every='100up')."
     )
     options = dict(transforms="drop")
     assert two.errors(_carrying, tmp_path / "epochs", [1], options) == [message] * 2
@@ -267,8 +271,8 @@ def test_a_window_that_one_process_has_begun_is_ended_by_it(two, tmp_path):
     made.step.tail = "carry"
     made.fit(loader(), epochs=1)
     message = (
-        "CheckpointError: a window that one process has begun must be ended by it; found 2 ranks, and a checkpoint in "
-        "the middle of one. Resume with one process until the next checkpoint."
+        "CheckpointError: a checkpoint with an open window of one process must be resumed with one process; found 2 "
+        "ranks. Resume with one process until the next checkpoint."
     )
     assert two.errors(resuming, tmp_path / "run") == [message] * 2
 
@@ -284,8 +288,10 @@ def elsewhere(run):
 
 def test_ranks_that_do_not_share_a_disk(two, tmp_path):
     error, *_ = two.errors(elsewhere, tmp_path)
-    message = "CheckpointError: a run must have a directory that all ranks see; found that they see other files in "
-    assert error.startswith(message) and error.endswith(". Use one on a disk that they share.")
+    message = (
+        "CheckpointError: all ranks must see the same run directory; found that they see different checkpoints in "
+    )
+    assert error.startswith(message) and error.endswith(". Use a directory on a shared file system.")
 
 
 def test_one_that_cannot_be_resumed_says_so_everywhere(two, tmp_path):

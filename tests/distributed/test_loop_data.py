@@ -26,6 +26,7 @@ from samplewise import ranks
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.dealing import Divided, Share
 from samplewise.loop.feed import Feed, Place
+from samplewise.loop.sources import described
 
 SAMPLES = 23
 
@@ -205,10 +206,10 @@ def test_another_number_of_ranks_goes_on(name, before, after, monkeypatch):
 def test_where_only_as_many_can_go_on(name, monkeypatch):
     _, state, feed = used(name, 1, 1)
     monkeypatch.setattr(ranks, "size", lambda: 2)
-    kind = feed._source.kind
+    kind = described(feed._source.kind)
     message = (
-        f"a run with a loader {kind} must be resumed in the middle of an epoch with as many ranks as it was saved by, "
-        "1; found 2. Start as many, or resume from a checkpoint between two epochs."
+        f"inside an epoch, a run with {kind} must be resumed with the number of ranks it was saved with, 1; found 2. "
+        "Start that number of ranks, or resume from a checkpoint between two epochs."
     )
     with pytest.raises(CheckpointError, match=re.escape(message)):
         of(name, 0, 2).load(state, 0)
@@ -282,7 +283,7 @@ def test_a_stream_with_workers_is_divided_in_each_of_them():
 def test_ranks_with_samples_of_their_own_stay_as_many(monkeypatch):
     monkeypatch.setattr(ranks, "size", lambda: 2)
     _, state, _ = used("in order", 1, 1)
-    with pytest.raises(CheckpointError, match="must be resumed in the middle of an epoch with as many ranks as it was"):
+    with pytest.raises(CheckpointError, match=r"inside an epoch, .* must be resumed with the number of ranks it"):
         Feed(LOADERS["in order"](), seed=5).load(state, 0)
 
 
@@ -304,8 +305,8 @@ def test_small_ready_made_batches_are_refused_but_for_the_last():
     assert divided.part(torch.arange(2)).tolist() == [1]
     assert divided.part(torch.arange(1)) is None  # there may be no more
     message = (
-        "batches that 2 ranks divide must have a sample for each of them; found one of 1 in the middle of an epoch. "
-        "Make larger ones, or leave it to a DataLoader to make them."
+        "batches that are sharded over 2 ranks must have at least one sample for each rank; found a batch of 1 samples "
+        "inside an epoch. Use larger batches, or a DataLoader with batch_size."
     )
     with pytest.raises(BatchError, match=re.escape(message)):
         divided.part(torch.arange(4))
@@ -320,16 +321,16 @@ def test_batches_that_cannot_be_cut_go_to_one_rank_each():
 def test_samplers_that_divide_by_themselves_are_refused():
     loader = DataLoader(Samples(), sampler=DistributedSampler(Samples(), 2, 0))
     message = (
-        "a loader must give every rank all samples, of which the trainer takes the rank's own; found a "
-        "DistributedSampler, which repeats some samples to make shares equal. Leave it out; or keep it, duplicates and "
-        "all, with Trainer(sharded=True)."
+        "a loader must yield all samples on every rank, since the trainer shards them; found a DistributedSampler, "
+        "which repeats some samples to make shards equal. Remove it, or pass Trainer(sharded=True) to keep it with the "
+        "repeated samples."
     )
     with pytest.raises(BatchError, match=re.escape(message)):
         Feed(loader, 0, share=Share(0, 2))
     Feed(loader, 0)
     split = Stream()
     split._distributed = "by node"
-    message = "found a Stream that has been split by node. Pass it whole, or say that it is divided with Trainer("
+    message = "found a Stream that has been split by node. Pass it without the split, or pass Trainer("
     with pytest.raises(BatchError, match=re.escape(message)):
         Feed(DataLoader(split), 0, share=Share(0, 2))
 
@@ -368,10 +369,10 @@ def looked(kind):
 
 def test_orders_that_differ_are_found_out(two):
     message = (
-        "DistributedError: every rank must go through the same samples in the same order, of which it takes its own; "
-        "found that the ranks' orders differ. Let samplers and data sets draw from generators that are their "
-        "attributes, or from torch's, Python's or NumPy's own; or give each rank its samples, with "
-        "Trainer(sharded=True)."
+        "DistributedError: every rank must iterate over the same samples in the same order, of which it takes its "
+        "shard; found orders that differ between ranks. Let samplers and data sets draw random numbers from generators "
+        "that are their attributes, or from the global generators of torch, Python or NumPy; or shard the data "
+        "yourself and pass Trainer(sharded=True)."
     )
     for kind in ("sampler", "stream", "list"):
         assert two.errors(looked, kind) == [message] * 2

@@ -145,8 +145,9 @@ def too_few():
 
 def test_torchmetrics_needs_a_batch_on_every_rank(two):
     message = (
-        "BatchError: every rank must have a batch of its own for metric 'auroc', since torchmetrics cannot put "
-        "together what some lack; found 1 of 2 ranks without one. Use more samples, or a function (outputs, batch)."
+        "BatchError: every rank must have at least one batch for metric 'auroc', since torchmetrics cannot "
+        "synchronize a metric without data; found 1 of 2 ranks without a batch. Use more samples, or a function "
+        "(outputs, batch)."
     )
     assert two.errors(too_few) == [message] * 2
 
@@ -367,7 +368,7 @@ def nothing_for_anybody():
 
 @pytest.mark.parametrize("fit", [nothing, nothing_for_anybody])
 def test_a_loader_that_is_empty_on_all_ranks(two, fit):
-    message = "BatchError: an epoch must have at least one batch; found none in epoch 0. See to the loader: a generator"
+    message = "BatchError: an epoch must have at least one batch; found none in epoch 0. Check the loader: a generator"
     assert all(error.startswith(message) for error in two.errors(fit))
 
 
@@ -483,7 +484,7 @@ def test_a_rank_whose_loader_was_killed_along_with_it(samples, updates, two, tmp
 def test_a_window_with_samples_of_the_epoch_before_is_not_given_up(two, tmp_path):
     other, own = two.errors(left_in_a_window, tmp_path / "run", 2, None, "carry")
     assert own.startswith(
-        "Gone: a rank must have its loader until all leave; found that it failed after SIGTERM, with "
+        "Gone: the loader of a rank must work until all ranks stop; found that it failed after SIGTERM with "
     )
     assert "found that rank 1 of 2 failed, with Gone: " in other
 
@@ -495,7 +496,7 @@ def patient(run):
 
 
 def test_early_stopping_is_decided_alike(two, tmp_path):
-    assert two.run(patient, tmp_path / "run") == [("loss has not become better for 2 epochs", 3)] * 2
+    assert two.run(patient, tmp_path / "run") == [("loss has not improved for 2 epochs", 3)] * 2
 
 
 class Fails:
@@ -549,7 +550,7 @@ def broken(outputs, batch):
 
 FAILURES = {
     "trainer": "ValueError: log_every must be a positive number of updates; found 0",
-    "arguments": "ValueError: a duration is written like '2ep' or '500up'; found 'one'",
+    "arguments": "ValueError: a duration must be written like '2ep' or '500up'; found 'one'",
     "data": "OSError: sample 9 cannot be read",
     "validation": "ValueError: a metric fails",
     "evaluate": "ValueError: a metric fails",

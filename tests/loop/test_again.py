@@ -65,7 +65,7 @@ def test_validation_without_samples():
     with pytest.raises(sw.BatchError, match=r"found .*used up|at least one batch; found none"):
         trainer.fit(loader(), validate=iter(list(loader())), epochs=2)
     assert trainer.step.counters.updates == 6
-    with pytest.raises(sw.BatchError, match="predict must be given samples; found none"):
+    with pytest.raises(sw.BatchError, match="predict needs at least one batch; found none"):
         trainer.predict([])
 
 
@@ -112,7 +112,7 @@ def test_checkpoints_of_which_none_can_be_read(tmp_path):
     before = (tmp_path / "log.jsonl").read_bytes()
     with (
         pytest.warns(sw.CheckpointWarning, match="truncated"),
-        pytest.raises(sw.CheckpointError, match="resuming needs a checkpoint that can be read; found none among 2 in"),
+        pytest.raises(sw.CheckpointError, match="resuming needs a readable checkpoint; found none among 2 in"),
     ):
         make(tmp_path).fit(loader(), epochs=3, resume=True)
     with pytest.raises(sw.CheckpointError, match=r"found checkpoints in .*Pass resume=True"):

@@ -91,9 +91,8 @@ def test_the_old_format_of_several_ranks_is_refused(run, tmp_path):
     old_format(run)
     found, messages = resumed(run)
     assert messages == [
-        f"{newest(run)} must be a checkpoint of several ranks in format 2; found format 1, which another version of "
-        "samplewise has written: resume with that one, or start a new run directory. Going on to the checkpoint before "
-        "it."
+        f"{newest(run)} must be a checkpoint of several ranks in format 2; found format 1, written by another "
+        "version of samplewise. Resume with that version, or start a new run directory. Trying the previous checkpoint."
     ]
     assert torch.equal(found, expected(tmp_path))
 
@@ -114,9 +113,7 @@ def test_a_pickle_in_place_of_a_file_of_a_directory(run, tmp_path, name, bomb):
     (newest(run) / name).write_bytes(BOMBS[bomb]())
     found, messages = resumed(run)
     assert torch.equal(found, expected(tmp_path)) and len(messages) == 1
-    assert f"{newest(run) / name} must be " in messages[0] and messages[0].endswith(
-        "Going on to the checkpoint before it."
-    )
+    assert f"{newest(run) / name} must be " in messages[0] and messages[0].endswith("Trying the previous checkpoint.")
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
@@ -125,8 +122,8 @@ def test_a_pickle_in_place_of_a_file(run, tmp_path, bomb):
     found, messages = resumed(run)
     assert torch.equal(found, expected(tmp_path))
     assert [re.sub("(?s)found .*? It", "found It", text) for text in messages] == [
-        f"{newest(run)} must be a file that samplewise has written; found It is no checkpoint: give another path. "
-        "Going on to the checkpoint before it."
+        f"{newest(run)} must be a checkpoint file written by samplewise; found It is not a checkpoint: pass another "
+        "path. Trying the previous checkpoint."
     ]
 
 
@@ -161,7 +158,7 @@ def test_removing_a_linked_checkpoint_leaves_what_it_links_to(run, tmp_path):
 def test_a_pickle_in_place_of_a_model(run, bomb):
     path = run / "best-loss-000000003.ckpt"
     path.write_bytes(BOMBS[bomb]())
-    with nothing_unpickled(), pytest.raises(CheckpointError, match=r"must be a file that samplewise has written"):
+    with nothing_unpickled(), pytest.raises(CheckpointError, match=r"must be a checkpoint file written by samplewise"):
         store.read(path)
     assert not Path("exploded").exists()
 
@@ -194,7 +191,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(run, name):
         path = newest(run) / name
         path.unlink()
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match=f"^{path} must be a file that can be read; found: it is no regular file"):
+    with pytest.raises(CheckpointError, match=f"^{path} must be a readable file; found: it is not a regular file"):
         store.read(newest(run))
 
 
@@ -268,13 +265,13 @@ WRONG_STATES = {
     "a tensor without shape": (in_dict('{"tensor":["0","float32"]}'), "a tensor without name, dtype and shape"),
     "a tensor that is a dict": (in_dict('{"tensor":{"a":1}}'), "a tensor without name, dtype and shape"),
     "a tensor that is not used": ('{"dict":[]}', "1 tensors that the state does not use"),
-    "a key twice": ('{"dict":[["a",1],["a",2]]}', "the key 'a' twice"),
-    "a key of JSON twice": ('{"dict":[],"dict":[]}', "JSON with a key twice"),
+    "a key twice": ('{"dict":[["a",1],["a",2]]}', "the duplicate key 'a'"),
+    "a key of JSON twice": ('{"dict":[],"dict":[]}', "JSON with a duplicate key"),
     "a key that is a list": ('{"dict":[[[1],2]]}', "a key of type list"),
     "a key that is a float": ('{"dict":[[1.5,2]]}', "a key of type float"),
     "a key that is None": ('{"dict":[[null,2]]}', "a key of type NoneType"),
-    "an item of three": ('{"dict":[["a",1,2]]}', "an entry of a dict that is no pair"),
-    "an item that is a text": ('{"dict":["ab"]}', "an entry of a dict that is no pair"),
+    "an item of three": ('{"dict":[["a",1,2]]}', "an entry of a dict that is not a pair"),
+    "an item that is a text": ('{"dict":["ab"]}', "an entry of a dict that is not a pair"),
     "a dict that is a number": ('{"dict":1}', "int in place of list"),
     "a tuple that is a text": (in_dict('{"tuple":"ab"}'), "str in place of list"),
     "two kinds": (in_dict('{"a":1,"b":2}'), "an object with 2 keys in place of one"),
@@ -287,12 +284,12 @@ WRONG_STATES = {
     "bytes that are none": (in_dict('{"bytes":"?"}'), "bytes that cannot be decoded"),
     "bytes beyond ASCII": (in_dict('{"bytes":"ü"}'), "bytes that cannot be decoded"),
     "an int that is none": (in_dict('{"int":"xyz"}'), "int that cannot be decoded"),
-    "an int of 5,000 digits": (in_dict("9" * 5000), "no valid JSON (Exceeds the limit"),
+    "an int of 5,000 digits": (in_dict("9" * 5000), "invalid JSON (Exceeds the limit"),
     "120 levels": (in_dict(nested(120, "1")), "a state of more than 100 levels"),
     "100,000 levels": ("[" * 100_000, "JSON that is nested too deeply"),
     "levels of dicts": ('{"dict":[["a",' * 110 + "1" + "]]}" * 110, "more than 100 levels|nested too deeply"),
-    "cut": ('{"dict":[["a",', "no valid JSON"),
-    "empty": ("", "no valid JSON"),
+    "cut": ('{"dict":[["a",', "invalid JSON"),
+    "empty": ("", "invalid JSON"),
 }
 
 
@@ -303,7 +300,7 @@ def test_a_state_that_write_does_not_make(tmp_path, name):
     forge(path, state)
     with pytest.raises(CheckpointError) as error:
         store.read(path)
-    assert str(error.value).startswith(f"{path} must hold what was once written to it; found ")
+    assert str(error.value).startswith(f"{path} must contain exactly what was written to it; found ")
     assert str(error.value).endswith(". It is corrupt: use an earlier checkpoint.")
     assert any(part in str(error.value) for part in found.split("|")), str(error.value)
 
@@ -404,9 +401,9 @@ def test_a_header_that_write_does_not_make(tmp_path, name):
 
 
 REFUSED = (
-    r"^(?s:.*) must (hold what was once written to it; found .*\. It is corrupt: use an earlier checkpoint\."
+    r"^(?s:.*) must (contain exactly what was written to it; found .*\. It is corrupt: use an earlier checkpoint\."
     r"|be at least \d+ bytes long; found \d+\. It is truncated: .*\."
-    r"|be a file that samplewise has written; found .*\. It is no checkpoint: give another path\.)$"
+    r"|be a checkpoint file written by samplewise; found .*\. It is not a checkpoint: pass another path\.)$"
 )
 
 
@@ -429,8 +426,8 @@ def test_a_newer_version_is_refused(tmp_path, version):
     with pytest.raises(CheckpointError) as error:
         store.read(tmp_path / "a.ckpt")
     assert str(error.value) == (
-        f"{tmp_path / 'a.ckpt'} must be of checkpoint format 1; found {version}. A newer samplewise has written it: "
-        "pip install --upgrade samplewise"
+        f"{tmp_path / 'a.ckpt'} must have checkpoint format 1; found {version}, written by a newer samplewise. "
+        "Upgrade: pip install --upgrade samplewise"
     )
 
 
@@ -515,7 +512,7 @@ WRONG_CHUNKS = {
     offset_of_nan: "a shape or offset [nan, 0]",
     missing_chunk: "6 stored numbers of tensor '0' in place of 12",
     missing_tensor: "0 stored numbers of tensor '1' in place of 4",
-    chunk_twice: "a chunk of tensor '0' twice",
+    chunk_twice: "a duplicate chunk of tensor '0'",
     chunk_of_other_rows: "9 stored numbers of tensor '0' in place of 12",
     chunk_of_other_dtype: "a chunk that does not fit into tensor '0' of torch.float32 and shape [4, 3]",
     chunk_without_tensor: "a chunk without name, offset and tensor",
@@ -530,8 +527,8 @@ def test_chunks_that_are_not_those_of_the_tensor(tmp_path, change):
     with pytest.raises(CheckpointError) as error:
         store.read(tmp_path / "a.ckpt")
     assert str(error.value) == (
-        f"{tmp_path / 'a.ckpt'} must hold what was once written to it; found {WRONG_CHUNKS[change]}. It is corrupt: "
-        "use an earlier checkpoint."
+        f"{tmp_path / 'a.ckpt'} must contain exactly what was written to it; found {WRONG_CHUNKS[change]}. It is "
+        "corrupt: use an earlier checkpoint."
     )
 
 
@@ -542,7 +539,7 @@ WRONG_CONTENT = {
     "a shard that is a number": ({"shards": [1]}, "1 as shards.0 in place of a text"),
     "no shapes": ({"large": ...}, "no large"),
     "shapes that are a dict": ({"large": {}}, "dict as large in place of a text"),
-    "shapes that are no JSON": ({"large": "{"}, "no valid JSON"),
+    "shapes that are no JSON": ({"large": "{"}, "invalid JSON"),
     "a huge shape": ({"large": HUGE}, "12 stored numbers of tensor '0' in place of 3,000,000,000,000"),
     "a tensor twice": ({"large": f'{{"dict":[["a",{TENSOR}],["b",{TENSOR}]]}}'}, "tensor '0' that is used twice"),
     "owns that are a text": ({"owns": "x"}, "'x' as owns in place of a list, or None"),
@@ -570,8 +567,8 @@ def test_another_version_of_a_directory_is_refused(tmp_path, version):
     with pytest.raises(CheckpointError) as error:
         store.read(tmp_path / "a.ckpt")
     assert str(error.value) == (
-        f"{tmp_path / 'a.ckpt'} must be a checkpoint of several ranks in format 2; found format {version!r}, which "
-        "another version of samplewise has written: resume with that one, or start a new run directory."
+        f"{tmp_path / 'a.ckpt'} must be a checkpoint of several ranks in format 2; found format {version!r}, written "
+        "by another version of samplewise. Resume with that version, or start a new run directory."
     )
 
 
@@ -583,14 +580,14 @@ def test_a_file_of_another_checkpoint_is_refused(tmp_path):
     write_directory(tmp_path / "b.ckpt", other)
     (tmp_path / "a.ckpt" / "rank-1.ckpt").write_bytes((tmp_path / "b.ckpt" / "rank-1.ckpt").read_bytes())
     with pytest.raises(
-        CheckpointError, match=r"rank-1.ckpt must hold what was once .*; found another checksum\. It is"
+        CheckpointError, match=r"rank-1.ckpt must contain exactly what was .*; found another checksum\. It is"
     ):
         store.read(tmp_path / "a.ckpt")
 
 
 def test_an_empty_directory(tmp_path):
     (tmp_path / "a.ckpt").mkdir()
-    with pytest.raises(CheckpointError, match=r"state.ckpt must be a file that can be read; found: .*No such file"):
+    with pytest.raises(CheckpointError, match=r"state.ckpt must be a readable file; found: .*No such file"):
         store.read(tmp_path / "a.ckpt")
 
 
@@ -631,8 +628,8 @@ def test_every_key_that_is_missing_is_named(run):
         with pytest.raises(CheckpointError) as error:
             check_resumable(run, changed(state, place))
         assert str(error.value) == (
-            f"{run} must hold the state of a trainer; found no {'.'.join(place)}. It was written for another purpose: "
-            "use an earlier checkpoint."
+            f"{run} must contain the state of a trainer; found no {'.'.join(place)}. It was written for another "
+            "purpose: use an earlier checkpoint."
         )
         seen += 1
     assert seen > 25
@@ -688,7 +685,7 @@ OTHER_CONTENT = {
 def test_a_checkpoint_of_other_content_is_passed_over(run, tmp_path, name, write):
     write(newest(run), OTHER_CONTENT[name])
     found, messages = resumed(run)
-    assert len(messages) == 1 and messages[0].startswith(f"{newest(run)} must hold the state of a trainer; found ")
+    assert len(messages) == 1 and messages[0].startswith(f"{newest(run)} must contain the state of a trainer; found ")
     assert torch.equal(found, expected(tmp_path))
 
 
@@ -697,7 +694,7 @@ def test_nothing_but_other_content(run):
         path.unlink()
     store.write(newest(run), {"a": 1})
     log = (run / "log.jsonl").read_bytes()
-    message = "^resuming needs a checkpoint that can be read; found none among 1 in "
+    message = "^resuming needs a readable checkpoint; found none among 1 in "
     with pytest.warns(CheckpointWarning, match="found no trainer"), pytest.raises(CheckpointError, match=message):
         make(run).fit(loader(), epochs=2, resume=True)
     assert (run / "log.jsonl").read_bytes() == log

@@ -23,8 +23,8 @@ from samplewise.loop.store import Checkpoints, read, write
 
 DATA = TensorDataset(X, Y)
 INSIDE = (
-    "training must go on inside an epoch with the data set length, batch size, sampler and drop_last that the epoch "
-    "was begun with, or samples would be lost or repeated; found "
+    "an epoch must be continued with the data set length, batch size, sampler and drop_last that it was started with, "
+    "or samples would be lost or repeated; found "
 )
 
 
@@ -193,7 +193,7 @@ def test_other_data_for_a_second_fit(change):
     with pytest.raises(CheckpointError) as refused:
         trainer.fit(after(), epochs=2)
     assert str(refused.value).startswith(INSIDE) and found in str(refused.value)
-    assert str(refused.value).endswith("Finish the epoch with that data first, or make a new Trainer.")
+    assert str(refused.value).endswith("Finish the epoch with its own data first, or make a new Trainer.")
     trainer.fit(before(), epochs=1)
     assert trainer.fit(after(), epochs=2) == "2 epochs are done"
 

@@ -127,7 +127,9 @@ def test_a_disk_that_becomes_full(tmp_path, monkeypatch):
     trainer = make(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(sw.CheckpointError, match=r"must be written to .*No space left on device.*Free some space"):
+        with pytest.raises(
+            sw.CheckpointError, match=r"could not be written to .*No space left on device.*Free disk space"
+        ):
             trainer.fit(loader(), epochs=3)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-000000003.ckpt"]
     again = make(tmp_path)
@@ -156,7 +158,7 @@ def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
                 written = trainer._files._log
                 written._file = Full(written._file)
 
-    with pytest.raises(sw.CheckpointError, match=r"the log must be written to .*log\.jsonl, which failed: .*No space"):
+    with pytest.raises(sw.CheckpointError, match=r"the log file .*log\.jsonl must be writable; found: .*No space"):
         make(tmp_path, [Filling()], log_every=1).fit(loader(), epochs=3)
     make(tmp_path).fit(loader(), epochs=3, resume=True)
     assert log(tmp_path)[-1]["reason"] == "3 epochs are done"

@@ -472,7 +472,7 @@ def test_an_iterator_has_one_epoch():
     feed = Feed(iter([torch.ones(2)] * 3), seed=7)
     assert len(list(feed.epoch(0))) == 3
     feed.go_to(Place())
-    message = "can be gone through once an epoch; found a list_iterator, which epoch 0 has used up. Pass a list"
+    message = "must be iterable once per epoch; found a list_iterator, which is exhausted after epoch 0. Pass a list"
     with pytest.raises(sw.BatchError, match=message):
         next(feed.epoch(1))
 
@@ -489,16 +489,18 @@ class Unsaid(OwnState):
 
 
 def test_a_state_that_cannot_be_saved():
-    message = r"the state of a loader must be one that can be saved: loader.loader.left must be .* found numpy.ndarray"
+    message = (
+        r"the state of a loader must be savable in a checkpoint: loader.loader.left must be .* found numpy.ndarray"
+    )
     with pytest.raises(sw.CheckpointError, match=message):
         next(Feed(Unsaid(), seed=7, saved=True).epoch(0))
     assert len(list(Feed(Unsaid(), seed=7).epoch(0))) == 5  # where nothing is saved
 
 
 KINDS = {
-    "with an order of ours": lambda: DataLoader(Samples(), batch_size=2),
-    "with a state of its own": lambda: StatefulDataLoader(Samples(), batch_size=2),
-    "that is gone through": Drawing,
+    "a DataLoader with a map-style data set": lambda: DataLoader(Samples(), batch_size=2),
+    "a loader with state_dict and load_state_dict": lambda: StatefulDataLoader(Samples(), batch_size=2),
+    "a loader that is replayed from the beginning of the epoch": Drawing,
 }
 
 
@@ -512,7 +514,7 @@ def test_another_kind_of_loader(begun, resumed):
     if begun == resumed:
         assert next(other.epoch(0))[1] == 1
         return
-    with pytest.raises(sw.CheckpointError, match=f"of the kind it was begun with, one {begun}; found one {resumed}"):
+    with pytest.raises(sw.CheckpointError, match=f"the kind of loader it was started with, {begun}; found {resumed}"):
         next(other.epoch(0))
 
 
@@ -523,14 +525,16 @@ def test_another_number_of_workers(workers):
     next(batches), feed.mark(0), next(batches), feed.mark(0)
     other = Feed(StatefulDataLoader(Samples(), batch_size=2, num_workers=workers), seed=7)
     other.go_to(feed.place)
-    with pytest.raises(sw.CheckpointError, match=r"a loader must take up the state it was saved with; .* of workers"):
+    with pytest.raises(
+        sw.CheckpointError, match=r"a loader must accept the state that was saved in the checkpoint; .* of workers"
+    ):
         next(other.epoch(0))
 
 
 def test_another_batch_size():
     feed = Feed(DataLoader(Samples(), batch_size=2), seed=7)
     feed.go_to(Place(batches=1, inside=3))
-    with pytest.raises(sw.CheckpointError, match="found a batch of 2 samples, of which 3 have been used"):
+    with pytest.raises(sw.CheckpointError, match="found a batch of 2 samples, of which 3 are recorded as used"):
         next(feed.epoch(0))
 
 
@@ -676,20 +680,20 @@ def test_a_generator():
     for updates in (1, 3, 4):
         parts.fit(generator, updates=updates)
     assert torch.equal(parameters(parts), parameters(whole))
-    with pytest.raises(sw.BatchError, match="found a generator, which epoch 0 has used up"):
+    with pytest.raises(sw.BatchError, match="found a generator, which is exhausted after epoch 0"):
         parts.fit(generator, updates=9)
 
 
 def test_a_state_that_cannot_be_saved_is_refused_before_the_first_update(tmp_path):
     run = trainer(tmp_path, [order := Order()])
-    with pytest.raises(sw.CheckpointError, match="the state of a loader must be one that can be saved"):
+    with pytest.raises(sw.CheckpointError, match="the state of a loader must be savable in a checkpoint"):
         run.fit(Unsaid(), epochs=1)
     assert order.updates == []
 
 
 def test_carried_samples_that_wait_cannot_be_saved(tmp_path):
     run = trainer(tmp_path, [ModelCheckpoint(every="1ep")], tail="carry", transforms=[sw.drop(largest=1)])
-    with pytest.raises(sw.CheckpointError, match="an open window must be saved as sums; found samples that wait"):
+    with pytest.raises(sw.CheckpointError, match="an open window can be saved only as accumulated sums; found samples"):
         run.fit(IMAGES["ours"](), epochs=2)
 
 
@@ -763,6 +767,6 @@ def test_validation_on_the_training_data_in_the_middle_of_an_epoch(make, tmp_pat
     "look", [lambda made: made.evaluate([]), lambda made: made.fit(IMAGES["ours"](), validate=[], epochs=1)]
 )
 def test_validation_on_nothing(look):
-    message = "an evaluation must have at least one batch; found none. See to the loader: a generator is empty the"
+    message = "an evaluation must have at least one batch; found none. Check the loader: a generator is empty after"
     with pytest.raises(sw.BatchError, match=message):
         look(trainer())

@@ -70,7 +70,8 @@ def test_batches_that_are_dicts():
     assert trainer.evaluate(DICTS)["largest"] == X.max().item()
     theirs = make(metrics={"a": torchmetrics.classification.MulticlassAccuracy(3)}, loss=dict_loss)
     with pytest.raises(
-        TypeError, match=r"fed with \(outputs, y\) of batches \(x, y\); found a dict\. Give it a method"
+        TypeError,
+        match=r"batches must be \(x, y\) for .* updated with \(outputs, y\); found a dict\. Give the metric a",
     ):
         theirs.evaluate(DICTS)
 
@@ -88,7 +89,7 @@ def test_metrics_go_where_the_model_is():
 
 @pytest.mark.parametrize("name", ["loss", "train_loss", "update", "epoch", "kind"])
 def test_names_that_are_taken(name):
-    with pytest.raises(ValueError, match=f"a metric must have a name of its own; found '{name}'"):
+    with pytest.raises(ValueError, match=f"a metric must not use a field name of the log; found '{name}'"):
         make(metrics={name: accuracy})
 
 
@@ -97,7 +98,9 @@ def test_a_model_that_the_loss_does_not_call():
         return nn.functional.cross_entropy(model[3](model[1](model[0](batch[0]))), batch[1], reduction="none")
 
     assert math.isfinite(make(loss=around).evaluate(loader())["loss"])
-    with pytest.raises(sw.LossesError, match=r"metrics are given what the model returns; found .* never called model"):
+    with pytest.raises(
+        sw.LossesError, match=r"must call model\(\.\.\.\), since metrics use the outputs of the model; found no call"
+    ):
         make(loss=around, metrics={"accuracy": accuracy}).evaluate(loader())
 
 

@@ -10,8 +10,8 @@ import samplewise as sw
 from samplewise.loop.events import EVENTS
 
 REFUSED = (
-    "fit must have returned before the same step is trained again; found a call of fit inside it: from a callback, a "
-    "loss function, a loader or another thread"
+    "fit must have returned before the same step is trained again; found a call of fit inside fit: from a callback, "
+    "a loss function, a loader or another thread"
 )
 
 

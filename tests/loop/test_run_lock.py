@@ -207,7 +207,7 @@ def test_waiting_for_a_sign_of_life_is_announced(tmp_path, hasty, monkeypatch, c
     monkeypatch.setattr("samplewise.patience.PATIENCE", 0.1)
     locked_by(tmp_path, host="other", machine="other")
     assert trains(tmp_path)
-    assert "waiting up to 2 s for a sign of life of process" in capfd.readouterr().err
+    assert "waiting up to 2 s for a heartbeat of process" in capfd.readouterr().err
 
 
 # --- this process ----------------------------------------------------------------------------------------------------

@@ -224,7 +224,9 @@ def test_the_deepest_state_can_be_read_again(path):
 
 def test_more_text_than_a_header_may_hold(path, monkeypatch):
     monkeypatch.setattr(file, "LARGEST_HEADER", 1000)
-    with pytest.raises(CheckpointError, match=r"must take at most 1000 bytes as JSON; found \d+\. Make tensors of the"):
+    with pytest.raises(
+        CheckpointError, match=r"must take at most 1000 bytes as JSON; found \d+\. Convert long lists to"
+    ):
         write(path, {"a": "x" * 1000})
     assert list(path.parent.iterdir()) == []
 
@@ -268,8 +270,8 @@ def full_at_sync(monkeypatch, _):
 def test_a_full_disk_leaves_the_earlier_file_and_nothing_else(path, fill, room):
     write(path, {"a": 1})
     message = (
-        f"^a checkpoint must be written to {path}, which failed: .*No space left on device.* Free some space or see to "
-        "the permissions, and save again; a file that stands there is still whole.$"
+        f"^a checkpoint could not be written to {path}: .*No space left on device.* Free disk space or fix the "
+        "permissions, then save again. An existing file at this path is unchanged.$"
     )
     with pytest.MonkeyPatch.context() as patch:
         fill(patch, room)
@@ -279,7 +281,7 @@ def test_a_full_disk_leaves_the_earlier_file_and_nothing_else(path, fill, room):
 
 
 def test_no_such_directory(tmp_path):
-    with pytest.raises(CheckpointError, match=r"which failed: .*No such file or directory"):
+    with pytest.raises(CheckpointError, match=r"could not be written to .*No such file or directory"):
         write(tmp_path / "none" / "a.ckpt", {})
 
 
@@ -336,7 +338,8 @@ def test_a_flipped_byte_in_a_tensor(path):
     write(path, SMALL)
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     message = (
-        "must hold what was once written to it; found another checksum. It is corrupt: use an earlier checkpoint.$"
+        "must contain exactly what was written to it; found another checksum. "
+        "It is corrupt: use an earlier checkpoint.$"
     )
     with pytest.raises(CheckpointError, match=message):
         read(path)
@@ -382,7 +385,7 @@ class Bomb:
 def test_foreign_files_are_refused_and_nothing_in_them_runs(path, make, monkeypatch):
     monkeypatch.chdir(path.parent)
     make(path)
-    message = "must be a file that samplewise has written; found .*. It is no checkpoint: give another path.$"
+    message = "must be a checkpoint file written by samplewise; found .*. It is not a checkpoint: pass another path.$"
     with pytest.raises(CheckpointError, match="(?s)" + message):
         read(path)
     assert list(path.parent.iterdir()) == [path]
@@ -396,7 +399,7 @@ def forge(path, **changes):
 
 def test_a_newer_format(path):
     forge(path, version="2")
-    message = "must be of checkpoint format 1; found 2. A newer samplewise has written it: pip install --upgrade "
+    message = "must have checkpoint format 1; found 2, written by a newer samplewise. Upgrade: pip install --upgrade "
     with pytest.raises(CheckpointError, match=message):
         read(path)
 
@@ -434,7 +437,7 @@ def test_forged_states(path, state):
 
 @pytest.mark.parametrize("name", ["none.ckpt", "."])
 def test_what_is_no_file(tmp_path, name):
-    message = r"must be a file that can be read; found: .*\. See to its path and permissions\.$"
+    message = r"must be a readable file; found: .*\. Check its path and permissions\.$"
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path / name)
 
@@ -515,8 +518,9 @@ def test_a_corrupt_newest_is_told_of_and_passed_over(tmp_path):
     noise.write_bytes(b"\xff" * 100)
     with pytest.warns(CheckpointWarning) as told:
         assert checkpoints.latest() == ({"update": 1}, good)
-    assert [re.search("truncated|no checkpoint", str(w.message))[0] for w in told] == ["no checkpoint", "truncated"]
-    assert all(str(w.message).endswith(" Going on to the checkpoint before it.") for w in told)
+    reasons = [re.search("truncated|not a checkpoint", str(w.message))[0] for w in told]
+    assert reasons == ["not a checkpoint", "truncated"]
+    assert all(str(w.message).endswith(" Trying the previous checkpoint.") for w in told)
     assert all(w.filename == __file__ for w in told)
     good.unlink()
     with pytest.warns(CheckpointWarning):
@@ -531,16 +535,14 @@ def test_an_old_one_that_cannot_be_removed_is_told_of(tmp_path, monkeypatch):
 
     checkpoints = Checkpoints(tmp_path, keep=1)
     monkeypatch.setattr(Path, "unlink", unlink)
-    message = "update-000000001.ckpt must go, but cannot be removed: .* Remove it by hand.$"
+    message = "update-000000001.ckpt is no longer needed but cannot be removed: .* Remove it by hand.$"
     with pytest.warns(CheckpointWarning, match=message):
         assert checkpoints.save({}, 2).exists()
 
 
 def test_a_directory_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").touch()
-    message = (
-        "must be a directory that can be written to; found: .*. Give another directory, or see to its permissions.$"
-    )
+    message = "must be a directory that can be written to; found: .*. Use another directory, or fix its permissions.$"
     for below in ("file", "file/runs"):
         with pytest.raises(CheckpointError, match=message):
             Checkpoints(tmp_path / below)

@@ -71,9 +71,9 @@ def test_durations(given, updates):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "give one of epochs= and updates=; found neither"),
+        ({}, "one of epochs= and updates= must be given; found neither"),
         (dict(epochs=1, updates=1), "found both"),
-        (dict(epochs="2 epochs"), "a duration is written like '2ep' or '500up'; found '2 epochs'"),
+        (dict(epochs="2 epochs"), "a duration must be written like '2ep' or '500up'; found '2 epochs'"),
         (dict(epochs=0), "epochs must be a positive number; found 0"),
         (dict(updates=2.5), r"updates must be a positive number; found 2\.5"),
     ],
@@ -174,7 +174,7 @@ class Asking:
     ("callback", "message"),
     [
         (Misspelt(), "Misspelt.on_updates must be one of the events on_fit_start, .*; found no such event"),
-        (Asking(), "Asking.on_update may ask for update, trainer, step, model; found 'batch'"),
+        (Asking(), "arguments of Asking.on_update must be among update, trainer, step, model; found 'batch'"),
         (object(), "a callback must have a method named after an event"),
         (EarlyStopping, "a callback must be an object; found the class EarlyStopping"),
     ],
@@ -186,7 +186,7 @@ def test_what_is_no_callback(callback, message):
 
 def test_early_stopping():
     trainer = make(callbacks=[EarlyStopping("loss", patience=2, mode="max")])  # the loss falls
-    assert trainer.fit(loader(), epochs=50) == "loss has not become better for 2 epochs"
+    assert trainer.fit(loader(), epochs=50) == "loss has not improved for 2 epochs"
     assert trainer.step.counters.epochs == 3
 
 
@@ -200,7 +200,7 @@ def test_a_metric_that_is_not_there():
     [
         (lambda: EarlyStopping(patience=0), "patience must be a positive number of epochs; found 0"),
         (lambda: EarlyStopping(mode="low"), "mode must be 'min' or 'max'; found 'low'"),
-        (lambda: ModelCheckpoint(best=-1), "best must be how many models to keep, 0 or more; found -1"),
+        (lambda: ModelCheckpoint(best=-1), "best must be the number of models to keep, an int of 0 or more; found -1"),
         (lambda: LRMonitor(every=0), "every must be a positive number of updates; found 0"),
         (lambda: make(log_every=0), "log_every must be a positive number of updates; found 0"),
     ],
@@ -218,10 +218,10 @@ class Half:
 @pytest.mark.parametrize(
     ("make_it", "message"),
     [
-        (lambda: sw.Trainer(nn.Linear(2, 2)), r"step must be a samplewise Step; found Linear\. Make one: sw\.Step"),
+        (lambda: sw.Trainer(nn.Linear(2, 2)), r"step must be a samplewise Step; found Linear\. Use sw\.Step"),
         (lambda: make(callbacks=EarlyStopping()), "callbacks must be a list of objects; found EarlyStopping"),
         (lambda: make(metrics=[accuracy]), "metrics must be a dict of names and metrics; found list"),
-        (lambda: make(callbacks=[Half()]), "must have state_dict and load_state_dict, or neither; Half has one"),
+        (lambda: make(callbacks=[Half()]), "must have both state_dict and load_state_dict, or neither; found Half"),
     ],
 )
 def test_what_a_trainer_is_made_of(make_it, message):
@@ -282,7 +282,7 @@ def test_a_bar_that_fits_into_eighty_columns(monkeypatch):
 
 
 def test_max_time():
-    assert make(callbacks=[MaxTime(0.0)]).fit(loader(), epochs=9) == "0.0 seconds are over"
+    assert make(callbacks=[MaxTime(0.0)]).fit(loader(), epochs=9) == "time limit of 0.0 s reached"
 
 
 # ------------------------------------------------------------- files
@@ -333,7 +333,7 @@ def test_a_directory_that_has_a_run_already(tmp_path):
 
 def test_another_seed(tmp_path):
     make(tmp_path).fit(loader(), epochs=1)
-    with pytest.raises(sw.CheckpointError, match="resumed with its own seed 0; found 1"):
+    with pytest.raises(sw.CheckpointError, match="resumed with the seed it was saved with, 0; found 1"):
         make(tmp_path, seed=1).fit(loader(), epochs=2, resume=True)
 
 
@@ -356,7 +356,7 @@ def test_the_step_is_left_as_it_is_without_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make().fit(loader(), epochs=1)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(sw.CheckpointError, match="a checkpoint needs a directory"):
+    with pytest.raises(sw.CheckpointError, match="a checkpoint needs a run directory"):
         make().save()
 
 
@@ -469,7 +469,7 @@ def test_a_fast_dev_run_leaves_a_run_alone(tmp_path):
 
 
 def test_a_fast_dev_run_still_wants_a_duration():
-    with pytest.raises(ValueError, match="give one of epochs= and updates="):
+    with pytest.raises(ValueError, match="one of epochs= and updates= must be given"):
         make(fast_dev_run=True).fit(loader())
 
 

@@ -1,1 +1,1 @@
-"""The loop: trainer, checkpoints, progress, logs."""
+"""Training loop: Trainer, callbacks, checkpoints, resumable data loading, progress and logs."""

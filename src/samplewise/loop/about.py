@@ -1,4 +1,4 @@
-"""What a run was made with: `run.json`, for whoever asks later how these numbers came about."""
+"""Metadata of a run, written to `run.json`: settings, package versions and machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ import torch
 
 from samplewise.step.step import Step
 
-# Packages that change what a training does; named where they have been imported.
+# Packages that can change the results of a training. Those that are imported are listed with their versions.
 PACKAGES = ("samplewise", "torch", "numpy", "torchvision", "torchdata", "transformers", "datasets", "torchmetrics")
 
 
 def about(step: Step, loader: Iterable[Any], device: torch.device, **settings: Any) -> dict[str, Any]:
-    """`settings`: more of them, of the trainer."""
+    """Return the metadata of a run as a dict for JSON.
+
+    settings: further settings of the trainer to list.
+    """
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "samplewise": version("samplewise"),
@@ -38,7 +41,9 @@ def about(step: Step, loader: Iterable[Any], device: torch.device, **settings: A
 
 
 def _named(device: torch.device) -> str:
-    return f"{device}: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+    if device.type == "cuda":
+        return f"{device}: {torch.cuda.get_device_name(device)}"
+    return str(device)
 
 
 def _of_step(step: Step) -> dict[str, Any]:
@@ -52,7 +57,7 @@ def _of_step(step: Step) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Any) -> str:
-    """As it would be written: of several groups, the first."""
+    """Return the optimizer as a constructor call with the settings of its first parameter group."""
     groups = getattr(optimizer, "param_groups", None) or [{}]
     given = {name: value for name, value in groups[0].items() if name not in ("params", "param_names")}
     told = {name: value for name, value in given.items() if value not in (None, False) and name != "initial_lr"}
@@ -64,14 +69,15 @@ def _of_loader(loader: Any) -> dict[str, Any]:
     named = {"batch size": "batch_size", "workers": "num_workers"}
     found = {title: getattr(loader, name, None) for title, name in named.items()}
     data = getattr(loader, "dataset", loader)
-    inner = getattr(data, "dataset", data)  # of sw.Indexed, or of a subset
+    inner = getattr(data, "dataset", data)  # the data set inside sw.Indexed or Subset
     return {"data": type(inner).__name__, **found}
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """As JSON knows it; without what was not asked for."""
+    """Return the settings that are not None; values other than bool, int, float and str as their repr."""
     kept = {name: value for name, value in settings.items() if value is not None}
-    return {name: value if isinstance(value, (bool, int, float, str)) else repr(value) for name, value in kept.items()}
+    plain = (bool, int, float, str)
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in kept.items()}
 
 
 def _versions() -> dict[str, str]:
@@ -80,6 +86,6 @@ def _versions() -> dict[str, str]:
         if name in sys.modules:
             try:
                 found[name] = version(name)
-            except PackageNotFoundError:  # run from a folder
+            except PackageNotFoundError:  # imported from a source tree, not installed
                 continue
     return found

@@ -1,4 +1,4 @@
-"""Callbacks that ship."""
+"""Built-in callbacks: EarlyStopping, ModelCheckpoint, LRMonitor and MaxTime."""
 
 from __future__ import annotations
 
@@ -31,23 +31,35 @@ def _monitored(metrics: dict[str, float], name: str) -> float:
 
 
 class EarlyStopping:
-    """Stops when a metric has not become better for so many epochs. NaN is never better."""
+    """Stop the training when a metric has not improved for `patience` epochs.
+
+    monitor: name of a metric in `on_epoch_end`, "loss" by default.
+    patience: epochs without improvement before the training stops.
+    mode: "min" if smaller values are better, "max" if larger ones are.
+    min_delta: a value counts as an improvement if it is better than the best one by more than this.
+
+    NaN never counts as an improvement.
+    """
 
     def __init__(self, monitor: str = "loss", patience: int = 3, mode: str = "min", min_delta: float = 0.0):
         if type(patience) is not int or patience < 1:
             raise ValueError(f"patience must be a positive number of epochs; found {patience!r}.")
-        self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
+        self.monitor = monitor
+        self.patience = patience
+        self.min_delta = min_delta
         self._sign = _better(mode)
-        self._best, self._waited = math.inf, 0
+        self._best = math.inf
+        self._waited = 0
 
     def on_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         value = self._sign * _monitored(metrics, self.monitor)
         if value < self._best - self.min_delta:
-            self._best, self._waited = value, 0
+            self._best = value
+            self._waited = 0
             return
         self._waited += 1
         if self._waited >= self.patience:
-            trainer.stop(f"{self.monitor} has not become better for {self.patience} epochs")
+            trainer.stop(f"{self.monitor} has not improved for {self.patience} epochs")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "waited": self._waited}
@@ -59,18 +71,27 @@ class EarlyStopping:
 
 
 class ModelCheckpoint:
-    """Saves what it takes to resume, every so often ("1ep", "500up") and at the end of fit; and the best models by a
-    metric, which stay beside the log: `best_models` are their files, the best first.
+    """Save a checkpoint at a fixed interval and at the end of `fit`, and keep the best models by a metric.
+
+    every: interval between checkpoints, in epochs ("1ep") or updates ("500up").
+    best: number of best models to keep, 0 by default.
+    monitor: name of the metric that ranks the models.
+    mode: "min" if smaller values are better, "max" if larger ones are.
+
+    Best models are saved in the run directory, next to the log; `best_models` lists their files, best first.
     """
 
     def __init__(self, every: str = "1ep", best: int = 0, monitor: str = "loss", mode: str = "min"):
         if type(best) is not int or best < 0:
-            raise ValueError(f"best must be how many models to keep, 0 or more; found {best!r}.")
-        self.every, self.best, self.monitor = duration(every), best, monitor
-        self._sign, self._saved = _better(mode), False
+            raise ValueError(f"best must be the number of models to keep, an int of 0 or more; found {best!r}.")
+        self.every = duration(every)
+        self.best = best
+        self.monitor = monitor
+        self._sign = _better(mode)
+        self._saved = False
         self._directory = Path()
-        self._names: list[str] = []  # of the best models, the best first
-        self._values: list[float] = []  # theirs
+        self._names: list[str] = []  # files of the best models, best first
+        self._values: list[float] = []  # monitored values of these models, times the sign
 
     @property
     def best_models(self) -> list[Path]:
@@ -89,7 +110,7 @@ class ModelCheckpoint:
         self._save_if(self.every.epochs is not None and (epoch + 1) % self.every.epochs == 0, trainer)
 
     def on_fit_end(self, trainer: Any) -> None:
-        if trainer.run is not None and savable(trainer.step):  # else those samples could not come again
+        if trainer.run is not None and savable(trainer.step):  # deferred samples cannot be saved
             self._save_if(not self._saved, trainer)
 
     def _save_if(self, wanted: bool, trainer: Any) -> None:
@@ -112,13 +133,13 @@ class ModelCheckpoint:
         return {"values": self._values, "names": self._names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check(state, {"values": [NUMBER], "names": [MODEL_FILE]})  # the files are removed when others are better
+        check(state, {"values": [NUMBER], "names": [MODEL_FILE]})  # checked, since these files are deleted later
         self._values = state["values"]
         self._names = state["names"]
 
 
 class LRMonitor:
-    """Writes the learning rates of all parameter groups into the log, every so many updates."""
+    """Write the learning rates of all parameter groups to the log every `every` updates, 50 by default."""
 
     def __init__(self, every: int = 50):
         if type(every) is not int or every < 1:
@@ -132,14 +153,15 @@ class LRMonitor:
 
 
 class MaxTime:
-    """Stops so many seconds after fit began; a resumed one begins anew."""
+    """Stop the training after `seconds` seconds of `fit`. A resumed `fit` starts again from 0."""
 
     def __init__(self, seconds: float):
-        self.seconds, self._started = seconds, 0.0
+        self.seconds = seconds
+        self._started = 0.0
 
     def on_fit_start(self) -> None:
         self._started = time.monotonic()
 
     def on_update(self, trainer: Any) -> None:
         if time.monotonic() - self._started > self.seconds:
-            trainer.stop(f"{self.seconds} seconds are over")
+            trainer.stop(f"time limit of {self.seconds} s reached")

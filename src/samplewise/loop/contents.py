@@ -1,4 +1,4 @@
-"""What a checkpoint of a trainer may hold, and what must be the same when it is taken up again."""
+"""State of a trainer in a checkpoint: collecting, loading, and checks on resume."""
 
 from __future__ import annotations
 
@@ -17,80 +17,88 @@ KINDS = ("optimizer", "scheduler")
 
 
 def savable(step: Step) -> bool:
-    """Whether what the step has begun can be saved, on all ranks."""
+    """Return True if no rank holds samples that cannot be saved. Collective."""
     return not ranks.meet(step.waiting)[0]
 
 
 def check_savable(step: Step) -> None:
     if not savable(step):
         raise CheckpointError(
-            "an open window must be saved as sums; found samples that wait for more, because a transform has to see "
-            "all at once. Use tail='update' or 'drop', or save in the middle of epochs: every='100up'."
+            "an open window can be saved only as accumulated sums; found samples that are kept until the window is "
+            "full, because a transform needs all samples at once. Use tail='update' or tail='drop', or save inside "
+            "epochs: ModelCheckpoint(every='100up')."
         )
 
 
 def state_of(part: Any) -> Any:
-    """Of several ranks, what each has of an open window stands apart."""
-    return part.state_dict(window=not ranks.active()) if isinstance(part, Step) else part.state_dict()
+    """Return the state dict of a part. With several ranks that of a Step omits the open window: see `own_window`."""
+    if isinstance(part, Step):
+        return part.state_dict(window=not ranks.active())
+    return part.state_dict()
 
 
 def own_window(step: Step) -> dict[str, Any]:
-    """What this rank has of one that several have begun."""
+    """Return {"own": this rank's part of the open window}, or {} for one process or no open window. Collective."""
     begun = ranks.active() and ranks.meet(step.open)[0]
     return {"own": step.window_state()} if begun else {}
 
 
 def load(part: Any, state: Any) -> None:
-    """Where ranks share a model, each takes its own part of what was saved."""
+    """Load a state into a part. Tensors that are sharded over ranks receive this rank's shard."""
     if ranks.active() and isinstance(part, nn.Module):
         now = part.state_dict()
         state = {name: _as_shared(value, now.get(name)) for name, value in state.items()}
     elif ranks.active() and isinstance(part, torch.optim.Optimizer):
         owners = [p for group in part.param_groups for p in group["params"]]
-        each = {
-            k: {name: _as_shared(value, owners[k]) for name, value in values.items()}
-            for k, values in state["state"].items()
-        }
+        each = {}
+        for k, values in state["state"].items():
+            each[k] = {name: _as_shared(value, owners[k]) for name, value in values.items()}
         state = {**state, "state": each}
     part.load_state_dict(state)
 
 
 def _as_shared(value: Any, like: Any) -> Any:
     if in_parts(like) and isinstance(value, Tensor) and value.shape == like.shape:
-        from torch.distributed.tensor import distribute_tensor  # slow to import, and there already
+        from torch.distributed.tensor import distribute_tensor  # slow to import; a sharded tensor has imported it
 
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return value
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a model, on every rank, with what ranks share put together."""
+    """Return the state of a model with sharded tensors gathered, on every rank."""
     return {name: value.full_tensor() if in_parts(value) else value for name, value in state.items()}
 
 
 def kinds(parts: Mapping[str, Any]) -> dict[str, str]:
-    """What their states alone do not tell: torch would take those of another kind, and be wrong or fail later."""
+    """Return the class names of optimizer and scheduler; "none" if there is none.
+
+    A state dict does not contain its class: torch would load that of another class, and be wrong or fail later.
+    """
     return {name: type(parts[name]).__name__ if name in parts else "none" for name in KINDS}
 
 
 def check_resumed(state: Mapping[str, Any], parts: Mapping[str, Any], seed: int) -> None:
-    """That the run which goes on is the one that was saved."""
+    """Raise CheckpointError if seed, classes or number of ranks do not match the checkpoint."""
     if state["trainer"]["seed"] != seed:
-        raise CheckpointError(f"a run must be resumed with its own seed {state['trainer']['seed']}; found {seed}.")
+        raise CheckpointError(
+            f"a run must be resumed with the seed it was saved with, {state['trainer']['seed']}; found {seed}."
+        )
     for name, kind in kinds(parts).items():
         if kind != state["kinds"][name]:
             raise CheckpointError(
                 f"a run must be resumed with the {name} it was saved with, {state['kinds'][name]}; found {kind}. "
-                "Take that one, or begin a run of another name."
+                "Use the saved class, or start a new run directory."
             )
     owners = state.get("owners", ranks.size())
     if owners != ranks.size():
         raise CheckpointError(
-            f"a window that {owners} ranks have begun must be ended by as many; found {ranks.size()}, and a checkpoint "
-            f"in the middle of one. Resume with {owners} ranks, and save in the middle of epochs: every='100up'."
+            f"a checkpoint with an open window of {owners} ranks must be resumed with the same number of ranks; "
+            f"found {ranks.size()}. Resume with {owners} ranks. To change the number of ranks, save inside epochs: "
+            "ModelCheckpoint(every='100up')."
         )
     if ranks.active() and state["step"]["window"]["parts"]:
         raise CheckpointError(
-            f"a window that one process has begun must be ended by it; found {ranks.size()} ranks, and a checkpoint in "
-            "the middle of one. Resume with one process until the next checkpoint."
+            f"a checkpoint with an open window of one process must be resumed with one process; found {ranks.size()} "
+            "ranks. Resume with one process until the next checkpoint."
         )

@@ -1,4 +1,4 @@
-"""What training costs: where the time went, how much memory it took, how large the gradients of each layer are."""
+"""Profiling of a training: time per phase, peak memory and gradient norms per layer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ import torch
 
 from samplewise.step.update import Update
 
-MOST_LAYERS = 64  # in a line of the log
+MOST_LAYERS = 64  # maximum number of layers in a log line
 
 
 class Clock:
-    """Where the time since the last line of the log went: waiting for data, the phases of updates, and the rest, which
-    is callbacks, checkpoints and validation. A resumed run has times of its own.
+    """Seconds per phase since the last log line: "data" (waiting for the loader), the phases of updates, and "rest"
+    (callbacks, checkpoints and validation). The times are not saved in checkpoints.
     """
 
     def __init__(self) -> None:
         self.start()
 
     def start(self) -> None:
-        self._began, self._phases = perf_counter(), defaultdict[str, float](float)
+        self._began = perf_counter()
+        self._phases = defaultdict[str, float](float)
 
     def waiting(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, and how long each took to come."""
+        """Yield the batches and add the time that the loader takes for each to "data"."""
         began = perf_counter()
         for batch in batches:
             self._phases["data"] += perf_counter() - began
@@ -39,7 +40,7 @@ class Clock:
             self._phases[phase] += seconds
 
     def read(self) -> dict[str, float]:
-        """Since the last time."""
+        """Return seconds per phase since the last call of `start` or `read`, and restart the timer."""
         phases = dict(self._phases)
         phases["rest"] = max(0.0, perf_counter() - self._began - sum(phases.values()))
         self.start()
@@ -47,7 +48,10 @@ class Clock:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes so far: of an accelerator's allocator, or of this process. None where nobody tells."""
+    """Return the peak memory in bytes: of the CUDA allocator, or of this process for other devices.
+
+    None on Windows without CUDA.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -59,27 +63,32 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 class LayerNorms:
-    """Writes the norm of each layer's gradient to the log, as often as there is a line: kind "layers". A trainer with a
-    run has one.
+    """Write the gradient norm of each layer to the log every `log_every` updates, in lines of kind "layers".
+
+    A Trainer with a run directory adds this callback.
     """
 
     def on_update(self, trainer: Any, update: Update) -> None:
         if update.skipped or trainer.step.counters.updates % trainer.log_every:
             return
         norms = {n: _norm(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
-        if norms:  # compiled updates leave none
+        if norms:  # empty after a compiled update
             values = torch.stack([norm.float().to(trainer.device) for norm in norms.values()]).tolist()
             found = by_layer(dict(zip(norms, values, strict=True)))
             trainer.write("layers", update=trainer.step.counters.updates, norms=found)
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    norm = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of what is spread over ranks
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm = torch.linalg.vector_norm(values)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor, if the parameter is sharded
 
 
 def by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, float]:
-    """Of parameters that belong to one module together; where that leaves too many, of those that contain them."""
+    """Return the joint norm of the parameters of each module.
+
+    If there are more than `most` modules, they are merged into the modules that contain them.
+    """
     modules = {name: name.split(".")[:-1] for name in norms}
     depth = max(len(path) for path in modules.values())
     while depth > 1 and len({tuple(path[:depth]) for path in modules.values()}) > most:

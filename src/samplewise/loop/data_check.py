@@ -1,8 +1,8 @@
 """Properties of the training data that are saved in checkpoints and compared on resume.
 
-A position inside an epoch is a number of batches and of samples. With another data set, batch size or order the same
-numbers point to other samples: some would be lost, others repeated. So these must not change inside an epoch. Between
-two epochs they may.
+A position inside an epoch is a number of batches and a number of samples. With another data set, batch size or order
+the same numbers refer to other samples: some would be lost, others repeated. So these must not change inside an epoch.
+Between two epochs they may change.
 
     dataset length    len(loader.dataset)
     batch size        of the loader, of its own batch sampler, or of the first batch of a list
@@ -14,7 +14,8 @@ two epochs they may.
     overfit           Trainer(overfit=...)
 
 A sampler with a generator draws another order than one without. The seed of the generator does not matter, since it is
-seeded for each epoch. What does not change the order may change at any time: num_workers, collate_fn, pin_memory.
+seeded for each epoch. Settings that do not affect the order may change at any time: num_workers, collate_fn,
+pin_memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SETTINGS = ("batch_size", "drop_last", "replacement", "shuffle")  # of samplers
 
 
 def describe(loader: Any, overfit: int | None = None) -> dict[str, Any]:
-    """Properties of a loader from which the position of each sample in an epoch follows. None: unknown."""
+    """Return the properties of a loader that determine the position of each sample in an epoch. None means unknown."""
     dataset = getattr(loader, "dataset", None)
     batch_size = _number(loader, "batch_size")
     by_batches = batch_size is None and getattr(loader, "batch_sampler", None) is not None
@@ -49,8 +50,8 @@ def describe(loader: Any, overfit: int | None = None) -> dict[str, Any]:
 
 
 def differences(before: Data, now: Data, ignore: Iterable[str] = ()) -> list[str]:
-    """Each property that differs, with both values. `before` may come from a version that knew other properties, or
-    from a stream of which nothing is known.
+    """List the properties that differ, with both values. Properties that are missing in `before` are ignored: a
+    checkpoint of another version may lack them. A stream without any known property can be compared with nothing.
     """
     unknown = all(value is None for name, value in before.items() if name != "overfit")
     compared = [name for name in now if name in before and name not in ignore and not (unknown and name != "overfit")]
@@ -59,7 +60,10 @@ def differences(before: Data, now: Data, ignore: Iterable[str] = ()) -> list[str
 
 
 def listed(found: list[str]) -> str:
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
+    """Join items as "a", "a and b" or "a, b and c"."""
+    if len(found) == 1:
+        return found[0]
+    return f"{', '.join(found[:-1])} and {found[-1]}"
 
 
 def _shown(value: Any) -> str:
@@ -72,8 +76,10 @@ def _kind(sampler: Any) -> str | None:
     inner = getattr(sampler, "sampler", None)
     settings = {name: _number(sampler, name) for name in SETTINGS}
     told = [f"{name}={value}" for name, value in settings.items() if value is not None]
-    told += [] if getattr(sampler, "generator", None) is None else ["generator"]
-    told += [] if inner is None else [f"sampler={_kind(inner)}"]
+    if getattr(sampler, "generator", None) is not None:
+        told.append("generator")
+    if inner is not None:
+        told.append(f"sampler={_kind(inner)}")
     return f"{type(sampler).__name__}({', '.join(told)})" if told else type(sampler).__name__
 
 
@@ -85,5 +91,5 @@ def _number(owner: Any, name: str) -> int | bool | None:
 def _length(thing: Any) -> int | None:
     try:
         return None if thing is None else len(thing)
-    except Exception:  # of a data set that cannot tell, in whatever way it says so
+    except Exception:  # a data set without a length may raise any error
         return None

@@ -1,4 +1,4 @@
-"""Where to compute, and getting batches there."""
+"""Choice of the device, and transfer of batches to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from samplewise.batches import leaves, map_leaves
 
 
 def resolve(device: str | torch.device) -> torch.device:
-    """ "auto" is the accelerator, if there is one."""
+    """Return a torch.device. "auto" is CUDA if available, else MPS, else the CPU."""
     if device != "auto":
         return torch.device(device)
     if torch.cuda.is_available():
@@ -20,7 +20,10 @@ def resolve(device: str | torch.device) -> torch.device:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """The batch on the device; not waited for where its memory is pinned. Objects are moved by their own `to`."""
+    """Return the batch on `device`.
+
+    Copies from pinned memory to CUDA are asynchronous. Objects other than tensors are moved by their method `to`.
+    """
     if device.type == "cpu" and all(isinstance(leaf, Tensor) and leaf.device == device for leaf in leaves(batch)):
         return batch
 

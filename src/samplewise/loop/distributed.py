@@ -1,4 +1,4 @@
-"""Several processes that torchrun has started: joining them, and what the first does for all."""
+"""Joining the process group of torchrun, and calls whose errors are raised on all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from samplewise.loop.devices import resolve
 from samplewise.loop.rendezvous import meeting_place
 
 Result = TypeVar("Result")
-LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells each process
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # environment variables that torchrun sets
 
 
 def join(device: str | torch.device = "auto", timeout: float | None = None) -> torch.device:
-    """Joins the other processes, if torchrun has started some and nobody has joined them yet, and returns this one's
-    device: of several accelerators the one with its local rank. `timeout`: seconds that ranks wait for each other.
+    """Initialize the process group if torchrun has started several processes, and return this rank's device.
+
+    A process group that is initialized already is used as it is. With several CUDA devices, each process uses the
+    device of its local rank.
+
+    timeout: seconds after which the rendezvous and collectives fail; None for torch's default.
     """
     found = _own(resolve(device))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and all(name in os.environ for name in LAUNCHED):
@@ -38,7 +42,7 @@ def join(device: str | torch.device = "auto", timeout: float | None = None) -> t
 
 
 def _own(device: torch.device) -> torch.device:
-    """Several processes on one machine take one accelerator each."""
+    """Return the CUDA device of the local rank for "cuda" without an index; other devices unchanged."""
     local = os.environ.get("LOCAL_RANK")
     if local is None or device != torch.device("cuda"):
         return device
@@ -46,12 +50,12 @@ def _own(device: torch.device) -> torch.device:
 
 
 def _leave() -> None:
-    with suppress(Exception):  # the others may be gone
+    with suppress(Exception):  # other ranks may have exited
         dist.destroy_process_group()
 
 
 def by_first(call: Callable[[], Result]) -> Result:
-    """What rank 0 gets from the call, which nobody else makes. Its error is everybody's."""
+    """Call a function on rank 0 and return its result on all ranks. If it raises, all ranks raise. Collective."""
     if not ranks.active():
         return call()
     found = by_all(call if ranks.rank() == 0 else lambda: None)
@@ -59,7 +63,7 @@ def by_first(call: Callable[[], Result]) -> Result:
 
 
 def by_all(call: Callable[[], Result]) -> Result:
-    """What this rank gets from the call, once all have made it. An error of one is everybody's."""
+    """Call a function on each rank and return its result. If it raises on any rank, all ranks raise. Collective."""
     try:
         found = call()
     except Exception as error:

@@ -1,19 +1,19 @@
-"""Events: who wants to know of what. A callback is any object with methods named after events.
+"""Events of a training and dispatch to callbacks. A callback is any object with methods named after events.
 
     on_fit_start
     for epoch in ...:
         on_epoch_start                  epoch
         for update in step.over(...):
             on_update                   update
-        on_epoch_end                    epoch, metrics (those of validation, and the epoch's own loss)
+        on_epoch_end                    epoch, metrics (of validation, and the training loss of the epoch)
     on_fit_end                          reason
-    on_error                            error: instead of on_fit_end, if anything has raised
-                                        ... and, wherever a line of the log is written, right after it:
-    on_log                              kind ("train", "epoch", "validation", "end", or your own), fields
+    on_error                            error: called in place of on_fit_end if an exception was raised
+    on_log                              kind ("train", "epoch", "validation", "end", or your own), fields;
+                                        called after each line that is written to the log
 
-Each asks by argument name for what it wants: those beside the event, or `trainer`, `step`, `model`. A method whose name
-begins with on_ and is no event, or that asks for something that is not there, is an error when the callback is added. A
-callback with `state_dict` and `load_state_dict` is part of every checkpoint.
+A method receives what its argument names ask for: the arguments listed with the event, and `trainer`, `step` and
+`model`. TypeError is raised when the callback is added if a method whose name begins with on_ is not an event, or if it
+has an argument with another name. A callback with `state_dict` and `load_state_dict` is saved in every checkpoint.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ class Listeners:
     """The callbacks of a trainer, by event."""
 
     def __init__(self, callbacks: Iterable[Any], **always: Any):
-        self.callbacks, self._always = list(callbacks), always
+        self.callbacks = list(callbacks)
+        self._always = always
         self._calls: dict[str, list[tuple[Callable[..., None], list[str]]]] = {event: [] for event in EVENTS}
         for callback in self.callbacks:
             self._add(callback)
 
     def tell(self, event: str, **what: Any) -> None:
+        """Call the methods of an event with the arguments that each asks for."""
         for call, asked in self._calls[event]:
             known = {**self._always, **what}
             call(**{name: known[name] for name in asked})
@@ -58,7 +60,9 @@ class Listeners:
                 callback.load_state_dict(state[name])
 
     def _with_state(self) -> Iterable[tuple[str, Any]]:
-        """By kind, and by number among those of a kind: so that others can come and go."""
+        """Yield (key, callback). The key is the class name, with a number from the second of a class on: callbacks of
+        other classes can then be added or removed between save and load.
+        """
         seen = Counter[str]()
         for callback in self.callbacks:
             kind = type(callback).__name__
@@ -69,10 +73,12 @@ class Listeners:
     def _add(self, callback: Any) -> None:
         kind = type(callback).__name__
         if isinstance(callback, type):
-            raise TypeError(f"a callback must be an object; found the class {callback.__name__}. Call it.")
+            raise TypeError(f"a callback must be an object; found the class {callback.__name__}. Pass an instance.")
         methods = [name for name in dir(callback) if name.startswith("on_")]
         if hasattr(callback, "state_dict") != hasattr(callback, "load_state_dict"):
-            raise TypeError(f"a callback must have state_dict and load_state_dict, or neither; {kind} has one of them.")
+            raise TypeError(
+                f"a callback must have both state_dict and load_state_dict, or neither; found {kind}, which has one."
+            )
         if not methods:
             raise TypeError(f"a callback must have a method named after an event ({', '.join(EVENTS)}); found {kind}.")
         for method in methods:
@@ -82,5 +88,5 @@ class Listeners:
             strange = [name for name in asked if name not in (*ALWAYS, *EVENTS[method])]
             if strange:
                 there = ", ".join((*EVENTS[method], *ALWAYS))
-                raise TypeError(f"{kind}.{method} may ask for {there}; found {strange[0]!r}.")
+                raise TypeError(f"arguments of {kind}.{method} must be among {there}; found {strange[0]!r}.")
             self._calls[method].append((getattr(callback, method), asked))

@@ -1,8 +1,8 @@
-"""Leaving before the end: somebody asks for it, or a signal comes. Nothing that was done is lost.
+"""Early stop of a training on request or on a signal, without loss of work.
 
-One process leaves between two batches; what it has of a window, it keeps. Several ranks leave after the same update,
-because a part of a window is of no use to any of them. A signal to the whole group of processes takes the workers of a
-loader along: a rank that cannot get any further then says so, and all ranks go back to where the window began.
+One process stops between two batches and keeps its open window. Several ranks stop after the same update, because a
+part of a window cannot be used. A signal to the whole process group also kills the workers of a loader: a rank whose
+loader fails because of it announces this, and all ranks go back to the beginning of the window.
 """
 
 from __future__ import annotations
@@ -20,30 +20,34 @@ from samplewise.step.step import Step
 
 
 class Left(BaseException):
-    """Somebody wants us to leave in the middle of a window or of validation. No Exception: no step gives up for it."""
+    """Stop requested inside a window or inside validation.
+
+    A BaseException, so that Step does not discard the open window.
+    """
 
 
 class Gone(Exception):
-    """Somebody wants us to leave, and the loader has left already. Of several ranks, all must hear of it."""
+    """The loader failed after a stop was requested. With several ranks, the error is announced to all of them."""
 
 
 class Leaving:
-    """Whether to leave, and why: the `reason`, which is the same on all ranks. For one training."""
+    """Stop requests of one call of `fit`. `reason` is None while it runs, and the same on all ranks."""
 
     def __init__(self, step: Step) -> None:
         self.reason: str | None = None
         self._step = step
-        self._wish: str | None = None  # of this rank
+        self._wish: str | None = None  # reason requested on this rank
         self._interrupted = False
         self._come_back: Callable[[], None] | None = None
 
     def ask(self, reason: str) -> None:
+        """Request a stop. The first reason is kept."""
         self._wish = self._wish or reason
         if not ranks.active():
             self.reason = self._wish
 
     def agree(self) -> None:
-        """Between two windows, where all ranks are."""
+        """Exchange stop requests between two windows, and keep the random state for `windows`. Collective."""
         self._hear()
         self._come_back = random_state() if ranks.active() else None
 
@@ -53,7 +57,7 @@ class Leaving:
 
     @contextmanager
     def at_signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C ask for it. A second Ctrl-C is a plain KeyboardInterrupt."""
+        """Request a stop on SIGTERM and on Ctrl-C. A second Ctrl-C raises KeyboardInterrupt."""
         before: dict[int, Any] = {}
 
         def leave(number: int, frame: Any) -> None:
@@ -61,7 +65,8 @@ class Leaving:
                 raise KeyboardInterrupt
             self.ask(signal.Signals(number).name)
             self._interrupted = True
-            if child := getattr(signal, "SIGCHLD", None):  # else torch raises, anywhere, since a worker was killed too
+            # Without this, torch raises at an arbitrary place, because the signal has killed a worker too.
+            if child := getattr(signal, "SIGCHLD", None):
                 before.setdefault(child, signal.signal(child, signal.SIG_DFL))
 
         if threading.current_thread() is threading.main_thread():
@@ -73,10 +78,12 @@ class Leaving:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
             self._interrupted = False
 
-    # --- batches, and the windows made of them -----------------------------------------------------------------------
+    # --- batches and windows -----------------------------------------------------------------------------------------
 
     def until_left(self, batches: Iterable[Any], feed: Feed) -> Iterator[Any]:
-        """Batches until somebody wants us to leave."""
+        """Yield batches. In one process, raise Left after the batch during which a signal came, or if fetching fails
+        after a signal.
+        """
         try:
             with self.fetching():
                 for batch in batches:
@@ -84,28 +91,31 @@ class Leaving:
                     if self._interrupted and not (self._step.waiting or ranks.active()):
                         raise Left
         except (Exception, Left) as why:
-            if not self._interrupted or ranks.active():  # several ranks leave together
+            if not self._interrupted or ranks.active():  # several ranks stop together, after an update
                 raise
-            feed.mark(self._step.taken)  # what is in the open window need not come again
+            feed.mark(self._step.taken)  # samples in the open window must not come again
             raise Left from why
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """A loader that fails now has been left by its workers."""
+        """Raise Gone for an error of the loader after a signal, with several ranks: its workers were killed."""
         try:
             yield
         except Exception as why:
             if not (self._interrupted and ranks.active()) or ranks.is_told(why):
                 raise
             raise Gone(
-                f"a rank must have its loader until all leave; found that it failed after {self._wish}, with "
+                f"the loader of a rank must work until all ranks stop; found that it failed after {self._wish} with "
                 f"{type(why).__name__}: {why}. Resume from the last checkpoint."
             ) from why
 
     @contextmanager
     def windows(self, feed: Feed) -> Iterator[None]:
-        """One process that is left stays where it is. If a rank cannot get any further, the open window of all never
-        was; unless it has samples of the epoch before, to which nobody can go back.
+        """Handle Left and Gone around the windows of an epoch.
+
+        One process keeps its open window. If the loader of a rank failed, all ranks discard the open window and go back
+        to its beginning. With tail="carry" the error is raised instead: the window may contain samples of the previous
+        epoch, which cannot be read again.
         """
         try:
             yield

@@ -1,8 +1,9 @@
-"""Loggers: callbacks that pass the lines of the log on to somebody else.
+"""Loggers: callbacks that forward log lines to TensorBoard, CSV files, Weights & Biases or MLflow.
 
-Each needs its library only when it is made. A field becomes kind/field ("train/loss", "validation/accuracy") at the
-line's update; a list becomes kind/field/0, kind/field/1, a dict kind/field/name; what is no number is left out.
-On resume `log.jsonl` has been cut back to the checkpoint already, and says what TensorBoard and CSV have to forget.
+The library of a logger is imported when the logger is constructed. A field becomes the scalar kind/field ("train/loss",
+"validation/accuracy") at the update of the line; a list becomes kind/field/0, kind/field/1, ..., a dict
+kind/field/name. Values that are not numbers are omitted. On resume `log.jsonl` has been cut back to the checkpoint
+already; TensorBoard and CSV discard the lines that are no longer in it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from samplewise.files import absolute
 
 
 class Logger(ABC):
-    """Open from the start of fit to its end, on the first of several ranks, and never in a fast_dev_run. To be
-    subclassed.
-    """
+    """Base class of loggers. Open from the start to the end of `fit`, on rank 0 only, and never in a fast_dev_run."""
 
     _is_open = False
 
@@ -42,7 +41,8 @@ class Logger(ABC):
         self._close(failed=True)
 
     def _close(self, failed: bool) -> None:
-        was_open, self._is_open = self._is_open, False
+        was_open = self._is_open
+        self._is_open = False
         if was_open:
             self._finish(failed)
 
@@ -57,7 +57,7 @@ class Logger(ABC):
 
 
 class TensorBoard(Logger):
-    """Scalars for TensorBoard, in `directory` or, without one, in the run's own "tensorboard"."""
+    """Write scalars for TensorBoard to `directory`; by default to "tensorboard" in the run directory."""
 
     def __init__(self, directory: str | Path | None = None):
         _needed("tensorboard", self)
@@ -68,7 +68,7 @@ class TensorBoard(Logger):
     def _begin(self, trainer: Any) -> None:
         directory = _place(self, self.directory, trainer, "tensorboard")
         done = trainer.step.counters.updates
-        # Purging takes this update's own lines as well: those older than the checkpoint are written again.
+        # Purging also removes the lines of update `done` itself. Those that are in the log are written again.
         self._writer = self._make(str(directory), purge_step=None if trainer.run is None else done)
         for kind, fields in _so_far(trainer):
             if fields.get("update") == done:
@@ -78,7 +78,7 @@ class TensorBoard(Logger):
         writer: Any = self._writer
         for name, value in _scalars(kind, fields).items():
             writer.add_scalar(name, value, update)
-        writer.flush()  # can be looked at while it runs
+        writer.flush()  # visible while the training runs
 
     def _finish(self, failed: bool) -> None:
         writer: Any = self._writer
@@ -86,9 +86,9 @@ class TensorBoard(Logger):
 
 
 class CSV(Logger):
-    """`train.csv` and `validation.csv`, in the directory `path` or, without one, in the run's own.
+    """Write `train.csv` and `validation.csv` to the directory `path`; by default to the run directory.
 
-    The first line of either fixes its columns: a field that comes later is left out, one that is missing stays empty.
+    The first line of a file fixes its columns: fields that appear later are omitted, missing fields are empty.
     """
 
     KINDS = ("train", "validation")
@@ -101,9 +101,10 @@ class CSV(Logger):
     def _begin(self, trainer: Any) -> None:
         directory = _place(self, self.path, trainer)
         directory.mkdir(parents=True, exist_ok=True)
-        if self._files and trainer.run is None:  # another fit goes on where the last one ended
+        if self._files and trainer.run is None:  # another call of fit appends to the files of the last one
             return
-        self._columns, self._files = {}, {kind: directory / f"{kind}.csv" for kind in self.KINDS}
+        self._columns = {}
+        self._files = {kind: directory / f"{kind}.csv" for kind in self.KINDS}
         for file in self._files.values():
             file.unlink(missing_ok=True)
         for kind, fields in _so_far(trainer):
@@ -123,7 +124,7 @@ class CSV(Logger):
 
 
 class Service(Logger):
-    """One that keeps runs of its own: a resumed training goes on in the same one. To be subclassed."""
+    """Base class of loggers for services with run ids: a resumed training continues the same run of the service."""
 
     _id: str | None = None
 
@@ -135,10 +136,11 @@ class Service(Logger):
 
 
 class WandB(Service):
-    """Weights & Biases; the arguments are those of `wandb.init`."""
+    """Log scalars to Weights & Biases. Takes the arguments of `wandb.init`."""
 
     def __init__(self, **init: Any):
-        self._wandb, self.init = _needed("wandb", self), init
+        self._wandb = _needed("wandb", self)
+        self.init = init
         self._run: Any = None
 
     def _begin(self, trainer: Any) -> None:
@@ -155,10 +157,11 @@ class WandB(Service):
 
 
 class MLflow(Service):
-    """MLflow; the arguments are those of `mlflow.start_run`."""
+    """Log scalars to MLflow. Takes the arguments of `mlflow.start_run`."""
 
     def __init__(self, **start: Any):
-        self._mlflow, self.start = _needed("mlflow", self), start
+        self._mlflow = _needed("mlflow", self)
+        self.start = start
 
     def _begin(self, trainer: Any) -> None:
         again = {} if self._id is None else {"run_id": self._id}
@@ -172,7 +175,7 @@ class MLflow(Service):
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
-# --- what they share -----------------------------------------------------------------------------------------------
+# --- shared functions ----------------------------------------------------------------------------------------------
 
 
 def _needed(library: str, logger: Logger) -> Any:
@@ -185,12 +188,12 @@ def _needed(library: str, logger: Logger) -> Any:
 def _place(logger: Logger, given: Path | None, trainer: Any, name: str = "") -> Path:
     if given is None and trainer.run is None:
         kind = type(logger).__name__
-        raise ValueError(f"{kind} needs a directory; found none. Use {kind}('some/place'), or give the trainer run=.")
+        raise ValueError(f"{kind} needs a directory; found none. Use {kind}('some/place') or Trainer(run=...).")
     return given if given is not None else trainer.run / name
 
 
 def _so_far(trainer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines that the log of the run holds: after a resume, those that are older than the checkpoint."""
+    """Yield (kind, fields) for the lines in the log of the run; after a resume, those older than the checkpoint."""
     if trainer.run is not None:
         for line in (trainer.run / "log.jsonl").read_text().splitlines():
             fields = json.loads(line)
@@ -198,15 +201,19 @@ def _so_far(trainer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _scalars(kind: str, fields: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a log line by their names "kind/field" or "kind/field/part"."""
     found = {}
     for name, value in fields.items():
-        several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-        for place, one in several.items() if isinstance(several, dict) else [("", several)]:
+        if isinstance(value, (list, tuple)):
+            several: dict[Any, Any] = dict(enumerate(value))
+        else:
+            several = value if isinstance(value, dict) else {"": value}
+        for place, one in several.items():
             if isinstance(one, (int, float)) and name != "update":
                 found[f"{kind}/{name}/{place}".rstrip("/")] = float(one)
     return found
 
 
 def _cell(value: Any) -> str:
-    """As in log.jsonl, so that it does not matter whether a row comes from there."""
+    """Return a value as it is written in log.jsonl, from which rows are restored on resume."""
     return value if isinstance(value, str) else json.dumps(value)

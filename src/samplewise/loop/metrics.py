@@ -1,7 +1,8 @@
-"""What is measured in validation: functions of (outputs, batch), or objects with update, compute and reset.
+"""Metrics of validation: functions of (outputs, batch), or objects with update, compute and reset.
 
-How batches combine: sums over samples, divided once; never a mean of means. Over ranks: the same. What an object with
-update, compute and reset needs is gathered on all ranks, unless it is one of torchmetrics', which do that themselves.
+Function metrics are averaged over samples: sums over all batches and ranks, divided once, never a mean of means. For an
+object with update, compute and reset, outputs and targets of all ranks are gathered on every rank; torchmetrics objects
+synchronize their own state instead.
 """
 
 from __future__ import annotations
@@ -23,44 +24,50 @@ TAKEN = ("kind", "epoch", "update", "loss", "train_loss")
 
 
 class Quotient:
-    """Σ values / Σ counts, in float64 and on the device of the values: whatever is added, no device is waited for."""
+    """Σ values / Σ counts, accumulated in float64 (float32 on MPS) on the device of the values, without host sync."""
 
     def __init__(self) -> None:
         self._total: Tensor | float = 0.0
         self._count: Tensor | int = 0
 
     def add(self, values: Tensor, counts: Tensor | None = None) -> None:
+        """Add values of shape (samples,) and their counts; by default each value counts 1."""
         if not isinstance(values, Tensor) or values.dim() != 1:
             found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             raise LossesError(f"losses must be 1-D, one value per sample; found {found}. Use reduction='none'.")
         self.add_sum(_wide(values).sum(), len(values) if counts is None else _wide(counts).sum())
 
     def add_sum(self, total: Tensor, count: Tensor | int) -> None:
-        self._total, self._count = self._total + total, self._count + count
+        self._total = self._total + total
+        self._count = self._count + count
 
     def value(self) -> float:
-        """Of all ranks, which meet for it."""
+        """Return the quotient over all ranks; NaN if the count is 0. Collective."""
         total, count = ranks.meet(self._total, self._count)
         return total / count if count else float("nan")
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Half precision would stop counting at a few hundred. Apple's devices know no float64."""
+    """Return values in float64: sums in half precision would stop growing at a few hundred. MPS has no float64, so
+    float32 is used there.
+    """
     return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
 class Mean:
-    """The mean over samples of what a function returns for a batch: one number per sample, or the batch's mean."""
+    """Mean over samples of a function (outputs, batch) that returns one number per sample, or the mean of the batch."""
 
     def __init__(self, function: Callable[[Any, Any], Any]):
-        self.function, self._sums = function, Quotient()
+        self.function = function
+        self._sums = Quotient()
 
     def update(self, outputs: Any, batch: Any) -> None:
         found = _wide(torch.as_tensor(self.function(outputs, batch)))
         samples = length(batch) if found.dim() == 0 else found.numel()
         if samples is None:
             raise ValueError(
-                "a metric must return one number per sample for batches that cannot be cut; found one number."
+                "a metric must return one number per sample if the number of samples in a batch is unknown; found one "
+                "number. Return a tensor of shape (samples,)."
             )
         self._sums.add_sum(found * samples if found.dim() == 0 else found.sum(), samples)
 
@@ -72,8 +79,9 @@ class Mean:
 
 
 class Given:
-    """Somebody else's metric, such as torchmetrics': fed with (outputs, target) of batches (x, y); or with the whole
-    batch, if its `update` asks for `batch`.
+    """Adapter for an object with update, compute and reset, such as a torchmetrics metric.
+
+    Its `update` is called with (outputs, y) for batches (x, y), or with (outputs, batch) if it has an argument `batch`.
     """
 
     def __init__(self, metric: Any, device: torch.device):
@@ -84,11 +92,11 @@ class Given:
         self.metric.update(outputs, self.wanted(batch))
 
     def wanted(self, batch: Any) -> Any:
-        """What it is fed with, beside the outputs."""
+        """Return the second argument of the metric's `update`: the batch or its targets."""
         if not self._whole and not (isinstance(batch, (tuple, list)) and len(batch) > 1):
             raise TypeError(
-                "a metric with update, compute and reset is fed with (outputs, y) of batches (x, y); found a "
-                f"{type(batch).__name__}. Give it a method update(outputs, batch) that takes out what it needs."
+                "batches must be (x, y) for a metric with update, compute and reset, which is updated with "
+                f"(outputs, y); found a {type(batch).__name__}. Give the metric a method update(outputs, batch)."
             )
         return batch if self._whole else batch[1]
 
@@ -100,10 +108,12 @@ class Given:
 
 
 class Gathered:
-    """One that does not know of other ranks: it sees on each what all have, batch by batch, when it is asked."""
+    """Metric without support for several ranks: `compute` updates it with the batches of all ranks, on each rank."""
 
     def __init__(self, given: Given, device: torch.device):
-        self._given, self._device, self._seen = given, device, list[Any]()
+        self._given = given
+        self._device = device
+        self._seen: list[Any] = []
 
     def update(self, outputs: Any, batch: Any) -> None:
         self._seen.append(moved((outputs, self._given.wanted(batch)), torch.device("cpu")))
@@ -121,10 +131,12 @@ class Gathered:
 
 
 class Synchronised:
-    """One that talks to the other ranks by itself, as torchmetrics' do; if all have something to say."""
+    """torchmetrics metric, which synchronizes its state over ranks; every rank must have at least one batch."""
 
     def __init__(self, given: Given, name: str):
-        self._given, self._name, self._fed = given, name, False
+        self._given = given
+        self._name = name
+        self._fed = False
 
     def update(self, outputs: Any, batch: Any) -> None:
         self._given.update(outputs, batch)
@@ -134,9 +146,9 @@ class Synchronised:
         empty = int(ranks.meet(not self._fed)[0])
         if empty:
             raise BatchError(
-                f"every rank must have a batch of its own for metric {self._name!r}, since torchmetrics cannot put "
-                f"together what some lack; found {empty} of {ranks.size()} ranks without one. Use more samples, or a "
-                "function (outputs, batch)."
+                f"every rank must have at least one batch for metric {self._name!r}, since torchmetrics cannot "
+                f"synchronize a metric without data; found {empty} of {ranks.size()} ranks without a batch. Use more "
+                "samples, or a function (outputs, batch)."
             )
         return self._given.compute()
 
@@ -149,12 +161,14 @@ Metric = Mean | Given | Gathered | Synchronised
 
 
 def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Metric]:
+    """Wrap the metrics of a Trainer by name."""
     found: dict[str, Metric] = {}
     for name, metric in metrics.items():
         if name in TAKEN:
-            raise ValueError(f"a metric must have a name of its own; found {name!r}, which the log uses itself.")
+            raise ValueError(f"a metric must not use a field name of the log; found {name!r}. Choose another name.")
         if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
-            found[name] = _of_ranks(Given(metric, device), name, device) if ranks.active() else Given(metric, device)
+            given = Given(metric, device)
+            found[name] = _of_ranks(given, name, device) if ranks.active() else given
         elif callable(metric):
             found[name] = Mean(metric)
         else:
@@ -171,7 +185,7 @@ def _of_ranks(given: Given, name: str, device: torch.device) -> Metric:
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """A metric that has several results gets a name for each: name/part, name/0, name/1."""
+    """Compute all metrics. Results that are dicts or lists are flattened: name/part, name/0, name/1."""
     found: dict[str, float] = {}
     for name, metric in metrics.items():
         found |= _named(name, metric.compute())
@@ -188,10 +202,11 @@ def _named(name: str, value: Any) -> dict[str, float]:
 
 
 class Outputs:
-    """While open, notes what the model returns when the loss function calls it."""
+    """Context manager that records the outputs of the model when the loss function calls it."""
 
     def __init__(self, model: nn.Module):
-        self._model, self._found = model, list[Any]()
+        self._model = model
+        self._found: list[Any] = []
 
     def __enter__(self) -> None:
         self._hook = self._model.register_forward_hook(lambda module, inputs, output: self._found.append(output))
@@ -203,17 +218,17 @@ class Outputs:
         self._found.clear()
 
     def last(self) -> Any:
-        """Of this batch."""
+        """Return the output of the last call since `clear`."""
         if not self._found:
             raise LossesError(
-                "metrics are given what the model returns; found that the loss function never called model(...). Call "
-                "it there, or leave the metrics out."
+                "the loss function must call model(...), since metrics use the outputs of the model; found no call. "
+                "Call model(...) in the loss function, or remove the metrics."
             )
         return self._found[-1]
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """The outputs of batches as those of one."""
+    """Concatenate the outputs of batches along dim 0; tuples, lists and dicts element by element."""
     first = outputs[0]
     if isinstance(first, Tensor):
         return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
@@ -226,5 +241,5 @@ def joined(outputs: Sequence[Any]) -> Any:
 
 
 def accuracy(outputs: Tensor, batch: Any) -> Tensor:
-    """Of batches (x, y): which samples have their label on top."""
+    """Return for batches (x, y) a bool per sample: True if the largest output is that of its label."""
     return outputs.argmax(-1) == batch[1]

@@ -1,4 +1,4 @@
-"""Refusal of a `fit` inside another `fit` of the same step."""
+"""Check that `fit` is not called inside another `fit` of the same step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _training: weakref.WeakSet[Step] = weakref.WeakSet()
 
 @contextmanager
 def only_fit_of(step: Step) -> Iterator[None]:
-    """Raise RuntimeError if the step is being trained: two loops would share its window and its counters."""
+    """Mark the step as being trained; raise RuntimeError if it is: two loops would share its window and counters."""
     if step in _training:
         raise RuntimeError(
-            "fit must have returned before the same step is trained again; found a call of fit inside it: from a "
-            "callback, a loss function, a loader or another thread. Call trainer.stop(reason), and fit after it has "
-            "returned. evaluate, predict and save may be called from callbacks."
+            "fit must have returned before the same step is trained again; found a call of fit inside fit: from a "
+            "callback, a loss function, a loader or another thread. Call trainer.stop(reason), and call fit again "
+            "after it has returned. evaluate, predict and save may be called from callbacks."
         )
     _training.add(step)
     try:

@@ -1,4 +1,4 @@
-"""What one sees while it runs: a bar in a terminal, plain lines elsewhere, or nothing."""
+"""Progress display of a training on stderr: a bar in a terminal, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Protocol
 
 
 class Progress(Protocol):
+    """Progress display."""
+
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
-        """So many updates have been made."""
+        """Show that `done` updates have been made, with the mean loss and the speed in samples per second."""
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """An epoch has ended: something to stay on the screen."""
+        """Print a permanent line with the metrics of an epoch."""
 
     def line(self, text: str) -> None:
-        """Something else to know, that stays as well. May come from another thread."""
+        """Print another permanent line. May be called from another thread."""
 
     def close(self) -> None: ...
 
 
 class Silent:
+    """No display."""
+
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None: ...
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None: ...
     def line(self, text: str) -> None: ...
@@ -30,6 +34,8 @@ class Silent:
 
 
 class Lines:
+    """Plain lines."""
+
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
         self.line(f"epoch {epoch + 1}  update {done}  loss {shown(loss)}  {speed:.0f} samples/s")
 
@@ -37,14 +43,14 @@ class Lines:
         self.line(f"epoch {epoch + 1}  {named(metrics)}")
 
     def line(self, text: str) -> None:
-        with suppress(OSError):  # a closed pipe or a full disk behind stderr does not end a training
+        with suppress(OSError):  # a closed pipe or a full disk must not stop the training
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None: ...
 
 
 class Bar:
-    """With rich: epoch, updates, time left, loss, speed, and what the last validation found."""
+    """Progress bar of rich: epoch, updates, time left, loss, speed, and the metrics of the last validation."""
 
     def __init__(self, total: int | None, done: int) -> None:
         from rich import progress
@@ -56,7 +62,7 @@ class Bar:
             progress.BarColumn(bar_width=8),
             progress.MofNCompleteColumn(table_column=Column(no_wrap=True)),
             progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
-            # The one that is cut short where the terminal is narrow.
+            # The column that is truncated in a narrow terminal.
             progress.TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
             console=Console(stderr=True),
             expand=True,
@@ -90,8 +96,13 @@ def named(values: Mapping[str, float]) -> str:
 
 
 def make_progress(wanted: bool, total: int | None, done: int) -> Progress:
-    """`total` updates are to be made, if that is known, of which some are `done`."""
-    if not wanted or sys.stderr is None:  # None: closed when Python was started
+    """Return the display for a training.
+
+    wanted: False for no display.
+    total: number of updates at the end of the training; None if unknown.
+    done: number of updates made so far.
+    """
+    if not wanted or sys.stderr is None:  # None if stderr was closed when Python started
         return Silent()
     if not sys.stderr.isatty():
         return Lines()

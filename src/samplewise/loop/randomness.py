@@ -1,4 +1,4 @@
-"""All random state as a state dict: torch's, Python's, NumPy's, every CUDA device's."""
+"""State dict of all global random generators: torch, Python, NumPy and every CUDA device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 
 def random_state_dict() -> dict[str, Any]:
+    """Return the state of all global random generators. NumPy is None if it is not imported."""
     numpy: Any = sys.modules.get("numpy")
     return {
         "torch": torch.get_rng_state(),
@@ -20,15 +21,15 @@ def random_state_dict() -> dict[str, Any]:
 
 
 def load_random_state(state: dict[str, Any]) -> None:
+    """Restore the state of all global random generators."""
     torch.set_rng_state(state["torch"].cpu())
     random.setstate(state["python"])
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and state["numpy"] is not None:
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
-    for device, of_device in enumerate(
-        state["cuda"][: torch.cuda.device_count()]
-    ):  # there may be fewer than there were
+    devices = state["cuda"][: torch.cuda.device_count()]  # there may be fewer devices than when it was saved
+    for device, of_device in enumerate(devices):
         torch.cuda.set_rng_state(of_device.cpu(), device)
 
 

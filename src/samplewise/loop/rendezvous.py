@@ -1,8 +1,8 @@
-"""Where processes that torchrun has started find each other.
+"""Rendezvous of the processes that torchrun has started, safe across restarts.
 
-Torch's launcher keeps one store for all its restarts, in which the addresses of processes that are dead still stand: a
-process that is quicker than its peers would read those, and wait for nobody. So each start takes a part of the store
-that no other has used, and agrees on its name with processes that are known to be alive, since they answer.
+torchrun keeps one store for all its restarts, which still contains the addresses of dead processes: a process that is
+faster than its peers would read those and wait for processes that no longer exist. So each start uses a new prefix in
+the store. The processes agree on the prefix by a handshake, which shows that all of them are alive.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from samplewise.errors import DistributedError
 
-PAUSE = 0.02  # seconds between two looks
-PATIENCE = timedelta(minutes=30)  # torch's own
+PAUSE = 0.02  # seconds between two reads of the store
+PATIENCE = timedelta(minutes=30)  # torch's default
 
 
 def meeting_place(timeout: timedelta | None = None) -> tuple[Store, int, int]:
-    """A store for the processes of this start alone, which of them this is, and how many there are."""
+    """Return (store for this start only, rank, number of ranks).
+
+    timeout: maximum duration of the rendezvous, 30 minutes by default.
+    """
     patience = timeout or PATIENCE
     store, rank, size = next(iter(rendezvous("env://", timeout=patience)))
     name = agreed_name(PrefixStore("samplewise", store), rank, size, patience.total_seconds())
@@ -29,10 +32,13 @@ def meeting_place(timeout: timedelta | None = None) -> tuple[Store, int, int]:
 
 
 def agreed_name(store: Store, rank: int, size: int, patience: float) -> str:
-    """Each says hello with a word that was never said before. The first repeats what it hears until all have found
-    their own words in it, and says that this is it.
+    """Return a name that the processes of this start agree on.
+
+    Each rank writes a random id. Rank 0 publishes the list of all ids until every rank has confirmed that its own id is
+    in it, and then marks the list as settled. `patience` is the time limit in seconds.
     """
-    own, until = uuid.uuid4().hex[:8], time.monotonic() + patience
+    own = uuid.uuid4().hex[:8]
+    until = time.monotonic() + patience
     store.set(f"hello/{rank}", own)
     while time.monotonic() < until:
         if rank == 0:
@@ -46,8 +52,8 @@ def agreed_name(store: Store, rank: int, size: int, patience: float) -> str:
                 return heard
         time.sleep(PAUSE)
     raise DistributedError(
-        f"all {size} processes that torchrun has started must meet; found that rank {rank} has waited for "
-        f"{patience:.0f} seconds. Look at the others: they may have failed before they came here."
+        f"all {size} processes that torchrun has started must join the rendezvous; found that rank {rank} has waited "
+        f"for {patience:.0f} seconds. Check the logs of the other ranks: they may have failed earlier."
     )
 
 

@@ -1,4 +1,4 @@
-"""The directory of a run: the log, the checkpoints, and what the run is."""
+"""Run directory: log, checkpoints, run.json and lock."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from samplewise.loop.run_lock import RunLock
 
 
 class Run:
-    """`open` before anything is written. Of several ranks, the first writes the log and all write checkpoints; the
-    first holds the lock for all.
+    """Files of a run. Call `open` before writing.
+
+    With several ranks, rank 0 writes the log and holds the lock; all ranks write checkpoints.
     """
 
     def __init__(self, directory: Path):
@@ -29,10 +30,13 @@ class Run:
         self._log: Log | None = None
         self._checkpoints: store.Checkpoints | None = None
         self._saver: Saver | None = None
-        self._ours = False  # what is there has been written by this very object
+        self._ours = False  # this object has written the files in the directory
 
     def open(self, resume: bool, load: Callable[[dict[str, Any]], int]) -> None:
-        """`load` takes the state of the newest checkpoint, and returns how much of the log belongs to it."""
+        """Acquire the lock and open the log; with `resume`, load the newest checkpoint if there is one. Collective.
+
+        load: receives the state of the checkpoint and returns the length in bytes of the log that belongs to it.
+        """
         by_all(self._lock.acquire if ranks.rank() == 0 else lambda: None)
         self._checkpoints = by_all(lambda: store.Checkpoints(self.directory / "checkpoints"))
         there = len(self._paths())
@@ -42,8 +46,8 @@ class Run:
             keep = by_all(lambda: load(state))
         elif there and not self._ours:
             raise CheckpointError(
-                f"a run must have a directory of its own; found checkpoints in {self.directory}. "
-                "Pass resume=True to go on with it, or choose another name."
+                f"a new run must have an unused directory; found checkpoints in {self.directory}. "
+                "Pass resume=True to continue that run, or choose another directory."
             )
         if ranks.rank() == 0:
             self._log = Log(self.directory / "log.jsonl", keep)
@@ -53,16 +57,18 @@ class Run:
 
     def _found(self) -> store.Checkpoints:
         if self._checkpoints is None:
-            raise CheckpointError("a checkpoint is saved while a run is going on; found none. Call fit.")
+            raise CheckpointError(
+                "checkpoints can be saved only while fit runs; found no running fit. Call save from a callback."
+            )
         return self._checkpoints
 
     def _paths(self) -> list[Path]:
-        """Of the checkpoints that are there."""
+        """Return the paths of all checkpoints. Raises CheckpointError if ranks see different ones. Collective."""
         paths = self._found().paths()
         if not ranks.same([path.name for path in paths]):
             raise CheckpointError(
-                f"a run must have a directory that all ranks see; found that they see other files in {self.directory}. "
-                "Use one on a disk that they share."
+                f"all ranks must see the same run directory; found that they see different checkpoints in "
+                f"{self.directory}. Use a directory on a shared file system."
             )
         return paths
 
@@ -70,26 +76,31 @@ class Run:
         found = self._found().latest(_read_by_all)
         if found is None:
             raise CheckpointError(
-                f"resuming needs a checkpoint that can be read; found none among {there} in "
-                f"{self._found().directory}. Bring one back from a copy, or begin a run of another name."
+                f"resuming needs a readable checkpoint; found none among {there} in {self._found().directory}. "
+                "Restore one from a backup, or start a new run directory."
             )
         return found[0]
 
     def check(self, state: dict[str, Any]) -> None:
-        """Refuses now what could not be saved later."""
+        """Raise if the state could not be saved, before the training starts."""
         store.check(state)
 
     def describe(self, **about: Any) -> None:
+        """Write run.json."""
         if ranks.rank() == 0:
             (self.directory / "run.json").write_text(json.dumps({"name": self.directory.name, **about}, indent=1))
 
     def write(self, **fields: Any) -> None:
+        """Append a line to the log, on rank 0."""
         if self._log is not None:
             self._lock.check()
             self._log.write(**fields)
 
     def save(self, state: Callable[[int], dict[str, Any]], update: int) -> Path:
-        """`state` is given the place in the log that it belongs to."""
+        """Save a checkpoint and return its path. Collective; with several ranks it is written in the background.
+
+        state: receives the length of the log in bytes and returns the state.
+        """
         checkpoints = self._found()
         by_all(self._lock.verify)
         now = state(0 if self._log is None else self._log.position())
@@ -100,23 +111,24 @@ class Run:
         return path
 
     def save_aside(self, name: str, state: dict[str, Any]) -> Path:
-        """Beside the log, to stay."""
+        """Write a state to `name`.ckpt next to the log, where it is not removed. Rank 0 writes."""
         path = self.directory / f"{name}.ckpt"
         if ranks.rank() == 0:
             store.write(path, state)
         return path
 
     def finish(self) -> None:
-        """What is being saved is on disk."""
+        """Wait until the last checkpoint is on disk."""
         if self._saver is not None:
             self._saver.finish()
             self._saver = None
 
     def close(self) -> None:
+        """Close the log and release the lock, also after an error."""
         log = self._log
         self._log = None
         self._checkpoints = None
-        with ExitStack() as closing:  # in reverse order, each even if another one raises
+        with ExitStack() as closing:  # called in reverse order, even if one raises
             closing.callback(self._lock.release)
             if log is not None:
                 closing.callback(log.close)
@@ -125,13 +137,14 @@ class Run:
 
 
 def _read_by_all(path: Path) -> dict[str, Any]:
-    """One that a rank cannot read is of no use to any."""
-    state, problem = dict[str, Any](), None
+    """Read a checkpoint; raise CheckpointError on all ranks if any rank cannot read it. Collective."""
+    state: dict[str, Any] = {}
+    problem: CheckpointError | None = None
     try:
         state = store.read(path)
         check_resumable(path, state)
     except CheckpointError as why:
         problem = why
     if ranks.meet(problem is not None)[0]:
-        raise problem or CheckpointError(f"{path} must be there for all ranks; found that another one cannot read it.")
+        raise problem or CheckpointError(f"{path} must be readable on all ranks; found that another rank failed.")
     return state

@@ -4,8 +4,8 @@ The lock is the file `run.lock` in the run directory, JSON that names the proces
 O_EXCL, which is atomic on local and on network file systems, and removed when `fit` ends. A process that is killed
 leaves it behind. The next training then decides whether the holder is still alive:
 
-    same machine      the process with this id and start time exists and is no zombie. "Same" means the same host name,
-                      boot and pid namespace: process ids mean nothing in another container.
+    same machine      alive if the process with this id and start time exists and is not a zombie. "Same" means the
+                      same host name, boot and pid namespace: process ids have no meaning in another container.
     another machine   the holder updates the file's modification time every HEARTBEAT seconds. If that time does not
                       change for LEASE seconds, the holder is dead. Both times are those of the file server, so clocks
                       need not agree.
@@ -36,9 +36,9 @@ from samplewise.patience import telling
 NAME = "run.lock"
 HEARTBEAT = 10.0  # seconds between two updates of the modification time
 LEASE = 60.0  # seconds without a heartbeat after which a holder on another machine counts as dead
-SETTLING = 1.0  # seconds after which a lock file that cannot be parsed is no file that is just being written
-POLL = 0.1  # seconds between two looks at a lock file
-ATTEMPTS = 100  # to create the lock file, while other processes create and remove it
+SETTLING = 1.0  # seconds after which a lock file that cannot be parsed counts as stale, not as being written
+POLL = 0.1  # seconds between two reads of a lock file
+ATTEMPTS = 100  # attempts to create the lock file while other processes create and remove it
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Holder:
     """Process that holds a lock, as written to the lock file."""
 
     host: str
-    machine: str  # identifies the host, its boot and the pid namespace; "" if the system does not tell
+    machine: str  # identifies the host, its boot and the pid namespace; "" if unknown
     pid: int
-    started: str  # start time of the process in the system's own unit; "" if the system does not tell
+    started: str  # start time of the process in clock ticks since boot; "" if unknown
     since: str  # UTC
-    token: str  # unique for each acquisition
+    token: str  # unique id of each acquisition
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -60,7 +60,7 @@ class Holder:
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
-        """The holder in the content of a lock file; None if it names none."""
+        """Return the holder in the content of a lock file; None if it cannot be parsed."""
         try:
             fields = json.loads(content)
             texts = (str(fields[name]) for name in ("host", "machine", "started", "since", "token"))
@@ -86,7 +86,9 @@ class LockFile:
 
     @classmethod
     def read(cls, path: Path) -> LockFile | None:
-        """None if there is no file. Opened each time: network file systems then fetch what is current."""
+        """Read a lock file; None if there is none. It is opened each time, so that network file systems fetch the
+        current content.
+        """
         try:
             with open(path, "rb") as file:
                 return cls(file.read(), os.fstat(file.fileno()).st_mtime_ns)
@@ -106,7 +108,7 @@ class RunLock:
         self._heart: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Create the lock file, or raise CheckpointError that names the process which holds it."""
+        """Create the lock file; raise CheckpointError with the name of the holder if another process holds it."""
         own = Holder.this_process()
         _held.add(own.token)
         try:
@@ -118,7 +120,7 @@ class RunLock:
                 raise
             raise CheckpointError(
                 f"{self._directory} must be a directory that can be written to; found: {why}. "
-                "Give another directory, or see to its permissions."
+                "Use another directory, or fix its permissions."
             ) from why
         self._own = own
         self._lost = False
@@ -142,7 +144,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Remove the lock file if it is this process's own. May be called again, and without `acquire`."""
+        """Remove the lock file if this process holds it. May be called twice, and without `acquire`."""
         own = self._own
         if own is None or own.pid != os.getpid():  # in a forked child
             return
@@ -151,7 +153,7 @@ class RunLock:
         if self._heart is not None:
             self._heart.join()
         _held.discard(own.token)
-        with suppress(OSError):  # the file then counts as that of a dead process
+        with suppress(OSError):  # a file that stays is taken over later, as that of a dead process
             found = LockFile.read(self._path)
             if found is not None and Holder.parse(found.content) == own:
                 self._path.unlink()
@@ -163,7 +165,7 @@ class RunLock:
             if _create(self._path, own.encode()):
                 return
             found = LockFile.read(self._path)
-            if found is None:  # released since
+            if found is None:  # released in the meantime
                 time.sleep(POLL)
                 continue
             holder = Holder.parse(found.content)
@@ -174,7 +176,7 @@ class RunLock:
                 )
             if self._take_over(found, own):
                 return
-        raise FileExistsError(f"{self._path} is neither a lock file that can be read nor can it be created")
+        raise FileExistsError(f"{self._path} can be neither read as a lock file nor created")
 
     def _is_held(self, found: LockFile, holder: Holder | None) -> bool:
         if holder is None:
@@ -184,12 +186,15 @@ class RunLock:
         if alive is not None:
             return alive
         left = LEASE - (_now(self._directory) - found.modified) / 1e9
-        notice = f"waiting up to {LEASE:.0f} s for a sign of life of {holder}, which holds {self._path}"
+        notice = f"waiting up to {LEASE:.0f} s for a heartbeat of {holder}, which holds {self._path}"
         with telling(lambda line: print(line, file=sys.stderr, flush=True), notice):
             return self._shows_life(found, min(left, LEASE))
 
     def _shows_life(self, before: LockFile, seconds: float) -> bool:
-        """Whether the holder updates the modification time within `seconds`. Ends early if the content changes."""
+        """Return True if the holder updates the modification time within `seconds`.
+
+        Returns False early if the file is removed or its content changes.
+        """
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(POLL)
@@ -205,7 +210,7 @@ class RunLock:
         guard = self._path.with_name(f".{NAME}.takeover")
         if not _create(guard, b""):
             other = LockFile.read(guard)
-            if other is not None and _now(self._directory) - other.modified > LEASE * 1e9:  # killed while it did so
+            if other is not None and _now(self._directory) - other.modified > LEASE * 1e9:  # its process was killed
                 guard.unlink(missing_ok=True)
             time.sleep(POLL)
             return False
@@ -232,8 +237,8 @@ class RunLock:
             if found is None or Holder.parse(found.content) != own:
                 self._lost = True
             else:
-                os.utime(self._path)  # without a time: the file server's clock counts
-        except OSError:  # the file server does not answer: the next heartbeat will tell
+                os.utime(self._path)  # without a time argument, so that the clock of the file server is used
+        except OSError:  # the file server does not answer: the next heartbeat tries again
             pass
 
 
@@ -241,7 +246,7 @@ _held: set[str] = set()  # tokens of the locks of this process
 
 
 def _create(path: Path, content: bytes) -> bool:
-    """Whether the file could be created: it must not exist."""
+    """Create a file with O_EXCL and return True; return False if it exists."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
@@ -256,7 +261,7 @@ def _create(path: Path, content: bytes) -> bool:
 
 
 def _now(directory: Path) -> int:
-    """Nanoseconds by the clock of the file server."""
+    """Return the time of the file server in nanoseconds."""
     probe = directory / f".{NAME}.{uuid.uuid4().hex[:8]}"
     probe.touch()
     try:
@@ -269,7 +274,7 @@ def _now(directory: Path) -> int:
 
 
 def _is_alive(holder: Holder) -> bool | None:
-    """Whether the holder's process exists; None if this machine cannot tell."""
+    """Return True if the holder's process exists; None if this machine cannot decide it."""
     if not holder.machine or not holder.started or holder.machine != _machine():
         return None
     if holder.pid == os.getpid() and holder.started == _start_time(holder.pid):
@@ -287,7 +292,7 @@ def _is_alive(holder: Holder) -> bool | None:
 
 
 def _machine() -> str:
-    """Host name, boot id and pid namespace; "" where there is no /proc."""
+    """Return host name, boot id and pid namespace; "" if there is no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
@@ -296,10 +301,14 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Clock ticks from boot to the start of a process; "" if it does not exist, is a zombie, or there is no /proc."""
+    """Return the start time of a process in clock ticks since boot.
+
+    "" if the process does not exist or is a zombie, or if there is no /proc.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
-    state, start = fields[0], fields[19]
+    state = fields[0]
+    start = fields[19]
     return "" if state in "ZX" else start

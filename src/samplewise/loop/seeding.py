@@ -1,4 +1,4 @@
-"""Random numbers that follow from a seed, and leave those of everybody else alone."""
+"""Seeding of samplers, data sets and workers, with the global random state restored afterwards."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from samplewise.replay import random_state
 
 
 def seed_of(*things: Any) -> int:
-    """A seed that depends on every one of them, as they are printed."""
+    """Return a 32-bit seed: a hash of the `repr` of all arguments."""
     return int.from_bytes(hashlib.sha256(repr(things).encode()).digest()[:4], "little")
 
 
 def seed_everything(seed: int) -> None:
+    """Seed the global random generators of torch (all devices), Python and NumPy."""
     torch.manual_seed(seed)
     _seed_others(seed)
 
 
 def reseed(seed: int) -> None:
-    """The same at a price that can be paid for every sample: devices that nobody has used yet are left alone."""
+    """Seed like `seed_everything`, but skip devices that are not initialized. Cheap enough for every sample."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
@@ -45,6 +46,7 @@ def _seed_others(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
+    """Seed the global random generators inside the block, and restore their state afterwards."""
     restore = random_state()
     reseed(seed)
     try:
@@ -54,13 +56,16 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def random_states() -> dict[str, Any]:
-    """The random state of this process as a part of a checkpoint, or those of all ranks."""
+    """Return the random state for a checkpoint: of this process, or of all ranks. Collective."""
     mine = random_state_dict()
     return {"randoms": ranks.everyone(mine)} if ranks.active() else {"random": mine}
 
 
 def load_random_states(state: dict[str, Any], seed: int) -> None:
-    """A rank that was not there gets numbers of its own."""
+    """Restore the random state of this rank.
+
+    A rank that did not exist when the checkpoint was saved gets a seed derived from its rank.
+    """
     there = state.get("randoms") or [state["random"]]
     if ranks.rank() < len(there):
         load_random_state(there[ranks.rank()])
@@ -69,7 +74,7 @@ def load_random_states(state: dict[str, Any], seed: int) -> None:
 
 
 class Stream:
-    """Random numbers of its own for what is done inside `with stream:`. They go on where the last such block ended."""
+    """Separate random state for blocks `with stream:`. Each block continues where the last one ended."""
 
     def __init__(self, seed: int):
         with seeded(seed):
@@ -85,16 +90,17 @@ class Stream:
 
 
 def parts_of(root: Any) -> list[Any]:
-    """An object, and the data sets and samplers it is made of."""
+    """List an object and, recursively, its data sets and samplers."""
     found: list[Any] = [root]
     for part in found:
-        inside = (vars(part).get(name) for name in ("sampler", "batch_sampler", "dataset") if hasattr(part, "__dict__"))
-        found += [new for new in inside if new is not None and all(new is not old for old in found)]
+        inside = vars(part) if hasattr(part, "__dict__") else {}
+        candidates = [inside.get(name) for name in ("sampler", "batch_sampler", "dataset")]
+        found += [new for new in candidates if new is not None and all(new is not old for old in found)]
     return found
 
 
 def seed_generators(root: Any, seed: int) -> None:
-    """Seeds the generators that an object, its data sets and its samplers have as attributes."""
+    """Seed the random generators that are attributes of an object, its data sets and its samplers."""
     for part in parts_of(root):
         for value in vars(part).values() if hasattr(part, "__dict__") else ():
             _seed_generator(value, seed)
@@ -111,13 +117,15 @@ def _seed_generator(value: Any, seed: int) -> None:
 
 
 class Seeded(Dataset[Any]):
-    """A data set whose random numbers for a sample follow from (seed, epoch, index). They are drawn from the global
-    state, which is somebody else's unless this is a worker.
+    """Data set that seeds the random generators for each sample by (seed, epoch, index).
+
+    It changes the global random state. Outside of a worker process the caller restores it.
     """
 
     def __init__(self, dataset: Any, seed: int):
-        self.dataset, self.seed = dataset, seed
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # for workers that live on
+        self.dataset = dataset
+        self.seed = seed
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared with persistent workers
 
     def __getitem__(self, index: Any) -> Any:
         seed = seed_of(self.seed, int(self.epoch), _name(index))
@@ -130,7 +138,7 @@ class Seeded(Dataset[Any]):
 
 
 class SeededWithState(Seeded):
-    """The same, for a data set that has a state of its own."""
+    """Seeded for a data set with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> Any:
         return self.dataset.state_dict()
@@ -140,29 +148,34 @@ class SeededWithState(Seeded):
 
 
 def seeded_samples(dataset: Any, seed: int) -> Seeded:
-    return (SeededWithState if hasattr(dataset, "state_dict") else Seeded)(dataset, seed)
+    """Wrap a data set in Seeded or SeededWithState."""
+    kind = SeededWithState if hasattr(dataset, "state_dict") else Seeded
+    return kind(dataset, seed)
 
 
 class Unveiling:
-    """A worker's first act: whoever asks for the worker's data set is to find the user's, not ours around it."""
+    """worker_init_fn that replaces the wrapper by the user's data set in `get_worker_info().dataset`.
+
+    then: the loader's own worker_init_fn, called afterwards.
+    """
 
     def __init__(self, then: Callable[[int], None] | None):
         self.then = then
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # the info object is read-only
         if self.then is not None:
             self.then(worker)
 
 
 def _name(index: Any) -> Any:
-    """Prints the same in every process."""
-    if hasattr(index, "tolist"):  # samplers may hand out numbers as tensors or arrays
+    """Return an index in a form whose `repr` is the same in every process."""
+    if hasattr(index, "tolist"):  # samplers may yield tensors or arrays
         return index.tolist()
     if repr(index) == object.__repr__(index):
         raise TypeError(
-            f"an index must be a number, text, or something else that prints as what it is; found {index!r}. Give its "
-            "class a __repr__: random augmentation follows from it."
+            f"an index must be a number, text, or an object with its own __repr__, from which the seed of its random "
+            f"augmentation is computed; found {index!r}. Give its class a __repr__."
         )
     return index

@@ -1,12 +1,12 @@
-"""Three kinds of loaders, each as a source of batches that can be entered at any batch of any epoch.
+"""Adapters for three kinds of loaders, each of which can be started at any batch of any epoch.
 
-    Ordered     a DataLoader whose samples have numbers: the order follows from (seed, epoch), what is drawn for a
-                sample from (seed, epoch, index). Nothing is replayed.
-    Stateful    a loader with state_dict and load_state_dict: asked for its state, and given it back.
-    Replayed    anything else: gone through from the beginning of the epoch.
+    Ordered     a DataLoader with a map-style data set: the order is determined by (seed, epoch), the random numbers
+                of a sample by (seed, epoch, index). Nothing is replayed.
+    Stateful    a loader with state_dict and load_state_dict: its state is saved and restored.
+    Replayed    any other loader: iterated from the beginning of the epoch, and the first batches are discarded.
 
-What a loader draws in this process, it draws from a stream of its own: the model draws on as if nothing had been.
-With several ranks each gives the rank's share of the samples: see `dealing.py`.
+A loader in this process draws random numbers from its own stream, so the random numbers of the model do not depend on
+it. With several ranks each adapter yields the rank's shard of the samples: see `dealing.py`.
 """
 
 from __future__ import annotations
@@ -26,54 +26,78 @@ from samplewise.loop.dealing import Divided, Look, Share, dealt, drawn
 from samplewise.loop.seeding import Stream, Unveiling, parts_of, seed_generators, seed_of, seeded_samples
 from samplewise.replay import random_state
 
-CHUNK = 64  # how many entries of an order are drawn at a time
+CHUNK = 64  # number of indices or index lists that are drawn from a sampler at a time
 END = object()
 
 
 class Source(Protocol):
-    kind: str
-    look: Look  # at what this rank shares with the others, since the epoch was entered
+    """Loader that can be started at any batch of any epoch."""
+
+    kind: str  # saved in checkpoints and compared on resume: see `described` for its text in messages
+    look: Look  # hash of the order of samples since the start of the epoch
 
     def enter(self, epoch: int, skip: int, state: Any, share: Share) -> Iterator[Any]:
-        """The batches of the share of an epoch but the first `skip`. `state` is what `state()` has returned before one
-        of those, the last if possible.
+        """Yield the batches of this rank's shard of an epoch, without the first `skip`.
+
+        state: result of `state()` before one of the skipped batches, if possible the last; None to start without it.
         """
 
     def samples(self, epoch: int, batches: int, start: int = 0) -> int | None:
-        """How many one process has used that had so many batches from sample `start` on; None if another number of
-        ranks could not go on there.
+        """Number of samples that one process has used in `batches` batches from sample `start` on.
+
+        None if another number of ranks cannot continue there.
         """
 
     def state(self) -> Any:
-        """What `enter` needs to begin with the next batch; None if a number is enough."""
+        """Return the state that `enter` needs to start with the next batch; None if the number of batches is enough."""
 
     def close(self) -> None:
-        """Lets workers go."""
+        """Stop worker processes."""
 
 
 def source_of(loader: Iterable[Any], seed: int, apart: bool = False) -> Source:
-    """`apart`: the loader may be in use elsewhere, so that its state must not be touched."""
+    """Return the adapter for a loader.
+
+    apart: the loader may be in use elsewhere, so its state is not changed.
+    """
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        return Stateful(_like(loader) if apart and isinstance(loader, DataLoader) else loader, seed)
+        separate = apart and isinstance(loader, DataLoader)
+        return Stateful(_like(loader) if separate else loader, seed)
     return Ordered(loader, seed) if is_ordered(loader) else Replayed(loader, seed)
 
 
+def described(kind: str | None) -> str:
+    """Return the text for a kind of loader in error messages."""
+    texts = {
+        Ordered.kind: "a DataLoader with a map-style data set",
+        Stateful.kind: "a loader with state_dict and load_state_dict",
+        Replayed.kind: "a loader that is replayed from the beginning of the epoch",
+    }
+    return texts.get(kind or "", f"a loader of unknown kind {kind!r}")
+
+
 def is_ordered(loader: Any) -> bool:
-    """Whether its order can be drawn by us: that of a subclass that goes through its data in another way cannot."""
+    """Return True for a DataLoader with a map-style data set, unless a subclass overrides `__iter__`: its order is
+    then unknown.
+    """
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     return plain and _is_numbered(loader)
 
 
 def _is_numbered(loader: Any) -> bool:
-    """Whether a DataLoader asks its data set for samples by index."""
+    """Return True if a DataLoader reads its data set by index."""
     return not isinstance(loader.dataset, IterableDataset)
 
 
 class Ordered:
+    """DataLoader with a map-style data set. Any batch is reached by skipping indices."""
+
     kind = "with an order of ours"
 
     def __init__(self, loader: Any, seed: int):
-        self._seed, self._samples, self.look = seed, seeded_samples(loader.dataset, seed), Look()
+        self._seed = seed
+        self._samples = seeded_samples(loader.dataset, seed)
+        self.look = Look()
         self._order = Order(loader)
         self._loader = _like(
             loader,
@@ -93,9 +117,10 @@ class Ordered:
         return batches if self._loader.num_workers else self._apart(batches)
 
     def _apart(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and restore the global random state after each."""
         batch = None
         while batch is not END:
-            restore = random_state()  # samples draw from the global state
+            restore = random_state()  # samples use the global random state
             try:
                 batch = next(batches, END)
             finally:
@@ -115,21 +140,28 @@ class Ordered:
 
 
 class Order:
-    """What a loader's sampler draws, under a seed of ours; a sampler that never ends is welcome."""
+    """Sampler that yields what the loader's sampler draws under a given seed. The sampler may be infinite."""
 
     def __init__(self, loader: Any):
-        self._loader, self._seed, self._skip, self._share = loader, 0, 0, Share()
+        self._loader = loader
+        self._seed = 0
+        self._skip = 0
+        self._share = Share()
         self._look = Look()
 
     def begin(self, epoch: int, seed: int, skip: int, share: Share) -> Look:
-        self._seed, self._skip, self._share, self._look = seed, skip, share, Look(CHUNK)
+        """Set epoch, seed, number of entries to skip and shard for the next iteration."""
+        self._seed = seed
+        self._skip = skip
+        self._share = share
+        self._look = Look(CHUNK)
         tell(self._loader, epoch, seed)
         return self._look
 
     def __iter__(self) -> Iterator[Any]:
         stream = Stream(self._seed)
         if self._share.size > 1:
-            seed_generators(self._loader, self._seed)  # whoever has asked for an order before
+            seed_generators(self._loader, self._seed)  # an earlier iteration may have used them
         with stream:
             rest = islice(drawn(self._loader, self._share, self._look), self._skip, None)
         while True:
@@ -140,26 +172,33 @@ class Order:
             yield from some
 
     def samples(self, batches: int) -> int:
-        """In the first so many batches."""
+        """Number of samples in the first `batches` batches."""
         if self._loader.batch_sampler is None:
             return batches
         return batches * (self._loader.batch_size or 0) or sum(map(len, islice(self, batches)))
 
 
 class Stateful:
+    """Loader with state_dict and load_state_dict. Restored from its state; batches up to the position are discarded."""
+
     kind = "with a state of its own"
 
     def __init__(self, loader: Any, seed: int):
-        self._loader, self._seed, self._stream = loader, seed, Stream(seed)
-        self._batches = 0  # of this epoch, so far
+        self._loader = loader
+        self._seed = seed
+        self._stream = Stream(seed)
+        self._batches = 0  # yielded in this epoch
         self._workers = isinstance(loader, DataLoader)
-        self._samples = seeded_samples(loader.dataset, seed) if self._workers and _is_numbered(loader) else None
+        numbered = self._workers and _is_numbered(loader)
+        self._samples = seeded_samples(loader.dataset, seed) if numbered else None
         self._order = Order(_like(loader)) if self._samples is not None else None
-        self._divided, self.look = Divided(Share()), Look()
+        self._divided = Divided(Share())
+        self.look = Look()
 
     def enter(self, epoch: int, skip: int, state: Any, share: Share) -> Iterator[Any]:
         seed = seed_of(self._seed, epoch)
-        self._stream, self.look = Stream(seed), Look()
+        self._stream = Stream(seed)
+        self.look = Look()
         tell(self._loader, epoch, seed)
         self.close()
         try:
@@ -167,18 +206,21 @@ class Stateful:
                 self._loader.load_state_dict(copy.deepcopy(state["loader"]))
             with self._stream, self._lending(epoch, share):
                 batches = iter(self._loader)
-        except AssertionError as why:  # all that torchdata says of another number of workers
+        except AssertionError as why:  # torchdata raises it for another number of workers
             raise CheckpointError(
-                "a loader must take up the state it was saved with; found that it does not. Pass a loader with the "
-                "same data, samplers and number of workers."
+                "a loader must accept the state that was saved in the checkpoint; found that it does not. Pass a "
+                "loader with the same data, samplers and number of workers."
             ) from why
-        self._batches, self._divided = 0, Divided(share)
+        self._batches = 0
+        self._divided = Divided(share)
         if state is not None:
-            self._stream.state, self._batches = state["random"], state["batches"]
+            self._stream.state = state["random"]
+            self._batches = state["batches"]
             self._divided.place = state.get("place", 0)
         batches = _within(self._stream, batches)
-        as_they_are = self._workers or share.whole
-        rest = self._counted(batches if as_they_are else self._divided.of(self.look.at(batches)))
+        if not (self._workers or share.whole):
+            batches = self._divided.of(self.look.at(batches))
+        rest = self._counted(batches)
         for _ in range(skip - self._batches):
             next(rest, None)
         return rest
@@ -190,7 +232,7 @@ class Stateful:
 
     @contextmanager
     def _lending(self, epoch: int, share: Share) -> Iterator[None]:
-        """A DataLoader makes its workers from seeded samples, and asks for those that are ours."""
+        """Replace data set and sampler of a DataLoader while its iterator is created, by seeded and sharded ones."""
         changes: dict[str, Any] = {"in_order": True} if self._workers else {}
         if self._samples is not None:
             self._samples.epoch.fill_(epoch)
@@ -209,7 +251,7 @@ class Stateful:
             own.update(theirs)
 
     def samples(self, epoch: int, batches: int, start: int = 0) -> None:
-        return None  # what its state says of where it is, it says to as many ranks as there were
+        return None  # the state of the loader is valid only for the number of ranks it was saved with
 
     def state(self) -> Any:
         loader = copy.deepcopy(self._loader.state_dict())
@@ -217,44 +259,55 @@ class Stateful:
         return {"batches": self._batches, "loader": loader, "random": self._stream.state, **place}
 
     def close(self) -> None:
-        """Workers are made anew for each epoch, so that all begin as the first one did. Those that lived on would have
-        drawn before; and a sampler that draws when it is asked for an iterator is asked twice when workers are new.
+        """Stop persistent workers, so that every epoch starts with new ones.
+
+        Workers of the last epoch would have drawn random numbers already. Also, a sampler that draws random numbers in
+        `__iter__` is called twice when workers are new.
         """
         if self._workers and self._loader.persistent_workers:
             self._loader._iterator = None
 
 
 class Replayed:
+    """Any other iterable. Iterated from the beginning of the epoch; the skipped batches are discarded."""
+
     kind = "that is gone through"
 
     def __init__(self, loader: Iterable[Any], seed: int):
-        self._loader, self._seed = loader, seed
+        self._loader = loader
+        self._seed = seed
         self._once = isinstance(loader, Iterator)
         self._epoch: int | None = None
-        self._taken = 0  # of an iterator, which does not begin anew
-        self._divided, self.look = Divided(Share()), Look()
+        self._taken = 0  # batches taken so far; matters for an iterator, which cannot be restarted
+        self._divided = Divided(Share())
+        self.look = Look()
 
     def enter(self, epoch: int, skip: int, state: Any, share: Share) -> Iterator[Any]:
         if self._once and self._epoch not in (None, epoch):
             raise BatchError(
-                f"a loader must be something that can be gone through once an epoch; found {_kind(self._loader)}, "
-                f"which epoch {self._epoch} has used up. Pass a list or a DataLoader, or train for one epoch."
+                f"a loader must be iterable once per epoch; found {_kind(self._loader)}, which is exhausted after "
+                f"epoch {self._epoch}. Pass a list or a DataLoader, or train for one epoch."
             )
-        self._epoch, self.look = epoch, Look()
+        self._epoch = epoch
+        self.look = Look()
         seed = seed_of(self._seed, epoch)
         tell(self._loader, epoch, seed)
         stream = Stream(seed)
         with stream:
             batches = iter(self._fresh(share))
-        batches = batches if type(self._loader) in (list, tuple) else _within(stream, batches)
-        as_they_are = self._streams or share.whole
-        rest = self._counted(batches if as_they_are else self._divided_among(share).of(self.look.at(batches)))
+        if type(self._loader) not in (list, tuple):
+            batches = _within(stream, batches)
+        if not (self._streams or share.whole):
+            batches = self._divided_among(share).of(self.look.at(batches))
+        rest = self._counted(batches)
         for _ in range(skip - self._taken if self._once else skip):
             next(rest, None)
         return rest
 
     def _fresh(self, share: Share) -> Iterable[Any]:
-        """Workers that live on would draw on from the last epoch."""
+        """Return the loader; a DataLoader as a copy without persistent workers, whose random state would continue from
+        the last epoch.
+        """
         if not isinstance(self._loader, DataLoader):
             return self._loader
         dataset = dealt(self._loader, share, self.look) if self._streams else self._loader.dataset
@@ -262,7 +315,7 @@ class Replayed:
 
     @property
     def _streams(self) -> bool:
-        """Whether it is a DataLoader that makes batches of what an iterable data set gives."""
+        """True for a DataLoader with an IterableDataset."""
         return isinstance(self._loader, DataLoader) and not _is_numbered(self._loader)
 
     def _divided_among(self, share: Share) -> Divided:
@@ -292,6 +345,7 @@ class Replayed:
 
 
 def _within(stream: Stream, batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches, each fetched with the random state of `stream`."""
     while True:
         with stream:
             batch = next(batches, END)
@@ -301,7 +355,7 @@ def _within(stream: Stream, batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def tell(loader: Any, epoch: int, seed: int) -> None:
-    """Tells the epoch to a loader, its samplers and its data set, and seeds what they draw from."""
+    """Call `set_epoch` of a loader, its samplers and its data set, and seed their random generators."""
     for part in parts_of(loader):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
@@ -309,16 +363,17 @@ def tell(loader: Any, epoch: int, seed: int) -> None:
 
 
 def _may_live_on(loader: Any) -> bool:
-    """Whether its workers may see the next epoch: not if they would not be told of it."""
+    """Return True if workers may persist: not if a data set has `set_epoch`, which would not reach them."""
     return loader.persistent_workers and not any(hasattr(part, "set_epoch") for part in parts_of(loader.dataset))
 
 
 def _like(loader: Any, **changes: Any) -> Any:
-    """A DataLoader with the same settings but for these, and workers of its own. `in_order`: arriving in the order of
-    speed, batches could not be told apart by number.
+    """Return a copy of a DataLoader with some settings changed and its own workers.
+
+    `in_order` is True, since a position is a number of batches, which needs a fixed order.
     """
     new = copy.copy(loader)
-    vars(new).update(changes, _iterator=None, in_order=True)  # so, because it forbids to set some of them
+    vars(new).update(changes, _iterator=None, in_order=True)  # by vars, since DataLoader forbids setting some of them
     return new
 
 

@@ -1,5 +1,6 @@
-"""The checkpoints of a run: a directory in which the newest are kept. One process writes files, several ranks write
-directories; either is read here.
+"""Directory of checkpoints of a run, of which the newest are kept.
+
+One process writes a checkpoint as a file, several ranks write it as a directory; `read` accepts both.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from samplewise.loop.checkpoint.file import PARTIAL
 
 
 def write(path: Path, state: dict[Any, Any]) -> None:
-    """Writes `state` to one file: see `file.write`."""
+    """Write `state` to one file: see `file.write`."""
     if not isinstance(state, dict):
         raise TypeError(f"state must be a dict; found {kind_of(state)}.")
     file.write(path, state)
 
 
 def read(path: Path, device: str | torch.device = "cpu") -> dict[Any, Any]:
-    """The state that one process or several ranks have saved at `path`, with its tensors on `device`. Nothing in a
-    checkpoint is code: one from an untrusted source runs nothing.
+    """Return the state of a checkpoint file or directory at `path`, with its tensors on `device`.
+
+    A checkpoint contains no code, so one from an untrusted source cannot run anything.
     """
     if Path(path).is_dir():
         return file.moved(directory.read(Path(path)), torch.device(device))
@@ -37,15 +39,15 @@ def read(path: Path, device: str | torch.device = "cpu") -> dict[Any, Any]:
 
 
 def check(state: dict[Any, Any]) -> None:
-    """Raises where `write` would, because of what is in the state, and copies nothing."""
+    """Raise the error that `write` would raise for the content of a state, without copying or writing."""
     file.require_safetensors()
     encode(state)
 
 
 class Checkpoints:
-    """A directory of checkpoints, the newest `keep` of them and those in `protect`.
+    """Directory of checkpoints that keeps the newest `keep` of them, 2 by default, and those in `protect`.
 
-    One run at a time may use it: what another one is just writing looks like the leftover of an interrupted save.
+    Only one run at a time may use it: a file that another run is writing looks like that of an interrupted save.
     """
 
     def __init__(self, directory: Path, keep: int = 2):
@@ -57,12 +59,12 @@ class Checkpoints:
         self._check_writable()
 
     def save(self, state: dict[Any, Any], update: int) -> Path:
-        """Writes the state after `update` updates, then removes older checkpoints."""
+        """Write the state after `update` updates, then remove older checkpoints. Returns the path."""
         if update < 0:
             raise ValueError(f"update must be a number of updates, 0 or more; found {update}.")
         self._remove_leftovers()  # first, since they may fill the disk
         path = self.path_of(update)
-        if path.is_dir():  # of several ranks: a file does not take the place of a folder
+        if path.is_dir():  # saved by several ranks; os.replace cannot replace a directory by a file
             path.rename(path.with_name(f".{path.name}{PARTIAL}"))
         write(path, state)
         self.remove_older_than(update)
@@ -72,17 +74,20 @@ class Checkpoints:
         return self.directory / f"update-{update:09d}.ckpt"
 
     def latest(self, read: Callable[[Path], dict[Any, Any]] = read) -> tuple[dict[Any, Any], Path] | None:
-        """The newest checkpoint that can be read, and its path."""
+        """Return (state, path) of the newest readable checkpoint; None if there is none.
+
+        CheckpointWarning is issued for each newer one that cannot be read.
+        """
         self._remove_leftovers()
         for _, path in self._newest_first():
             try:
                 return read(path), path
             except CheckpointError as why:
-                warnings.warn(f"{why} Going on to the checkpoint before it.", CheckpointWarning, stacklevel=2)
+                warnings.warn(f"{why} Trying the previous checkpoint.", CheckpointWarning, stacklevel=2)
         return None
 
     def paths(self) -> list[Path]:
-        """Of all checkpoints, readable or not, the newest first."""
+        """List the paths of all checkpoints, readable or not, newest first."""
         return [path for _, path in self._newest_first()]
 
     def _newest_first(self) -> list[tuple[int, Path]]:
@@ -90,8 +95,8 @@ class Checkpoints:
         return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
 
     def remove_older_than(self, update: int) -> None:
-        """But for the newest of them, and those that are protected."""
-        # Later ones stay: whoever went back to an early checkpoint and trains from there may still want them.
+        """Remove checkpoints before `update`, except the newest `keep - 1` of them and those in `protect`."""
+        # Later checkpoints stay: they may still be needed after a run was resumed from an earlier one.
         older = [path for number, path in self._newest_first() if number < update]
         protected = {path.resolve() for path in self.protect}
         _remove(path for path in older[self.keep - 1 :] if path.resolve() not in protected)
@@ -101,7 +106,7 @@ class Checkpoints:
             _remove(self.directory.glob(f".*{PARTIAL}"))
 
     def _check_writable(self) -> None:
-        # Tried, not asked for: for root every permission looks fine, on a read-only disk too.
+        # Write a file, since os.access reports no problem for root, even on a read-only disk.
         probe = self.directory / f".{uuid.uuid4().hex[:8]}{PARTIAL}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -110,7 +115,7 @@ class Checkpoints:
         except OSError as why:
             raise CheckpointError(
                 f"{self.directory} must be a directory that can be written to; found: {why}. "
-                "Give another directory, or see to its permissions."
+                "Use another directory, or fix its permissions."
             ) from why
 
 
@@ -120,5 +125,7 @@ def _remove(paths: Iterable[Path]) -> None:
             file.remove(path)
         except OSError as why:
             warnings.warn(
-                f"{path} must go, but cannot be removed: {why}. Remove it by hand.", CheckpointWarning, stacklevel=4
+                f"{path} is no longer needed but cannot be removed: {why}. Remove it by hand.",
+                CheckpointWarning,
+                stacklevel=4,
             )

@@ -1,4 +1,4 @@
-"""`sw.Trainer`: the explicit loop, written once."""
+"""`sw.Trainer`: training loop with validation, log, checkpoints and exact resume."""
 
 from __future__ import annotations
 
@@ -43,18 +43,22 @@ from samplewise.step.update import Update
 
 
 class Trainer:
-    """Runs a step over a loader, again and again, with validation, logs, checkpoints and exact resume.
+    """Training loop over a loader, with validation, log, checkpoints and exact resume.
 
-    run: a directory for the log and the checkpoints; None for neither.
-    callbacks: see `samplewise.loop.events`. Without a ModelCheckpoint among them every epoch is saved.
-    metrics: name -> function (outputs, batch), or an object with update, compute and reset.
-    seed: the order of samples and their augmentation follow from it, the epoch and the sample's number.
-    log_every: updates between two lines of the log. The loss is read from the device then, and only then.
-    fast_dev_run: a rehearsal. `fit` makes one update of the first batch, validates on one batch, and writes no file and
-    resumes nothing, however long it was to be.
-    overfit: every epoch is made of the first so many batches of epoch 0, in the same order.
-    sharded: of several ranks, each one's loaders have its own samples already. Otherwise the trainer divides them.
-    timeout: seconds that ranks wait for each other, if it is the trainer that joins them.
+    run: directory for the log and the checkpoints; None (default) to write neither.
+    callbacks: see `samplewise.loop.events`. With a run directory and without a ModelCheckpoint among them, a checkpoint
+    is saved after every epoch.
+    metrics: dict of name -> function (outputs, batch), or object with update, compute and reset.
+    device: "auto" (default) for CUDA if available, else MPS, else the CPU; or a torch device.
+    seed: seed of the order of samples and their random augmentation, together with the epoch and the sample's index.
+    log_every: number of updates between two log lines, 50 by default. The loss is read from the device (host sync) only
+    for a log line.
+    progress: False for no progress display.
+    fast_dev_run: True for a test run: `fit` makes one update with the first batch and validates on one batch. It writes
+    no files and does not resume; epochs and updates are ignored.
+    overfit: use only the first `overfit` batches of epoch 0 in every epoch, in the same order.
+    sharded: True if the loaders of each rank have only its own samples. By default the trainer shards them over ranks.
+    timeout: seconds after which the rendezvous and collectives fail, if the trainer initializes the process group.
     """
 
     @ranks.telling()
@@ -76,16 +80,22 @@ class Trainer:
     ):
         _check_given(step, callbacks, metrics)
         _check_options(log_every, fast_dev_run, overfit)
-        self.fast_dev_run, self.overfit = fast_dev_run, overfit
-        self.step, self.model, self.seed, self.log_every = step, inner(step.model), seed, log_every
+        self.fast_dev_run = fast_dev_run
+        self.overfit = overfit
+        self.step = step
+        self.model = inner(step.model)
+        self.seed = seed
+        self.log_every = log_every
         self.run = None if run is None else absolute(run)
         self.device = join(device, timeout)
         self.model.to(self.device)
         step.join()
         if isinstance(step.loss_fn, (nn.Module, Criterion)):
             step.loss_fn.to(self.device)
-        self._metrics, self._wants_progress = as_metrics(metrics or {}, self.device), progress
-        callbacks = sorted(callbacks, key=lambda c: isinstance(c, ModelCheckpoint))  # what is saved has heard the event
+        self._metrics = as_metrics(metrics or {}, self.device)
+        self._wants_progress = progress
+        # ModelCheckpoint comes last, so that it saves the other callbacks after they have handled an event.
+        callbacks = sorted(callbacks, key=lambda c: isinstance(c, ModelCheckpoint))
         if self.run is not None:
             callbacks = [LayerNorms(), *callbacks]
             if not any(isinstance(c, ModelCheckpoint) for c in callbacks):
@@ -95,11 +105,12 @@ class Trainer:
         self._leaving = Leaving(step)
         self._share = None if sharded else Share(ranks.rank(), ranks.size())
         self._files = None if self.run is None or fast_dev_run else Run(self.run)
-        self.loader: Iterable[Any] | None = None  # of the last fit
+        self.loader: Iterable[Any] | None = None  # loader of the last call of fit
         self._feed: Feed | None = None
         self._validation: Feed | None = None
         self._epoch = step.counters.epochs
-        self._running, self._clock = Running(), Clock()
+        self._running = Running()
+        self._clock = Clock()
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -111,7 +122,14 @@ class Trainer:
         updates: int | None = None,
         resume: bool = False,
     ) -> str:
-        """Trains for so many epochs or updates ("2ep", "500up"), and returns why it ended."""
+        """Train up to a total number of epochs or updates, and return the reason for the end.
+
+        loader: training batches.
+        validate: validation batches, evaluated after every epoch; None (default) for no validation.
+        epochs, updates: exactly one is given. `epochs` may be an int, or a str such as "2ep" or "500up". Epochs and
+        updates of a resumed run or of an earlier call count.
+        resume: True to continue from the newest checkpoint in the run directory, if there is one.
+        """
         with (
             only_fit_of(self.step),
             self._closing(),
@@ -137,36 +155,41 @@ class Trainer:
                         self._leaving.agree()
                         if not self._goes_on(until):
                             break
-                    if self.step.counters.epochs > epoch:  # else it was broken off
+                    if self.step.counters.epochs > epoch:  # otherwise the epoch was interrupted
                         metrics = self._end_of_epoch(validate)
                         self._listeners.tell("on_epoch_end", epoch=epoch, metrics=metrics)
                         self._leaving.agree()
-            reason = self._leaving.reason or ("fast_dev_run is done" if self.fast_dev_run else until.done())
+            done = "fast_dev_run is done" if self.fast_dev_run else until.done()
+            reason = self._leaving.reason or done
             self._end(reason)
         return reason
 
     def stop(self, reason: str) -> None:
-        """Ends the training after this update, on all ranks."""
+        """End the training after this update, on all ranks. `fit` returns the reason."""
         self._leaving.ask(reason)
 
     def _goes_on(self, until: Duration) -> bool:
+        """Return True if no stop was requested and the duration is not reached."""
         return self._leaving.reason is None and not until.reached(self._epoch, self.step.counters.updates)
 
     @contextmanager
     def _rehearsing(self) -> Iterator[None]:
-        """For a rehearsal the first batch is an update, whatever its size."""
-        samples, tail = self.step.samples, self.step.tail
+        """In a fast_dev_run, make one update of the first batch, independent of its size."""
+        samples = self.step.samples
+        tail = self.step.tail
         if self.fast_dev_run:
-            self.step.samples, self.step.tail = None, "update"
+            self.step.samples = None
+            self.step.tail = "update"
         try:
             yield
         finally:
-            self.step.samples, self.step.tail = samples, tail
+            self.step.samples = samples
+            self.step.tail = tail
 
     def _batches(self, feed: Feed) -> Iterator[Any]:
-        """What is left of the epoch."""
+        """Return the batches of the rest of the epoch. Collective."""
         with self._leaving.fetching():
-            feed.look(self._epoch)  # at once: ranks go on at their own pace
+            feed.look(self._epoch)  # not in the generator: it is collective, and ranks pull batches independently
         return self._slices(feed)
 
     def _slices(self, feed: Feed) -> Iterator[Any]:
@@ -175,12 +198,14 @@ class Trainer:
             yield Slices(moved(batch, self.device), used, feed.number)
 
     def _expected(self, until: Duration) -> int | None:
-        """How many updates there will be in all, for the bar."""
+        """Number of updates at the end of the training, for the progress bar; None if unknown."""
         assert self._feed is not None
         if until.updates is not None or until.epochs is None:
             return until.updates
         per_epoch = self._feed.updates_of(self.step.samples)
-        return None if per_epoch is None else self.step.counters.updates + per_epoch * (until.epochs - self._epoch)
+        if per_epoch is None:
+            return None
+        return self.step.counters.updates + per_epoch * (until.epochs - self._epoch)
 
     def _next_epoch(self) -> None:
         assert self._feed is not None
@@ -188,6 +213,7 @@ class Trainer:
         self._feed.go_to(Place())
 
     def _note(self, update: Update) -> None:
+        """Record an update: data position, meters, timer and, every `log_every` updates, a log line."""
         assert self._feed is not None
         self._feed.mark(self.step.taken)
         self._running.add(update)
@@ -196,24 +222,29 @@ class Trainer:
             self._write_progress()
 
     def _write_progress(self) -> None:
-        done, line = self.step.counters.updates, self._running.read()
+        done = self.step.counters.updates
+        line = self._running.read()
         costs = {"phases": self._clock.read(), "memory": peak_memory(self.device)}
         self.write("train", epoch=self._epoch, update=done, samples=self.step.counters.samples, **line, **costs)
         self._progress.update(self._epoch, done, line["loss"], line["samples_per_second"])
 
     def _end_of_epoch(self, validate: Iterable[Any] | None) -> dict[str, float]:
-        """The metrics of the epoch: those of validation, if there is any. Who leaves in validation comes back to it."""
+        """Validate, write log lines, and return the metrics of the epoch.
+
+        If the training is stopped during validation, a resumed run repeats the validation.
+        """
         if self._running.unread:
             self._write_progress()
         if not (self._running.begun or ranks.meet(self.step.open)[0]):
             raise BatchError(
                 f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
-                f"epoch {self._epoch}, and tail='drop'. Use fewer, or tail='update' or 'carry'."
+                f"epoch {self._epoch}, and tail='drop'. Use a smaller samples=, or tail='update' or tail='carry'."
             )
         found = {} if validate is None else self._validated(validate)
         epoch = self._epoch
         self._next_epoch()
-        done, trained = self.step.counters.updates, self._running.read_epoch()
+        done = self.step.counters.updates
+        trained = self._running.read_epoch()
         self.write("epoch", epoch=epoch, update=done, **trained)
         if validate is not None:
             self.write("validation", epoch=epoch, update=done, **found)
@@ -228,31 +259,32 @@ class Trainer:
         return self._evaluated(self._leaving.until_left(first, self._feed))
 
     def _end(self, reason: str) -> None:
-        """Saved by ModelCheckpoint before the last lines: a resumed run has none of them in its middle."""
+        """Run on_fit_end, write the last log lines, and wait for the checkpoint and for all ranks."""
+        # ModelCheckpoint saves before the last lines are written, so that a resumed log does not contain them.
         self._listeners.tell("on_fit_end", reason=reason)
         if self._running.unread:
             self._write_progress()
         self.write("end", update=self.step.counters.updates, reason=reason)
         if self._files is not None:
             self._files.finish()
-        ranks.together()  # nobody goes before all are done
+        ranks.together()  # no rank exits before all are done
 
     # --- files -----------------------------------------------------------------------------------------------------
 
     def write(self, kind: str, **fields: Any) -> None:
-        """A line of the log."""
+        """Write a line to the log and call `on_log` of the callbacks."""
         if self._files is not None:
             self._files.write(kind=kind, **fields)
         self._listeners.tell("on_log", kind=kind, fields=fields)
 
     def save(self) -> Path:
-        """What it takes to resume from here."""
+        """Save a checkpoint from which the run can be resumed, and return its path. Call it while `fit` runs."""
         if self.fast_dev_run:
             return Path(os.devnull)
         return self._run_files().save(self._state, self.step.counters.updates)
 
     def save_model(self, name: str) -> Path:
-        """The model's state alone, beside the log."""
+        """Save the state dict of the model to `name`.ckpt in the run directory, and return its path."""
         if self.fast_dev_run:
             return Path(os.devnull)
         state = {"model": whole(self.model.state_dict()), "update": self.step.counters.updates}
@@ -260,10 +292,11 @@ class Trainer:
 
     def _run_files(self) -> Run:
         if self._files is None:
-            raise CheckpointError("a checkpoint needs a directory; found none. Give the trainer run='runs/name'.")
+            raise CheckpointError("a checkpoint needs a run directory; found none. Use Trainer(..., run='runs/name').")
         return self._files
 
     def _state(self, log: int) -> dict[str, Any]:
+        """Return the state for a checkpoint. `log` is the length of the log in bytes. Collective."""
         assert self._feed is not None
         check_savable(self.step)
         parts = self._parts()
@@ -273,9 +306,10 @@ class Trainer:
         return {**states, "trainer": own, "kinds": kinds(parts), **random_states()}
 
     def _load(self, state: dict[str, Any]) -> int:
-        """Returns how much of the log belongs to this state."""
+        """Load the state of a checkpoint, and return the length in bytes of the log that belongs to it."""
         assert self._feed is not None
-        own, parts = state["trainer"], self._parts()
+        own = state["trainer"]
+        parts = self._parts()
         check_resumed(state, parts, self.seed)
         with fitting("loader"):
             self._feed.check_data(own, own["epoch"])
@@ -288,13 +322,13 @@ class Trainer:
         self._epoch = own["epoch"]
         with fitting("loader"):
             self._feed.load(own, self._epoch)
-        self.step.counters.epochs = self._epoch  # one more, if its loader had ended: it will end again
+        self.step.counters.epochs = self._epoch  # higher by 1 if the loader was exhausted, which will happen again
         with fitting("random state"):
             load_random_states(state, self.seed)
         return own["log"]
 
     def _parts(self) -> dict[str, Any]:
-        """Whatever has a state."""
+        """Return the objects with a state dict, by their names in a checkpoint."""
         parts = {
             "model": self.model,
             "optimizer": self.step.optimizer,
@@ -309,13 +343,14 @@ class Trainer:
         return parts
 
     def _open(self, loader: Iterable[Any], resume: bool) -> Feed:
+        """Open the loader and the run directory, and resume from the newest checkpoint if asked. Collective."""
         if self._feed is None:
             first = 1 if self.fast_dev_run else self.overfit
             self._feed = Feed(loader, self.seed, first, saved=self._files is not None, share=self._share)
             self._epoch = self.step.counters.epochs
-            if ranks.rank():  # what they draw, for dropout say, is not what rank 0 does
+            if ranks.rank():  # random numbers, for example of dropout, must differ from those of rank 0
                 reseed(seed_of(self.seed, ranks.rank()))
-        self.step.counters.epochs = self._epoch  # one more, if somebody left in validation: the epoch will end again
+        self.step.counters.epochs = self._epoch  # higher by 1 after a stop in validation, which is repeated
         self.loader = loader
         self._feed.use(loader)
         if self._files is not None:
@@ -326,7 +361,7 @@ class Trainer:
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        """Whatever ends a training, nothing stays open."""
+        """Handle signals and errors; close loaders, files and progress bar on exit."""
         self._leaving = Leaving(self.step)
         with self._leaving.at_signals():
             try:
@@ -336,22 +371,25 @@ class Trainer:
                 self._listeners.tell("on_error", error=error)
                 raise
             finally:
-                with ExitStack() as closing:  # in reverse order, each even if another one raises
+                with ExitStack() as closing:  # called in reverse order, even if one raises
                     for open_one in (self._files, self._validation, self._feed, self._progress):
                         if open_one is not None:
                             closing.callback(open_one.close)
 
-    # --- looking ---------------------------------------------------------------------------------------------------
+    # --- evaluation and prediction ---------------------------------------------------------------------------------
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
-        """The loss, Σ losses / Σ counts over all batches, and the metrics. Modes of all modules are kept. With several
-        ranks all must call it: each looks at its own samples, and all get the result.
+        """Return the loss, Σ losses / Σ counts over all batches, and the metrics.
+
+        Modules are in eval mode during the call; their modes are restored. With several ranks all must call it: each
+        evaluates its shard of the samples, and all get the result.
         """
         with ranks.telling():
             return self._evaluated(self._validation_batches(loader))
 
     def _evaluated(self, batches: Iterable[Any]) -> dict[str, float]:
-        sums, outputs = Quotient(), Outputs(self.model)
+        sums = Quotient()
+        outputs = Outputs(self.model)
         for metric in self._metrics.values():
             metric.reset()
         with self._looking(), outputs:
@@ -362,10 +400,11 @@ class Trainer:
                 sums.add(losses, counts)
                 for metric in self._metrics.values():
                     metric.update(outputs.last(), batch)
-        return ranks.told({"loss": sums.value(), **results(self._metrics)})  # rounded alike: all decide alike
+        # Broadcast from rank 0: bit-identical values, so that callbacks on all ranks decide alike.
+        return ranks.told({"loss": sums.value(), **results(self._metrics)})
 
     def _validation_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The same each time, whatever the loader draws."""
+        """Yield the batches of epoch 0 of a loader, with the same random numbers in each call."""
         if self._validation is None:
             self._validation = Feed(loader, self.seed, apart=True, share=self._share)
         self._validation.use(loader)
@@ -375,8 +414,10 @@ class Trainer:
             yield moved(batch, self.device)
 
     def predict(self, loader: Iterable[Any]) -> Any:
-        """The model's outputs, on the CPU: of x for batches (x, y), of the batch itself otherwise. Tuples and dicts of
-        tensors come back as such, each tensor joined over all batches. Ranks do not share this work.
+        """Return the outputs of the model on the CPU, concatenated over all batches.
+
+        The model is called with x for batches (x, y), and with the batch otherwise. Tuples and dicts of tensors keep
+        their structure. With several ranks each one predicts all batches of its loader: they are not sharded.
         """
         found = []
         with self._looking():
@@ -386,19 +427,22 @@ class Trainer:
                 found.append(moved(outputs, torch.device("cpu")))
         if not found:
             raise BatchError(
-                "predict must be given samples; found none. Pass a list or a DataLoader that is not empty."
+                "predict needs at least one batch; found none. Pass a list or a DataLoader that is not empty."
             )
         return joined(found)
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """Every module in eval mode and no graph; then each in its own mode, and all random numbers as before."""
-        modules = [self.model, *([self.step.loss_fn] if isinstance(self.step.loss_fn, nn.Module) else [])]
+        """Eval mode, no_grad and seeded random numbers; modes and random state are restored on exit."""
+        modules = [self.model]
+        if isinstance(self.step.loss_fn, nn.Module):
+            modules.append(self.step.loss_fn)
         restore = modes(*modules)
         self.step.gather()
         try:
-            for module in (module for root in modules for module in root.modules()):
-                module.training = False
+            for root in modules:
+                for module in root.modules():
+                    module.training = False
             with torch.no_grad(), seeded(seed_of(self.seed)):
                 yield
         finally:
@@ -408,12 +452,12 @@ class Trainer:
 def _check_given(step: Any, callbacks: Any, metrics: Any) -> None:
     if not isinstance(step, Step):
         raise TypeError(
-            f"step must be a samplewise Step; found {type(step).__name__}. Make one: sw.Step(model, optimizer, loss)."
+            f"step must be a samplewise Step; found {type(step).__name__}. Use sw.Step(model, optimizer, loss)."
         )
     if not isinstance(callbacks, Iterable):
-        raise TypeError(f"callbacks must be a list of objects; found {type(callbacks).__name__}. Put it into a list.")
+        raise TypeError(f"callbacks must be a list of objects; found {type(callbacks).__name__}. Pass a list.")
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must be a dict of names and metrics; found {type(metrics).__name__}. Name them.")
+        raise TypeError(f"metrics must be a dict of names and metrics; found {type(metrics).__name__}. Pass a dict.")
 
 
 def _check_options(log_every: Any, fast_dev_run: Any, overfit: Any) -> None:

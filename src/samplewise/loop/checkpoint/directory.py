@@ -1,12 +1,12 @@
-"""A checkpoint of several ranks: a directory that all of them write, with torch.distributed.checkpoint.
+"""Checkpoint of several ranks: a directory that all ranks write with torch.distributed.checkpoint.
 
     update-000000010.ckpt/
-        state.ckpt                  everything but the tensors of model, optimizer and loss; and the checksums of the
-                                    other files
-        rank-0.ckpt, rank-1.ckpt    those tensors, of which each rank has written some; and its part of an open window
+        state.ckpt                  everything except the tensors of model, optimizer and loss; and the checksums of
+                                    the other files
+        rank-0.ckpt, rank-1.ckpt    a part of these tensors, written by one rank; and its part of an open window
 
-Each file is a checkpoint file as one process writes it: see `file`. The directory is written under another name and
-renamed by rank 0 when all ranks are done, while the training goes on.
+Each file has the format of a checkpoint file of one process: see `file`. The directory is written under a temporary
+name, in the background while the training continues, and renamed by rank 0 when all ranks are done.
 """
 
 from __future__ import annotations
@@ -29,35 +29,37 @@ from samplewise.loop.checkpoint.encoding import Malformed, decode, encode, tenso
 from samplewise.loop.checkpoint.schema import LIST, TENSOR, TEXT, Schema, check, maybe
 from samplewise.loop.distributed import by_all, by_first
 
-VERSION = 2  # 1 was torch's own format, of which a part was a pickle
+VERSION = 2  # version 1 was the format of torch, which contains a pickle
 STATE = "state.ckpt"
 CONTENT: Schema = {"shards": [TEXT], "large": TEXT, "owns": maybe(LIST), "rest": TEXT, "small": [TENSOR]}
 LARGE = ("model", "optimizer", "loss")
-OWN = "own"  # what each rank has for itself
-PATIENCE = 30.0  # seconds
+OWN = "own"  # key of the state that differs between ranks
+PATIENCE = 30.0  # seconds that `close` waits for a save
 
 
 class Saver:
-    """Saves one state at a time. Whoever asks for the next waits for the last."""
+    """Background writer of checkpoints. A new save first waits for the previous one."""
 
     def __init__(self) -> None:
-        # A group of its own: what a save has to say must not get between what the training says.
+        # A separate process group, so that collectives of a save cannot mix with those of the training.
         self._group = dist.new_group(backend="gloo")
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
     def save(self, path: Path, state: dict[str, Any], then: Callable[[], None]) -> None:
-        """Begins to write a state, of which all ranks have the same but for their own, to a folder. `then` is called by
-        rank 0.
+        """Copy a state and start writing it to the directory `path`. Collective.
+
+        state: the same on all ranks, except for state["own"].
+        then: called on rank 0 when the checkpoint is on disk.
         """
         self.wait()
         rest, small = by_all(lambda: encode({name: state[name] for name in state if name not in (*LARGE, OWN)}))
         text, tensors = encode({name: state[name] for name in LARGE if name in state})
         if not ranks.same(hashlib.sha256(text.encode()).digest()):
             raise CheckpointError(
-                "model, optimizer and loss must have states of the same form on all ranks, of which each saves a part; "
-                "found that they differ. Make them alike on every rank; for an optimizer that divides its state among "
-                "them, use strategy='fsdp'."
+                "model, optimizer and loss must have state dicts of the same structure on all ranks, since each rank "
+                "saves a part; found that they differ. Construct them identically on every rank. To shard the state of "
+                "an optimizer, use strategy='fsdp'."
             )
         copies = {str(k): _copy(tensor) for k, tensor in enumerate(tensors)}
         owns = None
@@ -72,27 +74,29 @@ class Saver:
         def write() -> None:
             try:
                 self._write(aside, path, texts, copies, then)
-            except BaseException as problem:  # told by `wait`
+            except BaseException as problem:  # raised by `wait`
                 self._problem = problem
 
         self._thread = threading.Thread(target=write, name="samplewise checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until what was begun is on disk, on all ranks. Raises what has kept it from getting there."""
+        """Wait until the current save is on disk on all ranks; raise CheckpointError if it failed. Collective."""
         if self._thread is None:
             return
         self._thread.join()
-        self._thread, problem, self._problem = None, self._problem, None
+        problem = self._problem
+        self._thread = None
+        self._problem = None
         by_all(lambda: _raise(problem))
 
     def finish(self) -> None:
-        """When all is on disk, the group is given back, with its threads."""
+        """Wait for the current save and destroy the process group with its threads. Collective."""
         self.wait()
         dist.destroy_process_group(self._group)
 
     def close(self) -> None:
-        """After an error: what was begun gets some time, but a rank that is gone is not waited for."""
+        """After an error: wait up to 30 s for the current save. It may never end if another rank is dead."""
         if self._thread is not None:
             self._thread.join(PATIENCE)
             self._thread = self._problem = None
@@ -110,7 +114,7 @@ class Saver:
 
         def finish() -> None:
             file.write(aside / STATE, {**texts, "shards": digests}, snapshot=False)
-            file.remove(path)  # an older one of that number: this one is as good
+            file.remove(path)  # a checkpoint of the same update, which this one replaces
             os.replace(aside, path)
             sync_directory(path.parent)
             then()
@@ -118,8 +122,9 @@ class Saver:
         self._each(finish if ranks.rank() == 0 else lambda: None)
 
     def _each(self, call: Callable[[], Any]) -> list[Any]:
-        """What each rank gets from its call; an error of one is everybody's."""
-        found, problem = None, None
+        """Call a function on each rank and return the results of all; raise on all ranks if one fails. Collective."""
+        found = None
+        problem = None
         try:
             found = call()
         except Exception as error:
@@ -133,7 +138,7 @@ class Saver:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The state in a directory, whole, in one process or in each of several."""
+    """Return the complete state in a directory, on one process or on each of several ranks."""
     try:
         return _read(path)
     except (Malformed, *file.MALFORMED) as why:
@@ -161,7 +166,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """What `Saver.save` has written to the file of the state."""
+    """Read and check state.ckpt, as written by `Saver.save`."""
     if not (path / STATE).exists() and (path / ".metadata").exists():
         raise _other_version(path, 1)
     about = file.read(path / STATE)
@@ -174,13 +179,13 @@ def _described(path: Path) -> dict[str, Any]:
 
 def _other_version(path: Path, version: Any) -> CheckpointError:
     return CheckpointError(
-        f"{path} must be a checkpoint of several ranks in format {VERSION}; found format {version!r}, which another "
-        "version of samplewise has written: resume with that one, or start a new run directory."
+        f"{path} must be a checkpoint of several ranks in format {VERSION}; found format {version!r}, written by "
+        "another version of samplewise. Resume with that version, or start a new run directory."
     )
 
 
 def _shards(path: Path, digests: list[str]) -> list[dict[Any, Any]]:
-    """The states in the files of all ranks. Each rank compares some of the files with their checksums."""
+    """Return the states in the files of all ranks. Each rank verifies the checksums of some of the files."""
     states = []
     for rank, digest in enumerate(digests):
         state, found = file.mapped(path / _shard(rank), verify=rank % ranks.size() == ranks.rank())
@@ -195,29 +200,31 @@ def _shard(rank: int) -> str:
 
 
 def _own_name(name: str) -> str:
+    """Name of a tensor of this rank's own state."""
     return f"{ranks.rank()}/{name}"
 
 
 def _make_way(directory: Path) -> None:
+    """Create an empty directory; remove an existing one."""
     file.remove(directory)
     directory.mkdir(parents=True)
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """As it is now: the training goes on."""
+    """Copy a tensor to the CPU, since the training continues to change it."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _raise(problem: BaseException | None) -> None:
     if problem is not None:
         raise CheckpointError(
-            f"a checkpoint must be written by all ranks, which failed: {_told(problem).rstrip('.')}. Free some space "
-            "or see to the permissions, and resume: the checkpoints before it are whole."
+            f"all ranks must write their part of a checkpoint; found: {_told(problem).rstrip('.')}. Free disk space or "
+            "fix the permissions, then resume: earlier checkpoints are intact."
         ) from problem
 
 
 def _told(problem: BaseException) -> str:
-    """Torch's own tells of each rank's error, with all that it was called by."""
+    """Return the errors of all ranks without the tracebacks that torch's CheckpointException includes."""
     failures = getattr(problem, "failures", {})
     told = [f"{type(error).__name__} on rank {rank}: {error}" for rank, (error, _) in failures.items()]
     return "; ".join(told) or str(problem)

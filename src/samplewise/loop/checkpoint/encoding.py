@@ -1,6 +1,6 @@
-"""Nested state <-> JSON text and tensors.
+"""Encoding of a nested state as JSON text and a list of tensors, and strict decoding.
 
-Lists, text, None, bools and ordinary numbers stand for themselves; everything else is {"kind": content}. A tensor is
+Lists, text, None, bools and ordinary numbers are plain JSON; everything else is {"kind": content}. A tensor is
 {"tensor": [name, dtype, shape]}; tensors are named "0", "1", ... in the order of the state.
 
 Decoding is strict: it accepts what `encode` writes and raises `Malformed` for everything else.
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from samplewise.engine.sharded import in_parts
 
-DEEPEST = 100  # levels; the JSON parser fails at about 300, and a state that contains itself has no end
+DEEPEST = 100  # levels; the JSON parser fails at about 300, and a state that contains itself is infinite
 DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-# A dtype that is not here is refused, in a state and in a file.
+# Other dtypes are rejected, in a state and in a file.
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
@@ -40,20 +40,20 @@ Unpack = Callable[[Tensor, torch.dtype, list[int]], Tensor]
 
 
 class Malformed(ValueError):
-    """Text or tensors that `encode` has not made. The message names what was found."""
+    """Text or tensors that `encode` cannot have produced. The message names what was found."""
 
 
 # --- encoding --------------------------------------------------------------------------------------------------------
 
 
 def encode(state: dict[Any, Any]) -> tuple[str, list[Tensor]]:
-    """The state as JSON text, and its tensors in the order of their names."""
+    """Return the state as JSON text, and its tensors in the order of their names "0", "1", ...."""
     tensors: list[Tensor] = []
     return json.dumps(_encode(state, (), tensors), **STRICT), tensors
 
 
 def _encode(value: Any, place: tuple[Any, ...], tensors: list[Tensor]) -> Any:
-    """`value` as JSON; its tensors are appended to `tensors`."""
+    """Return `value` as JSON values, and append its tensors to `tensors`."""
     if len(place) > DEEPEST:
         raise TypeError(f"state must be at most {DEEPEST} levels deep; found more at {_dotted(place[:5])}...")
     if isinstance(value, float):
@@ -101,18 +101,20 @@ def _dotted(place: tuple[Any, ...]) -> str:
 
 
 def kind_of(value: object) -> str:
-    """The type's name as an error message shows it."""
+    """Return the qualified name of the value's type for error messages."""
     kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
 def decode(text: str, tensors: Mapping[str, Tensor], unpack: Unpack | None = None) -> dict[Any, Any]:
-    """The state again. It must refer to each of the tensors once, by dtype and shape.
+    """Return the state. It must refer to each of the tensors exactly once, with its dtype and shape.
 
-    unpack: makes what is referred to of a stored tensor, the dtype and the shape.
+    unpack: function (stored tensor, dtype, shape) that returns the tensor of the state.
     """
     left = dict(tensors)
 
@@ -132,7 +134,7 @@ def decode(text: str, tensors: Mapping[str, Tensor], unpack: Unpack | None = Non
 
 
 def tensors_in(text: str) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Dtype and shape of the tensors of an encoded state, by name."""
+    """Return dtype and shape of the tensors of an encoded state, by name."""
     found: dict[str, tuple[torch.dtype, list[int]]] = {}
 
     def note(name: str, dtype: torch.dtype, shape: list[int]) -> None:
@@ -145,7 +147,10 @@ def tensors_in(text: str) -> dict[str, tuple[torch.dtype, list[int]]]:
 
 
 def parsed(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any]) -> Any:
-    """JSON without NaN and infinity. `hook` makes an object of its (key, value) pairs."""
+    """Parse JSON without NaN and infinity.
+
+    hook: converts the (key, value) pairs of an object.
+    """
     try:
         return json.loads(text, object_pairs_hook=hook, parse_constant=_no_constant, parse_float=_finite)
     except Malformed:
@@ -153,14 +158,14 @@ def parsed(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any]) -> A
     except RecursionError:
         raise Malformed("JSON that is nested too deeply") from None
     except ValueError as why:
-        raise Malformed(f"no valid JSON ({why})") from None
+        raise Malformed(f"invalid JSON ({why})") from None
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A hook of `parsed`: a plain dict whose keys are there once."""
+    """Hook for `parsed`: return a dict; raise Malformed if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise Malformed("JSON with a key twice")
+        raise Malformed("JSON with a duplicate key")
     return found
 
 
@@ -205,12 +210,12 @@ def _decode_items(content: Any, take: Take, depth: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for item in _of(list, content):
         if type(item) is not list or len(item) != 2:
-            raise Malformed("an entry of a dict that is no pair")
+            raise Malformed("an entry of a dict that is not a pair")
         key = _decode(item[0], take, depth)
         if type(key) not in (str, int):
             raise Malformed(f"a key of type {kind_of(key)}")
         if key in found:
-            raise Malformed(f"the key {key!r} twice")
+            raise Malformed(f"the duplicate key {key!r}")
         found[key] = _decode(item[1], take, depth + 1)
     return found
 
@@ -218,14 +223,16 @@ def _decode_items(content: Any, take: Take, depth: int) -> dict[Any, Any]:
 def _decode_tensor(content: Any, take: Take) -> Any:
     if type(content) is not list or len(content) != 3:
         raise Malformed("a tensor without name, dtype and shape")
-    name, dtype, shape = _of(str, content[0]), _of(str, content[1]), sizes(content[2])
+    name = _of(str, content[0])
+    dtype = _of(str, content[1])
+    shape = sizes(content[2])
     if dtype not in DTYPES:
         raise Malformed(f"a tensor of dtype {dtype[:40]!r}")
     return take(name, DTYPES[dtype], shape)
 
 
 def sizes(value: Any) -> list[int]:
-    """Non-negative whole numbers: a shape, or an offset in each dimension."""
+    """Check that a value is a list of non-negative ints, a shape or an offset in each dimension, and return it."""
     if type(value) is not list or not all(type(size) is int and size >= 0 for size in value):
         raise Malformed(f"a shape or offset {str(value)[:40]}")
     return value
@@ -248,6 +255,7 @@ def _decode_leaf(kind: str, text: str) -> Any:
 
 
 def _of(kind: type, value: Any) -> Any:
+    """Return the value if it has the type `kind`; otherwise raise Malformed."""
     if type(value) is not kind:
         raise Malformed(f"{kind_of(value)} in place of {kind.__name__}")
     return value

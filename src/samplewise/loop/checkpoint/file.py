@@ -1,14 +1,14 @@
-"""One checkpoint file: a nested state that is either whole or not there.
+"""Checkpoint file: a nested state in the safetensors format, written atomically.
 
-A file is in the safetensors format. Its tensors are named "0", "1", ...; its metadata holds
+Tensors are named "0", "1", .... The metadata contains
 
     format    "samplewise checkpoint"
-    version   of what is described here
+    version   version of this format
     state     JSON text: the state, see `encoding`
-    sha256    of `state` and the bytes of all tensors
+    sha256    checksum of `state` and the bytes of all tensors
 
-Nothing in it is code, so a file from an untrusted source runs nothing. The file is written without the safetensors
-library, which holds the whole file in memory, or leaves files with names of its own when it is interrupted.
+A file contains no code, so one from an untrusted source cannot run anything. It is written without the safetensors
+library, which keeps the whole file in memory, or leaves temporary files when it is interrupted.
 """
 
 from __future__ import annotations
@@ -44,21 +44,23 @@ FORMAT = "samplewise checkpoint"
 VERSION = 1
 LARGEST_HEADER = 100_000_000  # bytes; safetensors refuses to read longer ones
 PARTIAL = ".partial"
-# As safetensors calls them. Tensors of other dtypes are stored as their bytes.
+# Names of dtypes in safetensors. Tensors of other dtypes are stored as bytes.
 STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 STORED |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
-# What the standard library, torch and safetensors raise for a header that `write` has not made.
+# Errors that the standard library, torch and safetensors raise for a header that `write` has not made.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError)
 
 
 def write(path: Path, state: dict[Any, Any], *, snapshot: bool = True) -> str:
-    """Writes `state` to `path`, all of it or nothing, and returns its checksum.
+    """Write `state` to `path` atomically, and return its checksum.
 
-    `state` may nest dicts (keys text or int), lists and tuples of tensors, numbers, text, bytes and None. They come
-    back with the types they had, except that subclasses of float (NumPy's, as schedules return) come back as float.
-    Tensors that share memory come back apart. snapshot: False if nothing changes the tensors meanwhile.
+    `state` may nest dicts (keys str or int), lists and tuples of tensors, numbers, text, bytes and None. Types are
+    preserved, except that subclasses of float (such as NumPy's, which schedulers return) are read as float. Tensors
+    that share memory are read as separate tensors.
+
+    snapshot: copy the tensors first. False if they are not changed during the call.
     """
-    require_safetensors()  # a file that cannot be read again is of no use
+    require_safetensors()  # not needed for writing, but without it the file could not be read
     text, given = encode(state)
     tensors = [_stored(tensor, snapshot) for tensor in given]
     digest = _checksum(text, tensors)
@@ -71,20 +73,20 @@ def write(path: Path, state: dict[Any, Any], *, snapshot: bool = True) -> str:
                 file.write(_memory(tensor))
     except OSError as why:
         raise CheckpointError(
-            f"a checkpoint must be written to {path}, which failed: {why}. Free some space or see to the permissions, "
-            "and save again; a file that stands there is still whole."
+            f"a checkpoint could not be written to {path}: {why}. Free disk space or fix the permissions, then save "
+            "again. An existing file at this path is unchanged."
         ) from why
     return digest
 
 
 def read(path: Path, device: str | torch.device = "cpu") -> dict[Any, Any]:
-    """The state in a file, with tensors of its own on `device`."""
+    """Return the state in a file, with tensors copied to `device`."""
     state, _ = mapped(path)
     return moved(state, torch.device(device), copy=True)
 
 
 def mapped(path: Path, verify: bool = True) -> tuple[dict[Any, Any], str]:
-    """The state in a file, whose tensors are windows into the file, and the checksum that the file states.
+    """Return the state in a file, with memory-mapped tensors, and the checksum in its metadata.
 
     verify: False if another process compares the bytes with the checksum.
     """
@@ -92,15 +94,14 @@ def mapped(path: Path, verify: bool = True) -> tuple[dict[Any, Any], str]:
     try:
         about = _metadata(path)
         with safetensors.safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
-        text, digest = about["state"], about["sha256"]
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+        text = about["state"]
+        digest = about["sha256"]
         if verify and _checksum(text, [tensors[str(k)] for k in range(len(tensors))]) != digest:
             raise corrupt(path, "another checksum")
         return decode(text, tensors, _unpacked), digest
     except OSError as why:
-        raise CheckpointError(
-            f"{path} must be a file that can be read; found: {why}. See to its path and permissions."
-        ) from why
+        raise CheckpointError(f"{path} must be a readable file; found: {why}. Check its path and permissions.") from why
     except Malformed as why:
         raise corrupt(path, str(why)) from why
     except (safetensors.SafetensorError, *MALFORMED) as why:
@@ -108,6 +109,7 @@ def mapped(path: Path, verify: bool = True) -> tuple[dict[Any, Any], str]:
 
 
 def require_safetensors() -> Any:
+    """Import safetensors, or raise ImportError with the command to install it."""
     try:
         import safetensors
         import safetensors.torch
@@ -117,7 +119,7 @@ def require_safetensors() -> Any:
 
 
 def moved(value: Any, device: torch.device, copy: bool = False) -> Any:
-    """A state with its tensors on `device`."""
+    """Return a nested state with its tensors on `device`."""
     if isinstance(value, Tensor):
         return value.to(device, copy=copy)
     if isinstance(value, dict):
@@ -128,7 +130,7 @@ def moved(value: Any, device: torch.device, copy: bool = False) -> Any:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a directory with its content, if it is there. What a link points to stays."""
+    """Remove a file, a symbolic link (not its target) or a directory with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -139,24 +141,28 @@ def remove(path: Path) -> None:
 
 
 def _stored(value: Tensor, snapshot: bool) -> Tensor:
-    """As it goes into the file: on the CPU, contiguous, of a dtype that safetensors knows."""
+    """Return the tensor as it is stored: on the CPU, contiguous, with a dtype of `STORED`; otherwise as uint8."""
     if in_parts(value):
-        raise TypeError("a tensor must be whole to be written by one process; found one that ranks share.")
+        raise TypeError(
+            "a tensor must not be sharded over ranks if one process writes it; found a DTensor. Gather it first."
+        )
     plain = value.detach().resolve_conj().resolve_neg()
     plain = plain.to("cpu", copy=snapshot, memory_format=torch.contiguous_format).contiguous()
     return plain if plain.dtype in STORED else plain.reshape(-1).view(torch.uint8)
 
 
 def _unpacked(stored: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    """Return a stored tensor with its original dtype and shape."""
     if dtype in STORED:
         return stored
     needed = math.prod(shape) * dtype.itemsize
     if stored.dtype != torch.uint8 or list(stored.shape) != [needed]:
         raise Malformed(f"a tensor stored as {stored.dtype} {list(stored.shape)} in place of {needed:,} bytes")
-    return stored.clone().view(dtype).reshape(shape)  # cloned, since it may begin anywhere in the file
+    return stored.clone().view(dtype).reshape(shape)  # cloned, since its address in the file may not be aligned
 
 
 def _memory(tensor: Tensor) -> Any:
+    """Return the bytes of a contiguous CPU tensor as a buffer, without a copy."""
     if not tensor.nbytes:
         return b""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -173,10 +179,10 @@ def _checksum(text: str, tensors: list[Tensor]) -> str:
 
 
 def _layout(about: dict[str, str], tensors: list[Tensor]) -> tuple[bytes, list[Tensor]]:
-    """The header of a safetensors file, with its length in front, and the tensors in the order in which they follow."""
+    """Return the header of a safetensors file, preceded by its length, and the tensors in the order of their data."""
     header: dict[str, Any] = {"__metadata__": about}
     begin = 0
-    # Wide ones first, after a multiple of 8 bytes: so each begins at a multiple of its width, as reading them needs.
+    # Wide dtypes first, after a multiple of 8 bytes, so that each tensor is aligned to its item size, as reading needs.
     order = sorted(enumerate(tensors), key=lambda named: -named[1].itemsize)
     for name, tensor in order:
         end = begin + tensor.nbytes
@@ -186,22 +192,22 @@ def _layout(about: dict[str, str], tensors: list[Tensor]) -> tuple[bytes, list[T
     text += b" " * (-len(text) % 8)
     if len(text) > LARGEST_HEADER:
         raise CheckpointError(
-            f"the numbers and texts of a state must take at most {LARGEST_HEADER} bytes as JSON; found {len(text)}. "
-            "Make tensors of the long lists in it."
+            f"numbers and texts of a state must take at most {LARGEST_HEADER} bytes as JSON; found {len(text)}. "
+            "Convert long lists to tensors."
         )
     return len(text).to_bytes(8, "little") + text, [tensor for _, tensor in order]
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    """What the file states about itself, once it is known to be of our format and of full length."""
+    """Return the metadata of a file after checking its format, version and length."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a named pipe would block
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(9)
         length = int.from_bytes(start[:8], "little")
         if len(start) == 9 and (start[8:] != b"{" or length > LARGEST_HEADER):
-            raise _foreign(path, f"one that begins with {start!r}")
+            raise _foreign(path, f"a file that begins with {start!r}")
         _check_length(path, size, 8 + length if len(start) == 9 else 9)
         header = parsed(start[8:] + file.read(length - 1), without_repeats)
     about = header.pop("__metadata__", {})
@@ -224,7 +230,7 @@ def _check_length(path: Path, size: int, needed: int) -> None:
 def _check_version(path: Path, version: int) -> None:
     if version > VERSION:
         raise CheckpointError(
-            f"{path} must be of checkpoint format {VERSION}; found {version}. A newer samplewise has written it: "
+            f"{path} must have checkpoint format {VERSION}; found {version}, written by a newer samplewise. Upgrade: "
             "pip install --upgrade samplewise"
         )
     if version != VERSION:
@@ -232,12 +238,15 @@ def _check_version(path: Path, version: int) -> None:
 
 
 def corrupt(path: Path, found: str) -> CheckpointError:
+    """Return the error for a file whose content was changed."""
     return CheckpointError(
-        f"{path} must hold what was once written to it; found {found}. It is corrupt: use an earlier checkpoint."
+        f"{path} must contain exactly what was written to it; found {found}. It is corrupt: use an earlier checkpoint."
     )
 
 
 def _foreign(path: Path, found: str) -> CheckpointError:
+    """Return the error for a file that is not a checkpoint."""
     return CheckpointError(
-        f"{path} must be a file that samplewise has written; found {found}. It is no checkpoint: give another path."
+        f"{path} must be a checkpoint file written by samplewise; found {found}. It is not a checkpoint: pass another "
+        "path."
     )

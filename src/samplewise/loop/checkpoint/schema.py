@@ -1,4 +1,4 @@
-"""Schemas for nested states: which keys must be there, and of which kind the values must be.
+"""Schemas of nested states: required keys and kinds of values.
 
 A schema is a `Kind`, a list of one schema (a list of such values), or a dict of schemas by key. A dict may have further
 keys.
@@ -16,6 +16,8 @@ from samplewise.loop.checkpoint.encoding import Malformed, kind_of
 
 
 class Kind(NamedTuple):
+    """Named predicate of a value."""
+
     name: str
     holds: Callable[[Any], bool]
 
@@ -33,11 +35,12 @@ LIST = Kind("a list", lambda value: type(value) is list)
 
 
 def maybe(kind: Kind) -> Kind:
+    """Return a kind that also accepts None."""
     return Kind(f"{kind.name}, or None", lambda value: value is None or kind.holds(value))
 
 
 def check(value: Any, schema: Schema, place: str = "") -> None:
-    """Raises `Malformed` with the place of the first value that is missing or of another kind."""
+    """Raise `Malformed` with the path of the first value that is missing or of another kind."""
     if isinstance(schema, Kind):
         if not schema.holds(value):
             raise Malformed(f"{_shown(value)} as {place} in place of {schema.name}")
@@ -55,4 +58,6 @@ def check(value: Any, schema: Schema, place: str = "") -> None:
 
 
 def _shown(value: Any) -> str:
-    return repr(value)[:40] if type(value) in (bool, int, float, str, type(None)) else kind_of(value)
+    if type(value) in (bool, int, float, str, type(None)):
+        return repr(value)[:40]
+    return kind_of(value)

@@ -1,9 +1,9 @@
 """Storage layer for torch.distributed.checkpoint without pickle: one checkpoint file for each rank.
 
-torch's planners decide which rank writes which chunk of which tensor, and which chunks a tensor is read from. The state
+torch's planners decide which rank writes which chunk of which tensor, and from which chunks a tensor is read. The state
 in the file of a rank is {"chunks": [[name of the tensor, offset in each dimension, chunk], ...]}.
 
-torch.distributed.checkpoint takes long to import: so this module is imported where it is needed.
+torch.distributed.checkpoint is slow to import, so this module is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torch.futures import Future
 from samplewise.loop.checkpoint import file
 from samplewise.loop.checkpoint.encoding import Malformed, sizes
 
-Chunks = dict[str, dict[tuple[int, ...], Tensor]]  # by the name of the tensor and the offset in it
-Shapes = dict[str, tuple[torch.dtype, list[int]]]  # by the name of the tensor
+Chunks = dict[str, dict[tuple[int, ...], Tensor]]  # tensor name -> offset of the chunk -> chunk
+Shapes = dict[str, tuple[torch.dtype, list[int]]]  # tensor name -> dtype and shape
 
 
 class ShardWriter(StorageWriter):
-    """Writes what a rank has to write to the file `path`. Afterwards, `digest` is its checksum."""
+    """Writer of the chunks of one rank to the file `path`. After writing, `digest` is the checksum of the file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -59,7 +59,7 @@ class ShardWriter(StorageWriter):
         results = []
         for item in plan.items:
             tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor) and item.tensor_data is not None  # nothing else is given to `save`
+            assert isinstance(tensor, Tensor) and item.tensor_data is not None  # `save` is called with tensors only
             chunks.append([item.index.fqn, list(item.tensor_data.chunk.offsets), tensor.detach()])
             results.append(WriteResult(item.index, tensor.nbytes, None))
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ class ShardWriter(StorageWriter):
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing: the offset of each chunk is in the file that holds it."""
+        """Do nothing: the offset of each chunk is stored in its file."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -75,7 +75,7 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Gives torch's planner the chunks of some tensors."""
+    """Reader that passes chunks in memory to torch's planner."""
 
     def __init__(self, shapes: Shapes, chunks: Chunks):
         self._shapes = shapes
@@ -103,7 +103,7 @@ class ShardReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            assert item.storage_index.offset is not None  # the planner has it from `_described`
+            assert item.storage_index.offset is not None  # set by `_described`
             chunk = self._chunks[item.storage_index.fqn][tuple(item.storage_index.offset)]
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 chunk = chunk.narrow(dim, start, length)
@@ -118,37 +118,37 @@ class ShardReader(StorageReader):
 
 
 def read(shapes: Shapes, chunks: Chunks) -> dict[str, Tensor]:
-    """Whole tensors of these names, dtypes and shapes. Raises `Malformed` if the chunks are not exactly theirs."""
+    """Assemble the named tensors from chunks; raise `Malformed` if the chunks do not fill them exactly."""
     for name, (dtype, shape) in shapes.items():
         _check_chunks(name, dtype, shape, chunks.get(name, {}))
     whole = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
     try:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is for this process alone
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # about loading without a process group
             load(whole, storage_reader=ShardReader(shapes, chunks), no_dist=True)
-    except CheckpointException as why:  # torch's own, which is no Exception
-        raise Malformed(f"what torch cannot read: {why}") from why
+    except CheckpointException as why:  # a subclass of BaseException
+        raise Malformed(f"chunks that torch cannot read: {why}") from why
     return whole
 
 
 def chunks_in(states: list[Any]) -> Chunks:
-    """The chunks in the states of the files of all ranks."""
+    """Collect the chunks from the states in the files of all ranks."""
     found: Chunks = {}
     for state in states:
         if list(state) != ["chunks"] or type(state["chunks"]) is not list:
-            raise Malformed("a state that is no list of chunks")
+            raise Malformed("a state that is not a list of chunks")
         for entry in state["chunks"]:
             if type(entry) is not list or [type(part) for part in entry] != [str, list, Tensor]:
                 raise Malformed("a chunk without name, offset and tensor")
             name, offset, tensor = entry
             of_name = found.setdefault(name, {})
             if tuple(sizes(offset)) in of_name:
-                raise Malformed(f"a chunk of tensor {name!r} twice")
+                raise Malformed(f"a duplicate chunk of tensor {name!r}")
             of_name[tuple(offset)] = tensor
     return found
 
 
 def _check_chunks(name: str, dtype: torch.dtype, shape: list[int], chunks: dict[tuple[int, ...], Tensor]) -> None:
-    """The chunks must fill the tensor, each place of it once. Nothing is allocated before the sizes agree."""
+    """Check that the chunks cover each element of the tensor once. Nothing is allocated before the sizes agree."""
     for offset, chunk in chunks.items():
         inside = len(offset) == len(shape) == chunk.dim() and all(
             start + length <= size for start, length, size in zip(offset, chunk.shape, shape, strict=True)
@@ -163,7 +163,7 @@ def _check_chunks(name: str, dtype: torch.dtype, shape: list[int], chunks: dict[
 
 
 def _check_apart(name: str, shape: list[int], chunks: dict[tuple[int, ...], Tensor]) -> None:
-    """As many numbers as the tensor has fill it if no place is there twice."""
+    """Check that chunks do not overlap. Together they have the size of the tensor, so they then fill it."""
     filled = torch.zeros(shape, dtype=torch.bool)
     for offset, chunk in chunks.items():
         place = filled[tuple(slice(start, start + length) for start, length in zip(offset, chunk.shape, strict=True))]

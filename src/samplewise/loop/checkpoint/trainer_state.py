@@ -1,6 +1,6 @@
-"""Checks of the state of a trainer that was read from a checkpoint, before and while it is loaded.
+"""Checks of the state of a trainer that was read from a checkpoint, before and during loading.
 
-A file that is whole may still hold something else than the state of a trainer, or numbers that no trainer saves.
+An intact file may still contain something else than the state of a trainer, or numbers that no trainer saves.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ TRAINER: Schema = {
     "running": {"lines": SUMS, "epoch": SUMS},
     "callbacks": DICT,
 }
-# What load_state_dict of torch, of a loader or of a callback raises for a state that is not its own.
+# Errors that load_state_dict of torch, of a loader or of a callback raises for a state that does not fit.
 UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 
 
 def check_resumable(path: Path, state: dict[Any, Any]) -> None:
-    """The state must be one that a trainer has saved, in one process or on several ranks."""
+    """Raise CheckpointError if the state was not saved by a trainer, in one process or on several ranks."""
     try:
         check(state, TRAINER)
         several = "places" in state["trainer"]
@@ -63,14 +63,14 @@ def check_resumable(path: Path, state: dict[Any, Any]) -> None:
             check(state["own"], {"counters": COUNTERS, "window": WINDOW}, "own")
     except Malformed as why:
         raise CheckpointError(
-            f"{path} must hold the state of a trainer; found {why}. It was written for another purpose: use an earlier "
-            "checkpoint."
+            f"{path} must contain the state of a trainer; found {why}. It was written for another purpose: use an "
+            "earlier checkpoint."
         ) from why
 
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Turns any error of loading a state into a CheckpointError that names what was being loaded."""
+    """Convert errors of loading a state into a CheckpointError that names what was being loaded."""
     try:
         yield
     except SamplewiseError:
