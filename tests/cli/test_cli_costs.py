@@ -52,9 +52,8 @@ def test_the_whole_batch_is_reckoned_from_two_sizes():
     """8 samples more take 4 MB more: half a MB each, and 8 + 112 / 2 for 128."""
     found = "Each sample adds about 0.5 MB, which makes 64 MB for the batch of 128"
     assert advice(costs(), 16, 128, PLENTY)[-1] == f"{found}."
-    assert (
-        advice(costs(), 16, 128, 100_000_000)[-1] == f"{found}: more than half of the free memory. Use --microbatch auto."
-    )
+    scarce = f"{found}: more than half of the free memory. Use --microbatch auto."
+    assert advice(costs(), 16, 128, 100_000_000)[-1] == scarce
 
 
 @pytest.mark.parametrize("samples", [None, 1])

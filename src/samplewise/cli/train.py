@@ -38,7 +38,7 @@ def train(
     ] = None,
     microbatch: Annotated[
         str | None,
-        typer.Option(metavar="N|auto", help="Samples per forward and backward pass; auto: as many as fit. Default: a batch."),
+        typer.Option(metavar="N|auto", help="Samples per forward pass; auto: as many as fit. Default: one batch."),
     ] = None,
     clip: Annotated[
         float | None, typer.Option(metavar="C", help="Clip each sample's gradient to norm C before summing.")
