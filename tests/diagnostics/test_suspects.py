@@ -309,9 +309,9 @@ def test_a_ledger_will_do(tmp_path):
         ({"loss": [1.0]}, "must have the column id and one of loss, norm, margin, el2n, self_influence; found loss"),
         ({"id": [1]}, "must have the column id and one of loss, norm, margin, el2n, self_influence; found id"),
         ({"id": [1, 2], "loss": [1.0]}, "one row per visit, one at least; found lengths {'id': 2, 'loss': 1}"),
-        ({"id": [], "loss": []}, "one row per visit, one at least; found none"),
+        ({"id": [], "loss": []}, "at least one row, one per visit; found none"),
         ({"id": [1], "loss": [math.nan]}, "must have a finite score of some sample; found none"),
-        ({"id": [1, None], "loss": [1.0, 2.0]}, "every visit must have an id; found 1 of 2 without"),
+        ({"id": [1, None], "loss": [1.0, 2.0]}, "every visit must have an id; found 1 of 2 visits without an id"),
         ({"id": [1], "loss": ["high"]}, "the column 'loss' must hold numbers; found string"),
     ],
 )

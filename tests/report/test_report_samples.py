@@ -374,7 +374,7 @@ def test_a_truncated_part_is_told_of_and_the_rest_is_there(run):
     broken.write_bytes(broken.read_bytes()[:-100])
     write_run(run)
     shown = page_of(run)
-    assert "Ledger: a part of a ledger must be a whole Parquet file; found that" in shown.text
+    assert "Ledger: a part of a ledger must be a complete Parquet file; found" in shown.text
     assert "damaged=" not in shown.text  # it is left out already
     assert "Train loss" in shown.charts and column(shown, "visits")["same"] == 1
 
@@ -393,15 +393,15 @@ def test_no_part_that_can_be_read(run):
         part.write_bytes(b"no Parquet")
     write_run(run)
     shown = page_of(run)
-    assert shown.text.count("Ledger: a part of a ledger must be a whole Parquet file") == 2
-    assert "The samples cannot be shown: a ledger must have a part that can be read" in shown.text
+    assert shown.text.count("Ledger: a part of a ledger must be a complete Parquet file") == 2
+    assert "The samples cannot be shown: a ledger must have at least one readable part" in shown.text
     assert "The ledger cannot be read." in shown.text and "Train loss" in shown.charts
 
 
 def test_parts_that_do_not_agree(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits([1], [1.0]), visits(["one"], [1.0]))
-    assert "The samples cannot be shown: the parts of a ledger must agree about their columns" in page_of(tmp_path).text
+    assert "The samples cannot be shown: the parts of a ledger must have compatible columns" in page_of(tmp_path).text
 
 
 def test_a_ledger_in_which_nothing_is_finite(tmp_path):
