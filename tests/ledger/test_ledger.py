@@ -320,7 +320,7 @@ def test_a_damaged_part_is_named_and_the_rest_is_there(tmp_path, how):
     with pytest.raises(sw.LedgerError, match=r"must be a complete Parquet file; found .*part-000001\.parquet") as error:
         sw.samples(tmp_path)
     assert "\n" not in str(error.value)
-    with pytest.warns(sw.LedgerWarning, match=r"part-000001\.parquet .*The other parts are read\."):
+    with pytest.warns(sw.LedgerWarning, match=r"part-000001\.parquet, .*The other parts are read\."):
         rest = sw.samples(tmp_path, damaged="skip")
     assert 0 < rest.num_rows < 2 * N
 
