@@ -217,9 +217,9 @@ def test_bad_arguments(tmp_path):
         (name, found), *_ = options.items()
         with pytest.raises(ValueError, match=f"{name} must be an integer, 1 or more; found {found}"):
             store.search(torch.zeros(1, 4), **options)
-    with pytest.raises(TypeError, match=r"rows must be gradients or a real tensor \(B, 4\); found list"):
+    with pytest.raises(TypeError, match=r"rows must be Gradients or a real tensor \(B, 4\); found list"):
         store.add([[0.0] * 4])
-    with pytest.raises(TypeError, match=r"rows must be gradients or a real tensor \(B, 4\); found torch.complex64"):
+    with pytest.raises(TypeError, match=r"rows must be Gradients or a real tensor \(B, 4\); found torch.complex64"):
         store.add(torch.zeros(1, 4, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"seed must be an integer; found 1\.5"):
         sw.ProjectedStore(tmp_path, 4, seed=1.5)

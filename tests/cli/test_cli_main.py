@@ -96,7 +96,7 @@ def test_a_report_that_follows_a_run_which_has_ended(recipe):
     command("train", recipe(HEALTHY), "--epochs", 1)
     result = command("report", "--watch", "runs/recipe")
     assert result.exit_code == 0
-    assert result.stdout == "The training has ended: runs/recipe/report.html stays as it is.\n"
+    assert result.stdout == "Training has ended: runs/recipe/report.html is not updated any more.\n"
 
 
 def test_a_report_that_cannot_be_written(recipe):

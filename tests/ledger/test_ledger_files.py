@@ -67,7 +67,7 @@ def test_a_report_of_a_run_with_a_huge_part_number_ends(run):
 def test_numbers_of_any_size(run, number):
     shutil.copy(path_of(run, 0), path_of(run, number))
     rows, messages = skipped(run)
-    assert rows == 3 * ROWS and len(messages) == 1 and f"{number - 3:,} more that belong" in messages[0]
+    assert rows == 3 * ROWS and len(messages) == 1 and f"{number - 3:,} more after it)" in messages[0]
 
 
 def test_holes_are_counted_apart(run):
@@ -164,8 +164,8 @@ def test_a_directory_named_like_a_part_is_not_removed(run):
     path_of(run, 2).mkdir()
     (path_of(run, 2) / "notes.txt").write_text("mine")
     message = (
-        f"^a part that is newer than the checkpoint must be removed when a run is resumed; found that "
-        f"{path_of(run, 2)} cannot be: .*\\. Move it out of the folder\\.$"
+        f"^a part that is newer than the checkpoint must be removed when a run is resumed; found "
+        f"{path_of(run, 2)}, which cannot be removed: .*\\. Move it out of the folder\\.$"
     )
     with pytest.raises(sw.LedgerError, match=message):
         Parts(run, 1).open()

@@ -248,8 +248,8 @@ def _remove(path: Path) -> None:
         path.unlink()
     except OSError as why:
         raise LedgerError(
-            f"a part that is newer than the checkpoint must be removed when a run is resumed; removing {path} failed: "
-            f"{why}. Move it out of the folder."
+            f"a part that is newer than the checkpoint must be removed when a run is resumed; found {path}, which cannot "
+            f"be removed: {why}. Move it out of the folder."
         ) from why
 
 
