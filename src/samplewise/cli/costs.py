@@ -149,7 +149,8 @@ def _pieces(costs: Costs) -> dict[int, Cost]:
 
 
 def _about_microbatches(costs: Costs) -> list[str]:
-    whole, pieces = costs.get((PLAIN, None)), _pieces(costs)
+    whole = costs.get((PLAIN, None))
+    pieces = _pieces(costs)
     if whole is None or not pieces:
         return []
     size = max(pieces)
@@ -171,11 +172,13 @@ def _share(piece: Cost, whole: Cost) -> float | None:
 
 def _about_the_batch(costs: Costs, samples: int | None, of: int | None, free: int) -> list[str]:
     """Memory of the whole batch, extrapolated linearly from two sizes."""
-    whole, pieces = costs.get((PLAIN, None)), _pieces(costs)
+    whole = costs.get((PLAIN, None))
+    pieces = _pieces(costs)
     if whole is None or not pieces or samples is None or of is None or of == samples:
         return []
     size = max(pieces)
-    most, fewer = whole.bytes, pieces[size].bytes
+    most = whole.bytes
+    fewer = pieces[size].bytes
     if most is None or fewer is None:
         return []
     each = (most - fewer) / (samples - size)

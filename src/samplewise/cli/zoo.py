@@ -15,7 +15,7 @@ from samplewise.zoo.judge import NOT_RUN, OUTCOMES, REFUSED, RIGHT, WRONG, tally
 
 EVERY = 50  # cases between two progress lines, without a terminal
 LEGEND = """
-refused  samples depend on each other: the engine must detect it, and be right when told to continue
+refused  samples depend on each other: the engine must detect it, and be right when allowed to continue
 not run  PyTorch itself fails on the model, on this machine and in this precision
 """
 

@@ -131,7 +131,8 @@ class NoiseScale:
         """
         if update.skipped or update.samples < 2 or update.updates > 1:
             return
-        weights, problem = update.weights, None
+        weights = update.weights
+        problem = None
         plain = not isinstance(weights, Mapping) and bool((weights == 1).all())
         if not plain or float(update.sums()[1]) != update.samples:
             problem = ValueError(

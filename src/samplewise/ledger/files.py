@@ -95,7 +95,9 @@ def numbered(run: Path) -> list[Part]:
         match = re.fullmatch(r"part-([0-9]{6,})(?:-rank-([0-9]+)-of-([0-9]+))?\.parquet", path.name)
         if match is None:
             continue
-        number, rank, size = int(match[1]), int(match[2] or 0), int(match[3] or 1)
+        number = int(match[1])
+        rank = int(match[2] or 0)
+        size = int(match[3] or 1)
         if rank < size and path.name == path_of(run, number, rank, size).name:
             found.setdefault(number, {})[size, rank] = path
     return [Part(number, files) for number, files in sorted(found.items())]
@@ -248,8 +250,8 @@ def _remove(path: Path) -> None:
         path.unlink()
     except OSError as why:
         raise LedgerError(
-            f"a part that is newer than the checkpoint must be removed when a run is resumed; found {path}, which cannot "
-            f"be removed: {why}. Move it out of the folder."
+            f"a part that is newer than the checkpoint must be removed when a run is resumed; found {path}, which "
+            f"cannot be removed: {why}. Move it out of the folder."
         ) from why
 
 

@@ -205,7 +205,7 @@ def _telling(points: list[Point], stretch: range) -> Iterator[int]:
 
 
 def _marked(points: list[Point]) -> list[int]:
-    """Indices of points marked with a dot: all of a few points, otherwise those between two gaps, which have no line."""
+    """Indices of points marked with a dot: all if few, otherwise those between two gaps, where there is no line."""
     there = [False, *(isfinite(y) for _, y in points), False]
     few = len(points) <= FEW_POINTS
     return [k for k in range(len(points)) if there[k + 1] and (few or not (there[k] or there[k + 2]))]

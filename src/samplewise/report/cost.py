@@ -23,7 +23,8 @@ class Spent(NamedTuple):
 
 
 def cost(run: Run) -> Section:
-    spent, frame = _spent(run.train), Frame(*run.span)
+    spent = _spent(run.train)
+    frame = Frame(*run.span)
     timed = [{"update": s.update, "ms": 1e3 * sum(s.seconds.values()) / s.updates} for s in spent]
     figures = []
     if timed:

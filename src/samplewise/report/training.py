@@ -102,8 +102,9 @@ def best(run: Run) -> Section:
         for update, value in extreme(drawn, which)
     ]
     unclear = any(len(better(drawn.name)) > 1 for drawn in found)
-    note = quiet("If the name of a metric does not show whether lower or higher is better, both are listed.")
-    note = note if unclear else ""
+    note = ""
+    if unclear:
+        note = quiet("If the name of a metric does not show whether lower or higher is better, both are listed.")
     return Section("Best values", table(("", "", "value", "at update", "last"), rows, words=2) + note if rows else "")
 
 
