@@ -152,9 +152,9 @@ store.add(torch.full((3, 8), 99.0))
 
 def test_another_size_or_seed(tmp_path):
     filled(tmp_path)
-    with pytest.raises(sw.StoreError, match=r"must have dim=32, as asked for; found 16. Open it with dim=16"):
+    with pytest.raises(sw.StoreError, match=r"must have dim=32, as requested; found dim=16. Open it with dim=16"):
         sw.ProjectedStore(tmp_path, 32)
-    with pytest.raises(sw.StoreError, match=r"must have seed=1, as asked for; found 0. Open it with seed=0"):
+    with pytest.raises(sw.StoreError, match=r"must have seed=1, as requested; found seed=0. Open it with seed=0"):
         sw.ProjectedStore(tmp_path, 16, seed=1)
 
 
@@ -179,7 +179,7 @@ NO_COUNTS = [INDEX.replace("COUNT", count) for count in ("-1", "NaN", "true", "1
 )
 def test_an_index_that_is_none(tmp_path, text):
     (tmp_path / "store.json").write_text(text)
-    with pytest.raises(sw.StoreError, match="must be the index of a store; found something else"):
+    with pytest.raises(sw.StoreError, match="must be a valid index of a store; found other content"):
         sw.ProjectedStore(tmp_path, 16)
 
 
@@ -187,19 +187,19 @@ def test_a_later_format(tmp_path):
     filled(tmp_path)
     index = tmp_path / "store.json"
     index.write_text(json.dumps({**json.loads(index.read_text()), "format": 2}))
-    with pytest.raises(sw.StoreError, match="must be of format 1; found 2"):
+    with pytest.raises(sw.StoreError, match="must have format 1; found 2"):
         sw.ProjectedStore(tmp_path, 16)
 
 
 def test_another_model(tmp_path):
     _, _, x, y, _ = filled(tmp_path)
-    with pytest.raises(sw.StoreError, match="must hold gradients of one model; found others of 20 samples in it"):
+    with pytest.raises(sw.StoreError, match="must hold gradients of one model; found 20 samples of other parameters"):
         sw.ProjectedStore(tmp_path, 16).fill(make(seed=1)[0], loss_fn, [(x, y)])
 
 
 def test_bad_arguments(tmp_path):
     store = sw.ProjectedStore(tmp_path, 4)
-    with pytest.raises(ValueError, match="dim must be a whole number, 1 or more; found 0"):
+    with pytest.raises(ValueError, match="dim must be an integer, 1 or more; found 0"):
         sw.ProjectedStore(tmp_path, 0)
     with pytest.raises(ValueError, match=r"rows must have the store's shape \(B, 4\); found \(2, 5\)"):
         store.add(torch.zeros(2, 5))
@@ -215,13 +215,13 @@ def test_bad_arguments(tmp_path):
         store.search(torch.tensor([[1e38, -1e38, 0.0, 0.0]]))
     for options in ({"k": 0}, {"k": -1}, {"chunk": 0}, {"k": 2.0}):
         (name, found), *_ = options.items()
-        with pytest.raises(ValueError, match=f"{name} must be a whole number, 1 or more; found {found}"):
+        with pytest.raises(ValueError, match=f"{name} must be an integer, 1 or more; found {found}"):
             store.search(torch.zeros(1, 4), **options)
-    with pytest.raises(TypeError, match=r"rows must be gradients or a real tensor \(B, 4\); found list"):
+    with pytest.raises(TypeError, match=r"rows must be Gradients or a real tensor \(B, 4\); found list"):
         store.add([[0.0] * 4])
-    with pytest.raises(TypeError, match=r"rows must be gradients or a real tensor \(B, 4\); found torch.complex64"):
+    with pytest.raises(TypeError, match=r"rows must be Gradients or a real tensor \(B, 4\); found torch.complex64"):
         store.add(torch.zeros(1, 4, dtype=torch.complex64))
-    with pytest.raises(ValueError, match=r"seed must be a whole number; found 1\.5"):
+    with pytest.raises(ValueError, match=r"seed must be an integer; found 1\.5"):
         sw.ProjectedStore(tmp_path, 4, seed=1.5)
-    with pytest.raises(sw.StoreError, match="must hold gradients of one model; found others of 1 samples"):
+    with pytest.raises(sw.StoreError, match="must hold gradients of one model; found 1 samples of other"):
         store.fill(make()[0], loss_fn, [])

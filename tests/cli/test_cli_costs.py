@@ -29,7 +29,7 @@ def test_advice_of_slower_microbatches():
     assert advice(costs(), 16, 16, PLENTY) == [
         "An update that clips each sample takes 2.0 times as long as a plain one.",
         "Microbatches of 8 take 1.2 times as long as all samples at once and 50% of the memory: "
-        "leave --microbatch away unless memory is short.",
+        "use --microbatch only if memory is short.",
     ]
 
 
@@ -39,9 +39,9 @@ def test_advice_of_slower_microbatches():
         ((10.0, 4_000_000), "1.0 times as long as all samples at once and 50% of the memory."),
         (
             (10.0, 8_000_000),
-            "1.0 times as long as all samples at once and 100% of the memory: leave --microbatch away.",
+            "1.0 times as long as all samples at once and 100% of the memory: do not use --microbatch.",
         ),
-        ((15.0, None), "1.5 times as long as all samples at once: leave --microbatch away unless memory is short."),
+        ((15.0, None), "1.5 times as long as all samples at once: use --microbatch only if memory is short."),
     ],
 )
 def test_advice_of_other_microbatches(half, said):
@@ -52,9 +52,8 @@ def test_the_whole_batch_is_reckoned_from_two_sizes():
     """8 samples more take 4 MB more: half a MB each, and 8 + 112 / 2 for 128."""
     found = "Each sample adds about 0.5 MB, which makes 64 MB for the batch of 128"
     assert advice(costs(), 16, 128, PLENTY)[-1] == f"{found}."
-    assert (
-        advice(costs(), 16, 128, 100_000_000)[-1] == f"{found}: more than half of what is free. Use --microbatch auto."
-    )
+    scarce = f"{found}: more than half of the free memory. Use --microbatch auto."
+    assert advice(costs(), 16, 128, 100_000_000)[-1] == scarce
 
 
 @pytest.mark.parametrize("samples", [None, 1])
@@ -82,7 +81,7 @@ def test_on_cuda_the_allocator_is_asked(monkeypatch):
         "update",
         ("max_memory_allocated", device),
     ]
-    assert memory_is(device) == "the peak of an update, beyond what was taken before it"
+    assert memory_is(device) == "peak memory of an update, beyond what was allocated before it"
 
 
 def test_an_error_of_the_update_is_not_swallowed():

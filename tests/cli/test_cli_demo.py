@@ -21,5 +21,6 @@ def test_demo(tmp_path, module):
     assert min(found) > 80  # of the samples that stand out have a wrong label; by chance a tenth
     assert (tmp_path / "runs" / "demo" / "report.html").exists()
     assert "runs/demo/report.html" in run.stdout
-    assert "The ledger: 17,244 visits, with id, epoch, update, loss, norm, weight, margin, label." in run.stdout
-    assert re.search(r"noise scale at the end: [\d,]+ samples; the batch has 64\.", run.stdout)
+    columns = "id, epoch, update, loss, norm, weight, margin, label"
+    assert f"Ledger: 17,244 visits with the columns {columns}. The last three:" in run.stdout
+    assert re.search(r"noise scale at the end: [\d,]+ samples; the batch size is 64\.", run.stdout)

@@ -44,15 +44,15 @@ def test_a_healthy_recipe(recipe):
     assert result.exit_code == 0
     assert result.stderr == ""
     assert said.startswith("engine against the loop, float64, 16 samples: ok\n")
-    assert "The plan\n16 samples, strategy " in said
-    assert "The first update\nnothing to warn of\n" in said
-    assert "Time and memory per update\n16 samples of a batch of 20; MB: what the forward pass keeps for backw" in said
+    assert "Gradient plan\n16 samples, strategy " in said
+    assert "First update\nno warnings\n" in said
+    assert "Time and memory per update\n16 samples of a batch of 20; MB: tensors saved for backward by the for" in said
     assert "at a time     ms, plain  MB, plain  ms, with sw.clip(1.0)  MB, with sw.clip(1.0)\n" in said
     assert re.search(r"^Time per update of one sample\neager +[\d.]+ µs\nuncompiled: the compiler is on ho", said, re.M)
     assert "- An update that clips each sample takes " in said
     assert re.search(r"^- Microbatches of 8 take \S+ times as long as all samples at once and 50% of the", said, re.M)
     assert re.search(r"^- Each sample adds about \S+ MB, which makes \S+ MB for the batch of 20\.$", said, re.M)
-    assert said.endswith("- All is well: nothing speaks against training with this recipe.\n")
+    assert said.endswith("- No problems found: the recipe is ready for training.\n")
 
 
 def test_memory_of_every_microbatch(recipe):
@@ -84,18 +84,18 @@ def test_batch_norm_in_training_mode(recipe):
     said = result.stdout
     assert result.exit_code == 1
     assert said.startswith("engine against the loop, float64, 16 samples: NOT OK\nrefused: the loss of a sample must ")
-    assert "The plan\nrefused, as above\n" in said
+    assert "Gradient plan\nrefused, as above\n" in said
     assert "refused, with sw.clip(1.0): the loss of a sample must not depend on other samples" in said
     assert "one sample\nnot possible: ValueError: Expected more than 1 value per channel when training, got" in said
-    assert "- BatchNorm in training mode mixes samples (module 1). A sample then has no gradient of its own." in said
-    assert "All is well" not in said
+    assert "- BatchNorm in training mode mixes samples (module 1), so per-sample gradients are not defined." in said
+    assert "No problems found" not in said
 
 
 def test_warnings_are_told_and_counted(recipe):
     result = command("doctor", recipe(HEALTHY.replace("nn.Linear(8, 3))", "nn.Linear(8, 3)).eval()")))
     assert result.exit_code == 1
     assert "warned, plain: modules are in eval mode while training: the model." in result.stdout
-    assert "- See to what is refused or warned of above (2) before you train.\n" in result.stdout
+    assert "- Fix the errors and warnings listed above (2) before you train.\n" in result.stdout
 
 
 def test_losses_that_are_no_losses(recipe):
@@ -107,7 +107,7 @@ def test_losses_that_are_no_losses(recipe):
 
 def test_an_empty_loader(recipe):
     result = command("doctor", recipe(HEALTHY.replace("return loader, loader", "return []")))
-    assert result.stderr == "recipe.py: the loader of data() must have a batch; found none.\n"
+    assert result.stderr == "recipe.py: the loader of data() must yield at least one batch; found none.\n"
     assert result.exit_code == 1
 
 
@@ -123,7 +123,7 @@ def test_as_a_process(recipe):
     result = process("doctor", recipe(HEALTHY))
     assert result.returncode == 0
     assert re.search(r"^Time per update of one sample\neager +[\d.]+ µs\ncompiled +[\d.]+ µs\n\n", result.stdout, re.M)
-    assert "All is well" in result.stdout
+    assert "No problems found" in result.stdout
 
 
 def test_it_says_that_it_compiles(recipe, monkeypatch):
@@ -135,5 +135,5 @@ def test_it_says_that_it_compiles(recipe, monkeypatch):
 
 def test_a_batch_that_cannot_be_cut_has_no_updates_of_one_sample(recipe):
     result = command("doctor", recipe(HEALTHY.split("def data")[0] + GRAPHS))
-    assert "a batch that cannot be cut; MB" in result.stdout
+    assert "a batch that cannot be sliced; MB" in result.stdout
     assert "one sample\n" not in result.stdout

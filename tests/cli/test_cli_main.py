@@ -45,14 +45,14 @@ def test_a_process_ends_with_the_same_code():
         (
             [],
             [
-                "Begin with a recipe",
-                "Train what a recipe describes.",
-                "Find wrong labels by what became of every sample.",
-                "Look at a recipe before it is trained, or at",
+                "Write a recipe first",
+                "Train the model of a recipe.",
+                "Find wrong labels in a small dataset with a per-sample ledger.",
+                "Check a recipe before training, or check this",
             ],
         ),
         (["train"], ["--resume", "loss(model, batch)", "cross entropy", "AdamW", "runs/<name"]),
-        (["doctor"], ["The exit code is 0 if all is well"]),
+        (["doctor"], ["The exit code is 0 if no problem was found, and 1 if"]),
         (["report"], ["report.html", "comparison.html", "--to FILE", "--watch"]),
     ],
 )
@@ -79,7 +79,7 @@ def test_a_report_of_nothing():
 def test_a_report_to_nowhere(recipe):
     command("train", recipe(HEALTHY), "--epochs", 1)
     result = command("report", "runs/recipe", "--to", "/proc/page.html")
-    assert one_line(result).startswith("the report cannot be made: [Errno 2] No such file or directory")
+    assert one_line(result).startswith("the report cannot be written: [Errno 2] No such file or directory")
 
 
 def test_a_report_of_two_runs(recipe):
@@ -96,11 +96,11 @@ def test_a_report_that_follows_a_run_which_has_ended(recipe):
     command("train", recipe(HEALTHY), "--epochs", 1)
     result = command("report", "--watch", "runs/recipe")
     assert result.exit_code == 0
-    assert result.stdout == "The training has ended: runs/recipe/report.html stays as it is.\n"
+    assert result.stdout == "Training has ended: runs/recipe/report.html is not updated any more.\n"
 
 
 def test_a_report_that_cannot_be_written(recipe):
     command("train", recipe(HEALTHY), "--epochs", 1)
     Path("page.html").mkdir()
     result = command("report", "runs/recipe", "--to", "page.html")
-    assert result.exit_code == 1 and one_line(result).startswith("the report cannot be made: ")
+    assert result.exit_code == 1 and one_line(result).startswith("the report cannot be written: ")

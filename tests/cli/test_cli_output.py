@@ -13,8 +13,8 @@ from samplewise.cli import output
 from samplewise.cli.main import main
 
 FULL = (
-    "samplewise: standard output must accept what is written to it; found: No space left on device. Free some space, "
-    "or redirect the output to another place.\n"
+    "samplewise: standard output must be writable; found: No space left on device. Free some disk space, or redirect "
+    "the output to another place.\n"
 )
 TALKING = HEALTHY + "\n\nfor _ in range(3000):\n    print('a line of the recipe')\n"
 
@@ -245,7 +245,7 @@ def test_names_with_a_null_character(recipe):
 def test_names_of_no_run(name, found, recipe):
     result = command("train", recipe(HEALTHY), "--run", name)
     line = one_line(result)
-    assert line.startswith("samplewise: Invalid value for --run: must be a directory that can be used; found ")
+    assert line.startswith("samplewise: Invalid value for --run: must be an accessible directory; found ")
     assert found in line and len(line) < 300 and result.exit_code == 2
 
 

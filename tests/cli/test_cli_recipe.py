@@ -59,7 +59,7 @@ BROKEN = {
     "layers that do not fit": (
         HEALTHY.replace("nn.Linear(8, 3)", "nn.Linear(9, 3)"),
         [
-            "recipe.py: with what it returns:",
+            "recipe.py: error while using the objects that it returns:",
             "RuntimeError: mat1 and mat2 shapes cannot be multiplied (20x8 and 9x3)",
         ],
     ),

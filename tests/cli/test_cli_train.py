@@ -111,8 +111,8 @@ def test_a_run_is_not_overwritten(recipe):
     command("train", name)
     result = command("train", name)
     assert one_line(result) == (
-        "samplewise: Invalid value for --run: a run must have a directory of its own; found checkpoints in "
-        "runs/recipe. Pass --resume to go on with it, or choose another directory."
+        "samplewise: Invalid value for --run: a new run must have a directory without checkpoints; found "
+        "checkpoints in runs/recipe. Pass --resume to continue that run, or choose another directory."
     )
     assert result.exit_code == 2
 
@@ -128,7 +128,7 @@ def test_a_signal_saves_and_leaves(recipe):
     result = process("train", recipe(HEALTHY + TERMINATED), "--epochs", 50)
     assert result.returncode == 128 + 15
     assert result.stdout.startswith("stopped by SIGTERM: ")
-    assert result.stdout.endswith("go on with   --resume\n")
+    assert result.stdout.endswith("continue     with --resume\n")
     result = command("train", recipe(HEALTHY), "--epochs", 4, "--resume")
     assert result.stdout.startswith("4 epochs are done: 12 updates in all\n")
     assert result.exit_code == 0

@@ -36,12 +36,12 @@ def test_a_few_models_in_every_precision(dtype, words, record_property):
     result = command("doctor", "--zoo", "--device", "cpu", "--dtype", dtype)
     assert result.exit_code == 0
     assert result.stderr == ""
-    assert result.stdout.startswith(f"The zoo: 4 small models on cpu, {words}\n")
+    assert result.stdout.startswith(f"Zoo: 4 small models on cpu, {words}\n")
     assert re.search(r"^family +right +refused +wrong +not run$", result.stdout, re.M)
     assert re.search(rf"^all +{3 - len(not_run)} +1 +0 +{len(not_run)}$", result.stdout, re.M)
     assert [line for line in result.stdout.splitlines() if line.startswith("not run: ")] == not_run
     counts = f"{3 - len(not_run)} right, 1 refused" + (f", {len(not_run)} not run" if not_run else "")
-    assert result.stdout.endswith(f"\nAll is well: {counts}.\n")
+    assert result.stdout.endswith(f"\nNo problems found: {counts}.\n")
 
 
 @pytest.mark.usefixtures("few")
@@ -57,7 +57,7 @@ def test_a_broken_rule():
     assert result.exit_code == 1
     assert re.search(r"^layers +0 +0 +1 +0$", result.stdout, re.M)
     assert re.search(r"^wrong: linear_on_vectors: norms: off by \S+, allowed \S+$", result.stdout, re.M)
-    assert "Something is wrong: " in result.stdout.splitlines()[-1]
+    assert "Wrong gradients found: " in result.stdout.splitlines()[-1]
 
 
 UNFIT = Case("unfit", lambda B: (nn.Linear(6, 3), noise(B, 5)), squared_loss)
@@ -68,7 +68,7 @@ def test_what_pytorch_cannot_run_is_told_and_no_fault(few, monkeypatch):
     result = command("doctor", "--zoo", "--device", "cpu")
     assert result.exit_code == 0
     assert "not run: unfit: RuntimeError: mat1 and mat2 shapes cannot be multiplied" in result.stdout
-    assert result.stdout.endswith("All is well: 3 right, 1 refused, 1 not run.\n")
+    assert result.stdout.endswith("No problems found: 3 right, 1 refused, 1 not run.\n")
 
 
 def test_where_nothing_runs_nothing_is_well(monkeypatch):
@@ -91,7 +91,7 @@ def test_a_bar_in_a_terminal(monkeypatch, capsys):
     assert zoo.examine(zoo.PRECISIONS["fp64"], torch.device("cpu"))
     captured = capsys.readouterr()
     assert "4/4" in captured.err
-    assert captured.out.endswith("All is well: 3 right, 1 refused.\n")
+    assert captured.out.endswith("No problems found: 3 right, 1 refused.\n")
 
 
 @pytest.mark.usefixtures("few")
@@ -119,10 +119,13 @@ def test_the_number_of_threads_is_put_back():
     [
         ([], "Invalid value for RECIPE: give one of RECIPE and --zoo; found neither."),
         (["recipe.py", "--zoo"], "Invalid value for RECIPE: give one of RECIPE and --zoo; found both."),
-        (["recipe.py", "--dtype", "fp32"], "Invalid value for --dtype: goes with --zoo; found a recipe, which has"),
+        (["recipe.py", "--dtype", "fp32"], "Invalid value for --dtype: can only be used with --zoo; found a recipe,"),
         (["--zoo", "--dtype", "fp16"], "Invalid value for --dtype: must be one of fp64, fp32, bf16; found 'fp16'."),
         (["--zoo", "--device", "abacus"], "Invalid value for --device: must be a device that torch can use; found"),
-        (["--zoo", "--device", "meta", "--dtype", "bf16"], "must be one that the device has; found bf16 on meta, whi"),
+        (
+            ["--zoo", "--device", "meta", "--dtype", "bf16"],
+            "that the device supports; found bf16 on meta, which has no",
+        ),
     ],
 )
 def test_bad_arguments_get_one_line(recipe, arguments, said):
@@ -136,7 +139,8 @@ def test_a_device_without_float64(monkeypatch):
     monkeypatch.setattr(zoo, "_has_float64", lambda device: False)
     device = torch.device("mps")
     assert zoo.precision_named(None, device) is zoo.PRECISIONS["fp32"]
-    with pytest.raises(typer.BadParameter, match=r"must be one that the device has; found fp64 on mps\. Use fp32\."):
+    message = r"must be a precision that the device supports; found fp64 on mps\. Use fp32\."
+    with pytest.raises(typer.BadParameter, match=message):
         zoo.precision_named("fp64", device)
 
 
@@ -146,7 +150,7 @@ def test_the_whole_zoo_as_a_process(dtype):
     result = process("doctor", "--zoo", "--device", "cpu", "--dtype", dtype)
     assert result.returncode == 0, result.stdout
     assert "... 250 of " in result.stderr
-    assert "All is well: " in result.stdout.splitlines()[-1]
+    assert "No problems found: " in result.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -158,4 +162,4 @@ def test_the_whole_zoo_on_a_machine_without_avx512(monkeypatch):
     assert result.returncode == 0, result.stdout
     not_run = re.findall(r"^not run: (\w+): (.*)$", result.stdout, re.M)
     assert all("LSTM forward propagation primitive" in reason for name, reason in not_run if CASES[name].autocast)
-    assert "All is well: " in result.stdout.splitlines()[-1]
+    assert "No problems found: " in result.stdout.splitlines()[-1]

@@ -151,13 +151,13 @@ def test_weighted_updates_are_refused():
 
 def test_bad_arguments():
     model, x, y = make()
-    with pytest.raises(ValueError, match="needs at least two samples; found one"):
+    with pytest.raises(ValueError, match="noise scale of a batch needs at least two samples; found one"):
         sw.noise_scale(gradients(model, x[:1], y[:1]))
     with pytest.raises(ValueError, match=r"decay must lie in \[0, 1\); found 1"):
         sw.NoiseScale(decay=1)
-    with pytest.raises(ValueError, match="must have seen a batch of at least two samples; found none"):
+    with pytest.raises(ValueError, match="needs at least one batch of two or more samples; found none"):
         _ = sw.NoiseScale().value
-    with pytest.raises(TypeError, match="norms and the norm of their mean; found norms alone"):
+    with pytest.raises(TypeError, match="norms and the norm of the mean gradient; found norms alone"):
         sw.NoiseScale().add(torch.ones(3))
     with pytest.raises(ValueError, match="by must be 'parameter' or 'layer'; found 'module'"):
         sw.signal_to_noise(gradients(model, x, y), by="module")

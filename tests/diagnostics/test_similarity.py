@@ -35,7 +35,7 @@ def test_two_sides():
     i, j, value = found.together(1)[0]
     assert value == found.matrix.max() == found.matrix[i, j]
     assert len(found.together(100)) == 32
-    with pytest.raises(ValueError, match="clusters need one set of samples; found two sides"):
+    with pytest.raises(ValueError, match="clusters need one set of samples; found two sets"):
         found.clusters()
 
 

@@ -173,7 +173,7 @@ def test_ids_and_labels_in_lists():
 )
 def test_ids_that_are_none(ids, found):
     model, x, y = make()
-    with pytest.raises(ValueError, match=rf"ids must be whole numbers or texts, one per sample; found {found}"):
+    with pytest.raises(ValueError, match=rf"ids must be integers or strings, one per sample; found {found}"):
         sw.suspects(model, loss_fn, [(x, y, ids)], ids=2)
 
 
@@ -183,7 +183,7 @@ def test_ids_that_repeat_cannot_be_matched_in_another_order():
     same = [(x, y, torch.zeros(12, dtype=torch.int64))]
     assert len(sw.suspects(model, loss_fn, same, by="loss", checkpoints=checkpoints, ids=2)) == 12  # by their places
 
-    with pytest.raises(ValueError, match="an id of its own where the order changes; found 6 ids of 12 samples"):
+    with pytest.raises(ValueError, match="a unique id if the order changes between passes; found 6 ids of 12 samples"):
         sw.suspects(model, loss_fn, Shuffled(x, y), by="loss", checkpoints=checkpoints, ids=lambda batch: batch[2] // 2)
 
 
@@ -221,7 +221,7 @@ def test_equal_values_share_a_rank():
 def test_it_prints():
     model, x, y = make()
     lines = str(sw.suspects(model, loss_fn, [(x, y)])).splitlines()
-    assert lines[0] == "the first of 12 samples, by margin"
+    assert lines[0] == "most suspicious of 12 samples, by margin"
     assert lines[1].split() == ["sample", "margin"]
     assert len(lines) == 13
 
@@ -272,7 +272,7 @@ def test_self_influence_of_ones_own_goes_before_the_squared_norm():
 def test_who_was_never_finite_is_named():
     found = sw.suspects({"id": ["a", "b", "b", "c"], "loss": [math.nan, math.inf, 2.0, -math.inf]})
     assert (found.ids, found.unknown) == (["b"], ["a", "c"])
-    assert "the first of 1 samples, by loss; 2 more have no finite score" in str(found)
+    assert "most suspicious of 1 samples, by loss; 2 more have no finite score" in str(found)
     assert sw.suspects(VISITS).unknown == []
 
 
@@ -308,10 +308,10 @@ def test_a_ledger_will_do(tmp_path):
     [
         ({"loss": [1.0]}, "must have the column id and one of loss, norm, margin, el2n, self_influence; found loss"),
         ({"id": [1]}, "must have the column id and one of loss, norm, margin, el2n, self_influence; found id"),
-        ({"id": [1, 2], "loss": [1.0]}, "one row per visit, one at least; found lengths {'id': 2, 'loss': 1}"),
-        ({"id": [], "loss": []}, "one row per visit, one at least; found none"),
-        ({"id": [1], "loss": [math.nan]}, "must have a finite score of some sample; found none"),
-        ({"id": [1, None], "loss": [1.0, 2.0]}, "every visit must have an id; found 1 of 2 without"),
+        ({"id": [1, 2], "loss": [1.0]}, "equal lengths, one row per visit; found lengths {'id': 2, 'loss': 1}"),
+        ({"id": [], "loss": []}, "at least one row, one per visit; found none"),
+        ({"id": [1], "loss": [math.nan]}, "must have a finite score of at least one sample; found none"),
+        ({"id": [1, None], "loss": [1.0, 2.0]}, "every visit must have an id; found 1 of 2 visits without an id"),
         ({"id": [1], "loss": ["high"]}, "the column 'loss' must hold numbers; found string"),
     ],
 )
@@ -354,14 +354,12 @@ def test_bad_arguments():
         sw.suspects(model, loss_fn, iter([(x, y)]), by="agreement")
     with pytest.raises(ValueError, match=r"logits must have shape \(12, classes\).*found \(12,\)"):
         sw.suspects(model, loss_fn, [(x, y)], logits=lambda m, b: m(b[0])[:, 0])
-    with pytest.raises(
-        ValueError, match=r"labels must be whole numbers, .*\(12,\); found torch.float64 of shape \(12,"
-    ):
+    with pytest.raises(ValueError, match=r"labels must be integers, .*\(12,\); found torch.float64 of shape \(12,"):
         sw.suspects(model, loss_fn, [(x, y)], labels=0)
     with pytest.raises(ValueError, match="the loader must yield at least one batch; found none"):
         sw.suspects(model, loss_fn, [])
     with pytest.raises(
-        ValueError, match=r"labels must be classes, 0 to 2, .*; found -100\. Leave such samples out, or"
+        ValueError, match=r"labels must be class indices, 0 to 2 for 3 logits; found -100\. Remove such samples, or"
     ):
         sw.suspects(model, lambda m, b: loss_fn(m, (b[0], y)), [(x, torch.where(y == 0, -100, y))])
     with pytest.raises(TypeError, match=r"or a table of visits: .* found dict: "):
@@ -373,7 +371,7 @@ def test_batches_that_are_dicts_ask_where_things_are():
     batch = {"x": x, "y": y}
     with pytest.raises(sw.BatchError, match=r"must hold 0; found keys 'x', 'y'.* Or pass logits=, a function of"):
         sw.suspects(model, lambda m, b: loss_fn(m, (b["x"], b["y"])), [batch], labels="y")
-    with pytest.raises(sw.BatchError, match=r"must hold 1; found keys 'x', 'y'.* Or say where it is: labels="):
+    with pytest.raises(sw.BatchError, match=r"must hold 1; found keys 'x', 'y'.* Or pass labels="):
         sw.suspects(model, lambda m, b: loss_fn(m, (b["x"], b["y"])), [batch], logits=lambda m, b: m(b["x"]))
 
 

@@ -70,7 +70,7 @@ def test_each_rank_writes_what_it_has_seen(two, alone, tmp_path):
     gone.unlink()
     with pytest.raises(LedgerError, match=re.escape(f"must be numbered without a gap; found no {gone}.")):
         sw.samples(tmp_path / "run")
-    with pytest.warns(LedgerWarning, match="The rest is there."):
+    with pytest.warns(LedgerWarning, match="The other parts are read."):
         left = sw.samples(tmp_path / "run", damaged="skip")
     assert 0 < left.num_rows < len(alone)
 

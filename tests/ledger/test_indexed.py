@@ -65,7 +65,7 @@ class Endless(IterableDataset):
 
 
 def test_what_has_no_numbers_is_refused():
-    with pytest.raises(TypeError, match=r"Indexed must be given a data set whose samples have numbers; found Endless"):
+    with pytest.raises(TypeError, match=r"Indexed needs a map-style dataset, with __getitem__; found Endless"):
         sw.Indexed(Endless())
 
 
@@ -78,5 +78,5 @@ Pair = namedtuple("Pair", "x y")
     ids=["dict", "named"],
 )
 def test_what_cannot_take_an_id_is_refused(item, found):
-    with pytest.raises(TypeError, match=rf"must be able to add an id to a sample; found {found}\. Leave Indexed out"):
+    with pytest.raises(TypeError, match=rf"must be able to add an id to a sample; found {found}\. Remove Indexed"):
         sw.Indexed([item])[0]

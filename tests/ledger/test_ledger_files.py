@@ -17,6 +17,7 @@ import samplewise as sw
 from samplewise.ledger.files import Parts, numbered, path_of, visits_in
 
 GAP = "a ledger must have each part once, and the parts must be numbered without a gap; found "
+SKIPPED = "The other parts are read."
 ROWS = 3
 
 
@@ -45,11 +46,11 @@ def skipped(run):
 
 def test_a_huge_part_number_is_one_gap(run):
     write_part(run, 99_999_999)
-    message = f"{GAP}no {path_of(run, 2)}, nor 99,999,996 more that belong after it."
+    message = f"{GAP}no {path_of(run, 2)} (and 99,999,996 more after it)."
     with pytest.raises(sw.LedgerError) as error:
         sw.samples(run)
-    assert str(error.value) == f"{message} Leave it out with damaged='skip'."
-    assert skipped(run) == (3 * ROWS, [f"{message} The rest is there."])
+    assert str(error.value) == f"{message} Skip it with damaged='skip'."
+    assert skipped(run) == (3 * ROWS, [f"{message} {SKIPPED}"])
 
 
 def test_a_report_of_a_run_with_a_huge_part_number_ends(run):
@@ -66,7 +67,7 @@ def test_a_report_of_a_run_with_a_huge_part_number_ends(run):
 def test_numbers_of_any_size(run, number):
     shutil.copy(path_of(run, 0), path_of(run, number))
     rows, messages = skipped(run)
-    assert rows == 3 * ROWS and len(messages) == 1 and f"{number - 3:,} more that belong" in messages[0]
+    assert rows == 3 * ROWS and len(messages) == 1 and f"{number - 3:,} more after it)" in messages[0]
 
 
 def test_holes_are_counted_apart(run):
@@ -75,21 +76,21 @@ def test_holes_are_counted_apart(run):
     rows, messages = skipped(run)
     assert rows == 5 * ROWS
     assert messages == [
-        f"{GAP}no {path_of(run, 2)}, nor 2 more that belong after it. The rest is there.",
-        f"{GAP}no {path_of(run, 7)}, nor 1 more that belong after it. The rest is there.",
+        f"{GAP}no {path_of(run, 2)} (and 2 more after it). {SKIPPED}",
+        f"{GAP}no {path_of(run, 7)} (and 1 more after it). {SKIPPED}",
     ]
 
 
 def test_one_missing_part_is_named(run):
     write_part(run, 3)
-    with pytest.raises(sw.LedgerError, match=f"^{GAP}no {path_of(run, 2)}\\. Leave it out with damaged='skip'\\.$"):
+    with pytest.raises(sw.LedgerError, match=f"^{GAP}no {path_of(run, 2)}\\. Skip it with damaged='skip'\\.$"):
         sw.samples(run)
 
 
 def test_a_huge_number_of_ranks_is_one_gap(run):
     path = write_part(run, 2, 1, 10**9)
-    message = f"{GAP}no {path_of(run, 2, 0, 10**9)}, nor 999,999,998 more that belong after it."
-    assert skipped(run) == (3 * ROWS, [f"{message} The rest is there."])
+    message = f"{GAP}no {path_of(run, 2, 0, 10**9)} (and 999,999,998 more after it)."
+    assert skipped(run) == (3 * ROWS, [f"{message} {SKIPPED}"])
     path.unlink()
     assert skipped(run) == (2 * ROWS, [])
 
@@ -97,17 +98,17 @@ def test_a_huge_number_of_ranks_is_one_gap(run):
 def test_a_missing_rank_among_several(run):
     for rank in (0, 2, 3):
         write_part(run, 2, rank, 4)
-    assert skipped(run) == (5 * ROWS, [f"{GAP}no {path_of(run, 2, 1, 4)}. The rest is there."])
+    assert skipped(run) == (5 * ROWS, [f"{GAP}no {path_of(run, 2, 1, 4)}. {SKIPPED}"])
 
 
 def test_one_part_of_two_numbers_of_ranks_is_refused(run):
     for rank in range(2):
         write_part(run, 1, rank, 2)
-    message = f"{GAP}part 1 in {run / 'samples'} twice, of 2 ranks and of 1."
+    message = f"{GAP}part 1 in {run / 'samples'} twice, written by 2 ranks and by 1."
     with pytest.raises(sw.LedgerError) as error:
         sw.samples(run)
-    assert str(error.value) == f"{message} Leave it out with damaged='skip'."
-    assert skipped(run) == (ROWS, [f"{message} The rest is there."])
+    assert str(error.value) == f"{message} Skip it with damaged='skip'."
+    assert skipped(run) == (ROWS, [f"{message} {SKIPPED}"])
 
 
 STRANGE = [
@@ -150,10 +151,12 @@ def broken_link(path):
 @pytest.mark.parametrize("make", [directory, pipe, broken_link])
 def test_what_is_named_like_a_part_and_is_no_file(run, make):
     make(path_of(run, 2))
-    message = f"a part of a ledger must be a whole Parquet file; found that {path_of(run, 2)} is no regular file."
-    with pytest.raises(sw.LedgerError, match=f"^{message} Leave it out with damaged='skip'.$"):
+    message = (
+        f"a part of a ledger must be a complete Parquet file; found {path_of(run, 2)}, which is not a regular file."
+    )
+    with pytest.raises(sw.LedgerError, match=f"^{message} Skip it with damaged='skip'.$"):
         sw.samples(run)
-    assert skipped(run) == (2 * ROWS, [f"{message} The rest is there."])
+    assert skipped(run) == (2 * ROWS, [f"{message} {SKIPPED}"])
     assert visits_in(run) == 2 * ROWS
 
 
@@ -161,8 +164,8 @@ def test_a_directory_named_like_a_part_is_not_removed(run):
     path_of(run, 2).mkdir()
     (path_of(run, 2) / "notes.txt").write_text("mine")
     message = (
-        f"^a part that is newer than the checkpoint must be removed when a run is resumed; found that "
-        f"{path_of(run, 2)} cannot be: .*\\. Move it out of the folder\\.$"
+        f"^a part that is newer than the checkpoint must be removed when a run is resumed; found "
+        f"{path_of(run, 2)}, which cannot be removed: .*\\. Move it out of the folder\\.$"
     )
     with pytest.raises(sw.LedgerError, match=message):
         Parts(run, 1).open()
@@ -171,12 +174,12 @@ def test_a_directory_named_like_a_part_is_not_removed(run):
 
 @pytest.mark.parametrize("count", [3, 10**12, 10**30])
 def test_resuming_with_more_parts_than_there_are(run, count):
-    more = "" if count == 3 else f", nor {count - 3:,} more that belong after it"
+    more = "" if count == 3 else f" (and {count - 3:,} more after it)"
     with pytest.raises(sw.LedgerError) as error:
         Parts(run, count).open()
     assert str(error.value) == (
-        f"a ledger is resumed with the parts it had; found no {path_of(run, 2)}{more}. Restore the folder from a "
-        "copy, or start a new run directory."
+        f"a ledger must have all parts it had at the checkpoint to be resumed; found no {path_of(run, 2)}{more}. "
+        "Restore the folder from a copy, or start a new run directory."
     )
     assert skipped(run) == (2 * ROWS, [])
 
@@ -187,7 +190,7 @@ def test_a_state_that_is_no_number_of_parts(run, parts):
     with pytest.raises(sw.LedgerError) as error:
         ledger.load_state_dict({"parts": parts})
     assert str(error.value) == (
-        f"the state of a ledger must say how many parts it has, 0 or more; found {parts!r}. Load what state_dict() "
+        f"the state of a ledger must hold its number of parts, 0 or more; found {parts!r}. Load what state_dict() "
         "returned."
     )
     assert skipped(run) == (2 * ROWS, [])

@@ -135,7 +135,9 @@ def test_killed(kills, whole, tmp_path):
 def test_parts_that_are_gone(tmp_path):
     trainer(tmp_path).fit(loader(), epochs=1)
     (tmp_path / "samples" / "part-000001.parquet").unlink()
-    with pytest.raises(sw.LedgerError, match=r"resumed with the parts it had; found no .*part-000001\.parquet"):
+    with pytest.raises(
+        sw.LedgerError, match=r"all parts it had at the checkpoint to be resumed; found no .*part-000001\.parquet"
+    ):
         trainer(tmp_path).fit(loader(), epochs=2, resume=True)
 
 

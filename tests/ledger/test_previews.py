@@ -177,7 +177,7 @@ def test_what_cannot_be_looked_up_is_told_and_ends_nothing(tmp_path):
     def show(i):
         raise KeyError(f"no {i}")
 
-    message = r"can be shown in the report if they can be looked up; found KeyError: 'no \d+' Use Ledger\(show="
+    message = r"must be accessible by id to be shown in the report; found KeyError: 'no \d+' Use Ledger\(show="
     with pytest.warns(sw.LedgerWarning, match=message):
         fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=show)
     assert len(sw.samples(tmp_path)) == 20 and not (tmp_path / "previews.json").exists()

@@ -69,7 +69,7 @@ def test_columns_of_one_name_and_two_kinds():
     seen.add(pa.table({"id": [1], "loss": [1.0]}))
     seen.add(pa.table({"id": ["a"], "loss": [1.0]}))
     with pytest.raises(
-        sw.LedgerError, match="must agree about their columns; found that those in the visits that were given"
+        sw.LedgerError, match="must have compatible columns; found that those in the visits that were given"
     ):
         seen.samples()
 
@@ -77,5 +77,5 @@ def test_columns_of_one_name_and_two_kinds():
 def test_no_visit():
     seen = Visits()
     seen.add(pa.table({}))
-    with pytest.raises(ValueError, match="one row per visit, one at least; found none"):
+    with pytest.raises(ValueError, match="at least one row, one per visit; found none"):
         seen.samples()

@@ -71,12 +71,12 @@ def test_best_is_lowest_or_highest_by_name_and_both_where_the_name_does_not_tell
 def test_skipped_updates_are_added_up_with_first_and_last(report):
     counts = [0, 1, 0, 3, 0]  # each since the line before
     shown = report([train(update, skipped=count) for update, count in enumerate(counts)])
-    assert "4 left out because of NaN or infinity, beside 4 made: " in shown.text
-    assert "the first noted at update 1, the last at update 3." in shown.text
+    assert "4 skipped because of NaN or infinity, 4 made. " in shown.text
+    assert "First logged at update 1, last at update 3." in shown.text
 
 
 def test_a_run_that_went_on_after_its_end_has_not_ended(report):
-    assert "Not finished: the log reaches update 5" in report([*WHOLE, train(5, epoch=2)]).text
+    assert "Not finished: the log ends at update 5" in report([*WHOLE, train(5, epoch=2)]).text
 
 
 def test_a_lone_point_between_gaps_gets_a_dot(report):
@@ -120,34 +120,34 @@ def test_the_same_run_gives_the_same_file(report):
 @pytest.mark.parametrize("cut", [1, 20, 60])
 def test_a_last_line_that_is_cut_off_is_left_out(report, cut):
     shown = report(WHOLE[:4], after=json.dumps(train(3, loss=0.125))[:-cut])
-    assert "Not finished: the log reaches update 2 and has no end" in shown.text
-    assert "The last line of the log is cut off" in shown.text
+    assert "Not finished: the log ends at update 2 without an end line" in shown.text
+    assert "The last line of the log is incomplete" in shown.text
     assert "0.1250" not in shown.text and "cannot be read" not in shown.text
 
 
 def test_a_line_cut_off_in_the_middle_of_a_letter(tmp_path):
     line = json.dumps({"kind": "end", "update": 1, "reason": "é"}, ensure_ascii=False).encode()
     (tmp_path / "log.jsonl").write_bytes(line[: line.index("é".encode()) + 1])
-    assert "The last line of the log is cut off" in " ".join(read_run(tmp_path).left_out)
+    assert "The last line of the log is incomplete" in " ".join(read_run(tmp_path).left_out)
 
 
 def test_a_last_line_that_only_lacks_its_end_counts(report):
     shown = report(WHOLE[:-1], after=json.dumps(WHOLE[-1]))
-    assert "Ended at update 4" in shown.text and "cut off" not in shown.text
+    assert "Ended at update 4" in shown.text and "is incomplete" not in shown.text
 
 
 def test_lines_that_nobody_can_read_are_counted(report):
     lines = [train(1), "no object", dict(kind="weather"), dict(kind=["train"]), train(2)]
     shown = report(lines)
-    assert "Lines of the log that cannot be read, and are left out: 1." in shown.text
-    assert "Lines of the log of a kind that this report does not know: 2." in shown.text
+    assert "Unreadable lines of the log, left out: 1." in shown.text
+    assert "Lines of the log of an unknown kind, left out: 2." in shown.text
     assert dict(shown.tables["Run"])["updates"] == "2"
 
 
 def test_an_empty_log(report):
     shown = report([])
     assert shown.title == "digits"
-    assert "Nothing logged yet" in shown.text and "Nothing to draw yet" in shown.text
+    assert "Nothing logged yet" in shown.text and "No data to draw yet" in shown.text
     assert "svg" not in shown.tags
 
 
@@ -171,7 +171,7 @@ def test_no_validation(report):
 def test_what_is_not_finite_is_a_gap_and_counted(report):
     losses = [3.0, 2.0, nan, 1.0, inf, -inf, 0.5, 0.25]
     shown = report([train(update, loss=loss) for update, loss in enumerate(losses)])
-    assert "Train loss: 3 of 8 values NaN or infinite, left out of the curve." in shown.text
+    assert "Train loss: 3 of 8 values are NaN or infinite and left out of the curve." in shown.text
     assert shown.charts["Train loss"][0].count("M") == 3  # stretches between the gaps
     assert ["train loss", "lowest", "0.2500", "7", "0.2500"] in shown.tables["Best values"]
 
@@ -183,7 +183,7 @@ def test_a_table_says_nan_and_infinity(report):
 
 def test_nothing_finite_at_all(report):
     shown = report([train(1, loss=nan), train(2, loss=inf)])
-    assert "No finite value." in shown.text and "Train loss" not in shown.charts
+    assert "No finite values." in shown.text and "Train loss" not in shown.charts
 
 
 @pytest.mark.parametrize("loss", [1.7e308, -1.7e308, 5e-324, 10**400, 0, 2**70])
@@ -274,13 +274,13 @@ def test_colours_come_from_the_page(report):
 
 
 def test_no_directory(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"needs a run directory; found none at .*nowhere\. Give the directory"):
+    with pytest.raises(FileNotFoundError, match=r"needs a run directory; found none at .*nowhere\. Pass the directory"):
         write_report(tmp_path / "nowhere")
 
 
 def test_no_log(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match=r"must hold log\.jsonl; found none in .*\. Give the directory of one run"
+        FileNotFoundError, match=r"must contain log\.jsonl; found none in .*\. Pass the directory of one run"
     ):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -34,14 +34,14 @@ def two(tmp_path):
 def test_what_was_set_otherwise_comes_first(tmp_path, two):
     shown = compared(tmp_path, *two)
     assert shown.title == "first and second"
-    assert shown.tables["What differs"] == [
+    assert shown.tables["Different settings"] == [
         ["", "first", "second"],
         ["settings.batch_size", "256", "512"],
         ["settings.warmup", "–", "3"],
     ]
-    same = dict(shown.tables["What is the same"][1:])
+    same = dict(shown.tables["Equal settings"][1:])
     assert same["settings.augment"] == "true" and same["torch"] == "2.13.0"
-    assert list(shown.tables).index("What differs") == 0
+    assert list(shown.tables).index("Different settings") == 0
 
 
 def test_curves_lie_over_each_other(tmp_path, two):
@@ -49,15 +49,15 @@ def test_curves_lie_over_each_other(tmp_path, two):
     assert len(shown.charts["Train loss"]) == 2 and len(shown.charts["Validation: gap"]) == 1
     assert list(shown.charts)[:4] == ["Train loss", "Validation: loss", "Validation: accuracy", "Validation: gap"]
     assert "Validation: extra" in shown.charts and shown.text.count("second") > len(shown.charts)
-    assert "Ended at update 4: all epochs done" in shown.text and "Not finished: the log reaches update 6" in shown.text
+    assert "Ended at update 4: all epochs done" in shown.text and "Not finished: the log ends at update 6" in shown.text
 
 
 def test_of_several_learning_rates_the_first_is_drawn(tmp_path, two):
-    assert "Of several learning rates" not in compared(tmp_path, *two).text
+    assert "Only the learning rate" not in compared(tmp_path, *two).text
     write_run(two[0], [train(k, lr=[0.1, 0.2 * k]) for k in (1, 2)], about("first"))
     shown = compared(tmp_path, *two)
     assert len(shown.charts["Learning rate"]) == 2
-    assert "Of several learning rates, that of the first group is drawn." in shown.text
+    assert "Only the learning rate of the first parameter group is drawn." in shown.text
 
 
 def test_best_values_side_by_side(tmp_path, two):
@@ -78,7 +78,7 @@ def test_suspects_of_both_and_of_one_only(tmp_path, two):
     write_ledger(two[1], visits(list(range(200)), losses))
     write_previews(two[1], {"198": {"image": picture(4, 4)}})
     shown = compared(tmp_path, *two)
-    assert "19 are suspect in both runs, with their places in each." in shown.text
+    assert "19 samples are suspect in both runs, with the rank in each run." in shown.text
     assert "198first2second2" in shown.text and shown.tags.count("img") == 1
     assert "Only in first: 1 of 20, by loss199" in shown.text
     assert "Only in second: 1 of 20, by loss0" in shown.text
@@ -86,7 +86,7 @@ def test_suspects_of_both_and_of_one_only(tmp_path, two):
 
 def test_suspects_need_two_ledgers(tmp_path, two):
     write_ledger(two[0], visits([1, 2], [1.0, 2.0]))
-    assert "Suspects are compared where two runs have a ledger." in compared(tmp_path, *two).text
+    assert "Comparing suspects needs two runs with a ledger." in compared(tmp_path, *two).text
 
 
 def test_many_suspects_are_cut_short(tmp_path, two, monkeypatch):
@@ -94,7 +94,7 @@ def test_many_suspects_are_cut_short(tmp_path, two, monkeypatch):
     for run in two:
         write_ledger(run, visits(list(range(100)), [float(k) for k in range(100)]))
     shown = compared(tmp_path, *two)
-    assert "12 are suspect in both runs; here the first 3" in shown.text
+    assert "12 samples are suspect in both runs; the first 3 are shown" in shown.text
     assert shown.attributes.count(("class", "card")) == 3
 
 
@@ -114,7 +114,7 @@ def test_three_runs(tmp_path, two):
 def test_a_single_suspect_of_all(tmp_path, two):
     write_ledger(two[0], visits([*range(12)], [1.0] * 12))
     write_ledger(two[1], visits([*range(11, 23)], [1.0] * 12))
-    assert "1 is suspect in both runs, with its places in each." in compared(tmp_path, *two).text
+    assert "1 sample is suspect in both runs, with the rank in each run." in compared(tmp_path, *two).text
 
 
 def test_a_dozen_runs_have_a_colour_or_a_dash_each(tmp_path):
@@ -128,8 +128,8 @@ def test_warnings_say_whose_they_are(tmp_path, two):
     write_run(two[0], [train(1, loss=nan), train(2)], {**about("first"), "samplewise": "9.9"})
     (two[0] / "previews.json").write_text("no JSON")
     text = compared(tmp_path, *two).text
-    assert "first: Train loss: 1 of 2 values NaN or infinite" in text
-    assert "first: The run was made by samplewise 9.9" in text and "first: previews.json cannot be read" in text
+    assert "first: Train loss: 1 of 2 values are NaN or infinite" in text
+    assert "first: The run was written by samplewise 9.9" in text and "first: previews.json cannot be read" in text
     assert "second: " not in text
 
 
@@ -141,12 +141,12 @@ def test_hostile_names(tmp_path, two):
         write_previews(run, {evil: {"text": evil}, "b": {"values": {evil: evil}}})
     shown = compared(tmp_path, *two)
     assert "script" not in shown.tags and shown.title == f"{evil} and second"
-    assert [f"settings.{evil}", evil, "–"] in shown.tables["What differs"]
+    assert [f"settings.{evil}", evil, "–"] in shown.tables["Different settings"]
 
 
 def test_empty_runs(tmp_path):
     runs = [write_run(tmp_path / name, [], about(name)) for name in "ab"]
-    assert "Nothing to draw yet." in compared(tmp_path, *runs).text
+    assert "No data to draw yet." in compared(tmp_path, *runs).text
 
 
 def test_it_is_written_here_unless_told_otherwise(tmp_path, two, monkeypatch):
@@ -192,8 +192,8 @@ def test_a_run_is_followed_until_it_ends(tmp_path):
     assert [dict(shown.tables["Run"])["updates"] for shown in seen] == ["2", "3", "3"]
     assert all(("data-reload", "2.5") in shown.attributes for shown in seen)
     assert said == [
-        f"{page} follows what is trained, and reloads itself. Leave with Ctrl-C.",
-        f"The training has ended: {page} stays as it is.",
+        f"{page} is updated during training and reloads itself. Stop with Ctrl-C.",
+        f"Training has ended: {page} is not updated any more.",
     ]
     last = Page(page.read_text())
     assert "Ended at update 4" in last.text and "script" not in last.tags
@@ -219,7 +219,7 @@ def test_control_c_leaves_a_page_that_stays(tmp_path):
         raise KeyboardInterrupt
 
     watch([run], tmp_path / "page.html", said.append, 1.0, Clock(stop))
-    assert said[-1] == f"Left: {tmp_path / 'page.html'} stays as it is."
+    assert said[-1] == f"Stopped by Ctrl-C: {tmp_path / 'page.html'} is not updated any more."
     assert "data-reload" not in (tmp_path / "page.html").read_text()
 
 
@@ -232,7 +232,7 @@ def test_several_runs_are_followed_until_all_have_ended(tmp_path, two):
 def test_a_run_that_has_ended_is_not_waited_for(tmp_path):
     run, said = write_run(tmp_path / "run"), []
     watch([run], None, said.append, 1.0, Clock())
-    assert said == [f"The training has ended: {run / 'report.html'} stays as it is."]
+    assert said == [f"Training has ended: {run / 'report.html'} is not updated any more."]
 
 
 def test_a_page_is_whole_or_not_there(tmp_path, monkeypatch):

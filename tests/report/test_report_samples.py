@@ -108,8 +108,8 @@ def test_a_ledger_without_norms_has_a_gallery_and_no_plot(tmp_path):
     write_ledger(tmp_path, {**visits([1, 2], [1.0, 2.0]), "norm": pa.array([nan, nan], pa.float32())})
     shown = page_of(tmp_path)
     assert shown.samples["axes"] is None and "canvas" not in shown.tags
-    assert "Loss or norm is not known" in shown.text
-    assert "The ledger holds no finite norm: it was made with norms=False." in shown.text
+    assert "Loss or gradient norm is not known, so there is no plot." in shown.text
+    assert "The ledger has no finite norms: it was recorded with norms=False." in shown.text
 
 
 def test_ids_are_text_because_scripts_round_large_numbers(tmp_path):
@@ -153,7 +153,7 @@ def test_many_samples_are_counted_on_a_grid(run, monkeypatch):
     assert all(0 <= column < width and 0 <= row < height for column, row, _ in grid)
     assert max(grid) == [max(c for c, _, _ in grid), max(r for _, r, _ in grid), 1]  # sample 7, in the corner
     assert len(shown.samples["ids"]) == samples.FEWEST_SUSPECTS and shown.samples["total"] == N
-    assert "40 samples are too many to draw one by one" in shown.text
+    assert "40 samples are too many to draw individually" in shown.text
     order = shown.samples["scores"][0]["order"]
     assert [shown.samples["ids"][k] for k in order[:2]] == ["7", "3"]
 
@@ -237,8 +237,8 @@ def test_norms_that_are_not_finite_are_left_out_of_the_quantiles():
 
 def test_the_norms_have_a_chart(run):
     shown = page_of(run)
-    assert "Norm of each sample's gradient" in shown.charts
-    assert "in each of 80 stretches" in shown.text
+    assert "Per-sample gradient norms" in shown.charts
+    assert "in each of 80 intervals" in shown.text
 
 
 # --------------------------------------------------------------------------------------- previews
@@ -283,7 +283,7 @@ def test_previews_end_where_the_page_would_get_too_large(run, monkeypatch):
     write_previews(run, {str(k): {"text": "a" * 60} for k in range(N)})
     shown = page_of(run)
     assert list(shown.samples["previews"]) == ["7"]
-    assert f"Previews left out so that the page stays small: {samples.FEWEST_SUSPECTS - 1}." in shown.text
+    assert f"Previews left out to limit the size of the page: {samples.FEWEST_SUSPECTS - 1}." in shown.text
 
 
 @pytest.mark.parametrize(
@@ -308,10 +308,10 @@ def test_a_preview_that_is_broken_is_counted(run, entry):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"version": 1, "samples": {"7"', "previews.json cannot be read, and samples are shown without: Expecting"),
+        ('{"version": 1, "samples": {"7"', "previews.json cannot be read; samples are shown without it: Expecting"),
         ("[]", "previews.json cannot be read"),
-        ('{"version": 1}', "previews.json cannot be read, and samples are shown without: there is no 'samples'."),
-        ('{"version": 2, "samples": {}}', "previews.json is of version 2; 1 is known here."),
+        ('{"version": 1}', "previews.json cannot be read; samples are shown without it: there is no 'samples'."),
+        ('{"version": 2, "samples": {}}', "previews.json has version 2; this report reads version 1."),
     ],
 )
 def test_previews_that_cannot_be_read_are_one_line(run, content, said):
@@ -366,7 +366,7 @@ def test_a_ledger_without_a_log_is_shown(run):
         (run / name).unlink(missing_ok=True)
     shown = page_of(run)
     assert "There is no log.jsonl: curves, time and epochs are not known." in shown.text
-    assert shown.samples["total"] == len(shown.samples["ids"]) > 0 and "Norm of each sample's gradient" in shown.charts
+    assert shown.samples["total"] == len(shown.samples["ids"]) > 0 and "Per-sample gradient norms" in shown.charts
 
 
 def test_a_truncated_part_is_told_of_and_the_rest_is_there(run):
@@ -374,7 +374,7 @@ def test_a_truncated_part_is_told_of_and_the_rest_is_there(run):
     broken.write_bytes(broken.read_bytes()[:-100])
     write_run(run)
     shown = page_of(run)
-    assert "Ledger: a part of a ledger must be a whole Parquet file; found that" in shown.text
+    assert "Ledger: a part of a ledger must be a complete Parquet file; found" in shown.text
     assert "damaged=" not in shown.text  # it is left out already
     assert "Train loss" in shown.charts and column(shown, "visits")["same"] == 1
 
@@ -393,21 +393,21 @@ def test_no_part_that_can_be_read(run):
         part.write_bytes(b"no Parquet")
     write_run(run)
     shown = page_of(run)
-    assert shown.text.count("Ledger: a part of a ledger must be a whole Parquet file") == 2
-    assert "The samples cannot be shown: a ledger must have a part that can be read" in shown.text
+    assert shown.text.count("Ledger: a part of a ledger must be a complete Parquet file") == 2
+    assert "The samples cannot be shown: a ledger must have at least one readable part" in shown.text
     assert "The ledger cannot be read." in shown.text and "Train loss" in shown.charts
 
 
 def test_parts_that_do_not_agree(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits([1], [1.0]), visits(["one"], [1.0]))
-    assert "The samples cannot be shown: the parts of a ledger must agree about their columns" in page_of(tmp_path).text
+    assert "The samples cannot be shown: the parts of a ledger must have compatible columns" in page_of(tmp_path).text
 
 
 def test_a_ledger_in_which_nothing_is_finite(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits([1, 2], [nan, nan]))
-    assert "The ledger holds no sample with a finite loss or norm." in page_of(tmp_path).text
+    assert "The ledger has no sample with a finite loss or norm." in page_of(tmp_path).text
 
 
 def test_samples_of_which_nothing_was_ever_finite_are_named(tmp_path):
@@ -415,7 +415,7 @@ def test_samples_of_which_nothing_was_ever_finite_are_named(tmp_path):
     losses = [nan if k in (7, 9) else 1.0 for k in range(20)]
     write_ledger(tmp_path, visits(list(range(20)), losses), visits(list(range(20)), losses, 1))
     shown = page_of(tmp_path)
-    assert "2 of 20 samples never had a finite loss or norm, and are not shown: 7, 9." in shown.text
+    assert "2 of 20 samples never had a finite loss or norm and are not shown: 7, 9." in shown.text
     write_ledger(tmp_path / "many", visits([f"<{k}>" for k in range(30)], [nan] * 29 + [1.0]))
     write_run(tmp_path / "many", NO_LINES)
     assert "are not shown: <0>, <1>, <2>, <3>, <4>, <5>, <6>, <7>, <8>, <9>, …" in page_of(tmp_path / "many").text
@@ -425,8 +425,9 @@ def test_ids_that_repeat_within_an_epoch(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits(["a", "b", "b", "b", "c", "c"], [1.0] * 6), visits(["a", "b", "c"], [1.0] * 3, 1))
     assert (
-        "Ids repeat within an epoch: 3 of 9 rows have an id that the epoch had before. 'b', for example, stands 3 "
-        "times in epoch 0. Unless samples are drawn with replacement, several share an id" in page_of(tmp_path).text
+        "Ids repeat within an epoch: 3 of 9 rows have an id that occurred before in the epoch. For example, 'b' "
+        "occurs 3 times in epoch 0. Unless samples are drawn with replacement, several samples share an id"
+        in page_of(tmp_path).text
     )
 
 
@@ -438,7 +439,7 @@ def test_ids_that_repeat_in_epochs_long_over(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, *parts)
     said = page_of(tmp_path).text
-    assert "Ids repeat within an epoch: 3 of 19 rows" in said and "'c', for example, stands 3 times in epoch 2" in said
+    assert "Ids repeat within an epoch: 3 of 19 rows" in said and "For example, 'c' occurs 3 times in epoch 2" in said
 
 
 def test_ids_that_repeat_over_epochs_are_as_they_should_be(run):

@@ -19,10 +19,10 @@ def noise(update, scale, batch=64):
 @pytest.mark.parametrize(
     ("scale", "said"),
     [
-        (640.5, "about 640 samples, the median of the later half: the batch of 64 is far below it."),
-        (100.0, "about 100 samples, the median of the later half: the batch of 64 is near it"),
-        (20.0, "about 20 samples, the median of the later half: the batch of 64 is near it"),
-        (3.25, "about 3.2 samples, the median of the later half: the batch of 64 is far above it."),
+        (640.5, "about 640 samples (median of the second half of the run). The batch size 64 is far below it:"),
+        (100.0, "about 100 samples (median of the second half of the run). The batch size 64 is near it"),
+        (20.0, "about 20 samples (median of the second half of the run). The batch size 64 is near it"),
+        (3.25, "about 3.2 samples (median of the second half of the run). The batch size 64 is far above it:"),
     ],
 )
 def test_the_batch_size_is_judged_by_the_later_half(report, scale, said):
@@ -34,19 +34,19 @@ def test_the_batch_size_is_judged_by_the_later_half(report, scale, said):
 
 def test_a_scale_that_is_no_estimate_is_a_gap_and_counted(report):
     shown = report([noise(k, scale) for k, scale in enumerate([200.0, nan, -5.0, inf, 300.0])])
-    assert "At 3 of 5 places it could not be estimated." in shown.text
+    assert "At 3 of 5 log lines it could not be estimated." in shown.text
     assert shown.charts["Noise scale, in samples"][0].count("M") == 2
     assert "Infinity" not in shown.text
 
 
 def test_no_scale_at_all(report):
     shown = report([noise(1, nan), noise(2, -1.0)])
-    assert "The noise scale is not known. At 2 of 2 places it could not be estimated." in shown.text
+    assert "The noise scale is not known. At 2 of 2 log lines it could not be estimated." in shown.text
 
 
 def test_a_batch_size_that_is_not_known(report):
     shown = report([noise(1, 100.0, batch=None)])
-    assert "about 100 samples, the median of the later half; the batch size used is not known." in shown.text
+    assert "about 100 samples (median of the second half of the run). The batch size is not known." in shown.text
 
 
 def test_without_its_lines_there_is_no_section(report):
@@ -93,7 +93,7 @@ def test_lines_of_layers_that_tell_nothing(report, norms):
 
 
 def test_layers_of_which_none_is_finite(report):
-    assert "No norm of a layer is finite." in report([layers(1, a=nan, b=inf)]).text
+    assert "No layer has a finite gradient norm." in report([layers(1, a=nan, b=inf)]).text
 
 
 # ------------------------------------------------------------------------------------ time and memory
@@ -102,9 +102,9 @@ def test_layers_of_which_none_is_finite(report):
 def test_where_the_time_went(report):
     lines = [train(k, phases={"data": 0.1, "forward": 0.3}) for k in (10, 20)]
     shown = report(lines)
-    assert "Where the time went" in shown.charts
+    assert "Share of time by phase" in shown.charts
     assert shown.tables["Time and memory"] == [
-        ["phase", "ms per update", "share", "seconds in all"],
+        ["phase", "ms per update", "share", "total seconds"],
         ["data", "10.00", "25.0 %", "0.2000"],
         ["forward", "30.00", "75.0 %", "0.6000"],
         ["all", "40.00", "100.0 %", "0.8000"],
@@ -125,7 +125,7 @@ def test_phases_that_took_no_time(report):
 def test_without_phases_there_is_the_time_of_an_update(report):
     shown = report(WHOLE)
     assert "Milliseconds per update" in shown.charts
-    assert "Where the time went" not in shown.charts and "Peak memory so far, MiB" not in shown.charts
+    assert "Share of time by phase" not in shown.charts and "Peak memory so far, MiB" not in shown.charts
 
 
 @pytest.mark.parametrize(("size", "unit"), [(3 * 2**30, "GiB"), (5 * 2**20, "MiB"), (700, "KiB")])
@@ -146,7 +146,7 @@ def test_tables_within_run_json_are_tables_of_the_page(report):
 
 def test_a_run_of_another_version_is_told_of(report):
     shown = report(WHOLE, {**ABOUT, "samplewise": "9.9"})
-    assert f"The run was made by samplewise 9.9 and is read by {version('samplewise')}" in shown.text
+    assert f"The run was written by samplewise 9.9 and is read by {version('samplewise')}" in shown.text
     assert "Train loss" in shown.charts
 
 
@@ -179,7 +179,7 @@ def test_a_log_of_very_many_numbers(report):
     lines = [train(k, **{name: value[k % 2] for name, value in numbers.items()}) for k in range(1, 4)]
     shown = report(lines)
     assert [name for name in shown.charts if name.startswith("number")][-1] == "number056"
-    assert "43 more numbers of the log are left out: 60 are drawn." in shown.text
+    assert "43 more numbers of the log are left out: at most 60 are drawn." in shown.text
 
 
 def test_many_charts_have_fewer_points_each(report):
@@ -193,12 +193,12 @@ def test_a_run_of_very_many_epochs(report):
     shown = report([train(k, epoch=k) for k in range(1, 2001)])
     rows = [row[0] for row in shown.tables["Epochs"][1:]]
     assert len(rows) == 200 and rows[0] == "1" and rows[-1] == "2,000" and len(set(rows)) == 200
-    assert "200 of 2,000 epochs." in shown.text
+    assert "200 of 2,000 epochs are shown." in shown.text
 
 
 def test_very_many_warnings(report):
     shown = report([train(k, **{f"number{n}": nan for n in range(50)}) for k in (1, 2)])
-    assert shown.text.count("values NaN or infinite") == 30
+    assert shown.text.count("values are NaN or infinite") == 30
     assert "… and 20 more." in shown.text
 
 

@@ -1,7 +1,7 @@
-"""Which training samples are behind a prediction. Needs no trainer.
+"""Training data attribution: which training samples affect a prediction. Works without a trainer.
 
-influence   dot products of training with query gradients, over checkpoints
-store       projections of gradients on disk, to be searched again and again
+influence   TracIn: dot products of training and query gradients, summed over checkpoints
+store       random projections of gradients on disk, for repeated searches
 """
 
 from samplewise.attribution.influence import influence as influence

@@ -1,4 +1,4 @@
-"""TracIn: what steps on a training sample did to the loss of a query, to first order."""
+"""`sw.influence` (TracIn): first-order effect of a training sample on the loss of a query."""
 
 from __future__ import annotations
 
@@ -23,31 +23,34 @@ def influence(
     *,
     microbatch: int | str | None = "auto",
 ) -> Tensor:
-    """(training samples, queries): the sum over checkpoints of lr times the dot product of their gradients.
+    """TracIn influence (training samples, queries): sum over checkpoints of lr times the dot product of the gradients.
 
-    Positive for a training sample that lowers the query's loss, negative for one that raises it. No gradient is stored:
-    products are made of what the layers saw. `train` is gone through once for each checkpoint and batch of queries,
-    so hand over queries in batches as large as fit. In evaluation mode.
+    Positive for a training sample that lowers the query's loss, negative for one that raises it. No gradient is
+    stored: the products are computed from the inputs and output gradients of the layers. `train` is iterated once for
+    each checkpoint and batch of queries, so make the query batches as large as memory allows. The model is in
+    evaluation mode.
 
-    train, queries: loaders or lists of batches; rows and columns stand in their order
-    checkpoints: list of (state_dict, lr), copies of the model's state; default the model as it is, with lr 1
-    microbatch: of the training samples, as in `sw.scan`
+    train, queries: loaders or lists of batches; rows and columns of the result are in their order
+    checkpoints: list of (state_dict, lr), copies of the model's state; default: the current parameters with lr 1
+    microbatch: size of the pieces of training batches, as in `sw.scan`
     """
     for loader, name in ((train, "train"), (queries, "queries")):
         check_repeatable(loader, name)
-        check_order(loader, "Use shuffle=False: rows and columns stand in the order of the loaders.")
+        check_order(loader, "Use shuffle=False: rows and columns of the result are in the order of the loaders.")
     total: Tensor | None = None
     with evaluating(model), parameters_kept(model):
         for rate in at_each(model, checkpoints):
             found = rate * _products(model, loss_fn, train, queries, microbatch)
             total = found if total is None else total + found
-    assert total is not None  # there is one checkpoint at least
+    assert total is not None  # there is at least one checkpoint
     return total
 
 
 def _products(
     model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: Iterable[Any], microbatch: int | str | None
 ) -> Tensor:
+    """Dot products (training samples, queries) of the gradients at the current parameters."""
+
     def against(query: Gradients) -> list[Tensor]:
         return [g.gram(query).cpu() for _, g in scan(model, loss_fn, train, microbatch)]
 

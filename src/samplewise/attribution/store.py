@@ -1,11 +1,11 @@
-"""Projections of gradients on disk: made once, searched again and again.
+"""Random projections of per-sample gradients on disk, for repeated searches.
 
-    rows.f16     (count, dim) float16: each row divided by its largest entry, so that no length is too small or large
-    scales.f32   (count,) float32: what it was divided by
-    store.json   format, dim, seed, count, the model's checksum
+    rows.f16     (count, dim) float16: each row divided by its largest absolute entry, to avoid overflow and underflow
+    scales.f32   (count,) float32: the divisor of each row
+    store.json   format, dim, seed, count, dtype, checksum of the model
 
-Rows are written first, and store.json, which counts them, is then replaced as a whole. What a crash leaves behind its
-count is not part of the store, and the next append writes over it.
+Rows are written first; then store.json, which holds their count, is replaced atomically. Rows beyond the count, left by
+a crash, are not part of the store, and the next append overwrites them.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ FILES = {"rows.f16": torch.float16, "scales.f32": torch.float32}
 
 
 class ProjectedStore:
-    """Random projections of per-sample gradients in a directory, found again by their dot products.
+    """Directory of random projections of per-sample gradients, searchable by dot product.
 
-    Opens the store at `path`, or makes one. Sample k is the k-th that was added. One writer at a time.
+    Opens the store at `path`, or creates one. Sample k is the k-th that was added. Only one writer at a time.
 
-    dim: numbers per sample; dot products are off by about |a||b|/sqrt(dim)
-    seed: of the projection, as in `g.project`
+    dim: numbers per sample; the error of a dot product is about |a||b|/sqrt(dim)
+    seed: of the projection, as in `g.project`; default 0
     """
 
     def __init__(self, path: str | os.PathLike[str], dim: int, seed: int = 0):
         if type(dim) is not int or dim < 1:
-            raise ValueError(f"dim must be a whole number, 1 or more; found {dim!r}.")
+            raise ValueError(f"dim must be an integer, 1 or more; found {dim!r}.")
         if type(seed) is not int:
-            raise ValueError(f"seed must be a whole number; found {seed!r}.")
+            raise ValueError(f"seed must be an integer; found {seed!r}.")
         self.path = absolute(path)
         self.dim = dim
         self.seed = seed
-        self.count, self.model = 0, ""
+        self.count = 0
+        self.model = ""  # checksum
         if self._index.exists():
             self._open()
         else:
@@ -61,7 +62,7 @@ class ProjectedStore:
         return self.count
 
     def add(self, g: Gradients | Tensor) -> None:
-        """Appends the projections of a batch of gradients, or rows (B, dim) that are projections already."""
+        """Append the projections of a batch of gradients, or rows (B, dim) that are projected already."""
         rows = self._projected(g, "rows")
         scales = rows.abs().amax(1)
         parts = (rows / scales.where(scales > 0, 1)[:, None]).half(), scales
@@ -78,18 +79,18 @@ class ProjectedStore:
     def fill(
         self, model: nn.Module, loss_fn: LossFn, loader: Iterable[Any], microbatch: int | str | None = "auto"
     ) -> None:
-        """Adds the samples of a loader that are not yet there: the first `len(store)` are passed over.
+        """Add the samples of a loader, without the first `len(store)`, which are in the store already.
 
-        So a store that was left in the middle goes on from there, with the same model and the same order.
+        An interrupted fill can be continued with the same model and the same order of samples.
         """
-        check_order(loader, "Use shuffle=False: samples are known by their places.")
+        check_order(loader, "Use shuffle=False: samples are identified by their position.")
         self._same_model(model)
         with evaluating(model):
             for _, g in scan(model, loss_fn, _after(loader, self.count), microbatch):
                 self.add(g)
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """(stop - start, dim) in float32, read through a memory map."""
+        """Stored rows (stop - start, dim) in float32, read through a memory map. Default: all rows."""
         start, stop, _ = slice(start, stop).indices(self.count)
         if stop <= start:
             return torch.zeros(0, self.dim)
@@ -97,26 +98,30 @@ class ProjectedStore:
         return rows.float() * scales
 
     def search(self, queries: Gradients | Tensor, k: int = 10, chunk: int = 8192) -> tuple[Tensor, Tensor]:
-        """(Q, k) dot products and (Q, k) samples with the largest, those first; exact, for every row is looked at.
+        """The k largest dot products (Q, k) of each query with stored rows, in descending order, and their samples
+        (Q, k). Exact: every row is compared.
 
-        chunk: rows in memory at a time
+        chunk: rows in memory at a time; default 8192
         """
         for name, number in (("k", k), ("chunk", chunk)):
             if type(number) is not int or number < 1:
-                raise ValueError(f"{name} must be a whole number, 1 or more; found {number!r}.")
+                raise ValueError(f"{name} must be an integer, 1 or more; found {number!r}.")
         queries = self._projected(queries, "queries")
-        values, places = torch.zeros(len(queries), 0), torch.zeros(len(queries), 0, dtype=torch.int64)
+        values = torch.zeros(len(queries), 0)
+        places = torch.zeros(len(queries), 0, dtype=torch.int64)
         for start in range(0, self.count, chunk):
             found = queries @ self.rows(start, start + chunk).T
             if not found.isfinite().all():
-                raise ValueError("dot products must be finite in float32; found larger ones. Scale the queries down.")
+                raise ValueError("dot products must be finite in float32; found an overflow. Scale the queries down.")
             here = torch.arange(start, start + found.shape[1]).expand(len(queries), -1)
-            values, places = torch.cat([values, found], 1), torch.cat([places, here], 1)
-            values, order = values.sort(dim=1, descending=True, stable=True)  # of equals the earlier comes first
-            values, places = values[:, :k], places.gather(1, order)[:, :k]
+            values = torch.cat([values, found], 1)
+            places = torch.cat([places, here], 1)
+            values, order = values.sort(dim=1, descending=True, stable=True)  # stable: the earlier of equals first
+            values = values[:, :k]
+            places = places.gather(1, order)[:, :k]
         return values, places
 
-    # --- inside ----------------------------------------------------------------------------------------------------
+    # --- files -----------------------------------------------------------------------------------------------------
 
     @property
     def _index(self) -> Path:
@@ -126,15 +131,16 @@ class ProjectedStore:
         return self.dim if name == "rows.f16" else 1
 
     def _map(self, name: str) -> Tensor:
-        width, path = self._width(name), str(self.path / name)
+        width = self._width(name)
+        path = str(self.path / name)
         return torch.from_file(path, shared=False, size=self.count * width, dtype=FILES[name]).view(self.count, width)
 
     def _projected(self, given: Gradients | Tensor, what: str) -> Tensor:
-        """(B, dim), float32."""
+        """Projected rows (B, dim), float32, on the CPU."""
         rows = given.project(self.dim, self.seed) if isinstance(given, Gradients) else given
         if not isinstance(rows, Tensor) or rows.is_complex():
             found = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-            raise TypeError(f"{what} must be gradients or a real tensor (B, {self.dim}); found {found}.")
+            raise TypeError(f"{what} must be Gradients or a real tensor (B, {self.dim}); found {found}.")
         if rows.dim() != 2 or rows.shape[1] != self.dim:
             raise ValueError(f"{what} must have the store's shape (B, {self.dim}); found {tuple(rows.shape)}.")
         rows = rows.detach().float().cpu()
@@ -147,17 +153,19 @@ class ProjectedStore:
         for name, wanted in (("dim", self.dim), ("seed", self.seed)):
             if found[name] != wanted:
                 raise StoreError(
-                    f"the store at {self.path} must have {name}={wanted}, as asked for; found {found[name]}. "
+                    f"the store at {self.path} must have {name}={wanted}, as requested; found {name}={found[name]}. "
                     f"Open it with {name}={found[name]}, or choose another path."
                 )
-        self.count, self.model = found["count"], found["model"]
+        self.count = found["count"]
+        self.model = found["model"]
         for name, kind in FILES.items():
-            wanted, path = self.count * self._width(name) * kind.itemsize, self.path / name
+            wanted = self.count * self._width(name) * kind.itemsize
+            path = self.path / name
             size = path.stat().st_size if path.exists() else 0
             if size < wanted:
                 raise StoreError(
                     f"{path} must have {wanted} bytes for {self.count} samples; found {size}. "
-                    "Make the store anew: remove the directory."
+                    "Remove the directory and fill the store again."
                 )
 
     def _write_index(self) -> None:
@@ -173,31 +181,31 @@ class ProjectedStore:
         found = _checksum(model)
         if self.count and self.model != found:
             raise StoreError(
-                f"the store at {self.path} must hold gradients of one model; found others of {self.count} samples in "
-                "it. Load the parameters it was begun with, or choose another path."
+                f"the store at {self.path} must hold gradients of one model; found {self.count} samples of other "
+                "parameters in it. Load the parameters that the store was started with, or choose another path."
             )
         self.model = found
 
 
 def _opened(path: Path) -> BinaryIO:
-    """For writing, what is there kept."""
+    """Open a file for writing without truncating it; it is created if needed."""
     path.touch()
     return open(path, "r+b")
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Its bytes, without NumPy."""
+    """Bytes of a tensor as a memoryview, without NumPy."""
     tensor = tensor.detach().cpu().contiguous()
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(b"")
     kept = (ctypes.c_char * size).from_address(tensor.data_ptr())
-    kept._owner = tensor  # type: ignore[attr-defined]  # lives as long as the view
+    kept._owner = tensor  # type: ignore[attr-defined]  # keeps the memory alive as long as the view
     return memoryview(kept)
 
 
 def _checksum(model: nn.Module) -> str:
-    """Of names, shapes and values of parameters and buffers."""
+    """SHA-256 of names, dtypes, shapes and values of parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode())
@@ -213,21 +221,25 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         well = False
     if not well:
-        raise StoreError(f"{path} must be the index of a store; found something else. Choose another path.")
+        raise StoreError(f"{path} must be a valid index of a store; found other content. Choose another path.")
     if found["format"] != FORMAT:
-        raise StoreError(f"{path} must be of format {FORMAT}; found {found['format']}. It needs another samplewise.")
+        raise StoreError(
+            f"{path} must have format {FORMAT}; found {found['format']}. Use the version of samplewise that wrote it."
+        )
     return found
 
 
 def _after(loader: Iterable[Any], samples: int) -> Iterable[Any]:
-    """The batches of a loader without their first samples."""
+    """Batches of a loader without its first `samples` samples."""
     for batch in loader:
         size = length(batch) if samples else 0
         if size is None:
             raise StoreError(
-                "a store that is filled further needs batches that can be cut, to pass over what it has; found one of "
-                f"{type(batch).__name__}. Begin anew, or call add for what is missing."
+                "continuing to fill a store needs batches that can be sliced, to skip the samples it has; found a "
+                f"batch of type {type(batch).__name__}. Start a new store, or call add for the missing samples."
             )
-        if samples < size or not samples:
-            yield cut(batch, samples, size) if samples else batch
+        if not samples:
+            yield batch
+        elif samples < size:
+            yield cut(batch, samples, size)
         samples = max(samples - size, 0)

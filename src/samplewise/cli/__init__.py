@@ -1,10 +1,11 @@
-"""The command line, one file a verb.
+"""Command line interface, one file per command.
 
-recipe  reads the user's file; what fails in it is shown with its lines and none of ours
+recipe  loading of the user's file; errors in it are shown with the user's lines only
 train   samplewise train RECIPE
 doctor  samplewise doctor RECIPE
-costs   what it measures of a recipe
+costs   time and memory measurements of `samplewise doctor RECIPE`
 zoo     samplewise doctor --zoo
 report  samplewise report RUN
-main    puts them together: one line for a bad argument
+demo    samplewise demo
+main    the typer application; prints one line for a bad argument
 """

@@ -1,4 +1,4 @@
-"""Arguments that more than one verb takes."""
+"""Command line arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ RecipeFile = Annotated[
     typer.Argument(metavar="RECIPE", help="A Python file with functions model() and data().", show_default=False),
 ]
 Device = Annotated[
-    str, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps; auto takes the accelerator, if there is one.")
+    str, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps; auto: the accelerator if there is one, else cpu.")
 ]
 
 
 def device_named(name: str) -> torch.device:
+    """The device for the value of --device; raises typer.BadParameter if torch cannot use it."""
     try:
         device = resolve(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as why:  # torch asserts that it was compiled for it
+    except (RuntimeError, AssertionError) as why:  # AssertionError: torch was built without this backend
         found = str(why).strip().splitlines()[0]
         raise typer.BadParameter(
             f"must be a device that torch can use; found {name!r}: {found}", param_hint="--device"

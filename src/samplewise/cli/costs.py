@@ -1,4 +1,4 @@
-"""What an update costs in time and memory, and what follows from it; for samplewise doctor."""
+"""Time and memory of an update, and advice derived from them; for samplewise doctor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from samplewise.engine.table import render
 from samplewise.memory import kept_for_backward
 
 ROUNDS = 30
-LONGEST = 5.0  # seconds of measuring, once each has been measured a few times
-FEWEST = 3
+LONGEST = 5.0  # seconds of measuring, after FEWEST rounds
+FEWEST = 3  # rounds
 MEGA = 1e6
 PLAIN = "plain"
 
@@ -24,25 +24,28 @@ Updates = Mapping[Key, Callable[[], object]]
 
 @dataclass(frozen=True)
 class Cost:
+    """Time and memory of one update."""
+
     milliseconds: float
-    bytes: int | None  # None: cannot be counted
+    bytes: int | None  # None: cannot be measured
 
 
 Costs = dict[Key, Cost]
 
 
 def measured(updates: Updates, models: Mapping[Key, nn.Module], device: torch.device) -> Costs:
+    """Time and memory of each update."""
     seconds = _interleaved(updates)
     return {key: Cost(1000 * seconds[key], _memory(updates[key], models[key], device)) for key in updates}
 
 
 def microseconds(passes: Updates, updates: int) -> dict[Key, float]:
-    """Of one update, if a pass makes so many."""
+    """Microseconds of one update; each pass makes `updates` updates."""
     return {key: 1e6 * seconds / updates for key, seconds in _interleaved(passes).items()}
 
 
 def _interleaved(updates: Updates) -> dict[Key, float]:
-    """The fastest of several, in turns: whatever else the machine does only adds to them."""
+    """Minimum seconds of each update over interleaved rounds; other load on the machine can only add time."""
     seconds: dict[Key, list[float]] = {key: [] for key in updates}
     began = perf_counter()
     for done in range(ROUNDS):
@@ -66,12 +69,12 @@ def _wait() -> None:
 
 
 def _counts_all(device: torch.device) -> bool:
-    """Whether the allocator remembers its peak; elsewhere what the forward passes keep is all that can be counted."""
+    """True if the allocator records its peak. On other devices only the tensors saved for backward are counted."""
     return device.type == "cuda"
 
 
 def _memory(update: Callable[[], object], model: nn.Module, device: torch.device) -> int | None:
-    """The most bytes at a time."""
+    """Peak bytes of an update; None if saved tensors cannot be counted."""
     if _counts_all(device):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -81,35 +84,41 @@ def _memory(update: Callable[[], object], model: nn.Module, device: torch.device
         with kept_for_backward(model) as kept:
             update()
     except RuntimeError as error:
-        if "saved tensor hooks" in str(error):  # torch.func.grad and its kin do not let themselves be watched
+        if "saved tensor hooks" in str(error):  # torch.func.grad and similar functions forbid saved tensor hooks
             return None
         raise
     return kept.most
 
 
 def memory_is(device: torch.device) -> str:
+    """Description of the memory figure for the title of the table."""
     if _counts_all(device):
-        return "the peak of an update, beyond what was taken before it"
-    return "what the forward pass keeps for backward, weights not counted"
+        return "peak memory of an update, beyond what was allocated before it"
+    return "tensors saved for backward by the forward pass, without weights"
 
 
-# --- saying it --------------------------------------------------------------------------------------------------------
+# --- table and advice -------------------------------------------------------------------------------------------------
 
 
 def table(costs: Costs, keys: list[Key], title: str) -> str:
-    """A line per microbatch; what was refused has no cost."""
+    """Text table with one line per microbatch size; combinations without a cost are shown as "refused"."""
     kinds, sizes = (list(dict.fromkeys(column)) for column in zip(*keys, strict=True))
     header = ["at a time", *(f"{unit}, {kind}" for kind in kinds for unit in ("ms", "MB"))]
-    rows = [
-        ["all at once" if size is None else f"microbatch {size}", *_cells(costs.get((kind, size)) for kind in kinds)]
-        for size in sizes
-    ]
+    rows = []
+    for size in sizes:
+        name = "all at once" if size is None else f"microbatch {size}"
+        rows.append([name, *_cells(costs.get((kind, size)) for kind in kinds)])
     return render(header, rows, title)
 
 
 def _cells(costs: Iterator[Cost | None]) -> Iterator[str]:
     for cost in costs:
-        yield from ("refused", "") if cost is None else (three_digits(cost.milliseconds), _mega(cost.bytes))
+        if cost is None:
+            yield "refused"
+            yield ""
+        else:
+            yield three_digits(cost.milliseconds)
+            yield _mega(cost.bytes)
 
 
 def _mega(size: float | None) -> str:
@@ -121,7 +130,7 @@ def three_digits(number: float) -> str:
 
 
 def advice(costs: Costs, samples: int | None, of: int | None, free: int) -> list[str]:
-    """`samples` of a batch `of` so many were measured, with so many bytes `free`."""
+    """Sentences of advice. The costs were measured on `samples` samples of a batch of `of`; `free`: free bytes."""
     return [*_about_clipping(costs), *_about_microbatches(costs), *_about_the_batch(costs, samples, of, free)]
 
 
@@ -140,17 +149,21 @@ def _pieces(costs: Costs) -> dict[int, Cost]:
 
 
 def _about_microbatches(costs: Costs) -> list[str]:
-    whole, pieces = costs.get((PLAIN, None)), _pieces(costs)
+    whole = costs.get((PLAIN, None))
+    pieces = _pieces(costs)
     if whole is None or not pieces:
         return []
     size = max(pieces)
-    time, memory = pieces[size].milliseconds / whole.milliseconds, _share(pieces[size], whole)
+    time = pieces[size].milliseconds / whole.milliseconds
+    memory = _share(pieces[size], whole)
     found = f"Microbatches of {size} take {time:.1f} times as long as all samples at once"
     if memory is not None:
         found += f" and {memory:.0%} of the memory"
     if memory is not None and memory > 0.95:
-        return [f"{found}: leave --microbatch away."]
-    return [f"{found}: leave --microbatch away unless memory is short." if time >= 1.05 else f"{found}."]
+        return [f"{found}: do not use --microbatch."]
+    if time >= 1.05:
+        return [f"{found}: use --microbatch only if memory is short."]
+    return [f"{found}."]
 
 
 def _share(piece: Cost, whole: Cost) -> float | None:
@@ -158,15 +171,19 @@ def _share(piece: Cost, whole: Cost) -> float | None:
 
 
 def _about_the_batch(costs: Costs, samples: int | None, of: int | None, free: int) -> list[str]:
-    """From two sizes, what each further sample adds."""
-    whole, pieces = costs.get((PLAIN, None)), _pieces(costs)
+    """Memory of the whole batch, extrapolated linearly from two sizes."""
+    whole = costs.get((PLAIN, None))
+    pieces = _pieces(costs)
     if whole is None or not pieces or samples is None or of is None or of == samples:
         return []
     size = max(pieces)
-    most, fewer = whole.bytes, pieces[size].bytes
+    most = whole.bytes
+    fewer = pieces[size].bytes
     if most is None or fewer is None:
         return []
     each = (most - fewer) / (samples - size)
     total = most + each * (of - samples)
     found = f"Each sample adds about {_mega(each)} MB, which makes {_mega(total)} MB for the batch of {of}"
-    return [f"{found}: more than half of what is free. Use --microbatch auto." if total > free / 2 else f"{found}."]
+    if total > free / 2:
+        return [f"{found}: more than half of the free memory. Use --microbatch auto."]
+    return [f"{found}."]

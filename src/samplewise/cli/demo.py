@@ -1,7 +1,8 @@
-"""`samplewise demo`: a tenth of the labels is wrong; which?
+"""`samplewise demo`: find wrong labels in a small image dataset.
 
-Digits that ship inside scikit-learn, a small net, a minute. Then what no other library shows: which samples the net
-struggled with, how many of the wrong labels are among them, whether the batch was sensible, and what it costs to know.
+Trains a small model on the digits of scikit-learn, a tenth of them with a wrong label, in less than a minute. Then
+prints the most suspicious samples, how many wrong labels are among them, the gradient noise scale beside the batch
+size, and the cost of per-sample norms.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import samplewise as sw
 from samplewise.loop.metrics import accuracy
 
-SHARE, EPOCHS, BATCH = 0.1, 12, 64
+SHARE = 0.1  # of labels that are made wrong
+EPOCHS = 12
+BATCH = 64
 Batch = tuple[Tensor, Tensor]
 
 
 def demo() -> None:
-    """Find wrong labels by what became of every sample.
+    """Find wrong labels in a small dataset with a per-sample ledger.
 
-    Trains a small net on digits of which a tenth have a wrong label, with a ledger of every sample at every visit;
-    shows which ones stand out, the noise of their gradients and what it costs to know, and makes a report. Takes less
-    than a minute, on data that ship inside scikit-learn. The run is kept under runs/.
+    Trains a small model on digits of which a tenth have a wrong label, and records every sample at every visit in a
+    ledger. Then shows the most suspicious samples, the gradient noise scale and the cost of per-sample norms, and
+    writes a report. Takes less than a minute; the data are part of scikit-learn. The run is kept under runs/.
     """
     torch.manual_seed(0)
     x, y, wrong, held_out = digits()
@@ -54,16 +57,19 @@ def demo() -> None:
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Batch]:
-    """Pixels, labels of which some are wrong, which ones; and a clean fifth for validation."""
+    """Training images, labels (a tenth wrong), mask of the wrong labels, and a clean fifth of the data to validate."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
         raise ImportError("the demo needs scikit-learn: pip install 'samplewise[demo]'") from None
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels))
-    x, y = torch.tensor(pixels, dtype=torch.float32)[order].view(-1, 1, 8, 8) / 16, torch.tensor(labels)[order]
-    held_out, n = (x[:360], y[:360]), len(y) - 360
-    x, y = x[360:], y[360:].clone()
+    x = torch.tensor(pixels, dtype=torch.float32)[order].view(-1, 1, 8, 8) / 16
+    y = torch.tensor(labels)[order]
+    held_out = (x[:360], y[:360])
+    n = len(y) - 360
+    x = x[360:]
+    y = y[360:].clone()
     wrong = torch.zeros(n, dtype=torch.bool)
     wrong[torch.randperm(n)[: round(SHARE * n)]] = True
     y[wrong] = (y[wrong] + torch.randint(1, 10, (int(wrong.sum()),))) % 10
@@ -75,15 +81,16 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 
 
 def with_margin(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The losses, and for the ledger by how much the label's logit is ahead of all others."""
-    logits, own = model(batch[0]), batch[1][:, None]
+    """Losses (B,), and the margin for the ledger: the label's logit minus the largest other logit."""
+    logits = model(batch[0])
+    own = batch[1][:, None]
     others = logits.scatter(1, own, -torch.inf).amax(1)
     losses = F.cross_entropy(logits, batch[1], reduction="none")
     return losses, {"margin": logits.gather(1, own)[:, 0] - others}
 
 
 def show_ledger(visits: Any) -> None:
-    print(f"\nThe ledger: {len(visits):,} visits, with {', '.join(visits.column_names)}. The last of them:")
+    print(f"\nLedger: {len(visits):,} visits with the columns {', '.join(visits.column_names)}. The last three:")
     last = visits.slice(len(visits) - 3).select(["id", "epoch", "loss", "norm", "margin"]).to_pylist()
     print("  sample  epoch   loss   norm  margin")
     for row in last:
@@ -91,16 +98,17 @@ def show_ledger(visits: Any) -> None:
 
 
 def show_suspects(suspects: Any, y: Tensor, wrong: Tensor) -> None:
-    print(f"\nThe most suspicious samples, by their mean {' and '.join(suspects.by)} over all visits")
+    print(f"\nMost suspicious samples by mean {' and '.join(suspects.by)} over all visits")
     print("  sample  label   loss   norm  margin")
     for place in suspects.order[:8].tolist():
-        i, scores = int(suspects.ids[place]), {name: s[place].item() for name, s in suspects.scores.items()}
+        i = int(suspects.ids[place])
+        scores = {name: s[place].item() for name, s in suspects.scores.items()}
         mark = "  wrong label" if wrong[i] else ""
         print(f"{i:8}{int(y[i]):7}{scores['loss']:7.2f}{scores['norm']:7.2f}{-scores['margin']:8.2f}{mark}")
 
 
 def show_found(suspects: Any, wrong: Tensor) -> None:
-    print("\nHow many of the first k have a wrong label")
+    print("\nShare of wrong labels among the k most suspicious samples")
     print("       k   by margin   by norm   by loss   by chance")
     rankings = [wrong[suspects.ids[suspects.scores[by].argsort(descending=True)]] for by in ("margin", "norm", "loss")]
     for k in (20, 50, int(wrong.sum())):
@@ -110,12 +118,12 @@ def show_found(suspects: Any, wrong: Tensor) -> None:
 
 def show_noise(noise: sw.NoiseScale) -> None:
     found = noise.value
-    told = f"{found.scale:,.0f} samples" if found.signal > 0 else "hidden by noise"
-    print(f"\nThe gradient's noise scale at the end: {told}; the batch has {BATCH}.")
+    told = f"{found.scale:,.0f} samples" if found.signal > 0 else "unknown, the noise hides the signal"
+    print(f"\nGradient noise scale at the end: {told}; the batch size is {BATCH}.")
 
 
 def show_price(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Updates with and without the norm of every sample, taking turns."""
+    """Print the time of an update with and without per-sample norms, measured interleaved."""
     batch = (x[:512], y[:512])
     steps = [
         sw.Step(twin, sw.sgd(1e-3), loss_fn, record=record, audit=False)
@@ -127,10 +135,10 @@ def show_price(model: nn.Module, x: Tensor, y: Tensor) -> None:
             start = time.perf_counter()
             step(batch)
             times.append(time.perf_counter() - start)
-    plain, known = map(min, seconds)  # whatever else this machine does, it did least of it then
+    plain, known = map(min, seconds)  # the minimum: other load on the machine can only add time
     print(
-        f"\nAn update of 512 samples takes {plain * 1e3:.1f} ms; with the norm of each {known / plain:.2f} times that "
-        "(`make bench` measures larger nets)."
+        f"\nAn update of 512 samples takes {plain * 1e3:.1f} ms; with per-sample norms {known / plain:.2f} times as "
+        "long (`make bench` measures larger models)."
     )
 
 
@@ -138,13 +146,13 @@ def show_report(run: Path) -> None:
     try:
         from samplewise.report.page import write_report
 
-        print(f"Curves, samples and costs to look at: {write_report(run)}")
+        print(f"Report with curves, samples and costs: {write_report(run)}")
     except ImportError as missing:
         print(missing)
 
 
 def free(directory: Path, name: str) -> Path:
-    """The first of name, name-2, name-3, ... that is not taken."""
+    """Path of the first of name, name-2, name-3, ... that does not exist in the directory."""
     number = 1
     while (path := directory / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1

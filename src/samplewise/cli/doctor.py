@@ -1,4 +1,4 @@
-"""samplewise doctor RECIPE, or --zoo."""
+"""`samplewise doctor RECIPE` and `samplewise doctor --zoo`: check a recipe or this machine."""
 
 from __future__ import annotations
 
@@ -31,29 +31,32 @@ from samplewise.step.mistakes import listed, training_batch_norms
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip
 
-SAMPLES = 16
+SAMPLES = 16  # of the first batch, at most
 COMPILED = {"eager": False, "compiled": True}
 KINDS: dict[str, tuple[Any, ...]] = {PLAIN: (), "with sw.clip(1.0)": (clip(1.0),)}
 
 
 @dataclass
 class Patient:
+    """Recipe under examination: its model, its loss, one batch, and the issues found so far."""
+
     recipe: Recipe
     model: nn.Module
     loss: Any
     batch: Any
-    samples: int | None  # None: the batch cannot be cut
-    of: int | None  # samples of the whole batch
-    complaints: list[str] = field(default_factory=list)  # each once
-    told: int = 0  # how often there was something to say
+    samples: int | None  # in `batch`; None: the batch cannot be sliced
+    of: int | None  # samples of the loader's whole batch
+    complaints: list[str] = field(default_factory=list)  # without duplicates
+    told: int = 0  # number of issues reported, with duplicates
 
     def twin(self) -> tuple[nn.Module, Any, Any]:
-        """Model, optimizer and loss to try things on."""
+        """Copy of the model with a new optimizer, and a copy of the loss."""
         model = copy.deepcopy(self.model)
         loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         return model, self.recipe.optimizer(model), loss
 
     def complain(self, message: str) -> None:
+        """Record and print an issue; a repeated one is shortened."""
         self.told += 1
         if message in self.complaints:
             typer.echo(f"{message.split(':')[0]}, as above")
@@ -66,37 +69,43 @@ def doctor(
     recipe: Annotated[
         Path | None, typer.Argument(metavar="RECIPE", help="A Python file with functions model() and data().")
     ] = None,
-    zoo: Annotated[bool, typer.Option("--zoo", help="Examine this machine instead of a recipe.")] = False,
+    zoo: Annotated[bool, typer.Option("--zoo", help="Check this machine instead of a recipe.")] = False,
     device: Device = "auto",
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With --zoo: fp64, fp32, or bf16, which is autocast. Default: fp64."),
+        typer.Option(metavar="NAME", help="With --zoo: fp64, fp32, or bf16 (autocast). Default: fp64."),
     ] = None,
 ) -> None:
-    """Look at a recipe before it is trained, or at this machine.
+    """Check a recipe before training, or check this machine.
 
     With a recipe, on one batch (at most 16 samples of it) and on copies of the model: compares each sample's gradient
-    with one backward pass per sample, shows how each parameter's gradients are found, tells what the first update warns
-    of or refuses, and measures the time and memory of an update, plain and with clipping, for several microbatches;
-    and the time of an update of one sample, compiled and not.
+    with one backward pass per sample, shows how the gradients of each parameter are computed, lists warnings and errors
+    of the first update, and measures the time and memory of an update, plain and with clipping, for several microbatch
+    sizes, and the time of an update of one sample, eager and compiled.
 
-    With --zoo: compares the gradients of a few hundred small models, each of them hard in its own way, with one
-    backward pass per sample, on your device and in the precision you train in.
+    With --zoo: compares the gradients of a few hundred small models, each with a feature that is hard to get right,
+    with one backward pass per sample, on the given device and in the given precision.
 
-    The exit code is 0 if all is well, 1 if anything was wrong, refused or warned of.
+    The exit code is 0 if no problem was found, and 1 if anything was wrong, refused or warned about.
     """
     if (recipe is None) != zoo:
         found = "neither" if recipe is None else "both"
         raise typer.BadParameter(f"give one of RECIPE and --zoo; found {found}.", param_hint="RECIPE")
     if recipe is not None and dtype is not None:
-        raise typer.BadParameter("goes with --zoo; found a recipe, which has its own dtype.", param_hint="--dtype")
+        raise typer.BadParameter(
+            "can only be used with --zoo; found a recipe, which has its own dtype.", param_hint="--dtype"
+        )
     where = device_named(device)
-    well = examine(precision_named(dtype, where), where) if recipe is None else _consulted(recipe, where)
+    if recipe is None:
+        well = examine(precision_named(dtype, where), where)
+    else:
+        well = _consulted(recipe, where)
     if not well:
         raise typer.Exit(1)
 
 
 def _consulted(recipe: Path, where: torch.device) -> bool:
+    """Check a recipe and print the findings; True if there are no issues."""
     patient = _examined(Recipe(recipe))
     with blaming(recipe):
         well = _check(patient)
@@ -116,7 +125,7 @@ def _examined(recipe: Recipe) -> Patient:
         with blaming(recipe.path):
             batch = next(iter(loader), None)
             if batch is None:
-                raise RecipeError(f"{recipe.path}: the loader of data() must have a batch; found none.")
+                raise RecipeError(f"{recipe.path}: the loader of data() must yield at least one batch; found none.")
             total = length(batch)
             samples = None if total is None else min(total, SAMPLES)
             batch = batch if samples is None else cut(batch, 0, samples)
@@ -129,7 +138,10 @@ def _examined(recipe: Recipe) -> Patient:
 
 
 def _check(patient: Patient) -> bool:
-    """On the device where the recipe leaves the model: not every accelerator knows float64."""
+    """Compare the engine with one backward pass per sample; True if the gradients agree.
+
+    Runs on the device on which the recipe puts the model, because some accelerators have no float64.
+    """
     well = False
     with _noting(patient), _telling("comparing the engine with one backward pass per sample"):
         found = check(patient.model, patient.loss, patient.batch)
@@ -141,7 +153,7 @@ def _check(patient: Patient) -> bool:
 
 
 def _plan(patient: Patient) -> None:
-    typer.echo("\nThe plan")
+    typer.echo("\nGradient plan")
     with _noting(patient), _telling("planning"), torch.random.fork_rng(devices=[]):
         model, _, loss = patient.twin()
         losses, _ = per_sample(as_loss_fn(loss)(model, patient.batch))
@@ -149,7 +161,7 @@ def _plan(patient: Patient) -> None:
 
 
 def _first_update(patient: Patient) -> None:
-    typer.echo("\nThe first update")
+    typer.echo("\nFirst update")
     before = patient.told
     for kind, transforms in KINDS.items():
         with _noting(patient, kind), _telling(f"one update, {kind}"):
@@ -157,15 +169,15 @@ def _first_update(patient: Patient) -> None:
             step = Step(model, optimizer, loss, transforms=transforms)
             step(patient.batch)
     if patient.told == before:
-        typer.echo("nothing to warn of")
+        typer.echo("no warnings")
 
 
 def _measure(patient: Patient, where: torch.device) -> Costs:
-    """Of an update; what is refused has no cost."""
+    """Measure updates of each kind and microbatch size; combinations that are refused are left out."""
     typer.echo("\nTime and memory per update")
     keys = _keys(patient)
     with _telling("measuring"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they have been told of
+        warnings.simplefilter("ignore")  # already reported
         ready = {key: step for key in keys if (step := _ready(patient, *key))}
         updates = {key: partial(step, patient.batch) for key, step in ready.items()}
         costs = measured(updates, {key: step.model for key, step in ready.items()}, where)
@@ -179,7 +191,7 @@ def _keys(patient: Patient) -> list[Key]:
 
 
 def _ready(patient: Patient, kind: str, microbatch: int | None) -> Step | None:
-    """A step that has been made once, or None if it is refused."""
+    """A step that has made one update, or None if the update is refused."""
     model, optimizer, loss = patient.twin()
     try:
         step = Step(model, optimizer, loss, microbatch=microbatch, transforms=KINDS[kind], audit=False)
@@ -190,15 +202,18 @@ def _ready(patient: Patient, kind: str, microbatch: int | None) -> Step | None:
 
 
 def _one_by_one(patient: Patient) -> None:
-    """Updates of one sample, on copies. These gain the most by being compiled, and here is told if they cannot be."""
+    """Measure updates of one sample, eager and compiled, on copies; print the reason if they cannot be compiled.
+
+    Updates of one sample gain the most from compilation.
+    """
     if patient.samples is None:
         return
     typer.echo("\nTime per update of one sample")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they say is told below
+        warnings.simplefilter("ignore")  # the reason is printed below
         try:
             steps = {(name, 1): _alone(patient, compile) for name, compile in COMPILED.items()}
-        except Exception as problem:  # a batch goes: this is about one sample alone
+        except Exception as problem:  # the model may support batches but not a single sample
             typer.echo(f"not possible: {type(problem).__name__}: {problem}")
             return
         how = steps["compiled", 1].compiled
@@ -213,7 +228,7 @@ def _one_by_one(patient: Patient) -> None:
 
 
 def _alone(patient: Patient, compile: bool) -> Step:
-    """A step that has made some updates, of which the first is never compiled."""
+    """A step after two passes over the batch; its first update is never compiled."""
     model, optimizer, loss = patient.twin()
     step = Step(model, optimizer, loss, samples=1, audit=False, compile=compile)
     with step.telling(lambda line: typer.echo(f"... {line.removesuffix(' ...')}", err=True)):
@@ -224,8 +239,10 @@ def _alone(patient: Patient, compile: bool) -> Step:
 
 def _how_many(patient: Patient) -> str:
     if patient.samples is None:
-        return "a batch that cannot be cut"
-    return f"{patient.samples} samples" + (f" of a batch of {patient.of}" if patient.of != patient.samples else "")
+        return "a batch that cannot be sliced"
+    if patient.of == patient.samples:
+        return f"{patient.samples} samples"
+    return f"{patient.samples} samples of a batch of {patient.of}"
 
 
 # --- the advice -------------------------------------------------------------------------------------------------------
@@ -235,9 +252,9 @@ def _advise(patient: Patient, well: bool, costs: Costs) -> None:
     typer.echo("\nAdvice")
     lines = [*_about_samples(patient, well), *advice(costs, patient.samples, patient.of, free_memory(patient.model))]
     if patient.complaints:
-        lines.append(f"See to what is refused or warned of above ({len(patient.complaints)}) before you train.")
+        lines.append(f"Fix the errors and warnings listed above ({len(patient.complaints)}) before you train.")
     elif well:
-        lines.append("All is well: nothing speaks against training with this recipe.")
+        lines.append("No problems found: the recipe is ready for training.")
     for line in lines:
         typer.echo(f"- {line}")
 
@@ -246,18 +263,18 @@ def _about_samples(patient: Patient, well: bool) -> list[str]:
     norms = training_batch_norms([patient.model])
     if norms:
         return [
-            f"BatchNorm in training mode mixes samples (module {listed(norms)}). A sample then has no gradient of its "
-            "own. Use GroupNorm, or eval() for these modules; plain training without --clip works as it is."
+            f"BatchNorm in training mode mixes samples (module {listed(norms)}), so per-sample gradients are not "
+            "defined. Use GroupNorm, or eval() for these modules; plain training without --clip works unchanged."
         ]
-    return [] if well else ["Do not rely on gradients of single samples: the check above says why."]
+    return [] if well else ["Do not rely on per-sample gradients of this model: the check above gives the reason."]
 
 
-# --- saying things ----------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _noting(patient: Patient, kind: str = "") -> Iterator[None]:
-    """Refusals and warnings become complaints."""
+    """Report warnings and samplewise errors raised in the block as issues."""
     refusal = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -272,4 +289,5 @@ def _noting(patient: Patient, kind: str = "") -> Iterator[None]:
 
 
 def _telling(doing: str) -> AbstractContextManager[None]:
+    """Print a notice on stderr if the block takes longer than 2 s."""
     return telling(lambda what: typer.echo(f"... {what}", err=True), doing)

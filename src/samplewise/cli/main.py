@@ -1,4 +1,4 @@
-"""The command `samplewise`."""
+"""The typer application behind the command `samplewise`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from samplewise.cli.train import train
 
 
 class OneLine(TyperGroup):
-    """A bad argument gets one line instead of a page, and a failing recipe its own lines."""
+    """Command group that prints one line for a bad argument, and the user's own lines for a failing recipe."""
 
     def main(
         self,
@@ -39,7 +39,7 @@ class OneLine(TyperGroup):
         sys.exit(code)
 
     def _code(self, run: Callable[[], Any]) -> int:
-        """The exit code, after what has to be said."""
+        """Run the command, print its error if there is one, and return the exit code."""
         try:
             code = run()
             if sys.stdout is not None:
@@ -71,10 +71,11 @@ app = typer.Typer(
 
 @app.callback()
 def _about() -> None:
-    """Train PyTorch models with every sample's gradient within reach.
+    """Train PyTorch models with access to per-sample gradients.
 
-    Begin with a recipe: a Python file with functions model() and data(). Ask the doctor whether all is well with it,
-    train it, and look at the report. `samplewise train --help` says what else a recipe may hold.
+    Write a recipe first: a Python file with functions model() and data(). Check it with `samplewise doctor`, train it
+    with `samplewise train`, and write a report with `samplewise report`. `samplewise train --help` describes the other
+    functions of a recipe.
     """
 
 
@@ -85,7 +86,7 @@ app.command()(demo)
 
 
 def _said(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """A warning of ours says all by itself: the line of ours that gave it helps nobody."""
+    """Format a warning; for warnings of samplewise without file and line, which would point into the library."""
     ours = category.__module__.startswith("samplewise.")
     return f"warning: {message}\n" if ours else f"{filename}:{lineno}: {category.__name__}: {message}\n"
 

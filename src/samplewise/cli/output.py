@@ -1,8 +1,9 @@
-"""Standard output and standard error of a command that may be closed pipes or on a full disk.
+"""Handling of write errors on standard output and standard error: closed pipes, full disks.
 
-If standard output fails, the command ends: quietly if the reader has closed the pipe, as in `samplewise doctor ... |
-head`, otherwise with one line. The error is no Exception, so that nothing takes it for a failure of the recipe. If
-standard error fails, what is written to it is lost, and the command goes on: the exit code still tells how it ended.
+If writing to standard output fails, the command ends: without a message if the reader has closed the pipe, as in
+`samplewise doctor ... | head`, otherwise with one line. The error is a BaseException, so that `except Exception` does
+not report it as an error of the recipe. If writing to standard error fails, the text is lost and the command continues;
+the exit code is unchanged.
 """
 
 from __future__ import annotations
@@ -18,19 +19,22 @@ CLOSED_PIPE = 141  # exit code: 128 + SIGPIPE, as shells report it
 
 
 class OutputError(BaseException):
-    """Standard output cannot be written to."""
+    """Raised when standard output cannot be written to."""
 
     def __init__(self, why: OSError):
         super().__init__(
-            f"standard output must accept what is written to it; found: {why.strerror or why}. Free some space, or "
-            "redirect the output to another place."
+            f"standard output must be writable; found: {why.strerror or why}. Free some disk space, or redirect the "
+            "output to another place."
         )
         self.quiet = isinstance(why, BrokenPipeError)
         self.code = CLOSED_PIPE if self.quiet else 1
 
 
 class Guarded:
-    """A text stream. The first OSError is raised as OutputError if `needed`; what follows goes to the null device."""
+    """Text stream that handles write errors.
+
+    After the first OSError the stream is redirected to the null device. If `needed`, OutputError is raised as well.
+    """
 
     def __init__(self, stream: Any, needed: bool):
         self._stream = stream
@@ -63,8 +67,8 @@ class Guarded:
 
 
 def _discard(stream: Any) -> None:
-    """Redirect a stream to the null device: else the interpreter fails to flush it when it exits."""
-    with suppress(OSError, ValueError):  # it has no file descriptor
+    """Redirect a stream to the null device; otherwise the interpreter fails to flush it at exit."""
+    with suppress(OSError, ValueError):  # the stream has no file descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
@@ -72,12 +76,11 @@ def _discard(stream: Any) -> None:
 
 @contextmanager
 def guarded_output() -> Iterator[None]:
-    """Replace sys.stdout and sys.stderr by guarded ones, until the end of the block. Either may be None: closed."""
+    """Replace sys.stdout and sys.stderr by guarded streams within the block. A closed stream (None) stays None."""
     streams = sys.stdout, sys.stderr
     if sys.stdout is not None:
-        if (
-            isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict"
-        ):  # names of files may hold what the encoding has not
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            # File names may hold characters that the encoding lacks.
             sys.stdout.reconfigure(errors="backslashreplace")
         sys.stdout = Guarded(sys.stdout, needed=True)
     if sys.stderr is not None:

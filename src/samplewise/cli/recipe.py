@@ -1,4 +1,4 @@
-"""A recipe: a Python file with plain functions.
+"""Loading of a recipe: a Python file with plain functions.
 
 def model(): ...                 returns an nn.Module
 def data(): ...                  returns a loader, or (loader, validation loader)
@@ -30,22 +30,22 @@ NEEDED = {"model": "returns the model", "data": "returns a loader, or (loader, v
 
 
 class RecipeError(Exception):
-    """Something in the recipe fails; the message is all that the user need see."""
+    """Raised for an error in the recipe; the message is shown to the user without a traceback of samplewise."""
 
     code = 1
 
 
 class NoRecipeError(RecipeError):
-    """The argument is wrong."""
+    """Raised if the recipe file cannot be read; exit code 2, as for a bad argument."""
 
     code = 2
 
 
 class Recipe:
-    """The functions of a recipe, with defaults for those it leaves out."""
+    """The functions of a recipe, with defaults for those it does not define."""
 
     def __init__(self, path: Path, source: bytes | None = None):
-        """`source`: the content of the file, if it has been read."""
+        """Load the recipe. `source`: the content of the file, if it has been read already."""
         self.path = path
         self._module = _load(path, read_source(path) if source is None else source)
         for name, what in NEEDED.items():
@@ -59,7 +59,7 @@ class Recipe:
         return found
 
     def data(self) -> tuple[Iterable[Any], Iterable[Any] | None]:
-        """The loader, and that of validation if there is one."""
+        """The training loader, and the validation loader or None."""
         found = self._call("data")
         pair = found if isinstance(found, tuple) else (found, None)
         if len(pair) != 2 or not _is_iterable(pair[0]) or not (pair[1] is None or _is_iterable(pair[1])):
@@ -97,7 +97,7 @@ class Recipe:
 
 @contextmanager
 def blaming(path: Path) -> Iterator[None]:
-    """Whatever fails inside is shown as the recipe's failure."""
+    """Raise any Exception of the block as a RecipeError that shows the user's lines."""
     try:
         yield
     except RecipeError:
@@ -131,8 +131,8 @@ def _load(path: Path, source: bytes) -> ModuleType:
     name = path.stem if path.stem not in sys.modules else f"recipe_{path.stem}"
     module = ModuleType(name)
     module.__file__ = str(path)
-    sys.modules[name] = module  # where dataclasses and workers look for it
-    sys.path.insert(0, str(path.resolve().parent))  # as for a script: its neighbours can be imported
+    sys.modules[name] = module  # dataclasses and loader workers look it up there
+    sys.path.insert(0, str(path.resolve().parent))  # as for a script: modules in its directory can be imported
     try:
         code = compile(source, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
@@ -146,24 +146,24 @@ def _load(path: Path, source: bytes) -> ModuleType:
     return module
 
 
-# --- showing what failed ----------------------------------------------------------------------------------------------
+# --- error messages ---------------------------------------------------------------------------------------------------
 
 
 def _shown(error: Exception, path: Path) -> str:
-    """The lines that the user has written, and the message."""
+    """Text of an error: the traceback frames in the user's files, and the message."""
     frames, message = _in_worker(str(error))
     if not message:
         found = traceback.extract_tb(error.__traceback__)
         frames = [(frame.filename, str(frame.lineno), frame.name, str(frame.line)) for frame in found]
         message = "".join(traceback.format_exception_only(error)).strip().removeprefix("samplewise.errors.")
     lines = [f"{file}:{line}: in {name}\n    {code}" for file, line, name, code in frames if _is_users(file)]
-    if not lines and not isinstance(error, SamplewiseError):  # their messages tell what to do by themselves
-        lines = [f"{path}: with what it returns:"]
+    if not lines and not isinstance(error, SamplewiseError):  # messages of samplewise need no location
+        lines = [f"{path}: error while using the objects that it returns:"]
     return "\n".join([*lines, message])
 
 
 def _in_worker(text: str) -> tuple[list[tuple[str, str, str, str]], str]:
-    """What a loader's worker has sent is a traceback in words: file, line, function and code of each frame; message."""
+    """Parse the traceback text sent by a DataLoader worker: (file, line, function, code) of each frame, and message."""
     _, there, told = text.partition("Original Traceback (most recent call last):\n")
     frames = re.findall(r'^  File "(.*)", line (\d+), in (.*)\n    (.*)', told, re.MULTILINE)
     return frames, re.split(r"^  File .*\n(?:    .*\n)*", told, flags=re.MULTILINE)[-1].strip() if there else ""

@@ -1,4 +1,4 @@
-"""samplewise report RUN ..."""
+"""`samplewise report RUN ...`: write the HTML report of one run, or the comparison of several."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import typer
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories that trainings have written to.")],
-    to: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the page.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow the run: write anew whenever it has changed.")] = False,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories of one or more trainings.")],
+    to: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write the page to.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Rewrite the page whenever the run has changed.")] = False,
 ) -> None:
-    """Make one HTML file of a run: curves, samples, suspects, noise scale, layers, cost, settings.
+    """Write an HTML report of a run: curves, samples, suspects, noise scale, layers, cost, settings.
 
-    The file is report.html in the run's directory. It needs nothing but itself: send it, print it, open it anywhere.
-    A run that is still going on, or that broke off, can be looked at as well. Several runs are compared instead, in
-    comparison.html here.
+    The file is report.html in the run directory. It is self-contained: it can be sent, printed and opened offline.
+    Runs that are still training or were interrupted work as well. Given several runs, a comparison is written instead,
+    to comparison.html in the working directory.
     """
     try:
         from samplewise.report import watch as report
@@ -27,7 +27,7 @@ def report(
     try:
         report.watch(runs, to, typer.echo) if watch else typer.echo(report.write_any(runs, to))
     except OSError as why:
-        if why.errno is None:  # no run; the others are of the system
+        if why.errno is None:  # raised by read_run: not a run directory; errors of the system have an errno
             raise typer.BadParameter(str(why), param_hint="RUN") from why
-        typer.echo(f"the report cannot be made: {why}", err=True)
+        typer.echo(f"the report cannot be written: {why}", err=True)
         raise typer.Exit(1) from why

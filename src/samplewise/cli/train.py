@@ -1,4 +1,4 @@
-"""samplewise train RECIPE."""
+"""`samplewise train RECIPE`: train the model of a recipe."""
 
 from __future__ import annotations
 
@@ -34,56 +34,57 @@ def train(
         int | None, typer.Option(min=1, metavar="N", help="Train until N updates are done, instead of --epochs.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Samples per update. Default: those of a batch.")
+        int | None, typer.Option(min=1, metavar="N", help="Samples per update. Default: one batch.")
     ] = None,
     microbatch: Annotated[
         str | None,
-        typer.Option(metavar="N|auto", help="Samples computed at a time; auto: as many as fit. Default: a batch."),
+        typer.Option(metavar="N|auto", help="Samples per forward pass; auto: as many as fit. Default: one batch."),
     ] = None,
     clip: Annotated[
-        float | None, typer.Option(metavar="C", help="Scale each sample's gradient down to norm C, before the sum.")
+        float | None, typer.Option(metavar="C", help="Clip each sample's gradient to norm C before summing.")
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where log and checkpoints go. Default: runs/<name of the recipe>."),
+        typer.Option(metavar="DIR", help="Directory of log and checkpoints. Default: runs/<name of the recipe>."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint of the run.")] = False,
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Initial weights, order and augmentation of samples follow from it.")
+        int, typer.Option(min=0, metavar="N", help="Seed of initial weights, and of sample order and augmentation.")
     ] = 0,
     device: Device = "auto",
     compile: Annotated[
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            help="Make each update one compiled graph. Default: if it has one sample, after a thousand of them.",
+            help="Compile each update into one graph. Default: only updates of one sample, after 1,000 of them.",
             show_default=False,
         ),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Start N processes that train together: torchrun --nproc-per-node N."),
+        typer.Option(min=1, metavar="N", help="Train with N processes (ranks): torchrun --nproc-per-node N."),
     ] = None,
 ) -> None:
-    """Train what a recipe describes.
+    """Train the model of a recipe.
 
-    A recipe is a Python file with plain functions: model() and data(), which returns a loader or (loader, validation
-    loader); and, if the defaults do not do, loss(model, batch), which returns one loss per sample (default: cross
-    entropy), optimizer(model) (default: AdamW, lr 1e-3) and metrics(), a dict of functions (outputs, batch).
+    A recipe is a Python file with plain functions. Required: model() and data(), which returns a loader or (loader,
+    validation loader). Optional: loss(model, batch), which returns one loss per sample (default: cross entropy),
+    optimizer(model) (default: AdamW, lr 1e-3) and metrics(), a dict of functions (outputs, batch).
 
-    Checkpoints are written after each epoch and at the end; Ctrl-C ends after the current update and saves as well.
-    With --resume training goes on there, with no sample lost or seen twice. --epochs and --updates count from the
-    very beginning: after 2 epochs, --resume --epochs 5 trains for 3 more.
+    Checkpoints are written after each epoch and at the end. Ctrl-C stops after the current update and writes one, too.
+    --resume continues from the newest checkpoint; no sample is lost or seen twice. --epochs and --updates count from
+    the start of the run: after 2 epochs, --resume --epochs 5 trains for 3 more.
 
-    Several processes: --processes N, or torchrun ... -m -- samplewise train RECIPE. --samples are those of all
-    together, and the recipe's batches those of each.
+    Several processes: --processes N, or torchrun ... -m -- samplewise train RECIPE. --samples counts the samples of all
+    ranks; the batches of the recipe are those of each rank.
     """
     source = read_source(recipe)
     if processes is not None:
         _launch(processes)
     if epochs is not None and updates is not None:
         raise typer.BadParameter("give one of --epochs and --updates; found both.", param_hint="--updates")
-    pieces, where = _microbatch(microbatch), join(device_named(device))
+    pieces = _microbatch(microbatch)
+    where = join(device_named(device))
     transforms = () if clip is None else (clipped(_bound(clip)),)
     run = _directory(run or Path("runs") / recipe.stem, resume)
     place = absolute(run)  # before the recipe, which may change the working directory
@@ -93,8 +94,9 @@ def train(
     model = found.model()
     loader, validation = found.data()
     with blaming(recipe):
-        model.to(where)  # before there is an optimizer: some take their state from the device
-    optimizer, metrics = found.optimizer(model), found.metrics()
+        model.to(where)  # before the optimizer is made: some create their state on the device of the parameters
+    optimizer = found.optimizer(model)
+    metrics = found.metrics()
     with blaming(recipe):
         how = "auto" if compile is None else compile
         step = Step(model, optimizer, found.loss(), samples, pieces, transforms, compile=how, strategy="ddp")
@@ -104,15 +106,16 @@ def train(
 
 
 def _launch(processes: int) -> NoReturn:
-    """Torch's own launcher takes over, and starts this command so many times."""
+    """Replace this process with torchrun, which starts this command `processes` times without --processes."""
     given = iter(sys.argv[1:])
     same = [a for a in given if not (a.startswith("--processes=") or (a == "--processes" and next(given, True)))]
-    # Without the -- it would take our --run for the beginning of an option of its own.
+    # Without the -- torchrun would take --run for an abbreviation of one of its own options.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "--"]
     os.execv(sys.executable, [sys.executable, *torchrun, "samplewise", *same])
 
 
 def _tell(reason: str, trainer: Trainer, run: Path) -> None:
+    """Print the summary on rank 0; exit with 128 + signal number if a signal stopped the training."""
     interrupted = reason in signal.Signals.__members__
     if ranks.rank() == 0:
         done = trainer.step.counters.updates
@@ -120,7 +123,7 @@ def _tell(reason: str, trainer: Trainer, run: Path) -> None:
         typer.echo(f"log          {run / 'log.jsonl'}")
         typer.echo(f"checkpoints  {run / 'checkpoints'}")
         if interrupted:
-            typer.echo("go on with   --resume")
+            typer.echo("continue     with --resume")
     if interrupted:
         raise typer.Exit(128 + signal.Signals[reason])
 
@@ -145,14 +148,14 @@ def _directory(run: Path, resume: bool) -> Path:
         used = not is_file and any((run / "checkpoints").glob("*.ckpt"))
     except OSError as why:
         raise typer.BadParameter(
-            f"must be a directory that can be used; found {shortened(run)}: {why.strerror}.", param_hint="--run"
+            f"must be an accessible directory; found {shortened(run)}: {why.strerror}.", param_hint="--run"
         ) from why
     if is_file:
         raise typer.BadParameter(f"must be a directory; found a file, {run}.", param_hint="--run")
     if used and not resume:
         raise typer.BadParameter(
-            f"a run must have a directory of its own; found checkpoints in {run}. "
-            "Pass --resume to go on with it, or choose another directory.",
+            f"a new run must have a directory without checkpoints; found checkpoints in {run}. "
+            "Pass --resume to continue that run, or choose another directory.",
             param_hint="--run",
         )
     return run

@@ -1,4 +1,4 @@
-"""samplewise doctor --zoo: the engine against plain autograd, on models that are small and hard."""
+"""`samplewise doctor --zoo`: compare the engine with plain autograd on a collection of small models."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from samplewise.engine.table import render
 from samplewise.zoo import CASES, PRECISIONS, Case, Precision, Verdict, judge
 from samplewise.zoo.judge import NOT_RUN, OUTCOMES, REFUSED, RIGHT, WRONG, tally
 
-EVERY = 50  # cases from one line to the next, where there is no terminal
+EVERY = 50  # cases between two progress lines, without a terminal
 LEGEND = """
-refused  samples depend on each other: the engine must say so, and be right if it is allowed to go on
-not run  PyTorch itself fails on the model, here and in this precision
+refused  samples depend on each other: the engine must detect it, and be right when allowed to continue
+not run  PyTorch itself fails on the model, on this machine and in this precision
 """
 
 
 def precision_named(name: str | None, device: torch.device) -> Precision:
-    """Without a name: fp64, or fp32 where the device has no float64."""
+    """Precision for the value of --dtype; default fp64, or fp32 on a device without float64."""
     if name not in (*PRECISIONS, None):
         raise typer.BadParameter(f"must be one of {', '.join(PRECISIONS)}; found {name!r}.", param_hint="--dtype")
     precision = PRECISIONS[name or ("fp64" if _has_float64(device) else "fp32")]
     if precision.dtype == torch.float64 and not _has_float64(device):
         raise typer.BadParameter(
-            f"must be one that the device has; found fp64 on {device}. Use fp32.", param_hint="--dtype"
+            f"must be a precision that the device supports; found fp64 on {device}. Use fp32.", param_hint="--dtype"
         )
     if precision.autocast is not None and not torch.amp.is_autocast_available(device.type):
         raise typer.BadParameter(
-            f"must be one that the device has; found bf16 on {device}, which has no autocast. Use fp32.",
+            f"must be a precision that the device supports; found bf16 on {device}, which has no autocast. Use fp32.",
             param_hint="--dtype",
         )
     return precision
 
 
 def examine(precision: Precision, device: torch.device) -> bool:
-    """Judges every case, says what was found, and whether all is well."""
-    typer.echo(f"The zoo: {len(CASES)} small models on {device}, {precision.describe(device)}\n")
+    """Judge every case and print the results; True if something was compared and nothing was wrong."""
+    typer.echo(f"Zoo: {len(CASES)} small models on {device}, {precision.describe(device)}\n")
     with _one_thread(), _progress(len(CASES)) as judged:
         verdicts = []
         for case in CASES.values():
@@ -56,11 +56,11 @@ def _conclude(counts: dict[str, int]) -> bool:
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
     compared = counts[RIGHT] + counts[REFUSED] > 0
     if counts[WRONG]:
-        typer.echo(f"Something is wrong: {said}. Do not rely on gradients of models like those named above.")
+        typer.echo(f"Wrong gradients found: {said}. Do not rely on gradients of models like those named above.")
     elif not compared:
         typer.echo(f"Nothing was compared: {said}. Choose another device or precision.")
     else:
-        typer.echo(f"All is well: {said}.")
+        typer.echo(f"No problems found: {said}.")
     return compared and not counts[WRONG]
 
 
@@ -82,7 +82,7 @@ def _has_float64(device: torch.device) -> bool:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """For models as small as these, several threads mostly wait for each other."""
+    """Limit torch to one thread; for models this small, synchronizing threads takes longer than computing."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -93,7 +93,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[Case], None]]:
-    """A bar in a terminal, now and then a line elsewhere; both on stderr."""
+    """Progress on stderr: a bar in a terminal, otherwise one line every 50 cases. Yields a callback for each case."""
     if sys.stderr is not None and sys.stderr.isatty():
         try:
             from rich import progress

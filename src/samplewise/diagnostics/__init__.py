@@ -1,10 +1,10 @@
-"""What per-sample gradients tell of a model, its data and its batch size. Needs no trainer.
+"""Diagnostics from per-sample gradients: batch size, Fisher matrix, similarity, wrong labels. Works without a trainer.
 
-noise       how much of a batch's gradient is signal, and how large a batch is worth its samples
-fisher      the diagonal Fisher matrix over a data set
-similarity  which samples pull together, and which against each other
-scores      numbers per sample that are large for wrong labels and odd samples
-suspects    samples ranked by those
+noise       gradient noise scale (critical batch size) and signal-to-noise ratios
+fisher      diagonal of the Fisher matrix over a dataset
+similarity  cosines between per-sample gradients, pairs and clusters
+scores      per-sample scores that are large for wrong labels and unusual samples
+suspects    ranking of samples by these scores
 """
 
 from samplewise.diagnostics.fisher import fisher as fisher

@@ -1,4 +1,4 @@
-"""The diagonal Fisher matrix over a data set."""
+"""`sw.fisher`: diagonal of the Fisher matrix over a dataset."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def fisher(
     microbatch: int | str | None = "auto",
     memory: int | None = None,
 ) -> dict[str, Tensor]:
-    """name -> the mean over samples of the squared gradient, the diagonal of the empirical Fisher matrix.
+    """Diagonal of the empirical Fisher matrix: parameter name -> mean over samples of the squared gradient.
 
-    At about the price of an epoch, in evaluation mode; sums are kept in float64. For the Fisher matrix proper, whose
-    labels are the model's own, let `loss_fn` draw them: labels = Categorical(logits=logits).sample().
+    Takes about as long as an epoch, in evaluation mode; sums are accumulated in float64. For the true Fisher matrix,
+    whose labels are drawn from the model, sample them in `loss_fn`: labels = Categorical(logits=logits).sample().
 
     microbatch, memory: as in `sw.scan`
     """
@@ -36,6 +36,9 @@ def fisher(
             for name, squares in g.second_moment().items():
                 total[name] = total[name] + squares if name in total else squares.to(torch.float64)
     if not samples:
-        raise ValueError("the loader must yield at least one batch; found none. An iterator is used up after one pass.")
+        raise ValueError(
+            "the loader must yield at least one batch; found none. Pass a loader or a list: an iterator is exhausted "
+            "after one pass."
+        )
     kinds = {name: p.dtype.to_real() for name, p in model.named_parameters()}
     return {name: (sums / samples).to(kinds[name]) for name, sums in total.items()}

@@ -1,15 +1,15 @@
-"""Numbers per sample that are large where a label is likely wrong, or the sample odd.
+"""Per-sample scores that are large if a label is likely wrong or the sample is unusual.
 
-    loss             of the sample
+    loss             loss of the sample
     margin           largest logit of another class minus the label's; its mean over training is minus the AUM
-    el2n             length of softmax(logits) - one-hot label
-    norm             of the sample's gradient
-    last_norm        of its part for the last layer
-    self_influence   lr · norm²: what a step on the sample takes from its own loss, to first order
-    agreement        minus the cosine with the gradients of all other samples that have its label
+    el2n             |softmax(logits) - one-hot label|
+    norm             norm of the sample's gradient
+    last_norm        norm of the sample's gradient with respect to the last layer
+    self_influence   lr · norm²: first-order decrease of the sample's own loss by a step on it
+    agreement        minus the cosine with the summed gradient of all other samples with the same label
 
-A score is a function of a `Piece`, some samples at one checkpoint. Over checkpoints it is averaged; self-influence is
-added up.
+A score is a function of a `Piece`, some samples at one checkpoint. Scores are averaged over checkpoints, except
+self-influence, which is summed.
 """
 
 from __future__ import annotations
@@ -26,56 +26,59 @@ from samplewise.engine.gradients import Gradients
 
 
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B,): the label's logit minus the largest of the others."""
+    """Margins (B,): the label's logit minus the largest other logit."""
     own = labels[:, None]
     others = logits.scatter(1, own, -torch.inf)
     return logits.gather(1, own)[:, 0] - others.amax(1)
 
 
 def el2n(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B,): |softmax(logits) - one-hot label|."""
+    """EL2N scores (B,): |softmax(logits) - one-hot label|."""
     one = torch.ones_like(labels[:, None], dtype=logits.dtype)
     return logits.softmax(1).scatter_add(1, labels[:, None], -one).norm(dim=1)
 
 
 class ClassGradients:
-    """Each class's gradient over a data set: the sum of its samples'."""
+    """Sum of the per-sample gradients of each class over a dataset."""
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[str, Tensor]] = {}
 
     def add(self, g: Gradients, labels: Tensor) -> None:
+        """Add the gradients of a batch with labels (B,)."""
         for label in labels.unique().tolist():
             sums = g.sum((labels == label).to(g.losses.dtype))
             old = self._sums.get(label)
             self._sums[label] = sums if old is None else {name: old[name] + new for name, new in sums.items()}
 
     def cosines(self, g: Gradients, labels: Tensor) -> Tensor:
-        """(B,): of each sample's gradient with the sum over the others of its class; 0 where one of them is zero.
+        """Cosines (B,) of each sample's gradient with the sum over the other samples of its class; 0 if either is zero.
 
-        With S the sum over the class, the others' is S - g, and |S - g|² = |S|² - 2 g·S + |g|².
+        With S the sum over the class, the sum over the others is S - g, and |S - g|² = |S|² - 2 g·S + |g|².
         """
         squared = g.norms().double().square()
-        dots, lengths = torch.zeros_like(squared), torch.zeros_like(squared)
+        dots = torch.zeros_like(squared)
+        lengths = torch.zeros_like(squared)
         for label in labels.unique().tolist():
-            mine, sums = labels == label, self._sums[label]
+            mine = labels == label
+            sums = self._sums[label]
             dots = torch.where(mine, g.dot(sums).double(), dots)
             lengths = torch.where(mine, sum(s.double().square().sum() for s in sums.values()), lengths)
         others = (lengths - 2 * dots + squared).clamp(min=0)
         scale = (squared * others).sqrt()
-        known = others > 1e-6 * (lengths + squared)  # else it is what rounding has left of a class of one
+        known = others > 1e-6 * (lengths + squared)  # otherwise a class of one sample: the rest is rounding error
         return torch.where(known & (scale > 0), (dots - squared) / scale.where(scale > 0, 1), 0).clamp(-1, 1)
 
 
 def last_layer(names: list[str]) -> list[str]:
-    """The parameters of the module that the last one belongs to."""
+    """Names of the parameters in the module of the last parameter."""
     module = names[-1].rpartition(".")[0]
     return [name for name in names if name.rpartition(".")[0] == module]
 
 
 @dataclass
 class Piece:
-    """Some samples at one checkpoint; logits and labels are looked for only if a score asks."""
+    """Some samples at one checkpoint; logits and labels are computed only if a score needs them."""
 
     g: Gradients
     rate: float
@@ -90,8 +93,8 @@ class Piece:
         if labels.shape != (len(self.g),) or labels.is_floating_point():
             found = f"{labels.dtype} of shape {tuple(labels.shape)}"
             raise ValueError(
-                f"labels must be whole numbers, one per sample, ({len(self.g)},); found {found}. Say where they are: "
-                "labels=, or rank by='loss', which needs none."
+                f"labels must be integers, one per sample, ({len(self.g)},); found {found}. Pass labels=, the key of "
+                "the labels or a function of the batch, or rank by='loss', which needs no labels."
             )
         return labels.long()
 
@@ -100,8 +103,9 @@ class Piece:
         logits = self.logits_of(self.batch).detach()
         if logits.dim() != 2 or len(logits) != len(self.g) or logits.shape[1] < 2:
             raise ValueError(
-                f"logits must have shape ({len(self.g)}, classes), two classes at least; found {tuple(logits.shape)}. "
-                "Pass logits=, a function of (model, batch), or rank by='loss', which needs none."
+                f"logits must have shape ({len(self.g)}, classes) with at least two classes; found "
+                f"{tuple(logits.shape)}. Pass logits=, a function of (model, batch), or rank by='loss', which needs "
+                "no logits."
             )
         self._check_classes(logits.shape[1])
         return logits
@@ -110,8 +114,8 @@ class Piece:
         strange = self.labels[(self.labels < 0) | (self.labels >= classes)]
         if len(strange):
             raise ValueError(
-                f"labels must be classes, 0 to {classes - 1}, as many as there are logits; found {strange[0].item()}. "
-                "Leave such samples out, or rank by='loss', which needs no labels."
+                f"labels must be class indices, 0 to {classes - 1} for {classes} logits; found {strange[0].item()}. "
+                "Remove such samples, or rank by='loss', which needs no labels."
             )
 
     def last_norms(self) -> Tensor:
@@ -128,4 +132,4 @@ SCORES: dict[str, Callable[[Piece], Tensor]] = {
     "self_influence": lambda piece: piece.rate * piece.g.norms().square(),
     "agreement": lambda piece: -piece.classes.cosines(piece.g, piece.labels),
 }
-ADDED_UP = ("self_influence",)  # over checkpoints; the others are averaged
+ADDED_UP = ("self_influence",)  # summed over checkpoints; the others are averaged

@@ -1,4 +1,4 @@
-"""Which samples pull the parameters the same way, and which pull against each other."""
+"""Cosine similarity of per-sample gradients: agreeing pairs, opposing pairs and clusters."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ from torch import Tensor
 
 from samplewise.engine.gradients import Gradients
 
-Pair = tuple[int, int, float]  # a sample, another, and the cosine of the angle between their gradients
+Pair = tuple[int, int, float]  # two samples, and the cosine between their gradients
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """Cosines between gradients.
+    """Cosines between per-sample gradients.
 
-    matrix   (B, B), or (B, B2) if there are two sides; 0 for a gradient of length zero
-    paired   whether both sides are the same samples, so that each pair counts once
+    matrix   (B, B), or (B, B2) for two sets of samples; 0 for a gradient of norm zero
+    paired   True if rows and columns are the same samples, so that each pair counts once
     """
 
     matrix: Tensor
     paired: bool
 
     def together(self, k: int = 10) -> list[Pair]:
-        """The k pairs (i, j, cosine) that agree most, the first first."""
+        """The k pairs (i, j, cosine) with the largest cosines, in descending order."""
         return self._pairs(k, largest=True)
 
     def against(self, k: int = 10) -> list[Pair]:
-        """The k pairs that pull against each other most; only those with a cosine below zero."""
+        """The k pairs (i, j, cosine) with the smallest cosines, in ascending order; negative cosines only."""
         return [pair for pair in self._pairs(k, largest=False) if pair[2] < 0]
 
     def clusters(self, threshold: float = 0.5) -> list[list[int]]:
-        """Samples in groups, the largest first: the two groups with the highest mean cosine between their samples are
-        joined, until none above the threshold is left. The same groups each time; takes B³ steps, all simple.
+        """Average-linkage clusters as lists of samples, the largest first.
+
+        The two clusters with the highest mean cosine between their samples are merged, until no mean exceeds the
+        threshold. Deterministic; takes O(B³) time.
         """
         if not self.paired:
-            raise ValueError("clusters need one set of samples; found two sides. Call similarity(g) for one of them.")
+            raise ValueError("clusters need one set of samples; found two sets. Call similarity(g) for one of them.")
         groups = [[i] for i in range(len(self.matrix))]
         means = self.matrix.detach().double().clone().fill_diagonal_(-torch.inf)
         while groups:
@@ -57,16 +59,17 @@ class Similarity:
 
 
 def _join(means: Tensor, groups: list[list[int]], i: int, j: int) -> None:
-    """Group j becomes part of i, in place."""
+    """Merge group j into group i, in place."""
     a, b = len(groups[i]), len(groups[j])
     means[i] = (a * means[i] + b * means[j]) / (a + b)
     means[:, i] = means[i]
     means[j] = means[:, j] = means[i, i] = -torch.inf
-    groups[i], groups[j] = sorted(groups[i] + groups[j]), []
+    groups[i] = sorted(groups[i] + groups[j])
+    groups[j] = []
 
 
 def similarity(g: Gradients, other: Gradients | None = None) -> Similarity:
-    """Cosines between the gradients of all pairs of samples, or of those of `g` with those of `other`."""
+    """Cosine similarity of all pairs of per-sample gradients of `g`, or of those of `g` with those of `other`."""
     gram = g.gram(other)
     mine = gram.diagonal().clamp(min=0).sqrt() if other is None else g.norms()
     theirs = mine if other is None else other.norms()

@@ -1,4 +1,4 @@
-"""`sw.suspects`: samples ranked as mislabelled or odd."""
+"""`sw.suspects`: ranking of samples that are likely mislabelled or unusual."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from samplewise.losses import LossFn
 from samplewise.measuring import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
 from samplewise.scan import scan
 
-RECOMMENDED = "margin"  # measured: docs/diagnostics.md
+RECOMMENDED = "margin"  # by the measurements in docs/diagnostics.md
 
-Key = Hashable | Callable[[Any], Any]  # where a batch has something: a key, or a function of the batch
-Ids = list[Any]  # whole numbers, or texts
+Key = Hashable | Callable[[Any], Any]  # of an entry of a batch: a key, or a function of the batch
+Ids = list[Any]  # integers or strings
 
 
 @dataclass(frozen=True)
 class Suspects:
-    """Samples and how suspicious they are.
+    """Samples with their suspicion scores.
 
-    ids      (N,) of the samples, in the order they came; a list if they are texts
-    score    (N,) what they are ranked by; the higher, the more suspicious
-    scores   name -> (N,), each score by itself, the same way round
-    by       the names that `score` is made of
-    unknown  ids of samples that are not ranked: in a table of visits they have no finite score
+    ids      (N,) ids of the samples, in the order of the data; a list if they are strings
+    score    (N,) score of the ranking; higher is more suspicious
+    scores   name -> (N,), the individual scores; higher is more suspicious
+    by       names of the scores that `score` is computed from
+    unknown  ids of samples that are not ranked, because a table of visits has no finite score of them
     """
 
     ids: Tensor | list[str]
@@ -46,28 +46,26 @@ class Suspects:
 
     @property
     def order(self) -> Tensor:
-        """(N,): places in `ids`, the most suspicious first."""
+        """Indices (N,) into `ids`, the most suspicious first."""
         return self.score.argsort(descending=True, stable=True)
 
     def top(self, k: int = 10) -> Tensor | list[str]:
-        """The ids of the k most suspicious, those first."""
+        """Ids of the k most suspicious samples, the most suspicious first."""
         first = self.order[:k]
-        return self.ids[first] if isinstance(self.ids, Tensor) else [self.ids[i] for i in first.tolist()]
+        if isinstance(self.ids, Tensor):
+            return self.ids[first]
+        return [self.ids[i] for i in first.tolist()]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __str__(self) -> str:
-        places = self.order[:10].tolist()
-        rows = [
-            (
-                str(self.ids[i] if isinstance(self.ids, list) else self.ids[i].item()),
-                *(f"{s[i].item():.4g}" for s in self.scores.values()),
-            )
-            for i in places
-        ]
+        rows = []
+        for i in self.order[:10].tolist():
+            name = self.ids[i] if isinstance(self.ids, list) else self.ids[i].item()
+            rows.append((str(name), *(f"{s[i].item():.4g}" for s in self.scores.values())))
         left = f"; {len(self.unknown)} more have no finite score" if self.unknown else ""
-        title = f"the first of {len(self)} samples, by {' and '.join(self.by)}{left}"
+        title = f"most suspicious of {len(self)} samples, by {' and '.join(self.by)}{left}"
         return render(("sample", *self.scores), rows, title)
 
 
@@ -84,27 +82,30 @@ def suspects(
     checkpoints: Sequence[Checkpoint] | None = None,
     microbatch: int | str | None = "auto",
 ) -> Suspects:
-    """Samples ranked as mislabelled or odd: of a model and a loader, or of a table of visits during training.
+    """Rank samples that are likely mislabelled or unusual, from a model and a loader or from a ledger of a training.
 
-    A table is what `sw.samples(run)` returns, a data frame, or a mapping: one row per visit, with the columns id and
-    some of loss, norm, margin (the label's logit minus the largest other) and el2n. A sample's score is the mean
-    over those of its visits that are finite; of the margin that is the AUM.
+    A ledger is a table of visits: the result of `sw.samples(run)`, a data frame, or a mapping of columns. It has one
+    row per visit, the column id and some of loss, norm, margin (the label's logit minus the largest other) and el2n.
+    The score of a sample is the mean over its visits with a finite value; for the margin this is the AUM.
 
-    by: a score, or several, whose ranks are averaged; default the margin; of a table without one, the loss
-    also: more scores to compute
-    logits: a function of (model, batch), default model(batch[0])
-    labels: where a batch has its labels: a key, an index or a function of the batch
-    ids: the same for the ids of its samples, whole numbers or texts; default their places in the loader
-    checkpoints: list of (state_dict, lr) to average the scores over; default the model as it is
+    by: name of a score, or several names, whose ranks are averaged; default margin, or loss for a table without margin
+    also: names of more scores to compute
+    logits: function of (model, batch); default model(batch[0])
+    labels: of a batch: a key, an index or a function of the batch; default batch[1]
+    ids: of the samples of a batch, integers or strings, given like `labels`; default: positions in the loader
+    checkpoints: list of (state_dict, lr) to average the scores over; default: the current parameters
     microbatch: as in `sw.scan`
 
-    Scores: loss, margin, el2n, norm, last_norm, self_influence, agreement. The last goes through the data twice and
-    keeps a gradient per class. The model is measured in evaluation mode.
+    Scores: loss, margin, el2n, norm, last_norm, self_influence, agreement. agreement needs two passes over the data and
+    keeps one gradient per class in memory. The model is in evaluation mode.
     """
     if not isinstance(source, nn.Module):
         return _of_visits(source, by)
     if loss_fn is None or loader is None:
-        raise TypeError("suspects needs a model, a loss function and a loader, or a table of visits; found a model.")
+        raise TypeError(
+            "suspects needs a model, a loss function and a loader, or a table of visits; found a model without loss "
+            "function or loader. Pass both."
+        )
     names = list(dict.fromkeys([*_names(by or RECOMMENDED), *also]))
     _check_names(names, SCORES)
     if ids is None:
@@ -122,18 +123,19 @@ def _logits(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _of(batch: Any, key: Key, name: str) -> Any:
+    """Entry of a batch; `name` is the argument of `suspects` that an error message recommends."""
     try:
         return key(batch) if callable(key) else pick(batch, key)
     except BatchError as why:
-        raise BatchError(f"{why} Or say where it is: {name}=, a key or a function of the batch.") from None
+        raise BatchError(f"{why} Or pass {name}=, a key or a function of the batch.") from None
 
 
-# --- of a model ------------------------------------------------------------------------------------------------------
+# --- scores of a model -----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Survey:
-    """The scores of a data set."""
+    """Computation of scores over a dataset."""
 
     model: nn.Module
     loss_fn: LossFn
@@ -145,7 +147,7 @@ class _Survey:
     ids: Key | None
 
     def over(self, checkpoints: Sequence[Checkpoint] | None) -> tuple[Ids, dict[str, Tensor]]:
-        """Of all checkpoints together; lines are matched by id, for a loader may shuffle."""
+        """Ids, and scores averaged or summed over checkpoints; rows are matched by id, because a loader may shuffle."""
         if checkpoints is not None or "agreement" in self.names:
             check_repeatable(self.loader, "loader")
         found = []
@@ -154,13 +156,15 @@ class _Survey:
                 found.append(self._once(rate))
         ids = found[0][0]
         places = [_places(ids, other) for other, _ in found]
-        total = {
-            name: torch.stack([scores[name][at] for at, (_, scores) in zip(places, found, strict=True)]).sum(0)
-            for name in self.names
-        }
-        return ids, {name: s if name in ADDED_UP else s / len(found) for name, s in total.items()}
+        result = {}
+        for name in self.names:
+            aligned = [scores[name][at] for at, (_, scores) in zip(places, found, strict=True)]
+            total = torch.stack(aligned).sum(0)
+            result[name] = total if name in ADDED_UP else total / len(found)
+        return ids, result
 
     def _once(self, rate: float) -> tuple[Ids, dict[str, Tensor]]:
+        """Ids, and scores at the current parameters."""
         classes = self._classes()
         ids: Ids = []
         columns: dict[str, list[Tensor]] = {name: [] for name in self.names}
@@ -189,10 +193,11 @@ class _Survey:
         kinds = sorted({type(each).__name__ for each in ids})
         if len(ids) != samples or kinds not in (["int"], ["str"]):
             said = " and ".join(kinds) if len(ids) == samples else f"{len(ids)} for {samples}"
-            raise ValueError(f"ids must be whole numbers or texts, one per sample; found {said}.")
+            raise ValueError(f"ids must be integers or strings, one per sample; found {said}.")
         return ids
 
     def _classes(self) -> ClassGradients:
+        """Summed gradients of each class, in a pass of their own; empty unless the agreement is computed."""
         classes = ClassGradients()
         if "agreement" in self.names:
             for batch, g in self._pieces():
@@ -201,21 +206,24 @@ class _Survey:
 
 
 def _places(ids: Ids, others: Ids) -> Tensor:
-    """Where in `others` each of the ids stands."""
+    """Positions in `others` of each of the ids."""
     if ids == others:
         return torch.arange(len(ids))
     places = {one: k for k, one in enumerate(others)}
     if len(ids) != len(others) or places.keys() != set(ids):
-        raise ValueError("every pass over the loader must yield the same samples; found other ids in a later one.")
+        raise ValueError(
+            "every pass over the loader must yield the same samples; found other ids in a later pass. Use a loader "
+            "without random sampling."
+        )
     if len(places) < len(ids):
         raise ValueError(
-            f"each sample must have an id of its own where the order changes; found {len(places)} ids of {len(ids)} "
-            "samples. Use a loader with shuffle=False, or other ids."
+            f"each sample must have a unique id if the order changes between passes; found {len(places)} ids of "
+            f"{len(ids)} samples. Use a loader with shuffle=False, or unique ids."
         )
     return torch.tensor([places[one] for one in ids])
 
 
-# --- of visits -------------------------------------------------------------------------------------------------------
+# --- scores of a ledger ----------------------------------------------------------------------------------------------
 
 
 def _of_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
@@ -223,11 +231,12 @@ def _of_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
     seen.add(_as_arrow(table))
     samples = seen.samples()
     if not len(samples):
-        raise ValueError("a table of visits must have a finite score of some sample; found none.")
+        raise ValueError("a table of visits must have a finite score of at least one sample; found none.")
     scores = {name: _tensor(scored(samples, name)) for name in samples.column_names if name in OF_VISITS}
     names = _names(by or recommended(scores))
     _check_names(names, scores)
-    ids, score = _as_ids(samples["id"].to_pylist()), _tensor(suspicion(samples, names))
+    ids = _as_ids(samples["id"].to_pylist())
+    score = _tensor(suspicion(samples, names))
     return Suspects(ids, score, scores, names, seen.unknown.to_pylist())
 
 
@@ -237,13 +246,13 @@ def _as_arrow(table: Any) -> Any:
         columns = {name: column.tolist() if isinstance(column, Tensor) else column for name, column in table.items()}
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"the columns must have one row per visit, one at least; found lengths {lengths}.")
+            raise ValueError(f"the columns must have equal lengths, one row per visit; found lengths {lengths}.")
         table = columns
     try:
         return pa.table(table)
     except (TypeError, ValueError, OverflowError) as why:
         raise TypeError(
-            "suspects needs a model, a loss function and a loader, or a table of visits: what sw.samples returns, a "
+            "suspects needs a model, a loss function and a loader, or a table of visits: the result of sw.samples, a "
             f"data frame, or a mapping of columns; found {type(table).__name__}: {why}"
         ) from why
 

@@ -1,9 +1,9 @@
-"""What became of every sample at every visit, on disk.
+"""Per-sample log of a training on disk: one row per sample and visit.
 
-indexed   data sets whose samples say who they are
-rows      updates as columns
-files     those columns as Parquet, part by part; reading them back
-visits    from visits to samples: means and ranks
-previews  what suspicious samples look like
-ledger    the callback, or for a loop of your own
+indexed   dataset wrapper that adds the index of each sample
+rows      conversion of updates to table columns
+files     Parquet files, one per part: writing and reading
+visits    aggregation of visits to one row per sample: means and ranks
+previews  thumbnails, texts or values of suspicious samples
+ledger    `sw.Ledger`, for the trainer and for custom loops
 """

@@ -1,8 +1,8 @@
-"""A ledger on disk: `samples/part-000000.parquet`, `part-000001.parquet`, ... in the directory of a run.
+"""Files of a ledger: `samples/part-000000.parquet`, `part-000001.parquet`, ... in a run directory.
 
-Each part covers some updates, in their order. It is written beside `samples`, then renamed: what stands there is whole,
-and the folder holds nothing else. Anything that reads Parquet reads the folder. Of several ranks each writes what it
-has seen: `part-000000-rank-0-of-2.parquet` and `part-000000-rank-1-of-2.parquet` cover the same updates.
+Each part covers some consecutive updates. It is written outside of `samples` and then renamed, so that the folder holds
+complete Parquet files only, which any Parquet reader can open. With several ranks each rank writes its own samples:
+`part-000000-rank-0-of-2.parquet` and `part-000000-rank-1-of-2.parquet` cover the same updates.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 from samplewise.errors import LedgerError, LedgerWarning
 from samplewise.files import whole
 
-FORMAT, VERSION = "samplewise ledger", 1
+FORMAT = "samplewise ledger"
+VERSION = 1
 FOLDER = "samples"
 
 
 def arrow() -> Any:
+    """The module pyarrow, with parquet and compute loaded."""
     try:
         import_module("pyarrow.parquet")
         import_module("pyarrow.compute")
@@ -32,28 +34,27 @@ def arrow() -> Any:
 
 
 def samples(run: str | Path, damaged: str = "raise") -> Any:
-    """What a ledger has recorded in the directory of a run, as a pyarrow table: one row per sample and visit, in the
-    order of training.
+    """Read the ledger of a run directory as a pyarrow table: one row per sample and visit, in the order of training.
 
-        id       int64, or text             loss    float32, as returned by the loss function
+        id       int64 or string            loss    float32, as returned by the loss function
         epoch    int32                      norm    float32, of the sample's own gradient, before any transform
-        update   int64                      weight  float32, that it was summed with; 0 where the update was skipped
+        update   int64                      weight  float32, coefficient in the sum; 0 if the update was skipped
 
-    and whatever else was recorded. What is not known is NaN.
+    followed by the other columns that were recorded. Unknown values are NaN.
 
-    damaged: "raise" if a part cannot be read, or "skip" it with a warning.
+    damaged: "raise" an error if a part cannot be read, or "skip" the part with a warning
     """
     return together(list(parts(run, damaged)), run)
 
 
 def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
-    """The same, one table after the other, for who need not have all of it at once."""
+    """Yield the ledger of a run directory part by part, as pyarrow tables with the columns of `samples`."""
     if damaged not in ("raise", "skip"):
         raise ValueError(f"damaged must be 'raise' or 'skip'; found {damaged!r}.")
     if not numbered(Path(run)):
         raise LedgerError(
-            f"a run must have a ledger, {FOLDER}/part-*.parquet, to tell of its samples; found none in {run}. Train "
-            "with callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
+            f"a run must have a ledger, {FOLDER}/part-*.parquet, to read its samples; found none in {run}. Train with "
+            "callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
         )
     found = False
     for entries in _in_order(Path(run)):
@@ -62,10 +63,11 @@ def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
             found = True
             yield of_ranks[0] if len(of_ranks) == 1 else _in_turn(together(of_ranks, run))
     if not found:
-        raise LedgerError(f"a ledger must have a part that can be read; found none in {run}.")
+        raise LedgerError(f"a ledger must have at least one readable part; found none in {run}.")
 
 
 def _if_whole(entry: Path | str, damaged: str) -> list[Any]:
+    """The table of a file as a list of one, or an empty list if it is damaged and to be skipped."""
     try:
         if isinstance(entry, str):
             raise LedgerError(
@@ -74,35 +76,37 @@ def _if_whole(entry: Path | str, damaged: str) -> list[Any]:
         return [_read(entry)]
     except LedgerError as why:
         if damaged == "raise":
-            raise LedgerError(f"{why} Leave it out with damaged='skip'.") from why
-        warnings.warn(f"{why} The rest is there.", LedgerWarning, stacklevel=4)
+            raise LedgerError(f"{why} Skip it with damaged='skip'.") from why
+        warnings.warn(f"{why} The other parts are read.", LedgerWarning, stacklevel=4)
         return []
 
 
 class Part(NamedTuple):
-    """The files of one part that are in the folder."""
+    """Files of one part that are in the folder."""
 
     number: int
     files: dict[tuple[int, int], Path]  # by (number of ranks that wrote the part, rank)
 
 
 def numbered(run: Path) -> list[Part]:
-    """The parts in the folder of a run, by number. Other files are ignored, names that no ledger writes included."""
+    """Parts in the folder of a run, sorted by number. Files with other names are ignored."""
     found: dict[int, dict[tuple[int, int], Path]] = {}
     for path in (run / FOLDER).iterdir() if (run / FOLDER).is_dir() else ():
         match = re.fullmatch(r"part-([0-9]{6,})(?:-rank-([0-9]+)-of-([0-9]+))?\.parquet", path.name)
         if match is None:
             continue
-        number, rank, size = int(match[1]), int(match[2] or 0), int(match[3] or 1)
+        number = int(match[1])
+        rank = int(match[2] or 0)
+        size = int(match[3] or 1)
         if rank < size and path.name == path_of(run, number, rank, size).name:
             found.setdefault(number, {})[size, rank] = path
     return [Part(number, files) for number, files in sorted(found.items())]
 
 
 def _in_order(run: Path, end: int | None = None) -> Iterator[list[Path | str]]:
-    """The files of each part up to number `end`, rank by rank, and as text what was found in place of others.
+    """Files of each part below number `end`, sorted by rank; a string in place of files describes what is missing.
 
-    A gap is one entry, whatever its length: a file name may hold any number.
+    A gap is a single entry regardless of its length, because a file name may hold any number.
     """
     expected = 0
     for part in numbered(run):
@@ -117,10 +121,10 @@ def _in_order(run: Path, end: int | None = None) -> Iterator[list[Path | str]]:
 
 
 def _of_ranks(run: Path, part: Part) -> list[Path | str]:
-    """One file for each of the ranks that the names speak of."""
+    """Files of a part, one per rank; a string in place of files that are missing or contradict each other."""
     size, *others = sorted({size for size, _ in part.files}, reverse=True)
     if others:
-        return [f"part {part.number} in {run / FOLDER} twice, of {size} ranks and of {others[0]}"]
+        return [f"part {part.number} in {run / FOLDER} twice, written by {size} ranks and by {others[0]}"]
     there = {rank: path for (_, rank), path in sorted(part.files.items())}
     if len(there) == size:
         return list(there.values())
@@ -129,52 +133,55 @@ def _of_ranks(run: Path, part: Part) -> list[Path | str]:
 
 
 def _none(first: Path, count: int) -> str:
-    return f"no {first}" if count == 1 else f"no {first}, nor {count - 1:,} more that belong after it"
+    return f"no {first}" if count == 1 else f"no {first} (and {count - 1:,} more after it)"
 
 
 def visits_in(run: Path) -> int:
-    """How many, as far as the ends of the parts can be read, which say it."""
+    """Number of rows in the ledger of a run, from the Parquet footers; unreadable files are not counted."""
     count = 0
-    with suppress(OSError):  # of a folder that may not be listed
+    with suppress(OSError):  # the folder cannot be listed
         for path in (path for part in numbered(run) for path in part.files.values() if path.is_file()):
-            with suppress(Exception):  # whatever is wrong with it is told by who reads it
+            with suppress(Exception):  # reading the part reports the error
                 count += arrow().parquet.read_metadata(path).num_rows
     return count
 
 
 def path_of(run: Path, number: int, rank: int = 0, size: int = 1) -> Path:
+    """Path of the file that rank `rank` of `size` writes for part `number`."""
     of_rank = f"-rank-{rank}-of-{size}" if size > 1 else ""
     return run / FOLDER / f"part-{number:06d}{of_rank}.parquet"
 
 
 def _in_turn(table: Any) -> Any:
-    """Update by update, and within one rank by rank."""
+    """The rows of several ranks sorted by update; within an update by rank."""
     return table.take(arrow().compute.sort_indices(table["update"])) if table.num_rows else table
 
 
 def _read(path: Path) -> Any:
     pa = arrow()
-    if not path.is_file():  # a named pipe would never end
-        raise LedgerError(f"a part of a ledger must be a whole Parquet file; found that {path} is no regular file.")
+    if not path.is_file():  # reading a named pipe would never end
+        raise LedgerError(
+            f"a part of a ledger must be a complete Parquet file; found {path}, which is not a regular file."
+        )
     try:
         file = pa.parquet.ParquetFile(path, page_checksum_verification=True)
         about = file.schema_arrow.metadata or {}
         if about.get(b"format") != FORMAT.encode() or about.get(b"version") != str(VERSION).encode():
             found = " ".join(about.get(key, b"?").decode(errors="replace") for key in (b"format", b"version"))
             raise LedgerError(
-                f"a part of a ledger must be of the version that is read here, {FORMAT} {VERSION}; found {found} in "
-                f"{path}. Read it with the samplewise that wrote it."
+                f"a part of a ledger must have the format that this version of samplewise reads, {FORMAT} {VERSION}; "
+                f"found {found} in {path}. Read it with the version of samplewise that wrote it."
             )
         return file.read().replace_schema_metadata(None)
     except (pa.ArrowException, OSError) as why:
         said = str(why).strip().partition("\n")[0].rstrip(".")
         raise LedgerError(
-            f"a part of a ledger must be a whole Parquet file; found that {path} cannot be read: {said}."
+            f"a part of a ledger must be a complete Parquet file; found {path}, which cannot be read: {said}."
         ) from why
 
 
 def agreed(before: Any, now: Any) -> Any:
-    """The columns of two tables: numbers may be of two types, but no column of numbers and of texts."""
+    """Unified schema of two tables. A column may mix numeric types, but not numbers and strings."""
     pa = arrow()
     for name in (name for name in now.names if name in before.names):
         old, new = before.field(name), now.field(name)
@@ -183,47 +190,48 @@ def agreed(before: Any, now: Any) -> Any:
         except pa.ArrowException as why:
             raise LedgerError(
                 f"the column {name!r} must be of one kind in all batches; found {old.type} and then {new.type}. Return "
-                "either numbers or texts."
+                "either numbers or strings."
             ) from why
     return pa.unify_schemas([before, now], promote_options="permissive")
 
 
 def together(tables: list[Any], run: str | Path) -> Any:
-    """As one. A whole number that has to stand beside floats must be one that they know."""
+    """Concatenate tables. Integers in a column that has floats elsewhere must be exactly representable as floats."""
     pa = arrow()
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as why:
         raise LedgerError(
-            f"the parts of a ledger must agree about their columns; found that those in {run} do not: {why}"
+            f"the parts of a ledger must have compatible columns; found that those in {run} do not: {why}"
         ) from why
 
 
 class Parts:
-    """Writes part after part into the directory of a run. `count`: how many there are. Of `size` ranks each writes a
-    file of every part.
-    """
+    """Writer of the parts of a ledger. `count`: number of parts so far. Each of `size` ranks writes a file per part."""
 
     def __init__(self, run: Path, count: int, rank: int = 0, size: int = 1):
-        self.run, self.count, self.rank, self.size = run, count, rank, size
+        self.run = run
+        self.count = count
+        self.rank = rank
+        self.size = size
 
     def open(self) -> None:
-        """Removes what is newer than the first `count` parts. For one rank to do."""
+        """Check that the first `count` parts exist, and remove all newer ones. Called on one rank only."""
         entries = (entry for entries in _in_order(self.run, self.count) for entry in entries)
         wrong = next((entry for entry in entries if isinstance(entry, str)), None)
         if wrong is not None:
             raise LedgerError(
-                f"a ledger is resumed with the parts it had; found {wrong}. Restore the folder from a copy, or start "
-                "a new run directory."
+                f"a ledger must have all parts it had at the checkpoint to be resumed; found {wrong}. Restore the "
+                "folder from a copy, or start a new run directory."
             )
-        for part in reversed(numbered(self.run)):  # the newest first: whenever that ends, there is no gap
+        for part in reversed(numbered(self.run)):  # newest first: if interrupted, no gap is left
             if part.number >= self.count:
                 for path in part.files.values():
                     _remove(path)
         (self.run / FOLDER).mkdir(parents=True, exist_ok=True)
 
     def write(self, table: Any) -> None:
-        """All of it, or nothing."""
+        """Write the next part atomically."""
         path = path_of(self.run, self.count, self.rank, self.size)
         aside = self.run / f".{path.name}.partial"
         try:
@@ -231,8 +239,8 @@ class Parts:
                 _write(table, file)
         except OSError as why:
             raise LedgerError(
-                f"a part of the ledger must be written to {path}, which failed: {why}. Free some space or see to the "
-                "permissions, and resume: the parts before it are whole."
+                f"a part of the ledger must be written to {path}; writing failed: {why}. Free some disk space or "
+                "check the permissions, and resume: all earlier parts are complete."
             ) from why
         self.count += 1
 
@@ -242,14 +250,14 @@ def _remove(path: Path) -> None:
         path.unlink()
     except OSError as why:
         raise LedgerError(
-            f"a part that is newer than the checkpoint must be removed when a run is resumed; found that {path} cannot "
-            f"be: {why}. Move it out of the folder."
+            f"a part that is newer than the checkpoint must be removed when a run is resumed; found {path}, which "
+            f"cannot be removed: {why}. Move it out of the folder."
         ) from why
 
 
 def _write(table: Any, file: Any) -> None:
-    """Whole numbers as small differences, texts once each, and the bytes of floats apart, exponents together: so they
-    compress.
+    """Write a table as Parquet with encodings that compress well: deltas of integers, byte streams of floats split,
+    strings in a dictionary.
     """
     pa = arrow()
     is_whole, is_float = pa.types.is_integer, pa.types.is_floating

@@ -1,4 +1,4 @@
-"""Data sets whose samples say who they are."""
+"""`sw.Indexed`: dataset wrapper that adds the index of each sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 class Numbered(tuple[Any, ...]):
-    """(*items, id): to a data loader a named tuple, so that batches of these are such a tuple again."""
+    """Tuple (*items, id). It looks like a named tuple, so that a DataLoader collates samples to a `Numbered` again."""
 
     def __new__(cls, *items: Any) -> Numbered:
         return super().__new__(cls, items)
@@ -27,18 +27,18 @@ class Numbered(tuple[Any, ...]):
 
 
 class Indexed(Dataset[Any]):
-    """A data set whose samples carry their index, for the ledger and for weights that are looked up.
+    """Dataset wrapper that adds the index of each sample, for the ledger and for per-sample weights.
 
-    A dict gets the key "id"; of (x, y) comes (x, y, id), and of anything else (item, id). The batches of a DataLoader
-    look the same, and `batch.id` is the last of theirs. A criterion such as nn.CrossEntropyLoss() does not mind the id;
-    a loss function of your own unpacks three things.
+    A dict gets the key "id"; (x, y) becomes (x, y, id), and any other item becomes (item, id). The batches of a
+    DataLoader have the same form, and `batch.id` is their last element. A criterion such as nn.CrossEntropyLoss()
+    ignores the id; a custom loss function has to unpack three elements.
     """
 
     def __init__(self, dataset: Any):
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
-                f"Indexed must be given a data set whose samples have numbers; found {type(dataset).__name__}. Return "
-                "an id with each sample instead, and say where it is: Ledger(id=...)."
+                f"Indexed needs a map-style dataset, with __getitem__; found {type(dataset).__name__}. Return an id "
+                "with each sample instead, and pass its key: Ledger(id=...)."
             )
         self.dataset = dataset
 
@@ -52,7 +52,7 @@ class Indexed(Dataset[Any]):
         if isinstance(item, Mapping) or hasattr(item, "_fields"):
             found = "a dict that has an id" if isinstance(item, Mapping) else f"the named tuple {type(item).__name__}"
             raise TypeError(
-                f"Indexed must be able to add an id to a sample; found {found}. Leave Indexed out, and say under which "
-                "name the samples have an id: Ledger(id=...)."
+                f"Indexed must be able to add an id to a sample; found {found}. Remove Indexed, and pass the key of "
+                "the samples' own id: Ledger(id=...)."
             )
         return Numbered(*item, index) if isinstance(item, (tuple, list)) else Numbered(item, index)

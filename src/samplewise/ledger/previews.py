@@ -1,9 +1,9 @@
-"""What the most suspicious samples look like, kept beside the ledger so that a report can show them without the data.
+"""Previews of the most suspicious samples, written beside the ledger so that a report needs no access to the data.
 
 `previews.json`: {"version": 1, "samples": {id: {"label": ..., and one of
     "image":  {"width", "height", "channels", "data"}   bytes, row by row, in base64
-    "text":   its beginning
-    "values": {name: number or text}}}}
+    "text":   the first 400 characters
+    "values": {name: number or string}, at most 32}}}
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from samplewise.files import whole
 from samplewise.ledger.indexed import Indexed
 from samplewise.ledger.visits import SCORES, recommended, suspicion
 
-FILE, VERSION = "previews.json", 1
-MOST = 300  # samples; opening a report should not mean opening the data set
-LARGEST = 64  # pixels a side
-LETTERS, VALUES = 400, 32
+FILE = "previews.json"
+VERSION = 1
+MOST = 300  # samples
+LARGEST = 64  # pixels per side
+LETTERS = 400  # characters of a text
+VALUES = 32  # values of a mapping or vector
 LABELS = ("label", "labels", "y", "target")
 TEXTS = ("text", "sentence", "content", "document", "prompt", "question")
 IMAGES = ("image", "img", "picture", "pixels", "pixel_values")
@@ -35,7 +37,7 @@ Preview = dict[str, Any]
 
 
 def items_within(loader: Any) -> Callable[[Any], Any] | None:
-    """From the numbers that `sw.Indexed` gives to the items it gives them to, within a loader and subsets, if any."""
+    """Function from id to item of the dataset wrapped by `sw.Indexed` inside a loader or subsets; None without one."""
     found = getattr(loader, "dataset", None)
     while found is not None and not isinstance(found, Indexed):
         found = getattr(found, "dataset", None)
@@ -43,10 +45,13 @@ def items_within(loader: Any) -> Callable[[Any], Any] | None:
 
 
 def write_previews(run: Path, item: Callable[[Any], Any], samples: Any) -> None:
-    """Of those of `visited` that are most suspicious, by any of their scores. `item` is a function of an id; the first
-    error of it is raised when the others have been written.
+    """Write previews of the most suspicious samples, by any score, to previews.json.
+
+    item: function of an id; if it fails, the other previews are written before its first error is raised
+    samples: table of `visited`
     """
-    found, failed = dict[str, Preview](), list[Exception]()
+    found: dict[str, Preview] = {}
+    failed: list[Exception] = []
     for each in islice(_most_suspicious(samples), MOST):
         try:
             found[str(each)] = preview(item(each))
@@ -64,8 +69,9 @@ def _write(run: Path, found: dict[str, Preview]) -> None:
 
 
 def _most_suspicious(samples: Any) -> Iterable[Any]:
-    """Ids, each once, the first of every ranking before the second."""
-    ids, scores = samples["id"].to_pylist(), [name for name in samples.column_names if name in SCORES]
+    """Ids without duplicates: the first of every ranking, then the second of every ranking, and so on."""
+    ids = samples["id"].to_pylist()
+    scores = [name for name in samples.column_names if name in SCORES]
     rankings = []
     for by in (recommended(scores), *((name,) for name in scores)):
         score = suspicion(samples, by)
@@ -73,18 +79,20 @@ def _most_suspicious(samples: Any) -> Iterable[Any]:
     return dict.fromkeys(ids[k] for k in chain.from_iterable(zip(*rankings, strict=True)))
 
 
-# --- of one sample ---------------------------------------------------------------------------------------------------
+# --- preview of one sample -------------------------------------------------------------------------------------------
 
 
 def preview(item: Any) -> Preview:
-    """Of an image, a text, or a vector or mapping of values; or of a tuple of one of these and a label."""
+    """Preview of an image, a text, or a vector or mapping of values; or of a tuple of one of these and a label."""
     content, label = _parts(item)
+    if label is None:
+        return _seen(content)
     said = f"{label:.6g}" if isinstance(label, float) else str(label)
-    return {**({} if label is None else {"label": said}), **_seen(content)}
+    return {"label": said, **_seen(content)}
 
 
 def _parts(item: Any) -> tuple[Any, Any]:
-    """What a sample is, and its label if it has one of its own."""
+    """Content of a sample, and its label or None."""
     if isinstance(item, Mapping):
         label = next((item[name] for name in LABELS if name in item), None)
         rest = {name: value for name, value in item.items() if name not in LABELS}
@@ -97,7 +105,7 @@ def _parts(item: Any) -> tuple[Any, Any]:
 
 
 def _pictures(name: Any, value: Any) -> bool:
-    """Whether this is the image among the things that a sample is made of; a matrix is one if it is named so."""
+    """True if an entry of a sample is an image: 3-D arrays of image shape, and matrices under a name in IMAGES."""
     shape = getattr(value, "shape", ())
     if _is_pillow(value):
         return True
@@ -105,9 +113,10 @@ def _pictures(name: Any, value: Any) -> bool:
 
 
 def _single(label: Any) -> Any:
+    """A label as a Python number or string; None if it is something else."""
     if isinstance(label, Tensor):
         return label.item() if label.numel() == 1 else None
-    if hasattr(label, "item"):  # of NumPy
+    if hasattr(label, "item"):  # a NumPy array or scalar
         return label.item() if label.size == 1 else None
     return label if isinstance(label, (int, float, str)) else None
 
@@ -152,7 +161,7 @@ def _is_pillow(content: Any) -> bool:
 
 
 def _as_image(array: Tensor) -> Tensor | None:
-    """(height, width, channels) of bytes, not larger than a thumbnail; None if the shape is not that of an image."""
+    """Thumbnail (height, width, channels), uint8, at most 64 pixels per side; None if the shape is not an image's."""
     if array.dim() == 2:
         array = array[None]
     elif array.dim() == 3 and array.shape[-1] in (1, 3, 4) and array.shape[0] not in (1, 3, 4):
@@ -168,7 +177,7 @@ def _as_image(array: Tensor) -> Tensor | None:
 
 
 def _brightness(array: Tensor) -> Tensor:
-    """From 0 to 255: bytes as they are, shares of one times 255, and anything else from its least to its most."""
+    """Pixels scaled to 0..255: uint8 unchanged, values in [0, 1] times 255, others from their minimum to maximum."""
     pixels = array.float().nan_to_num(0, 0, 0)
     if array.dtype == torch.uint8:
         return pixels

@@ -1,4 +1,4 @@
-"""From visits to samples: what a ledger tells of each sample, and how suspicious that makes it. Needs no torch."""
+"""Aggregation of a ledger to one row per sample, and suspicion scores of samples. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 
 from samplewise.ledger.files import arrow, together
 
-TOGETHER = 2**20  # visits; they are kept as they come until there are so many
+TOGETHER = 2**20  # visits that are collected before they are aggregated
 
-# Columns that are scores, and which sign is suspicious. The margin is the label's logit minus the largest other.
+# Columns that are scores, and the sign that is suspicious. The margin is the label's logit minus the largest other.
 SCORES = {"loss": 1, "norm": 1, "margin": -1, "el2n": 1, "self_influence": 1}
 
 
 def visited(tables: Iterable[Any]) -> Any:
-    """Of tables of visits, one row per sample, in the order of first visits: id, visits, the mean of each score
-    over the visits where it is finite, and of any other column, epoch and update aside, what the last visit said.
-    `self_influence`, if it is no column, is the mean of norm².
+    """Aggregate tables of visits to a pyarrow table with one row per sample, in the order of first visits.
 
-    A score that is finite nowhere is left out, and so is a sample that has none.
+    Columns: id; visits, their number; the mean of each score over the visits where it is finite; and the last value of
+    any other column except epoch and update. `self_influence`, if there is no such column, is the mean of norm².
+
+    A score that is never finite is left out, and so is a sample without a finite score.
     """
     seen = Visits()
     for table in tables:
@@ -30,14 +31,15 @@ def visited(tables: Iterable[Any]) -> Any:
 
 
 class Visits:
-    """The same, table by table. Kept is one row per sample, and the latest visits."""
+    """Incremental aggregation of visits, see `visited`. Keeps one row per sample and at most 2**20 recent visits."""
 
     def __init__(self) -> None:
-        self.unknown: Any = None  # ids of the samples that have no score, once `samples` has been asked
-        self._tables: list[Any] = []  # the first is of samples, and the others of visits since
-        self._waiting = 0  # so many
+        self.unknown: Any = None  # ids of the samples without a finite score; set by `samples`
+        self._tables: list[Any] = []  # the first holds aggregated samples, the others the visits since then
+        self._waiting = 0  # visits that are not aggregated yet
 
     def add(self, table: Any) -> None:
+        """Add a table of visits."""
         if not len(table):
             return
         _check(table)
@@ -48,16 +50,18 @@ class Visits:
                 self._settle()
 
     def samples(self) -> Any:
+        """Pyarrow table with one row per sample; sets `unknown`."""
         pa, pc = arrow(), arrow().compute
         if not self._tables:
-            raise ValueError("a table of visits must have one row per visit, one at least; found none.")
+            raise ValueError("a table of visits must have at least one row, one per visit; found none.")
         settled = self._settle()
         found = {name: settled[name] for name in settled.column_names}
         columns = {"id": found["id"], "visits": found["visits"]}
         for name in (name for name in SCORES if f"sum {name}" in found):
             missing = pc.fill_null(found.get(f"missing {name}", pa.repeat(0, len(settled))), 0)
             mean = pc.divide(found[f"sum {name}"], pc.subtract(found["visits"], missing))
-            columns |= {name: mean} if mean.null_count < len(mean) else {}
+            if mean.null_count < len(mean):
+                columns[name] = mean
         others = {name.removeprefix("last "): found[name] for name in found if name.startswith("last ")}
         known = pa.table(columns | {name: values for name, values in others.items() if name not in columns})
         told = _any_known(known)
@@ -65,28 +69,31 @@ class Visits:
         return known.filter(told)
 
     def _settle(self) -> Any:
-        """One row per sample; how rows combine is in the names of their columns."""
+        """Aggregate to one row per sample. The prefix of a column's name, "last" or "sum", says how rows combine."""
         rows = _counted(together(self._tables, "the visits that were given"))
         ways = [(name, "last" if name.startswith("last ") else "sum") for name in rows.column_names if name != "id"]
-        grouped = rows.group_by("id", use_threads=False).aggregate(ways)  # threads would shuffle the samples
+        grouped = rows.group_by("id", use_threads=False).aggregate(ways)  # threads would change the order of samples
         settled = arrow().table({"id": grouped["id"]} | {name: grouped[f"{name}_{way}"] for name, way in ways})
-        self._tables, self._waiting = [settled], 0
+        self._tables = [settled]
+        self._waiting = 0
         return settled
 
 
 def _counted(rows: Any) -> Any:
-    """Says how many visits are missing in the sum of a score, where some are: of a null all."""
+    """Add the number of visits that are missing in the sum of a score; where the sum is null, all are."""
     pc = arrow().compute
     for name in [name for name in rows.column_names if name.startswith("sum ") and rows[name].null_count]:
         missing = name.replace("sum ", "missing ", 1)
         before = pc.fill_null(rows[missing], 0) if missing in rows.column_names else 0
         column = pc.if_else(pc.is_null(rows[name]), rows["visits"], before)
-        rows = (rows.drop_columns(missing) if missing in rows.column_names else rows).append_column(missing, column)
+        if missing in rows.column_names:
+            rows = rows.drop_columns(missing)
+        rows = rows.append_column(missing, column)
     return rows
 
 
 def _told(table: Any) -> Any:
-    """Each visit by itself. Where a score is not finite, its sum is null."""
+    """Table of visits in the form of aggregated samples. The sum of a non-finite score is null."""
     pa, pc = arrow(), arrow().compute
     known = {name: table[name] for name in table.column_names}
     if "norm" in known:
@@ -100,19 +107,20 @@ def _told(table: Any) -> Any:
 
 
 def recommended(names: Iterable[str]) -> tuple[str, ...]:
-    """By which of these scores: the one that found most wrong labels where we measured it, in docs/diagnostics.md."""
+    """The recommended one of some scores: the one that found most wrong labels in docs/diagnostics.md."""
     there = set(names)
     return next((name,) for name in ("margin", "loss", "el2n", "norm", "self_influence") if name in there)
 
 
 def scored(samples: Any, name: str) -> list[float]:
-    """One score of each sample of `visited`, the higher the more suspicious; NaN where it is unknown."""
+    """One score of each sample of `visited`, signed so that higher is more suspicious; NaN where it is unknown."""
     return [nan if value is None else SCORES[name] * value for value in samples[name].to_pylist()]
 
 
 def suspicion(samples: Any, by: Sequence[str]) -> list[float]:
-    """How suspicious each sample of `visited` is, by a score or by the mean of its ranks in several, 0 to 1. Who has no
-    such score is last, and in the middle where other scores are known.
+    """Suspicion of each sample of `visited`: a single score, or the mean of the ranks (0 to 1) in several scores.
+
+    A sample without the score gets -inf if it is the only score, and the rank 0.5 in that score if there are several.
     """
     if len(by) == 1:
         return [-inf if value != value else value for value in scored(samples, by[0])]
@@ -120,9 +128,11 @@ def suspicion(samples: Any, by: Sequence[str]) -> list[float]:
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """From 0 for the lowest to 1 for the highest; equal values share the mean of theirs, and NaN stands at 0.5."""
-    places, found = sorted((k for k, v in enumerate(values) if v == v), key=values.__getitem__), [0.5] * len(values)
-    start, last = 0, max(len(places) - 1, 1)
+    """Ranks from 0 (lowest) to 1 (highest); equal values get the mean of their ranks, and NaN gets 0.5."""
+    places = sorted((k for k, v in enumerate(values) if v == v), key=values.__getitem__)
+    found = [0.5] * len(values)
+    start = 0
+    last = max(len(places) - 1, 1)
     for _, equal in groupby(places, key=values.__getitem__):
         same = list(equal)
         for k in same:
@@ -136,18 +146,18 @@ def _check(table: Any) -> None:
     if "id" not in there or not any(name in SCORES for name in there):
         raise ValueError(
             f"a table of visits must have the column id and one of {', '.join(SCORES)}; found "
-            f"{', '.join(there) or 'none'}."
+            f"{', '.join(there) or 'no columns'}."
         )
     unknown = table["id"].null_count
     if unknown:
-        raise ValueError(f"every visit must have an id; found {unknown:,} of {len(table):,} without.")
+        raise ValueError(f"every visit must have an id; found {unknown:,} of {len(table):,} visits without an id.")
     for name in SCORES:
         if name in there and arrow().types.is_string(table[name].type):
             raise ValueError(f"the column {name!r} must hold numbers; found {table[name].type}.")
 
 
 def _or_null(column: Any) -> Any:
-    """Without what is not finite."""
+    """The column with non-finite values replaced by null."""
     pc = arrow().compute
     return pc.if_else(pc.is_finite(column), column, None)
 

@@ -1,17 +1,18 @@
-"""A run directory, made into one page to look at, print or send.
+"""HTML report of a run directory, as one self-contained file.
 
     run       reads run.json and log.jsonl
-    samples   reads the ledger: one row per sample, and who is suspect
-    previews  reads previews.json: pictures, texts or values of samples
+    samples   reads the ledger: one row per sample, and the suspects
+    reading   incremental statistics of the ledger: repeated ids, quantiles of norms
+    previews  reads previews.json: images, texts or values of samples
 
     training, scatter, norms, noise, layers, cost, settings    the sections
-    charts    draws them as SVG that takes its colours from the page
-    html      text, numbers and tables; nothing of the user's data passes by it
-    words.js, plot.js, samples.js, reload.js, style.css    what the page runs and wears
+    charts    charts as inline SVG, in the colours of the page
+    html      text, numbers and tables; escapes all of the user's data
+    words.js, plot.js, samples.js, reload.js, style.css    scripts and style sheet of the page
 
-    page      puts one run into one HTML file: `write_report`
-    compare   puts several into one: `write_comparison`
-    watch     writes either anew while a run goes on
+    page      HTML file of one run: `write_report`
+    compare   HTML file that compares several runs: `write_comparison`
+    watch     rewrites either file while a run is training
 
-It reads files and needs no torch: a report can be made where the training could not.
+The package reads files only and does not import torch, so that a report can be written on any machine.
 """

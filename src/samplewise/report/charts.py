@@ -1,6 +1,6 @@
-"""Charts as SVG inside the page: no file of their own, and the colours of the page, light or dark.
+"""Charts as inline SVG, drawn by matplotlib, in the colours of the page, light or dark.
 
-No words of the user stand in a drawing: titles and names of curves are beside it, as text of the page.
+A chart contains no text of the user: titles and names of curves are HTML text beside it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from samplewise.report.run import Curve, Point
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_POINTS = 1000  # of all curves of a chart
-FEWEST_POINTS = 200  # of one of them, however many there are
-FEW_POINTS = 40  # so few are marked one by one
-LARGEST = 1e300  # beyond, the margins of the axes overflow
+MOST_POINTS = 1000  # per chart, over all its curves
+FEWEST_POINTS = 200  # per curve, regardless of the number of curves
+FEW_POINTS = 40  # up to this number, each point is marked with a dot
+LARGEST = 1e300  # larger values overflow the margins of the axes
 
-# matplotlib knows no CSS: it draws with these, and what stands for each is put in afterwards.
+# matplotlib has no CSS variables: it draws with these placeholder colours, which are replaced in the SVG.
 INK, GRID = "#010203", "#040506"
 LINES = tuple(f"#{7 + 3 * k:02x}{8 + 3 * k:02x}{9 + 3 * k:02x}" for k in range(COLOURS))
 CSS = {INK: "var(--quiet)", GRID: "var(--rule)"} | {line: f"var(--line-{k})" for k, line in enumerate(LINES)}
 
 STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # letters stay letters, in the fonts of the page
-    "svg.hashsalt": "samplewise",  # the same run gives the same file
+    "svg.fonttype": "none",  # text stays text, in the fonts of the page
+    "svg.hashsalt": "samplewise",  # ids are reproducible: the same run gives the same file
     "font.size": 9.5,
     "text.color": INK,
     "xtick.color": INK,
@@ -53,29 +53,32 @@ STYLE: dict[Any, Any] = {
 
 
 class Band(NamedTuple):
-    """Between two curves of the same updates; the wider of two is drawn first."""
+    """Area between two curves over the same updates. Of two bands, draw the wider one first."""
 
     low: list[Point]
     high: list[Point]
 
 
 class Frame(NamedTuple):
-    """What charts of a page share, so that what stands below each other happened together."""
+    """Horizontal range of the charts of a page, shared so that the same update has the same position in each."""
 
-    first: float
-    last: float
-    points: int = MOST_POINTS  # of a chart
+    first: float  # update
+    last: float  # update
+    points: int = MOST_POINTS  # per chart
 
 
 def lines(curves: Sequence[Curve], frame: Frame, prefix: str, label: str, log: bool = False) -> str:
-    """Curves as an `<svg>` element; `prefix` keeps its ids apart from those of the other charts of the page. `label` is
-    for those who cannot see it, and escaped already.
+    """Line chart as an `<svg>` element.
+
+    prefix: makes the ids of the element unique within the page
+    label: description for screen readers, already escaped
+    log: logarithmic vertical axis; default linear
     """
     return _svg(lambda axes: _plot(axes, curves, frame), frame, prefix, label, log)
 
 
 def bands(around: Sequence[Band], curves: Sequence[Curve], frame: Frame, prefix: str, label: str, log: bool) -> str:
-    """Bands in the colour of the first curve, and curves over them."""
+    """Line chart with bands behind the curves, in the colour of the first curve."""
 
     def paint(axes: Axes) -> None:
         for band in around:
@@ -87,7 +90,7 @@ def bands(around: Sequence[Band], curves: Sequence[Curve], frame: Frame, prefix:
 
 
 def shares(curves: Sequence[Curve], frame: Frame, prefix: str, label: str) -> str:
-    """Curves of the same updates, as parts of a whole on top of each other."""
+    """Stacked area chart of curves over the same updates, as percentages of their sum."""
 
     def paint(axes: Axes) -> None:
         xs = [x for x, _ in curves[0].points]
@@ -101,7 +104,7 @@ def shares(curves: Sequence[Curve], frame: Frame, prefix: str, label: str) -> st
 
 
 def spans_decades(values: Sequence[float], times: float = 100.0) -> bool:
-    """Whether a logarithmic axis tells more."""
+    """True if values are positive and span a factor of `times`, so that a logarithmic axis is preferable."""
     found = [value for value in values if isfinite(value)]
     return bool(found) and min(found) > 0 and max(found) / min(found) >= times
 
@@ -115,7 +118,7 @@ def _svg(paint: Callable[[Axes], None], frame: Frame, prefix: str, label: str, l
         raise ImportError("the report needs matplotlib: pip install 'samplewise[report]'") from None
     out = StringIO()
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # what the user has set for other figures is not meant for this one
+        matplotlib.rcdefaults()  # ignore the user's settings for other figures
         matplotlib.rcParams.update(STYLE)
         figure = Figure(figsize=(4.7, 2.6), layout="constrained")
         FigureCanvasSVG(figure)
@@ -123,7 +126,7 @@ def _svg(paint: Callable[[Axes], None], frame: Frame, prefix: str, label: str, l
         paint(axes)
         _frame(axes, frame.first, frame.last)
         _logarithmic(axes) if log else _linear(axes)
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # else it names its maker, with addresses
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # omit matplotlib's metadata and its URLs
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
     return _for_the_page(out.getvalue(), prefix, label)
 
@@ -133,16 +136,18 @@ def _plot(axes: Axes, curves: Sequence[Curve], frame: Frame) -> None:
     for k, curve in enumerate(curves):
         points = thin([(x, _drawable(y)) for x, y in curve.points], most)
         xs, ys = zip(*points, strict=True) if points else ((), ())
-        # A few curves of one chart often coincide (learning rates): the later ones are thinner and lie above.
-        width = (1.4 if len(points) <= 10 * FEW_POINTS else 0.9) + 0.6 * (len(curves) - 1 - k if len(curves) < 5 else 0)
-        color, style = LINES[k % COLOURS], "-" if k < COLOURS else "--"
+        width = 1.4 if len(points) <= 10 * FEW_POINTS else 0.9
+        if len(curves) < 5:  # curves such as learning rates often coincide: later ones are thinner and drawn on top
+            width += 0.6 * (len(curves) - 1 - k)
+        color = LINES[k % COLOURS]
+        style = "-" if k < COLOURS else "--"
         dots = _marked(points)
         axes.plot(xs, ys, color=color, linewidth=width, linestyle=style)
         axes.plot([xs[d] for d in dots], [ys[d] for d in dots], color=color, linestyle="", marker="o", markersize=3)
 
 
 def _frame(axes: Axes, first: float, last: float) -> None:
-    margin = 0.02 * (last - first) or 1.0  # a run of one update has no width
+    margin = 0.02 * (last - first) or 1.0  # 1.0: the run has a single update
     axes.set_xlim(first - margin, last + margin)
     axes.set_xlabel("update")
     axes.locator_params(axis="x", integer=True, nbins=6)
@@ -150,7 +155,7 @@ def _frame(axes: Axes, first: float, last: float) -> None:
 
 
 def _linear(axes: Axes) -> None:
-    """What never changes, as many a learning rate, is seen against zero."""
+    """Set up a linear vertical axis; for a constant curve, such as a learning rate, it includes zero."""
     low, high = float(axes.dataLim.y0), float(axes.dataLim.y1)
     if low == high:
         axes.set_ylim(min(0.0, 2 * low), max(0.0, 2 * high) if low else 1.0)
@@ -159,7 +164,7 @@ def _linear(axes: Axes) -> None:
 
 
 def _logarithmic(axes: Axes) -> None:
-    """Wide enough for a number at the axis, whatever the values; what is not positive is not drawn."""
+    """Set up a logarithmic vertical axis, wide enough for at least one tick; non-positive values are not drawn."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = float(axes.dataLim.minposy) / 1.5, float(axes.dataLim.y1) * 1.5
@@ -171,13 +176,15 @@ def _logarithmic(axes: Axes) -> None:
 
 
 def _drawable(y: float) -> float:
-    return (copysign(LARGEST, y) if abs(y) > LARGEST else y) if isfinite(y) else nan
+    if not isfinite(y):
+        return nan
+    return copysign(LARGEST, y) if abs(y) > LARGEST else y
 
 
 def thin(points: list[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most so many points that look like all of them: lowest and highest of each stretch, and one gap if it has any.
+    """Reduce a curve to at most `most` points: minimum, maximum and one non-finite point of each interval.
 
-    Every n-th point would do for a smooth curve, but lose the one spike that somebody opens the report for.
+    Taking every n-th point would lose single spikes.
     """
     if len(points) <= most:
         return points
@@ -188,6 +195,7 @@ def thin(points: list[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 def _telling(points: list[Point], stretch: range) -> Iterator[int]:
+    """Indices of the minimum, the maximum and the first non-finite point of an interval."""
     finite = [k for k in stretch if isfinite(points[k][1])]
     if finite:
         yield min(finite, key=lambda k: points[k][1])
@@ -197,26 +205,27 @@ def _telling(points: list[Point], stretch: range) -> Iterator[int]:
 
 
 def _marked(points: list[Point]) -> list[int]:
-    """Which points get a dot: all if they are few, else those between two gaps, where no line would show them."""
+    """Indices of points marked with a dot: all if few, otherwise those between two gaps, where there is no line."""
     there = [False, *(isfinite(y) for _, y in points), False]
     few = len(points) <= FEW_POINTS
     return [k for k in range(len(points)) if there[k + 1] and (few or not (there[k] or there[k + 2]))]
 
 
 def _for_the_page(svg: str, prefix: str, label: str) -> str:
+    """The `<svg>` element of a file of matplotlib, with unique ids and the colours of the page."""
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)  # it would style the whole page
+    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)  # it would apply to the whole page
     svg = re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{prefix}">', svg, count=1)
     svg = svg.replace("xlink:href", "href")
     svg = _smaller(svg)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     for drawn, meant in CSS.items():
         svg = svg.replace(drawn, meant)
-    return svg.replace(f'aria-label="{prefix}"', f'aria-label="{label}"', 1)  # last: a name may hold anything
+    return svg.replace(f'aria-label="{prefix}"', f'aria-label="{label}"', 1)  # last: a label may hold any text
 
 
 def _smaller(svg: str) -> str:
-    """Half the size, and it looks the same: paths to hundredths of a point, fonts as the page has them, no idle ids."""
+    """Halve the size of the SVG: round paths to hundredths of a point, remove font families and unused ids."""
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.[0-9]{2})[0-9]+", r"\1", path[0].replace("\n", "")), svg)
     svg = re.sub(r"font-family: [^;\"]*; ", "", svg)
     return re.sub(r'<g id="[^"]*"', "<g", svg)

@@ -1,4 +1,4 @@
-"""Several runs on one page: what was set otherwise, and what came of it."""
+"""Comparison of several runs on one page: settings, curves, best values, suspects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from samplewise.report.previews import Preview, Previews, as_html, read_previews
 from samplewise.report.run import Curve, Run, read_run
 from samplewise.report.samples import Samples, read_samples
 
-MOST_CARDS, MOST_IDS = 24, 60  # of suspects
-UNSET = {"name", "started"}  # differs anyway
+MOST_CARDS = 24  # suspects shown as cards
+MOST_IDS = 60  # suspects of one run listed by id
+UNSET = {"name", "started"}  # not settings: they always differ
 
 
 class Compared(NamedTuple):
-    name: str  # unlike those of the others
+    """One of the compared runs."""
+
+    name: str  # unique
     run: Run
     charts: training.Charts
     samples: Samples
@@ -27,11 +30,12 @@ class Compared(NamedTuple):
 
 
 def write_comparison(runs: Sequence[Path], to: Path | None = None, reload: float | None = None) -> Path:
-    """Writes one HTML file about several runs, `comparison.html` here unless `to` says otherwise."""
+    """Write an HTML file that compares several runs and return its path; default ./comparison.html."""
     return write(comparison([read_run(Path(run)) for run in runs], reload), Path(to or "comparison.html"))
 
 
 def comparison(runs: Sequence[Run], reload: float | None = None) -> str:
+    """HTML page that compares several runs. `reload`: seconds after which the page reloads itself."""
     compared = [
         Compared(name, run, training.charts(run), read_samples(run), read_previews(run))
         for name, run in zip(names(runs), runs, strict=True)
@@ -43,14 +47,14 @@ def comparison(runs: Sequence[Run], reload: float | None = None) -> str:
         _suspects(compared),
         _same(compared),
     ]
-    said = [f"{c.name}: {words}" for c in compared for words in _warnings(c)]  # now that all has been looked at
+    said = [f"{c.name}: {words}" for c in compared for words in _warnings(c)]  # last: sections add warnings
     states = "".join(f"<li><b>{text(c.name)}</b> {text(training.state(c.run))}</li>" for c in compared)
     title = " and ".join(c.name for c in compared) if len(compared) == 2 else f"{len(compared)} runs"
     return page(title, f'<ul class="states quiet">{states}</ul>\n', [warned(said), *sections], reload=reload)
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """Where several have the same, the place of each is told, and where that is the same, its turn."""
+    """Unique names of runs: with the directory if names are equal, and with a number if these are equal, too."""
     counts = Counter(run.name for run in runs)
     placed = [run.name if counts[run.name] == 1 else f"{run.name} ({run.directory})" for run in runs]
     counts = Counter(placed)
@@ -67,7 +71,7 @@ def _warnings(compared: Compared) -> list[str]:
 
 
 def flat(known: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    """Tables within tables as one, with names like settings.lr."""
+    """Nested dicts as one flat dict, with keys such as settings.lr."""
     found: dict[str, str] = {}
     for name, value in known.items():
         inner = isinstance(value, dict) and value
@@ -76,6 +80,7 @@ def flat(known: Mapping[str, Any], above: str = "") -> dict[str, str]:
 
 
 def _settings(compared: Sequence[Compared]) -> dict[str, list[str]]:
+    """Name -> value of each run."""
     each = [flat(c.run.about) for c in compared]
     known = dict.fromkeys(name for found in each for name in found if name not in UNSET)
     return {name: [found.get(name, NOTHING) for found in each] for name in known}
@@ -84,33 +89,33 @@ def _settings(compared: Sequence[Compared]) -> dict[str, list[str]]:
 def _differences(compared: Sequence[Compared]) -> Section:
     rows = [(name, *found) for name, found in _settings(compared).items() if len(set(found)) > 1]
     content = table(("", *(c.name for c in compared)), rows, words=1 + len(compared)) if rows else quiet("None.")
-    return Section("What differs", content)
+    return Section("Different settings", content)
 
 
 def _same(compared: Sequence[Compared]) -> Section:
     rows = [(name, found[0]) for name, found in _settings(compared).items() if len(set(found)) == 1]
     content = table(("", "all"), rows, words=2) if rows else ""
     said = f"<details><summary>{len(rows):,} settings</summary>{content}</details>"
-    return Section("What is the same", said if rows else "")
+    return Section("Equal settings", said if rows else "")
 
 
 # -------------------------------------------------------------------------------------- curves
 
 
 def _curves(compared: Sequence[Compared]) -> Section:
-    """One chart for each that any run has."""
+    """One chart for each title that any run has."""
     each = [c.charts for c in compared]
     titles = dict.fromkeys(title for charts in each for title in charts)
     spans = [c.run.span for c in compared]
     span = min(first for first, _ in spans), max(last for _, last in spans)
     found = training.figures({title: _overlaid(title, compared, each) for title in titles}, span)
     several = any(len(curves) > 1 for charts in each for curves in charts.values())
-    note = quiet("Of several learning rates, that of the first group is drawn.") if several else ""
-    return Section("Curves", found + note if found else quiet("Nothing to draw yet."))
+    note = quiet("Only the learning rate of the first parameter group is drawn.") if several else ""
+    return Section("Curves", found + note if found else quiet("No data to draw yet."))
 
 
 def _overlaid(title: str, compared: Sequence[Compared], each: Sequence[training.Charts]) -> list[Curve]:
-    """A run without it still has its colour."""
+    """One curve per run; a run without this chart gets an empty curve, so that each run keeps its colour."""
     found = [charts[title][0].points if title in charts else [] for charts in each]
     return [Curve(c.name, points) for c, points in zip(compared, found, strict=True)]
 
@@ -132,16 +137,16 @@ def _best(compared: Sequence[Compared]) -> Section:
 
 
 def _suspects(compared: Sequence[Compared]) -> Section:
-    """By id, which means the same sample only if the runs saw the same data."""
+    """Suspects compared by id, which identifies a sample only if the runs used the same dataset."""
     known = [c for c in compared if c.samples.scores]
     if len(known) < 2:
-        return Section("Suspects", quiet("Suspects are compared where two runs have a ledger."))
+        return Section("Suspects", quiet("Comparing suspects needs two runs with a ledger."))
     ranked = [{one: place + 1 for place, one in enumerate(c.samples.suspects)} for c in known]
     common = [one for one in ranked[0] if all(one in places for places in ranked)]
     common.sort(key=lambda one: sum(places[one] for places in ranked))
     whose = "both runs" if len(known) == 2 else f"all {len(known)} runs"
-    are, their = ("is", "its") if len(common) == 1 else ("are", "their")
-    said = f"{len(common):,} {are} suspect in {whose}{_first(MOST_CARDS, common)}, with {their} places in each."
+    are = "sample is" if len(common) == 1 else "samples are"
+    said = f"{len(common):,} {are} suspect in {whose}{_first(MOST_CARDS, common)}, with the rank in each run."
     shown = _previews(common[:MOST_CARDS], known)
     cards = "".join(_card(one, shown.get(one, {}), known, ranked) for one in common[:MOST_CARDS])
     gallery = f'<ol class="gallery">{cards}</ol>' if cards else ""
@@ -150,7 +155,7 @@ def _suspects(compared: Sequence[Compared]) -> Section:
 
 
 def _previews(ids: Sequence[str], known: Sequence[Compared]) -> dict[str, Preview]:
-    """From whichever run has one."""
+    """Previews of samples, each from the first run that has one."""
     shown: dict[str, Preview] = {}
     for c in known:
         shown |= c.previews.shown([one for one in ids if one not in shown])
@@ -174,4 +179,4 @@ def _alone(k: int, known: Sequence[Compared], ranked: Sequence[dict[str, int]]) 
 
 
 def _first(most: int, ids: Sequence[str]) -> str:
-    return f"; here the first {most}" if len(ids) > most else ""
+    return f"; the first {most} are shown" if len(ids) > most else ""

@@ -1,4 +1,4 @@
-"""What an update cost: time, where it went, and memory."""
+"""Section "Time and memory": time per update, its phases, and peak memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from samplewise.report.html import Section, aligned, columns, figure, table
 from samplewise.report.run import Curve, Line, Run, curve, is_number
 from samplewise.report.training import drawn
 
-STRETCHES = 100
+STRETCHES = 100  # intervals of the run in the chart of phases
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 class Spent(NamedTuple):
-    """Between one line of the log and the next."""
+    """Time between two lines of the log."""
 
-    update: float
-    updates: float
+    update: float  # at the end
+    updates: float  # number of updates
     seconds: dict[str, float]  # by phase
 
 
 def cost(run: Run) -> Section:
-    spent, frame = _spent(run.train), Frame(*run.span)
+    spent = _spent(run.train)
+    frame = Frame(*run.span)
     timed = [{"update": s.update, "ms": 1e3 * sum(s.seconds.values()) / s.updates} for s in spent]
     figures = []
     if timed:
@@ -31,8 +32,8 @@ def cost(run: Run) -> Section:
     phases = list(dict.fromkeys(name for s in spent for name in s.seconds if name))
     if phases:
         parts = _parts(spent, phases)
-        drawing = shares(parts, frame, "phases", "Shares of time by phase against updates")
-        figures.append(figure("Where the time went", drawing, phases if len(phases) > 1 else ()))
+        drawing = shares(parts, frame, "phases", "Share of time of each phase over updates")
+        figures.append(figure("Share of time by phase", drawing, phases if len(phases) > 1 else ()))
     memory = curve(run.train, "memory")
     if memory.finite:
         unit = next((u for u, size in UNITS.items() if max(y for _, y in memory.finite) >= size), "KiB")
@@ -42,8 +43,9 @@ def cost(run: Run) -> Section:
 
 
 def _spent(train: list[Line]) -> list[Spent]:
-    """A line that says its phases is taken by these; another by its seconds, as the phase without a name."""
-    found, before = [], 0.0
+    """Time of each train line: by phase if the line has phases, otherwise its seconds under the name ""."""
+    found = []
+    before = 0.0
     for line in train:
         update = line.get("update")
         if not is_number(update) or not update > before:
@@ -62,7 +64,7 @@ def _is_time(value: object) -> bool:
 
 
 def _parts(spent: list[Spent], phases: list[str]) -> list[Curve]:
-    """Seconds of each phase, over stretches of the run."""
+    """Seconds of each phase, summed over intervals of the run."""
     stretches = min(len(spent), STRETCHES)
     edges = [k * len(spent) // stretches for k in range(stretches + 1)]
     pieces = [spent[start:end] for start, end in pairwise(edges)]
@@ -81,4 +83,4 @@ def _table(spent: list[Spent], phases: list[str]) -> str:
     seconds = aligned([*totals.values(), whole])
     percent = [f"{100 * t / whole if whole else 0:.1f} %" for t in (*totals.values(), whole)]
     rows = list(zip((*phases, "all"), per_update, percent, seconds, strict=True))
-    return table(("phase", "ms per update", "share", "seconds in all"), rows, words=1)
+    return table(("phase", "ms per update", "share", "total seconds"), rows, words=1)

@@ -1,4 +1,4 @@
-"""Text, numbers and tables as HTML. What comes from the user's data gets onto the page through here, or not at all."""
+"""Text, numbers and tables as HTML. All of the user's data is escaped here before it is put into the page."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from samplewise.report.run import is_number
 
 NOTHING = "–"
-COLOURS = 8  # that style.css has for curves; later ones are dashed
+COLOURS = 8  # colours of curves in style.css; further curves are dashed
 
-# Characters that would end a script element, or a line of JavaScript, stand in JSON as escapes.
+# Characters that would end a script element, or a line of JavaScript, are escaped in JSON.
 IN_SCRIPT = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 class Section(NamedTuple):
-    """A part of the page. Without content it is left out."""
+    """Section of the page; left out if it has no content."""
 
     title: str
     content: str
@@ -38,16 +38,17 @@ def package_file(name: str) -> str:
 
 
 def text(words: object) -> str:
-    """Escaped, for attributes too; without control characters, which no HTML may hold."""
+    """Text escaped for elements and attributes; control characters, which HTML forbids, are replaced."""
     return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "\N{REPLACEMENT CHARACTER}", str(words)))
 
 
 def quiet(words: str) -> str:
+    """Paragraph in the colour of notes."""
     return f'<p class="quiet">{text(words)}</p>'
 
 
 def embedded(name: str, value: Any) -> str:
-    """Data for the script of the page; `value` must be without NaN, which JSON does not know."""
+    """JSON data element for the script of the page. `value` must not contain NaN or infinity."""
     written = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(IN_SCRIPT)
     return f'<script type="application/json" id="{name}">{written}</script>\n'
 
@@ -57,17 +58,17 @@ def columns(content: str) -> str:
 
 
 def beside(drawing: str, content: str) -> str:
-    """What a figure means, at its side where there is room."""
+    """A figure with its explanation beside it, or below it on narrow screens."""
     return f'<div class="beside">{drawing}<div>{content}</div></div>'
 
 
 def figure(title: str, drawing: str, names: Sequence[str] = ()) -> str:
-    """A drawing with its title, and the names of its curves if there are several."""
+    """Figure with title, drawing, and a legend if there are several curves."""
     return f"<figure><figcaption>{text(title)}</figcaption>{legend(names)}{drawing}</figure>"
 
 
 def legend(names: Sequence[str]) -> str:
-    """Outside of the drawing, where it can wrap, and where a name is text and nothing else."""
+    """Legend as HTML text outside of the drawing, so that it can wrap and names are escaped; empty for one curve."""
     if len(names) < 2:
         return ""
     entries = (
@@ -78,11 +79,12 @@ def legend(names: Sequence[str]) -> str:
 
 
 def pairs(known: Iterable[Sequence[str]]) -> str:
-    """Names and values, in little room."""
+    """Compact list of names and values."""
     return "<dl>" + "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in known) + "</dl>"
 
 
 def facts(title: str, known: Mapping[str, Any]) -> str:
+    """Table with one row per name and value."""
     rows = (f'<tr><th scope="row">{text(name)}</th><td>{text(fact(value))}</td></tr>' for name, value in known.items())
     return f'<table class="facts"><caption>{text(title)}</caption><tbody>{"".join(rows)}</tbody></table>'
 
@@ -98,7 +100,7 @@ def shortened(words: str, longest: int = 200) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
-    """A table whose first columns, as many as `words` says, hold words; the others hold numbers."""
+    """Table; the first `words` columns hold text, the others numbers, aligned to the right."""
     kinds = ["" if k < words else ' class="number"' for k in range(len(head))]
     titles = "".join(f'<th scope="col"{kind}>{text(title)}</th>' for kind, title in zip(kinds, head, strict=True))
     cells = ("".join(f"<td{kind}>{text(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) for row in rows)
@@ -111,7 +113,7 @@ def number(value: object) -> str:
 
 
 def aligned(values: Sequence[Any]) -> list[str]:
-    """Numbers of one column with the same count of decimals, so that their points stand below each other."""
+    """Numbers of one column formatted with the same number of decimals, so that the decimal points align."""
     sizes = [abs(value) for value in values if is_number(value) and isfinite(value) and value]
     small, large = min(sizes, default=1.0), max(sizes, default=1.0)
     if large >= 1e7 or small < 1e-4:

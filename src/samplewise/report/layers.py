@@ -1,4 +1,4 @@
-"""The norm of the gradient, layer by layer."""
+"""Section "Layers": gradient norm of each layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from samplewise.report.charts import Frame, lines, spans_decades
 from samplewise.report.html import Section, aligned, beside, figure, quiet, table
 from samplewise.report.run import Curve, Run, points
 
-MOST = 12
+MOST = 12  # layers in the chart
 
 
 def layers(run: Run) -> Section:
@@ -18,22 +18,22 @@ def layers(run: Run) -> Section:
         return Section("Layers", "")
     shown = telling(curves)
     if not any(c.finite for c in shown):
-        return Section("Layers", quiet("No norm of a layer is finite."))
+        return Section("Layers", quiet("No layer has a finite gradient norm."))
     values = [value for c in shown for _, value in c.finite]
     drawing = lines(
-        shown, Frame(*run.span), "layers", "Gradient norms of layers against updates", spans_decades(values)
+        shown, Frame(*run.span), "layers", "Gradient norm of each layer over updates", spans_decades(values)
     )
     left = len(curves) - len(shown)
     note = (
-        f"{left:,} of {len(curves):,} layers are left out: shown are those with the largest norms, and those whose "
-        "norms changed the most."
+        f"{left:,} of {len(curves):,} layers are left out. The chart shows the layers with the largest norms and those "
+        "whose norms changed the most."
     )
     chart = figure("Gradient norm of each layer", drawing, [c.name for c in shown])
     return Section("Layers", beside(chart, _table(shown) + (quiet(note) if left else "")))
 
 
 def _curves(run: Run) -> list[Curve]:
-    """One for each layer, in the order of the model."""
+    """One curve per layer, in the order of the model."""
     values: dict[str, list[tuple[Any, Any]]] = {}
     for line in run.layers:
         norms = line.get("norms")
@@ -44,7 +44,7 @@ def _curves(run: Run) -> list[Curve]:
 
 
 def telling(curves: list[Curve], most: int = MOST) -> list[Curve]:
-    """So many of them, in their order: by turns the largest, and those that changed the most."""
+    """At most `most` curves in their order, chosen alternately by largest norm and by largest change."""
     if len(curves) <= most:
         return curves
     largest = sorted(curves, key=_size, reverse=True)
@@ -59,7 +59,7 @@ def _size(found: Curve) -> float:
 
 
 def _change(found: Curve) -> float:
-    """A layer that was once NaN or infinite changed more than any other."""
+    """Log ratio of largest and smallest norm; infinite if a norm was ever non-finite."""
     positive = [value for _, value in found.points if value > 0 and isfinite(value)]
     return log(max(positive) / min(positive)) if len(found.finite) == len(found.points) and positive else inf
 

@@ -1,4 +1,4 @@
-"""How the norms of the samples' gradients were distributed, over time."""
+"""Section "Gradient norms over time": distribution of per-sample gradient norms."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ def norms(run: Run, samples: Samples) -> Section:
         return Section(title, "")
     middle, lowest, low, high, highest, maximum = samples.norms
     if not middle.finite:
-        return Section(title, quiet("The ledger holds no finite norm: it was made with norms=False."))
+        return Section(title, quiet("The ledger has no finite norms: it was recorded with norms=False."))
     log = spans_decades([y for c in (lowest, maximum) for _, y in c.finite])
     around = [Band(lowest.points, highest.points), Band(low.points, high.points)]
-    first, last = run.span  # of the log, which the ledger may be ahead of
+    first, last = run.span  # of the log; the ledger may be ahead of it
     frame = Frame(min(first, middle.points[0][0]), max(last, middle.points[-1][0]))
-    label = "Quantiles of per-sample gradient norms against updates"
+    label = "Quantiles of per-sample gradient norms over updates"
     drawing = bands(around, [middle, maximum], frame, "norms", label, log)
     note = (
-        f"Half of the samples lie in the dark band, nine tenths in the light one, in each of {len(middle.points):,} "
-        "stretches of the run. A maximum far above the band is a few samples that pull harder than all others, and "
-        "that clipping acts on. A band that falls while the maximum stays is a model that learns all but a few."
+        f"The dark band holds 50 % of the samples and the light band 90 %, in each of {len(middle.points):,} intervals "
+        "of the run. A maximum far above the bands means that a few samples have much larger gradients than all "
+        "others; clipping acts on these. If the bands fall while the maximum stays, the model learns all but a few "
+        "samples."
     )
-    chart = figure("Norm of each sample's gradient", drawing, ["median", "maximum"])
+    chart = figure("Per-sample gradient norms", drawing, ["median", "maximum"])
     return Section(title, beside(chart, quiet(note)))

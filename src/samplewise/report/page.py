@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing but itself."""
+"""`write_report`: report of a run as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ MOST_WARNINGS = 30
 
 
 def write_report(run: Path, to: Path | None = None, reload: float | None = None) -> Path:
-    """Writes the report of a run directory into one HTML file, `report.html` in it unless `to` says otherwise.
+    """Write the report of a run directory as one HTML file and return its path.
 
-    reload: the page looks at itself again after so many seconds
+    to: path of the file; default report.html in the run directory
+    reload: seconds after which the page reloads itself; default never
     """
     to = Path(run) / "report.html" if to is None else Path(to)
     return write(report(read_run(Path(run)), reload), to)
 
 
 def write(page: str, to: Path) -> Path:
+    """Write a page atomically and return its path."""
     to.parent.mkdir(parents=True, exist_ok=True)
     with whole(to, to.with_name(f".{to.name}.partial")) as file:
-        file.write(page.encode(errors="replace"))  # half a surrogate pair in a name is no reason to fail
+        file.write(page.encode(errors="replace"))  # a name may hold a lone surrogate
     return to
 
 
 def report(run: Run, reload: float | None = None) -> str:
-    samples, previews, charts = read_samples(run), read_previews(run), training.charts(run)
+    """HTML page of a run."""
+    samples = read_samples(run)
+    previews = read_previews(run)
+    charts = training.charts(run)
     sections = [
         training.curves(run, charts),
         scatter(samples, previews),
@@ -59,6 +64,7 @@ def report(run: Run, reload: float | None = None) -> str:
 
 
 def warned(said: Sequence[str]) -> Section:
+    """Section "Warnings" with at most 30 entries; empty without warnings."""
     more = [f"… and {len(said) - MOST_WARNINGS:,} more."] if len(said) > MOST_WARNINGS else []
     entries = "".join(f"<li>{text(warning)}</li>" for warning in [*said[:MOST_WARNINGS], *more])
     return Section("Warnings", f'<ul class="warnings">{entries}</ul>' if said else "")
@@ -67,7 +73,7 @@ def warned(said: Sequence[str]) -> Section:
 def page(
     title: str, head: str, sections: Sequence[Section], scripts: Sequence[str] = (), reload: float | None = None
 ) -> str:
-    """A whole page; `head` is HTML already. It may run these scripts of the package, and nothing else."""
+    """Complete HTML page. `head` is HTML; `scripts` are files of the package, and no other script can run."""
     shown = [section for section in sections if section.content]
     links = "".join(f'<li><a href="#{section.anchor}">{text(section.title)}</a></li>' for section in shown)
     code = _script([*(["reload.js"] if reload else []), *scripts])
@@ -84,13 +90,13 @@ def page(
 
 
 def _script(names: Sequence[str]) -> str:
-    """As one, whose names are its own."""
+    """Scripts of the package joined in one function scope."""
     code = "\n".join(package_file(name) for name in names)
     return f'"use strict";\n(() => {{\n{code}}})();\n' if names else ""
 
 
 def _allowed(code: str) -> str:
-    """Nothing is fetched from anywhere, and no script runs but ours, told by its digest."""
+    """Content security policy: no network access, and only the script with this digest may run."""
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     scripts = f"'sha256-{digest}'" if code else "'none'"
     return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"

@@ -1,6 +1,6 @@
-// Points, or counts on a grid, between two axes; whoever is near the pointer is told of.
+// Scatter plot of points, or of counts on a grid, with a tooltip for the point or cell near the pointer.
 
-class Scale {  // of an axis, from 0 to 1
+class Scale {  // maps values of an axis to 0..1
   constructor(axis) { Object.assign(this, axis); }
 
   place(value) {
@@ -40,13 +40,13 @@ class Scale {  // of an axis, from 0 to 1
 }
 
 class Plot {
-  // `about`: count; of(k) -> [x, y] or nulls; suspects() -> numbers, the worst first; pinned(); title(k); facts(k);
-  // pin(k or null)
+  // `about`: count; of(k) -> [x, y] or nulls; suspects() -> indices, the most suspicious first; pinned(); title(k);
+  // facts(k); pin(k or null)
   constructor(canvas, tip, axes, grid, about) {
     Object.assign(this, {canvas, tip, grid, about, hovered: null, places: [], colour: {}, width: 0, height: 0});
     [this.x, this.y] = axes.map(axis => new Scale(axis));
     this.edge = {left: 58, right: 12, top: 10, bottom: 42};
-    this.resting = document.createElement("canvas");  // all but the rings: it need not be drawn for every move
+    this.resting = document.createElement("canvas");  // everything but the rings: it is not redrawn on pointer moves
     this.listen();
   }
 
@@ -155,7 +155,7 @@ class Plot {
 
   nearest(left, top, reach) {
     let best = null, least = reach ** 2;
-    for (const k of this.grid ? this.about.suspects() : this.places.keys()) {  // those that can be seen
+    for (const k of this.grid ? this.about.suspects() : this.places.keys()) {  // visible points only
       const at = this.places[k], distance = at ? (at[0] - left) ** 2 + (at[1] - top) ** 2 : Infinity;
       if (distance < least) [best, least] = [k, distance];
     }

@@ -1,4 +1,4 @@
-"""Small pictures, texts or values of samples, from previews.json beside the log."""
+"""Previews of samples (images, texts or values), read from previews.json in the run directory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from samplewise.report.run import Run
 
 VERSION = 1
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-LARGEST = 112  # pixels, either way
-LOSSLESS = 48  # pixels, up to which every one counts
-LONGEST_TEXT, MOST_VALUES = 600, 24
-BUDGET = 500_000  # characters on the page
+LARGEST = 112  # pixels per side
+LOSSLESS = 48  # pixels per side; images up to this size are saved without loss
+LONGEST_TEXT = 600  # characters
+MOST_VALUES = 24
+BUDGET = 500_000  # characters of all previews of a page
 Preview = dict[str, Any]
 
 
 @dataclass
 class Previews:
-    found: dict[str, Any] = field(default_factory=dict)  # as in the file, by id
+    """Content of previews.json, and warnings about it."""
+
+    found: dict[str, Any] = field(default_factory=dict)  # entries of the file by id
     warnings: list[str] = field(default_factory=list)
 
     def label(self, one: str) -> str | None:
@@ -33,9 +36,10 @@ class Previews:
         return None if label is None else str(label)[:LONGEST_TEXT]
 
     def shown(self, ids: Iterable[str], budget: int = BUDGET) -> dict[str, Preview]:
-        """Of these samples, as far as they are there and the budget goes. What is broken or left out is told of."""
+        """Previews of samples, within a budget of characters. Broken and left out previews are added to `warnings`."""
         shown: dict[str, Preview] = {}
-        broken, left = [], 0
+        broken = []
+        left = 0
         for one in ids:
             if one not in self.found:
                 continue
@@ -52,21 +56,23 @@ class Previews:
         if broken:
             self.warnings.append(f"Previews that cannot be shown: {len(broken):,}, for example of {broken[0]!r}.")
         if left:
-            self.warnings.append(f"Previews left out so that the page stays small: {left:,}.")
+            self.warnings.append(f"Previews left out to limit the size of the page: {left:,}.")
         return shown
 
 
 def read_previews(run: Run) -> Previews:
+    """Previews of a run; empty without previews.json, and with a warning if it cannot be read."""
     path = run.directory / "previews.json"
     if not path.exists():
         return Previews()
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["version"] != VERSION:
-            return Previews(warnings=[f"previews.json is of version {content['version']!r}; {VERSION} is known here."])
+            found = content["version"]
+            return Previews(warnings=[f"previews.json has version {found!r}; this report reads version {VERSION}."])
         return Previews(dict(content["samples"]))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as why:
-        return Previews(warnings=[f"previews.json cannot be read, and samples are shown without: {_reason(why)}."])
+        return Previews(warnings=[f"previews.json cannot be read; samples are shown without it: {_reason(why)}."])
 
 
 def _reason(why: Exception) -> str:
@@ -75,7 +81,7 @@ def _reason(why: Exception) -> str:
 
 
 def prepared(entry: Preview) -> Preview:
-    """An entry of the file as the page wants it: an address of a picture, a text that is not too long, or values."""
+    """An entry of the file as used by the page: data URL of an image, shortened text, or list of values."""
     if "image" in entry:
         return {"image": picture(**entry["image"])}
     if "text" in entry:
@@ -87,7 +93,7 @@ def prepared(entry: Preview) -> Preview:
 
 
 def as_html(preview: Preview) -> str:
-    """What samples.js makes of it, for a page without that script."""
+    """HTML of a preview, for a page without samples.js."""
     if "image" in preview:
         return f'<img src="{preview["image"]}" alt="" />'
     if "text" in preview:
@@ -100,7 +106,7 @@ def _written(value: object) -> str:
 
 
 def picture(width: int, height: int, channels: int, data: str) -> str:
-    """As a data address. Small ones are kept as they are; of large ones a thumbnail is enough."""
+    """Data URL of an image from base64 bytes; small images are lossless, large ones become thumbnails."""
     from PIL import Image
 
     try:
@@ -108,7 +114,7 @@ def picture(width: int, height: int, channels: int, data: str) -> str:
     except binascii.Error as why:
         raise ValueError(str(why)) from None
     if channels not in MODES or len(pixels) != width * height * channels:
-        raise ValueError(f"{len(pixels)} bytes are no picture of {height}×{width}×{channels}.")
+        raise ValueError(f"{len(pixels)} bytes are not an image of {height}×{width}×{channels}.")
     image = Image.frombytes(MODES[channels], (width, height), pixels)
     small = max(width, height) <= LOSSLESS
     image.thumbnail((LARGEST, LARGEST))

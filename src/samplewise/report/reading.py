@@ -1,4 +1,4 @@
-"""What the report finds out of a ledger part by part, because all of it may be more than fits into memory."""
+"""Incremental statistics of a ledger, computed part by part because the ledger may be larger than memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 from samplewise.ledger.files import arrow
 from samplewise.report.run import Curve
 
-STRETCHES = 100
+STRETCHES = 100  # intervals of the run
 QUANTILES = (0.5, 0.05, 0.25, 0.75, 0.95, 1.0)
 
 
 class Repeats:
-    """Whether ids stand more than once in an epoch: drawn with replacement, or several samples with one id.
+    """Detection of ids that occur more than once in an epoch: sampling with replacement, or ids that are not unique.
 
-    The ids of an epoch are kept until the one after the next begins.
+    The ids of an epoch are kept in memory until the second epoch after it begins.
     """
 
     def __init__(self) -> None:
         self._open: dict[int, list[Any]] = {}  # ids by epoch
-        self._rows = self._extra = 0
+        self._rows = 0
+        self._extra = 0  # rows whose id occurred before in the epoch
         self._worst: dict[str, Any] = {"counts": 1}
 
     def add(self, table: Any) -> None:
@@ -43,12 +44,14 @@ class Repeats:
             return []
         one = self._worst
         return [
-            f"Ids repeat within an epoch: {self._extra:,} of {self._rows:,} rows have an id that the epoch had before. "
-            f"{one['values']!r}, for example, stands {one['counts']:,} times in epoch {one['epoch']}. Unless samples "
-            "are drawn with replacement, several share an id, and are one here: sw.Indexed(dataset) gives each its own."
+            f"Ids repeat within an epoch: {self._extra:,} of {self._rows:,} rows have an id that occurred before in "
+            f"the epoch. For example, {one['values']!r} occurs {one['counts']:,} times in epoch {one['epoch']}. Unless "
+            "samples are drawn with replacement, several samples share an id and are treated as one: "
+            "sw.Indexed(dataset) gives each sample a unique id."
         ]
 
     def _close(self, epoch: int) -> None:
+        """Count the repeated ids of a complete epoch."""
         pa, pc = arrow(), arrow().compute
         ids = pa.chunked_array(self._open.pop(epoch))
         if (known := pc.count_distinct(ids).as_py()) == len(ids):
@@ -61,13 +64,17 @@ class Repeats:
 
 
 class Spread:
-    """Quantiles of the norms as curves, over stretches of `visits` in the order of training. Kept is one stretch."""
+    """Quantiles of gradient norms as curves over training. Keeps the rows of one interval in memory.
+
+    visits: number of rows of the ledger
+    """
 
     def __init__(self, visits: int) -> None:
-        self.curves: list[Curve] = []  # none before there is a norm
-        self._visits, self._waiting = visits, 0
+        self.curves: list[Curve] = []  # empty until the first norm
+        self._visits = visits
+        self._waiting = 0  # rows in `_tables`
         self._tables: list[Any] = []
-        self._sizes: list[int] = []  # of the stretches to come
+        self._sizes: list[int] = []  # rows of the remaining intervals
 
     def add(self, table: Any) -> None:
         if not len(table) or not {"update", "norm"} <= set(table.column_names):
@@ -80,12 +87,12 @@ class Spread:
             self._tell(self._sizes.pop(0))
 
     def end(self) -> None:
-        """What is left, if some visits could not be read."""
+        """Add the last interval, which is incomplete if some rows could not be read."""
         if self._waiting:
             self._tell(self._waiting)
 
     def _begin(self, first: Any) -> None:
-        """No more stretches than updates, as far as the first part tells how many there are."""
+        """Divide the rows into intervals, at most one per update; the first part gives the updates per row."""
         updates = ceil(arrow().compute.count_distinct(first["update"]).as_py() * self._visits / len(first))
         stretches = min(STRETCHES, updates)
         edges = [k * self._visits // stretches for k in range(stretches + 1)]
@@ -93,10 +100,13 @@ class Spread:
         self.curves = [Curve(f"{q:.0%}", []) for q in QUANTILES]
 
     def _tell(self, size: int) -> None:
+        """Add the quantiles of the first `size` rows to the curves, and drop these rows."""
         pa, pc = arrow(), arrow().compute
         rows = pa.concat_tables(self._tables, promote_options="permissive")
-        part, rest = rows.slice(0, size), rows.slice(size)
-        self._tables, self._waiting = [rest], len(rest)
+        part = rows.slice(0, size)
+        rest = rows.slice(size)
+        self._tables = [rest]
+        self._waiting = len(rest)
         values = pc.filter(part["norm"], pc.is_finite(part["norm"]))
         found = pc.quantile(values, list(QUANTILES)).to_pylist()
         place = float(pc.mean(part["update"]).as_py())

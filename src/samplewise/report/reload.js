@@ -1,4 +1,4 @@
-// While a run goes on: the page looks at itself again, and is then as it was left: scrolled there, with that sample.
+// Reloads the page while a run is training, and restores scroll position, chosen score and pinned sample.
 
 const key = `samplewise ${location.pathname}`;
 const kept = (() => { try { return JSON.parse(sessionStorage.getItem(key)); } catch { return null; } })();
@@ -9,7 +9,7 @@ if (kept) {
 }
 const again = () => {
   const view = {scroll: scrollY, view: document.documentElement.dataset.view || "{}"};
-  try { sessionStorage.setItem(key, JSON.stringify(view)); } catch { /* some browsers keep nothing for files */ }
+  try { sessionStorage.setItem(key, JSON.stringify(view)); } catch { /* some browsers have no storage for local files */ }
   location.reload();
 };
 setTimeout(again, 1000 * Number(document.documentElement.dataset.reload));

@@ -1,4 +1,4 @@
-"""What a run directory holds, read so that a run which broke off can be looked at as well."""
+"""Reading of run.json and log.jsonl of a run directory, including incomplete files of interrupted runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from samplewise.ledger.files import numbered, samples
 Line = dict[str, Any]
 Point = tuple[float, float]  # update, value
 
-PLACE = {"kind", "epoch", "update", "samples", "seconds", "skipped"}  # where a line stands, not what it measured
-KNOWN = {"loss", "lr", "samples_per_second", "memory"}  # numbers of a train line that have a chart of their own
+PLACE = {"kind", "epoch", "update", "samples", "seconds", "skipped"}  # position of a line, not a measured value
+KNOWN = {"loss", "lr", "samples_per_second", "memory"}  # numbers of a train line that have their own chart
 
 
 class Curve(NamedTuple):
+    """Values over updates."""
+
     name: str
     points: list[Point]
 
@@ -29,9 +31,10 @@ class Curve(NamedTuple):
 
 @dataclass
 class Run:
-    """The lines of a log by kind, in the order of the log, and what had to be left out.
+    """Lines of a log by kind, in the order of the log, and warnings about lines that were left out.
 
-    Of a train line, `update` and `samples` count from the start; `skipped` and `seconds` from the line before.
+    In a train line, `update` and `samples` count from the start of the run, `skipped` and `seconds` from the previous
+    train line.
     """
 
     directory: Path
@@ -39,11 +42,11 @@ class Run:
     train: list[Line] = field(default_factory=list)
     validation: list[Line] = field(default_factory=list)
     epoch: list[Line] = field(default_factory=list)
-    lr: list[Line] = field(default_factory=list)  # of LRMonitor
-    layers: list[Line] = field(default_factory=list)  # norms of gradients by layer
-    noise: list[Line] = field(default_factory=list)  # the noise scale, and the batch size it belongs to
-    end: Line | None = None  # the last line, if it says that the run ended: it may have gone on after others
-    left_out: list[str] = field(default_factory=list)  # one sentence a reason
+    lr: list[Line] = field(default_factory=list)  # written by LRMonitor
+    layers: list[Line] = field(default_factory=list)  # gradient norm of each layer
+    noise: list[Line] = field(default_factory=list)  # noise scale and batch size
+    end: Line | None = None  # the end line, if it is the last line; a resumed run has earlier ones
+    left_out: list[str] = field(default_factory=list)  # one warning per reason
 
     @property
     def name(self) -> str:
@@ -51,7 +54,7 @@ class Run:
 
     @property
     def span(self) -> tuple[float, float]:
-        """The first and the last update that something is known of."""
+        """First and last update in the log; zeros without any."""
         places = [line.get("update") for line in self.lines + self.lr + self.layers + self.noise]
         known = [float(place) for place in places if is_number(place) and isfinite(place)]
         return min(known, default=0.0), max(known, default=0.0)
@@ -61,24 +64,29 @@ class Run:
         return self.train + self.validation + self.epoch + ([self.end] if self.end else [])
 
     def reached(self, key: str) -> int:
-        """The highest of what the lines say, for what counts from the start."""
+        """Largest value of a counter such as `update` over all lines."""
         found = (line.get(key) for line in self.lines)
         return int(max((total for total in found if is_number(total) and isfinite(total)), default=0))
 
     def metrics(self) -> list[str]:
+        """Names of the validation metrics."""
         return _measured(self.validation)
 
     def samples(self, damaged: str = "raise") -> Any:
-        """Its ledger, as a pyarrow table: see `sw.samples`."""
+        """Ledger of the run as a pyarrow table: see `sw.samples`."""
         return samples(self.directory, damaged)
 
     def other_numbers(self) -> list[str]:
+        """Names of the numbers in train lines that have no chart of their own."""
         return [name for name in _measured(self.train) if name not in KNOWN]
 
     def learning_rates(self) -> list[Curve]:
-        """One curve for each parameter group; `lr` is a list where there is more than one."""
+        """One curve per parameter group. In the log, `lr` is a list if there are several groups."""
         lines, key = (self.lr, "rates") if len(self.lr) > len(self.train) else (self.train, "lr")
-        lists = [(line.get("update"), lr if isinstance(lr := line.get(key), list) else [lr]) for line in lines]
+        lists = []
+        for line in lines:
+            lr = line.get(key)
+            lists.append((line.get("update"), lr if isinstance(lr, list) else [lr]))
         groups = max((len(lrs) for _, lrs in lists), default=0)
         return [
             Curve(f"group {g}", points((update, lrs[g]) for update, lrs in lists if g < len(lrs)))
@@ -87,11 +95,11 @@ class Run:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    return type(value) in (int, float)  # and no bool
+    return type(value) in (int, float)  # bool is excluded
 
 
 def curve(lines: Iterable[Line], key: str, name: str | None = None) -> Curve:
-    """A value against updates. A line without it is no point; NaN and infinity are points, and stay."""
+    """Curve of a value over updates. Lines without the value are left out; NaN and infinity are kept as points."""
     return Curve(name or key, points((line.get("update"), line.get(key)) for line in lines))
 
 
@@ -100,20 +108,22 @@ def points(found: Iterable[tuple[Any, Any]]) -> list[Point]:
 
 
 def read_run(directory: Path) -> Run:
+    """Read run.json and log.jsonl of a run directory; what cannot be read becomes a warning in `left_out`."""
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"a report needs a run directory; found none at {directory}. Give the directory that the training wrote to."
+            f"a report needs a run directory; found none at {directory}. Pass the directory that the training wrote to."
         )
-    log, run = directory / "log.jsonl", Run(directory)
+    log = directory / "log.jsonl"
+    run = Run(directory)
     if not log.is_file() and not numbered(directory):
         raise FileNotFoundError(
-            f"a run directory must hold log.jsonl; found none in {directory}. "
-            "Give the directory of one run, not the one above it; a run writes its log from the first update on."
+            f"a run directory must contain log.jsonl; found none in {directory}. "
+            "Pass the directory of one run, not its parent; the log is written from the first update on."
         )
     _read_about(run)
     if log.is_file():
         _read_log(run, log)
-    else:  # of a loop of one's own
+    else:  # the ledger of a custom loop
         run.left_out.append("There is no log.jsonl: curves, time and epochs are not known.")
     return run
 
@@ -136,11 +146,13 @@ def _read_log(run: Run, log: Path) -> None:
     ends: list[Line] = []
     names = ("train", "validation", "epoch", "lr", "layers", "noise")
     kinds = {"end": ends} | {name: getattr(run, name) for name in names}
-    unreadable, unknown, cut = 0, 0, False
+    unreadable = 0
+    unknown = 0
+    cut = False
     for text in _filled_lines(log):
         line = _parse(text)
         if line is None:
-            cut = not text.endswith(b"\n")  # only the last line can lack its end
+            cut = not text.endswith(b"\n")  # only possible in the last line
             unreadable += not cut
         elif (kind := str(line.get("kind"))) in kinds:
             kinds[kind].append(line)
@@ -148,11 +160,13 @@ def _read_log(run: Run, log: Path) -> None:
         else:
             unknown += 1
     if cut:
-        run.left_out.append("The last line of the log is cut off and left out: the run was writing it, or was stopped.")
+        run.left_out.append(
+            "The last line of the log is incomplete and left out: the run is writing it or was interrupted."
+        )
     if unreadable:
-        run.left_out.append(f"Lines of the log that cannot be read, and are left out: {unreadable:,}.")
+        run.left_out.append(f"Unreadable lines of the log, left out: {unreadable:,}.")
     if unknown:
-        run.left_out.append(f"Lines of the log of a kind that this report does not know: {unknown:,}.")
+        run.left_out.append(f"Lines of the log of an unknown kind, left out: {unknown:,}.")
 
 
 def _filled_lines(log: Path) -> Iterator[bytes]:
@@ -161,7 +175,7 @@ def _filled_lines(log: Path) -> Iterator[bytes]:
 
 
 def _parse(text: bytes) -> Line | None:
-    """One JSON object, or None: bytes, because a line may be cut off in the middle of a letter."""
+    """JSON object of a line, or None if it is invalid. Takes bytes, because a line may end within a character."""
     try:
         value = json.loads(text.decode(), parse_int=_integer)
     except (ValueError, RecursionError):
@@ -170,7 +184,7 @@ def _parse(text: bytes) -> Line | None:
 
 
 def _integer(digits: str) -> int | float:
-    """An integer that no float can hold would break the drawing; as a float it is infinite, and said to be."""
+    """Parse an integer; one of 300 digits or more as float, because the charts cannot draw larger values."""
     return int(digits) if len(digits) < 300 else float(digits)
 
 

@@ -1,6 +1,6 @@
-// Loss against norm of each sample, a gallery of the suspects, and the one that is pinned.
+// Scatter plot of loss and gradient norm, gallery of the suspects, and details of the pinned sample.
 
-const CARDS = 24;  // shown at a time
+const CARDS = 24;  // added to the gallery at a time
 const data = JSON.parse(find("samples-data").textContent);
 const value = (column, k) => "same" in column ? column.same : column.values[k];
 const recorded = key => data.columns.some(column => column.key === key);
@@ -17,7 +17,7 @@ const preview = k => {
   return found.text === undefined ? facts(found.values) : node("blockquote", {textContent: found.text});
 };
 
-const left = JSON.parse(document.documentElement.dataset.view || "{}");  // how the page was before it was reloaded
+const left = JSON.parse(document.documentElement.dataset.view || "{}");  // state before the page was reloaded
 let chosen = data.scores[left.score] ? left.score : 0, cards = CARDS;
 let pinned = data.ids.includes(left.pinned) ? data.ids.indexOf(left.pinned) : null;
 const remember = () => {
@@ -25,7 +25,7 @@ const remember = () => {
   document.documentElement.dataset.view = JSON.stringify(view);
 };
 
-// ------------------------------------------------------------------------------------------------- the gallery
+// ------------------------------------------------------------------------------------------------- gallery
 
 const card = (k, place) => {
   const label = at("label", k);
@@ -67,7 +67,7 @@ const toGallery = k => {
   button.focus({preventScroll: true});
 };
 
-// ------------------------------------------------------------------------------------------------- the pinned one
+// ------------------------------------------------------------------------------------------------- pinned sample
 
 const pin = (k, scroll = false) => {
   pinned = k;
@@ -82,13 +82,13 @@ const button = (id, words, onclick) => node("button", {type: "button", id, textC
 const details = k => {
   const short = score => score.title.replace(" (recommended)", "");
   const places = data.scores.map((score, s) => [short(score), rank(k, s)]).filter(([, place]) => place);
-  const said = places.map(([name, place]) => `${name} (place ${place})`).join(", ");
+  const said = places.map(([name, place]) => `${name} (rank ${place})`).join(", ");
   return [
     node("h3", {textContent: title(k)}), preview(k), facts(known(k)),
     said ? node("p", {className: "quiet", textContent: `Suspect by ${said}.`}) : null,
     node("p", {className: "actions"},
-      rank(k, chosen) ? button("to-gallery", "Show in the gallery", () => toGallery(k)) : null,
-      button("let-go", "Let go", () => pin(null))),
+      rank(k, chosen) ? button("to-gallery", "Show in gallery", () => toGallery(k)) : null,
+      button("let-go", "Unpin", () => pin(null))),
   ].filter(part => part !== null);
 };
 
@@ -98,7 +98,7 @@ const tell = () => {
   if (plot) plot.paint();
 };
 
-// ------------------------------------------------------------------------------------------------- all together
+// ------------------------------------------------------------------------------------------------- start
 
 const plot = data.axes && new Plot(find("plot"), find("tip"), data.axes, data.grid, {
   count: data.ids.length, of: k => [at("loss", k), at("norm", k)], suspects: order, pinned: () => pinned,

@@ -1,4 +1,4 @@
-"""What the ledger of a run tells of its samples, and who is suspect. Trouble with it becomes a line on the page."""
+"""Samples and suspects from the ledger of a run. Problems with the ledger become warnings on the page."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from samplewise.report.reading import Repeats, Spread
 from samplewise.report.run import Curve, Run
 
 MOST_SUSPECTS = 200
-MOST_NAMED = 10  # of those that are left out
-SHARE = 10  # at most one sample in so many is suspect,
-FEWEST_SUSPECTS = 12  # unless there are hardly any
+MOST_NAMED = 10  # ids in the warning about samples without finite score
+SHARE = 10  # at most one in SHARE samples is suspect,
+FEWEST_SUSPECTS = 12  # but at least this number
 
 TITLES = {"loss": "loss", "norm": "gradient norm", "el2n": "EL2N", "self_influence": "self-influence"}
 
 
 class Score(NamedTuple):
-    """A way to rank samples, and the rows that it finds most suspect, the worst first."""
+    """Ranking of samples by some scores: `order` holds the rows of the suspects, the most suspicious first."""
 
     title: str
     by: tuple[str, ...]
@@ -34,13 +34,13 @@ class Score(NamedTuple):
 
 @dataclass
 class Samples:
-    """`each`: one row per sample. `norms`: curves of their quantiles. Neither without a ledger that can be read."""
+    """Samples of a run; empty without a readable ledger."""
 
-    each: Any = None
-    norms: list[Curve] = field(default_factory=list)
+    each: Any = None  # pyarrow table with one row per sample
+    norms: list[Curve] = field(default_factory=list)  # quantiles of gradient norms
     scores: list[Score] = field(default_factory=list)  # the recommended one first
     warnings: list[str] = field(default_factory=list)
-    missing: str = ""  # why there is nothing
+    missing: str = ""  # the reason why there are no samples
 
     @property
     def count(self) -> int | None:
@@ -48,14 +48,17 @@ class Samples:
 
     @property
     def suspects(self) -> list[str]:
-        """Ids by the recommended score, the worst first."""
+        """Ids of the suspects by the recommended score, the most suspicious first."""
         ids = self.each["id"].take(self.scores[0].order).to_pylist() if self.scores else []
         return [str(one) for one in ids]
 
 
 def read_samples(run: Run) -> Samples:
+    """Read the ledger of a run; errors become warnings."""
     said: list[str] = []
-    seen, repeats, spread = Visits(), Repeats(), Spread(visits_in(run.directory))
+    seen = Visits()
+    repeats = Repeats()
+    spread = Spread(visits_in(run.directory))
     try:
         if not numbered(run.directory):
             return Samples(missing="No ledger: train with callbacks=[sw.Ledger()] to see the samples here.")
@@ -66,25 +69,24 @@ def read_samples(run: Run) -> Samples:
     spread.end()
     if not len(each):
         return Samples(
-            norms=spread.curves, warnings=said, missing="The ledger holds no sample with a finite loss or norm."
+            norms=spread.curves, warnings=said, missing="The ledger has no sample with a finite loss or norm."
         )
-    return Samples(
-        each, spread.curves, scores(each), said + repeats.warnings() + _never_finite(len(each), seen.unknown)
-    )
+    said = said + repeats.warnings() + _never_finite(len(each), seen.unknown)
+    return Samples(each, spread.curves, scores(each), said)
 
 
 def _never_finite(known: int, unknown: Any) -> list[str]:
-    """They are in no ranking, and yet something is wrong with them."""
+    """Warning about samples without a finite score, which are in no ranking."""
     if not len(unknown):
         return []
     more = ", …" if len(unknown) > MOST_NAMED else "."
     named = ", ".join(shortened(str(one), 40) for one in unknown.slice(0, MOST_NAMED).to_pylist())
     count = f"{len(unknown):,} of {known + len(unknown):,} samples"
-    return [f"{count} never had a finite loss or norm, and are not shown: {named}{more}"]
+    return [f"{count} never had a finite loss or norm and are not shown: {named}{more}"]
 
 
 def _read(run: Run, said: list[str], readers: Sequence[Visits | Repeats | Spread]) -> None:
-    """As far as the ledger can be read, with one line for each part that cannot."""
+    """Pass each readable part of the ledger to the readers; add a warning for each part that cannot be read."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -96,7 +98,7 @@ def _read(run: Run, said: list[str], readers: Sequence[Visits | Repeats | Spread
 
 
 def scores(each: Any) -> list[Score]:
-    """All that there are, the recommended one or combination first."""
+    """Rankings by each score of the table, the recommended one first."""
     there = [name for name in SCORES if name in each.column_names]
     best = recommended(there)
     ways = dict.fromkeys([best, *((name,) for name in there)])

@@ -1,6 +1,6 @@
-"""Loss against gradient norm, sample by sample, and a gallery of the suspects: what samples.js draws.
+"""Section "Samples": data for the scatter plot of loss and gradient norm and the gallery drawn by samples.js.
 
-All samples are put into the page as long as they are few. Of many it gets counts on a grid, and the suspects.
+Up to 20,000 samples are put into the page individually. With more, the page gets counts on a grid, and the suspects.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from samplewise.report.previews import Previews
 from samplewise.report.samples import TITLES, Samples
 
 MOST_SAMPLES = 20_000
-BUDGET = 1_200_000  # characters, of all samples together
-GRID = (72, 48)
-DECADES = 30.0  # largest over smallest, from where on an axis is logarithmic
-SMALLEST = 1e-8  # of the largest: what is smaller stands at the edge of a logarithmic axis
-EXACT = 2**53  # up to which the script knows whole numbers
+BUDGET = 1_200_000  # characters of all samples in the page
+GRID = (72, 48)  # columns, rows
+DECADES = 30.0  # ratio of largest and small values from which an axis is logarithmic
+SMALLEST = 1e-8  # relative to the largest value: smaller ones are drawn at the edge of a logarithmic axis
+EXACT = 2**53  # largest integer that JavaScript represents exactly
 HIDDEN = ("id", "visits", "epoch", "update")
 Values = Sequence[float | None]
-Column = dict[str, Any]  # as the script knows it
+Column = dict[str, Any]  # in the format of samples.js
 
 
 class Axis(NamedTuple):
+    """Range and scale of an axis."""
+
     name: str
     log: bool
     low: float
@@ -34,7 +36,7 @@ class Axis(NamedTuple):
 
 
 def axis(name: str, values: Values) -> Axis | None:
-    """One that holds all values; None if there are none."""
+    """Axis that covers all finite values; None if there are none."""
     known = [value for value in values if value is not None and isfinite(value)]
     if not known:
         return None
@@ -47,7 +49,7 @@ def axis(name: str, values: Values) -> Axis | None:
 
 
 def density(axes: Sequence[Axis], values: Sequence[Values]) -> list[list[int]]:
-    """Column, row and count of each cell of the grid that is not empty."""
+    """[column, row, count] of each non-empty cell of the grid."""
     import numpy as np
 
     both = np.array(values, dtype=float)
@@ -57,14 +59,16 @@ def density(axes: Sequence[Axis], values: Sequence[Values]) -> list[list[int]]:
     return [[int(column), int(row), int(counts[column, row])] for column, row in np.argwhere(counts)]
 
 
-# ------------------------------------------------------------------------------------ the data
+# ---------------------------------------------------------------------------------------- data
 
 
 def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
-    """What the page's script is given."""
-    each, (rows, columns, whole) = samples.each, _chosen(samples)
+    """Data for samples.js."""
+    each = samples.each
+    rows, columns, whole = _chosen(samples)
     xs, ys = (each[name].to_pylist() if name in each.column_names else [] for name in ("loss", "norm"))
-    x, y = axis("loss", xs), axis("gradient norm", ys)
+    x = axis("loss", xs)
+    y = axis("gradient norm", ys)
     numbers = {row: k for k, row in enumerate(rows)}
     ids = [str(one) for one in each["id"].take(rows).to_pylist()]
     suspects = list(dict.fromkeys(numbers[row] for places in _by_rank(samples) for row in places))
@@ -81,13 +85,13 @@ def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
 
 
 def _by_rank(samples: Samples) -> list[list[int]]:
-    """First the first of all scores, then the second: should previews run out, then for the last of each."""
+    """Rows by rank: the first of all scores, then the second, so that the last ranks lose their previews first."""
     longest = max(len(score.order) for score in samples.scores)
     return [[s.order[k] for s in samples.scores if k < len(s.order)] for k in range(longest)]
 
 
 def _chosen(samples: Samples) -> tuple[list[int], list[Column], bool]:
-    """The rows that are put into the page, their columns, and whether these rows are all."""
+    """Rows that are put into the page, their columns, and True if these are all rows."""
     each = samples.each
     if len(each) <= MOST_SAMPLES:
         columns = [_column(each, name) for name in _names(each)]
@@ -102,14 +106,14 @@ def _size(value: Any) -> int:
 
 
 def _names(each: Any) -> list[str]:
-    """What is shown of a sample, in this order."""
+    """Names of the columns shown for a sample, in order."""
     extra = [name for name in each.column_names if name not in HIDDEN and name not in SCORES]
     scores = [name for name in SCORES if name in each.column_names]
-    return sorted([*scores, "visits", *extra], key=lambda name: name != "label")  # that is looked for first
+    return sorted([*scores, "visits", *extra], key=lambda name: name != "label")  # the label comes first
 
 
 def _fitting(chosen: Any) -> list[Column]:
-    """Scores are always there, and other columns as long as there is room."""
+    """Columns of the chosen rows: all scores, and other columns within the budget."""
     found: list[Column] = []
     room = BUDGET
     for name in _names(chosen):
@@ -126,7 +130,7 @@ def _column(each: Any, name: str) -> Column:
 
 
 def _told(values: list[Any]) -> dict[str, Any]:
-    """What is the same for all is told once."""
+    """Values of a column; a constant column is stored once."""
     return {"same": values[0]} if len(set(values)) == 1 else {"values": values}
 
 
@@ -138,19 +142,21 @@ def _plain(value: object) -> object:
 
 
 def _labels(each: Any, ids: list[str], previews: Previews) -> list[Column]:
-    """As previews have them, where the ledger has none."""
+    """Column of labels from the previews, if the ledger has no labels."""
     found = [] if "label" in each.column_names else [previews.label(one) for one in ids]
-    return [{"name": "label", "key": "label", **_told(found)}] if any(label is not None for label in found) else []
+    if all(label is None for label in found):
+        return []
+    return [{"name": "label", "key": "label", **_told(found)}]
 
 
-# ------------------------------------------------------------------------------------ the page
+# ---------------------------------------------------------------------------------------- page
 
 
 def scatter(samples: Samples, previews: Previews) -> Section:
     if samples.each is None:
         return Section("Samples", quiet(samples.missing))
     data = payload(samples, previews)
-    plot = _PLOT if data["axes"] else quiet("Loss or norm is not known: there is nothing to draw them against.")
+    plot = _PLOT if data["axes"] else quiet("Loss or gradient norm is not known, so there is no plot.")
     choices = "".join(
         f'<button type="button" data-score="{k}" aria-pressed="{"false" if k else "true"}">{text(s["title"])}</button>'
         for k, s in enumerate(data["scores"])
@@ -164,32 +170,31 @@ def scatter(samples: Samples, previews: Previews) -> Section:
 
 
 def _said(samples: Samples, data: dict[str, Any]) -> str:
-    """What the points are, and what is not shown."""
-    said = ["Each sample by the mean over its visits."]
+    """Explanation of the points, and of what is left out."""
+    said = ["Values are means over the visits of each sample."]
     if data["grid"]:
         said = [
-            f"{data['total']:,} samples are too many to draw one by one: the shade tells how many there are, and only "
-            "the most suspect are points."
+            f"{data['total']:,} samples are too many to draw individually: the shade shows their number, and only "
+            "suspects are drawn as points."
         ]
     left = set(_names(samples.each)) - {column["key"] for column in data["columns"]}
     if left:
         said.append(f"{len(left):,} columns of the ledger are left out.")
-    return " ".join(
-        [*said, "Most suspect are those that a score finds hardest to learn: wrong labels, and the unusual."]
-    )
+    said.append("Suspects are the samples that are hardest to learn by the chosen score: wrong or unusual ones.")
+    return " ".join(said)
 
 
 _PLOT = """<div class="explorer">
-<figure><figcaption>Loss against gradient norm</figcaption>
+<figure><figcaption>Loss and gradient norm</figcaption>
 <div class="plot"><canvas id="plot" tabindex="0" role="application"
-  aria-label="Loss against gradient norm of each sample. Arrows go through the suspects, Enter pins, Escape lets go."
+  aria-label="Loss and gradient norm of each sample. Arrow keys select suspects, Enter pins, Escape unpins."
 ></canvas>
 <div id="tip" role="status" hidden=""></div></div>
 <ul class="legend"><li><i class="dot"></i>sample</li><li><i class="dot suspect"></i>suspect</li></ul></figure>
 <aside id="pinned" aria-live="polite"><p class="quiet">Click a point or a card to see the sample here. On the
-  keyboard, arrows go through the suspects, Enter pins one, Escape lets go.</p></aside>
+  keyboard, arrow keys select suspects, Enter pins one, Escape unpins it.</p></aside>
 </div>"""
 _GALLERY = """<h3 id="suspects">Suspects</h3>
-<noscript><p class="quiet">The samples are drawn by the page's own script, which is turned off.</p></noscript>
+<noscript><p class="quiet">Showing the samples needs JavaScript, which is turned off.</p></noscript>
 <ol id="gallery" class="gallery"></ol><button type="button" id="more" hidden="">Show more</button>
 """

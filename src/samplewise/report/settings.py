@@ -1,4 +1,4 @@
-"""What the run was: headline figures, and everything that run.json says."""
+"""Headline figures of a run, and section "Configuration" with the content of run.json."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from samplewise.report.html import Section, columns, facts, number, text
 from samplewise.report.run import Run, is_number
 from samplewise.report.training import better, extreme, measured
 
-TILES = 6
+TILES = 6  # headline figures
 
 
 def tiles(run: Run, samples: int | None) -> str:
-    """The few figures that one looks for first."""
+    """Headline figures at the top of the page: updates, epochs, samples, best values."""
     epochs = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
     shown = [("updates", f"{run.reached('update'):,}"), ("epochs", f"{len(epochs):,}")]
     shown += [("samples", f"{samples:,}")] if samples is not None else []
@@ -25,7 +25,7 @@ def tiles(run: Run, samples: int | None) -> str:
 
 
 def configuration(run: Run) -> Section:
-    """Tables within run.json become tables of their own."""
+    """Content of run.json; each nested object becomes a table of its own."""
     inner = {name: value for name, value in run.about.items() if isinstance(value, dict) and value}
     known = {name: value for name, value in run.about.items() if name != "name" and not isinstance(value, dict)}
     epochs = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
@@ -35,14 +35,14 @@ def configuration(run: Run) -> Section:
 
 
 def warnings(run: Run) -> list[str]:
-    """A run of another version may have meant something else by its words."""
+    """Warning if the run was written by another version of samplewise."""
     wrote: Any = run.about.get("samplewise")
     try:
         here = version("samplewise")
-    except PackageNotFoundError:  # read from a folder that was never installed
+    except PackageNotFoundError:  # imported from a source tree that is not installed
         return []
     if not isinstance(wrote, str) or wrote == here:
         return []
     return [
-        f"The run was made by samplewise {wrote} and is read by {here}: what has changed between them may be missing."
+        f"The run was written by samplewise {wrote} and is read by {here}: data whose format changed may be missing."
     ]

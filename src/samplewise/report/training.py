@@ -1,4 +1,4 @@
-"""How the training went: curves, best values, epochs, updates that were skipped."""
+"""Sections "Curves", "Best values", "Epochs" and "Skipped updates"."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ HIGHER_IS_BETTER = set(
     "accuracy acc top1 top5 f1 auc auroc precision recall iou miou dice bleu psnr ssim r2 map score reward".split()
 )
 MOST_CHARTS = 60
-FULL_CHARTS = 20  # of more, each has fewer points
-MOST_EPOCHS = 200  # in the table
+FULL_CHARTS = 20  # with more charts, each has fewer points
+MOST_EPOCHS = 200  # rows of the table
 Charts = dict[str, list[Curve]]  # by title
 
 
 def state(run: Run) -> str:
+    """Sentence about the end of the run."""
     if run.end:
         return f"Ended at update {run.reached('update'):,}: {run.end.get('reason', 'no reason given')}"
     if run.lines:
-        return f"Not finished: the log reaches update {run.reached('update'):,} and has no end"
+        return f"Not finished: the log ends at update {run.reached('update'):,} without an end line"
     return "Nothing logged yet"
 
 
 def charts(run: Run) -> Charts:
-    """What was never logged has none."""
+    """Charts of the numbers in the log, by title; numbers without any value have no chart."""
     metrics = {f"Validation: {name}": [curve(run.validation, name, f"validation {name}")] for name in run.metrics()}
     found = {
         "Train loss": [curve(run.train, "loss", "train loss")],
@@ -43,40 +44,43 @@ def charts(run: Run) -> Charts:
 
 
 def warnings(found: Charts) -> list[str]:
-    named = [
-        drawn._replace(name=f"{title}, {drawn.name}" if len(curves) > 1 else title)
-        for title, curves in found.items()
-        for drawn in curves
-    ]
-    return [said for drawn in named if (said := not_finite(drawn))]
+    """Warnings about curves with non-finite values."""
+    said = []
+    for title, curves in found.items():
+        for drawn in curves:
+            name = f"{title}, {drawn.name}" if len(curves) > 1 else title
+            said.append(not_finite(drawn._replace(name=name)))
+    return [warning for warning in said if warning]
 
 
 def not_finite(drawn: Curve) -> str:
+    """Warning about the non-finite values of a curve; empty if there are none."""
     bad = len(drawn.points) - len(drawn.finite)
-    said = f"{drawn.name}: {bad:,} of {len(drawn.points):,} values NaN or infinite, left out of the curve."
-    return said if bad else ""
+    if not bad:
+        return ""
+    return f"{drawn.name}: {bad:,} of {len(drawn.points):,} values are NaN or infinite and left out of the curve."
 
 
 def curves(run: Run, found: Charts) -> Section:
     missing = "" if run.metrics() else quiet("This run has no validation.")
     content = figures(found, run.span)
-    return Section("Curves", content + missing if content else quiet("Nothing to draw yet."))
+    return Section("Curves", content + missing if content else quiet("No data to draw yet."))
 
 
 def figures(found: Charts, span: tuple[float, float]) -> str:
-    """The charts beside each other, as far as a page can hold them."""
+    """HTML of at most 60 charts."""
     shown = list(found.items())[:MOST_CHARTS]
     frame = Frame(*span, points=MOST_POINTS * min(FULL_CHARTS, len(shown)) // max(1, len(shown)))
-    left = f"{len(found) - len(shown):,} more numbers of the log are left out: {MOST_CHARTS} are drawn."
+    left = f"{len(found) - len(shown):,} more numbers of the log are left out: at most {MOST_CHARTS} are drawn."
     content = columns("".join(drawn(f"chart{k}", *chart, frame) for k, chart in enumerate(shown)))
     return content + (quiet(left) if len(found) > len(shown) else "")
 
 
 def drawn(prefix: str, title: str, curves: Sequence[Curve], frame: Frame, log: bool = False) -> str:
-    """A figure of curves against updates."""
+    """Figure with curves over updates."""
     if not any(curve.finite for curve in curves):
-        return figure(title, quiet("No finite value."))
-    drawing = lines(curves, frame, prefix, f"{text(title)} against updates", log)
+        return figure(title, quiet("No finite values."))
+    drawing = lines(curves, frame, prefix, f"{text(title)} over updates", log)
     return figure(title, drawing, [curve.name for curve in curves])
 
 
@@ -84,7 +88,7 @@ def drawn(prefix: str, title: str, curves: Sequence[Curve], frame: Frame, log: b
 
 
 def measured(run: Run) -> list[Curve]:
-    """What has a best value."""
+    """Curves that have a best value: train loss and validation metrics."""
     train = curve(run.train, "loss", "train loss")
     return [train, *(curve(run.validation, name, f"validation {name}") for name in run.metrics())]
 
@@ -98,19 +102,24 @@ def best(run: Run) -> Section:
         for update, value in extreme(drawn, which)
     ]
     unclear = any(len(better(drawn.name)) > 1 for drawn in found)
-    note = quiet("Where the name does not tell which end is good, both are given.") if unclear else ""
+    note = ""
+    if unclear:
+        note = quiet("If the name of a metric does not show whether lower or higher is better, both are listed.")
     return Section("Best values", table(("", "", "value", "at update", "last"), rows, words=2) + note if rows else "")
 
 
 def better(name: str) -> Sequence[str]:
-    """Which end of the scale is good, as far as a name tells; both where it does not."""
+    """("lowest",) or ("highest",), whichever is better by the name of a metric; both if the name does not show it."""
     words = set(re.findall(r"[a-z0-9]+", name.lower().replace("_", " ")))
-    lower, higher = bool(words & LOWER_IS_BETTER), bool(words & HIGHER_IS_BETTER)
-    return ("lowest", "highest") if lower == higher else ("lowest",) if lower else ("highest",)
+    lower = bool(words & LOWER_IS_BETTER)
+    higher = bool(words & HIGHER_IS_BETTER)
+    if lower == higher:
+        return ("lowest", "highest")
+    return ("lowest",) if lower else ("highest",)
 
 
 def extreme(drawn: Curve, which: str) -> Sequence[tuple[float, float]]:
-    """The first point that has the value, or none."""
+    """First point with the lowest or highest finite value, as a sequence of one; empty if there is none."""
     pick = min if which == "lowest" else max
     return [pick(drawn.finite, key=lambda point: point[1])] if drawn.finite else []
 
@@ -121,7 +130,9 @@ def extreme(drawn: Curve, which: str) -> Sequence[tuple[float, float]]:
 def epochs(run: Run) -> Section:
     every = sorted({line["epoch"] for line in run.lines if is_number(line.get("epoch")) and isfinite(line["epoch"])})
     found = _spread(every, MOST_EPOCHS)
-    train, validation, ends = _last_of_epoch(run.train), _last_of_epoch(run.validation), _last_of_epoch(run.epoch)
+    train = _last_of_epoch(run.train)
+    validation = _last_of_epoch(run.validation)
+    ends = _last_of_epoch(run.epoch)
     wanted = [("last train loss", train, "loss"), ("epoch loss", ends, "loss")]
     wanted += [(f"validation {name}", validation, name) for name in run.metrics()]
     wanted += [("seconds", ends, "seconds"), ("train seconds", _seconds_of_epoch(run.train), "seconds")]
@@ -131,12 +142,12 @@ def epochs(run: Run) -> Section:
         if any(is_number(line.get(key)) for line in lines.values())
     ]
     rows = list(zip((f"{epoch:,}" for epoch in found), *(aligned(values) for _, values in filled), strict=True))
-    note = quiet(f"{len(found):,} of {len(every):,} epochs.") if len(found) < len(every) else ""
+    note = quiet(f"{len(found):,} of {len(every):,} epochs are shown.") if len(found) < len(every) else ""
     return Section("Epochs", table(("epoch", *(title for title, _ in filled)), rows, words=0) + note if rows else "")
 
 
 def _spread(values: list[Any], most: int) -> list[Any]:
-    """So many of them, the first and the last included."""
+    """At most `most` evenly spaced values, with the first and the last."""
     if len(values) <= most:
         return values
     return [values[k * (len(values) - 1) // (most - 1)] for k in range(most)]
@@ -147,7 +158,7 @@ def _last_of_epoch(lines: Iterable[Line]) -> dict[Any, Line]:
 
 
 def _seconds_of_epoch(lines: Iterable[Line]) -> dict[Any, Line]:
-    """Added up, because a train line counts from the line before."""
+    """Sum of seconds of each epoch; a train line counts from the previous one."""
     found = [line for line in lines if is_number(line.get("epoch")) and is_number(line.get("seconds"))]
     sums = dict.fromkeys((line["epoch"] for line in found), 0.0)
     for line in found:
@@ -161,7 +172,7 @@ def skipped(run: Run) -> Section:
         return Section("Skipped updates", quiet("None." if run.train else "Nothing logged yet."))
     return Section(
         "Skipped updates",
-        f"<p>{sum(count for _, count in noted):,.0f} left out because of NaN or infinity, "
-        f"beside {run.reached('update'):,} made: the first noted at update {noted[0][0]:,.0f}, "
-        f"the last at update {noted[-1][0]:,.0f}.</p>",
+        f"<p>{sum(count for _, count in noted):,.0f} skipped because of NaN or infinity, "
+        f"{run.reached('update'):,} made. First logged at update {noted[0][0]:,.0f}, "
+        f"last at update {noted[-1][0]:,.0f}.</p>",
     )

@@ -1,4 +1,4 @@
-"""A report that follows a run: written anew whenever the files of the run have changed."""
+"""`samplewise report --watch`: rewrite the report whenever files of the run have changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Seen = list[tuple[str, int, int]]
 
 
 def write_any(runs: Sequence[Path], to: Path | None = None, reload: float | None = None) -> Path:
-    """The report of one run, or the comparison of several."""
+    """Write the report of one run, or the comparison of several; returns the path of the page."""
     return write_report(runs[0], to, reload) if len(runs) == 1 else write_comparison(runs, to, reload)
 
 
@@ -28,25 +28,28 @@ def watch(
     every: float = EVERY,
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Until all runs have ended, or somebody presses Ctrl-C. The page reloads itself as long as it may change."""
+    """Rewrite the page every `every` seconds if a run has changed, until all runs have ended or Ctrl-C is pressed.
+
+    The page reloads itself until then.
+    """
     before: Seen | None = None
     try:
         while not _ended(runs):
-            now = seen(runs)  # before they are read: what comes in between is seen next time
+            now = seen(runs)  # before reading: later changes are noticed in the next round
             if now != before:
                 path = write_any(runs, to, every)
             if before is None:
-                tell(f"{path} follows what is trained, and reloads itself. Leave with Ctrl-C.")
+                tell(f"{path} is updated during training and reloads itself. Stop with Ctrl-C.")
             before = now
             sleep(every)
-        why = "The training has ended"
+        why = "Training has ended"
     except KeyboardInterrupt:
-        why = "Left"
-    tell(f"{why}: {write_any(runs, to)} stays as it is.")
+        why = "Stopped by Ctrl-C"
+    tell(f"{why}: {write_any(runs, to)} is not updated any more.")
 
 
 def seen(runs: Sequence[Path]) -> Seen:
-    """What tells that a file has changed. One that goes while it is looked at is seen next time."""
+    """Path, modification time and size of each file of the runs. A file that disappears meanwhile is left out."""
     paths = (path for run in runs for pattern in FILES for path in sorted(Path(run).glob(pattern)))
     return [found for path in paths for found in _stamp(path)]
 

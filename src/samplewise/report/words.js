@@ -1,4 +1,4 @@
-// Elements made of data: all that comes from the data is set as text.
+// Helpers to build elements. Data is only ever set as text, never as HTML.
 
 const find = id => document.getElementById(id);
 
