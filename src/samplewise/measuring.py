@@ -50,7 +50,9 @@ def at_each(model: nn.Module, checkpoints: Sequence[Checkpoint] | None) -> Itera
 
 def _checked(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
     if not checkpoints:
-        raise ValueError("checkpoints must hold at least one (state_dict, lr); found none. Pass None to use the model as it is.")
+        raise ValueError(
+            "checkpoints must hold at least one (state_dict, lr); found none. Pass None to use the model as it is."
+        )
     own = {storage_of(value) for value in model.state_dict().values() if isinstance(value, Tensor)}
     for k, (state, _) in enumerate(checkpoints):
         if any(isinstance(value, Tensor) and storage_of(value) in own for value in state.values()):

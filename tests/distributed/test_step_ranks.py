@@ -18,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import samplewise as sw
 from samplewise import ranks
 
-OTHER = (
-    "DistributedError: rank 1 of 2 failed: {} This rank stopped because of it. See the traceback of rank 1."
-)
+OTHER = "DistributedError: rank 1 of 2 failed: {} This rank stopped because of it. See the traceback of rank 1."
 
 
 CHAINS = {
@@ -166,7 +164,9 @@ def test_a_rank_that_is_killed_ends_the_others():
     finally:
         team.close()
     assert found[1] == "EOFError: the process is gone"
-    assert found[0].startswith("DistributedError: all 2 ranks must take part in every collective; found that all_reduce")
+    assert found[0].startswith(
+        "DistributedError: all 2 ranks must take part in every collective; found that all_reduce "
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- refusals

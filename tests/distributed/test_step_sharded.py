@@ -200,7 +200,9 @@ def test_a_rank_that_needs_the_others_and_is_alone():
         found = team.errors(looking_alone)
     finally:
         team.close()
-    assert found[0].startswith("DistributedError: all 2 ranks must take part in every collective; found that all_gather")
+    assert found[0].startswith(
+        "DistributedError: all 2 ranks must take part in every collective; found that all_gather "
+    )
     assert found[1] == ""
 
 

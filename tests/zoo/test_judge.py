@@ -52,7 +52,10 @@ def test_a_refusal_without_need():
 
 def test_a_refusal_that_is_missing():
     verdict = judge(replace(CASES["linear_on_vectors"], interacts=True))
-    assert (verdict.outcome, verdict.why) == ("wrong", "samples interact, which must be refused; found an answer")
+    assert (verdict.outcome, verdict.why) == (
+        "wrong",
+        "samples interact, so SamplesInteractError must be raised; found a result",
+    )
 
 
 def test_what_pytorch_cannot_run():
