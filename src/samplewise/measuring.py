@@ -67,7 +67,7 @@ def check_order(loader: Iterable[Any], remedy: str) -> None:
     """Raise if the loader shuffles: samples are identified by their index in the dataset."""
     samplers = (getattr(each, "sampler", None) for each in (loader, getattr(loader, "batch_sampler", None)))
     if any(isinstance(sampler, SHUFFLING) for sampler in samplers):
-        raise ValueError(f"the loader must keep the order of its data set; found one that shuffles. {remedy}")
+        raise ValueError(f"the loader must keep the order of its dataset; found one that shuffles. {remedy}")
 
 
 def check_repeatable(loader: Iterable[Any], name: str) -> None:
