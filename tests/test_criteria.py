@@ -174,7 +174,9 @@ def test_reduction_none_with_several_numbers_each_is_no_loss_per_sample():
 
 
 def test_reduction_sum_is_refused():
-    with pytest.raises(sw.LossesError, match=r"MSELoss as loss_fn must have reduction='mean'.*found 'sum'\. Leave reduction out"):
+    with pytest.raises(
+        sw.LossesError, match=r"MSELoss as loss_fn must have reduction='mean'.*found 'sum'\. Leave reduction out"
+    ):
         sw.Step(nn.Linear(5, 4), sw.sgd(1.0), nn.MSELoss(reduction="sum"))
 
 

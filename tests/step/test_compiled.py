@@ -464,7 +464,7 @@ print(*(w.message for w in caught))
     count, said = found.stdout.strip().splitlines()
     assert count == "5"
     assert said.startswith("updates stay uncompiled: ")
-    assert said.endswith("Training continues uncompiled, with the same results and without the speedup.")
+    assert said.endswith("Training continues; uncompiled updates give the same results, without the speedup.")
 
 
 def test_an_exception_in_the_loss_leaves_everything_as_it_was():

@@ -274,7 +274,7 @@ class Compiling:
     def _say(self, what: str) -> None:
         if self.mode is True:
             warnings.warn(
-                f"{what}. Training continues uncompiled, with the same results and without the speedup.",
+                f"{what}. Training continues; uncompiled updates give the same results, without the speedup.",
                 TrainingWarning,
                 2,
             )
