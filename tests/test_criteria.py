@@ -186,7 +186,8 @@ class Mine(nn.CrossEntropyLoss):
 
 @pytest.mark.parametrize("criterion", [nn.CTCLoss(), nn.CosineEmbeddingLoss(), nn.GaussianNLLLoss(), Mine()])
 def test_unknown_criteria_are_refused_with_the_remedy(criterion):
-    message = rf"found {type(criterion).__name__}. Write for example lambda model, batch: F.cross_entropy\(.*reduction='none'\)"
+    name = type(criterion).__name__
+    message = rf"found {name}. Write for example lambda model, batch: F.cross_entropy\(.*reduction='none'\)"
     with pytest.raises(TypeError, match=message):
         sw.Step(nn.Linear(5, 4), sw.sgd(1.0), criterion)
     with pytest.raises(TypeError, match=message):
