@@ -174,7 +174,9 @@ def test_reduction_none_with_several_numbers_each_is_no_loss_per_sample():
 
 
 def test_reduction_sum_is_refused():
-    with pytest.raises(sw.LossesError, match=r"MSELoss as loss_fn must have reduction='mean'.*found 'sum'\. Leave it"):
+    with pytest.raises(
+        sw.LossesError, match=r"MSELoss as loss_fn must have reduction='mean'.*found 'sum'\. Leave reduction out"
+    ):
         sw.Step(nn.Linear(5, 4), sw.sgd(1.0), nn.MSELoss(reduction="sum"))
 
 
@@ -184,7 +186,8 @@ class Mine(nn.CrossEntropyLoss):
 
 @pytest.mark.parametrize("criterion", [nn.CTCLoss(), nn.CosineEmbeddingLoss(), nn.GaussianNLLLoss(), Mine()])
 def test_unknown_criteria_are_refused_with_the_remedy(criterion):
-    message = rf"found {type(criterion).__name__}. Write lambda model, batch: F.cross_entropy\(.*reduction='none'\)"
+    name = type(criterion).__name__
+    message = rf"found {name}. Write for example lambda model, batch: F.cross_entropy\(.*reduction='none'\)"
     with pytest.raises(TypeError, match=message):
         sw.Step(nn.Linear(5, 4), sw.sgd(1.0), criterion)
     with pytest.raises(TypeError, match=message):

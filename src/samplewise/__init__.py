@@ -1,4 +1,4 @@
-"""samplewise: every sample's gradient within reach, and what one update is as a value."""
+"""samplewise: per-sample gradients for PyTorch, and a training step as a value."""
 
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.store import ProjectedStore as ProjectedStore

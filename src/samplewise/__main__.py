@@ -1,4 +1,4 @@
-"""`python -m samplewise`, and so `torchrun -m samplewise`."""
+"""Entry point of `python -m samplewise` and `torchrun -m samplewise`."""
 
 from samplewise.cli.main import main
 

@@ -1,7 +1,8 @@
-"""Cutting a batch of any structure into its samples.
+"""Traversal and slicing of nested batches.
 
-Tensors are cut along dim 0, lists and tuples of plain values (texts, ids) by position; other tuples, named tuples,
-dicts and other mappings, and dataclasses are gone through. What has no dim 0 of the common length stays as it is.
+Tensors are sliced along dim 0, lists and tuples of plain values (strings, ids) by position. Other tuples, named tuples,
+dicts and other mappings, and dataclasses are traversed. A leaf whose dim 0 does not have the common length is kept
+unchanged.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def _is_list_of_values(batch: Any) -> bool:
-    """A data loader hands texts over in lists or tuples."""
+    """Test for a list or tuple of plain values, the form in which a data loader returns strings."""
     sequence = isinstance(batch, list) or (isinstance(batch, tuple) and not hasattr(batch, "_fields"))
     return sequence and bool(batch) and all(isinstance(item, PLAIN) for item in batch)
 
 
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure with every leaf changed."""
+    """Return the batch with `change` applied to every leaf; the structure is kept."""
     if isinstance(batch, Tensor) or _is_list_of_values(batch):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -36,7 +37,7 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch)(map_leaves(item, change) for item in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        new = copy.copy(batch)  # not made anew: what __init__ does to the data has been done
+        new = copy.copy(batch)  # a copy, because calling __init__ would process the data a second time
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
                 object.__setattr__(new, field.name, map_leaves(getattr(batch, field.name), change))
@@ -47,7 +48,7 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
 def _mapping_like(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     if type(batch) is dict:
         return entries
-    if isinstance(batch, (dict, UserDict)):  # copies of these own their entries, and keep what else they have
+    if isinstance(batch, (dict, UserDict)):  # a copy owns its entries and keeps other attributes
         new = copy.copy(batch)
         new.update(entries)
         return new
@@ -56,6 +57,7 @@ def _mapping_like(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
 
 
 def leaves(batch: Any) -> Iterator[Any]:
+    """Iterate over the leaves of a batch: tensors, lists of plain values and other objects, in order."""
     if isinstance(batch, Tensor) or _is_list_of_values(batch):
         yield batch
     elif isinstance(batch, (Mapping, tuple, list)):
@@ -70,8 +72,9 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 
 def length(batch: Any) -> int | None:
-    """The number of samples, if the batch can be cut: the length that all its tensors share, or, where it has none,
-    all its lists of values.
+    """Number of samples: the common length of all tensors or, without tensors, of all lists of plain values.
+
+    None if the lengths differ or the batch cannot be sliced.
     """
     tensors: set[int] = set()
     lists: set[int] = set()
@@ -88,12 +91,12 @@ def length(batch: Any) -> int | None:
 
 
 def cut(batch: Any, start: int, stop: int, total: int | None = None) -> Any:
-    """Samples start..stop of a batch that can be cut; `total` is its length, if that is at hand."""
+    """Return samples start:stop of a batch that can be sliced; `total` is its length, computed if None."""
     return _of_each(batch, lambda leaf: leaf[start:stop], total or length(batch))
 
 
 def take(batch: Any, places: list[int]) -> Any:
-    """The samples at these places of a batch that can be cut."""
+    """Return the samples at the given indices of a batch that can be sliced."""
 
     def some(leaf: Any) -> Any:
         return leaf[places] if isinstance(leaf, Tensor) else type(leaf)(leaf[i] for i in places)
@@ -102,7 +105,7 @@ def take(batch: Any, places: list[int]) -> Any:
 
 
 def _of_each(batch: Any, some: Callable[[Any], Any], total: int | None) -> Any:
-    """Changes what has one entry per sample."""
+    """Apply `some` to the leaves that have one entry per sample; keep the other leaves."""
 
     def changed(leaf: Any) -> Any:
         sized = leaf.dim() > 0 if isinstance(leaf, Tensor) else _is_list_of_values(leaf)
@@ -112,9 +115,9 @@ def _of_each(batch: Any, some: Callable[[Any], Any], total: int | None) -> Any:
 
 
 def pick(batch: Any, key: Hashable) -> Any:
-    """batch[key] of mappings and sequences, batch.key of dataclasses, named tuples and other objects."""
+    """Return batch[key] for mappings and sequences, batch.key for dataclasses, named tuples and other objects."""
     try:
         return getattr(batch, key) if isinstance(key, str) and not isinstance(batch, Mapping) else batch[key]
     except (AttributeError, KeyError, IndexError, TypeError):
         found = f"keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise BatchError(f"the batch must hold {key!r}; found {found}. Return it from the data set.") from None
+        raise BatchError(f"the batch must hold {key!r}; found {found}. Return it from the dataset.") from None

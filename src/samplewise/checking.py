@@ -1,4 +1,4 @@
-"""`sw.check`: the engine against the loop in float64, on a copy of the model."""
+"""`sw.check`: compare the engine with one backward pass per sample, in float64, on a copy of the model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError
 from samplewise.losses import LossFn, as_loss_fn, per_sample
 
 TOLERANCE = 1e-9
-ALONE = 3  # samples that are recomputed alone
+ALONE = 3  # number of samples that are recomputed alone
 
 
 @dataclass(frozen=True)
 class Line:
+    """Result for one parameter: its largest per-sample norm and the relative errors of the engine."""
+
     parameter: str
     shape: tuple[int, ...]
     norm: float
-    errors: dict[str, float]  # of rows, norms and sum; each against the largest number in it
+    errors: dict[str, float]  # of rows, norms and sum, each relative to the largest absolute value
 
     @property
     def ok(self) -> bool:
@@ -35,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Check:
-    """What `sw.check` found. Prints as a table; `ok` says it in one word."""
+    """Result of `sw.check`. Prints as a table with one line per parameter; `ok` is True if everything agrees."""
 
     samples: int
     lines: list[Line] = field(default_factory=list)
@@ -59,18 +61,22 @@ class Check:
             )
             for line in self.lines
         ]
-        title = f"engine against the loop, float64, {self.samples} samples: {'ok' if self.ok else 'NOT OK'}"
+        verdict = "ok" if self.ok else "NOT OK"
+        title = f"engine vs. one backward pass per sample, float64, {self.samples} samples: {verdict}"
         table = render(("parameter", "shape", "largest norm", *quantities, ""), cells, title) if cells else title
         said = ([f"refused: {self.refusal}"] if self.refusal else []) + self.notes
         return "\n".join([table, *said])
 
 
 def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
-    """Compares rows, norms and sums of every parameter with one backward pass per sample, and a few samples with
-    themselves computed alone: that settles whether samples interact. The model itself is not touched.
+    """Compare the engine's results with one backward pass per sample, in float64.
+
+    Compares rows, norms and sums of every parameter. Also recomputes up to 3 samples alone: a different loss means that
+    samples interact. Works on a copy; the model is not changed.
     """
     loss_fn = as_loss_fn(copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn)
-    twin, batch = copy.deepcopy(model).double(), map_leaves(batch, _doubled)
+    twin = copy.deepcopy(model).double()
+    batch = map_leaves(batch, _doubled)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         losses = per_sample(loss_fn(twin, batch))[0]
         try:
@@ -111,15 +117,15 @@ def _off(found: Tensor, truth: Tensor, scale: Tensor | None = None) -> float:
 
 
 def _alone(twin: nn.Module, loss_fn: LossFn, batch: Any, losses: Tensor) -> tuple[bool, list[str]]:
-    """Each of a few samples computed alone must have the loss that it has among the others."""
+    """Recompute up to ALONE samples alone; return whether a loss differs from the one in the batch, and notes."""
     with torch.no_grad():
         again = per_sample(loss_fn(twin, batch))[0]
         if not torch.equal(again, losses.detach()):
             return False, [
-                "the losses are random (dropout?), so no sample was recomputed alone; check in eval mode to settle it"
+                "the losses are random (dropout?), so no sample was recomputed alone; repeat the check in eval mode"
             ]
         if length(batch) != len(losses):
-            return False, ["the batch cannot be cut into its samples, so none was recomputed alone"]
+            return False, ["the batch cannot be sliced into samples, so no sample was recomputed alone"]
         for i in range(min(ALONE, len(losses))):
             alone = per_sample(loss_fn(twin, cut(batch, i, i + 1)))[0]
             if alone.shape != (1,) or not torch.isclose(alone[0], losses[i].detach(), rtol=1e-6, atol=1e-9):
@@ -127,12 +133,15 @@ def _alone(twin: nn.Module, loss_fn: LossFn, batch: Any, losses: Tensor) -> tupl
                     f"sample {i} has loss {losses[i].item():.6g} in the batch and "
                     f"{alone.flatten()[0].item():.6g} alone: samples interact"
                 ]
-    return False, [f"{min(ALONE, len(losses))} samples recomputed alone have the losses they have in the batch"]
+    return False, [f"{min(ALONE, len(losses))} samples recomputed alone have the same losses as in the batch"]
 
 
 def _advice(twin: nn.Module, lines: list[Line]) -> list[str]:
     silent = [line.parameter for line in lines if line.norm == 0]
     frozen = [name for name, p in twin.named_parameters() if not p.requires_grad]
-    return ([f"no gradient for {', '.join(silent)}: the losses do not depend on them"] if silent else []) + (
-        [f"{len(frozen)} frozen parameters were left out"] if frozen else []
-    )
+    notes = []
+    if silent:
+        notes.append(f"no gradient for {', '.join(silent)}: the losses do not depend on them")
+    if frozen:
+        notes.append(f"{len(frozen)} frozen parameters were not compared")
+    return notes

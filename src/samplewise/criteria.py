@@ -1,8 +1,8 @@
-"""Torch's criteria as per-sample losses.
+"""torch.nn criteria as per-sample losses and counts.
 
-`nn.CrossEntropyLoss()` returns one number for a batch. Taken apart it is sum(losses) / sum(counts): each sample's part,
-and its part of the denominator (elements, valid tokens, class weights). So any cut of a window gives what the criterion
-gives for the whole.
+`nn.CrossEntropyLoss()` returns one number for a batch. That number is sum(losses) / sum(counts), where losses (B,) are
+sums over the elements of each sample and counts (B,) are its share of the denominator (elements, valid tokens, class
+weights). A window computed in any microbatches therefore gives the same value as the criterion on the whole window.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Counting = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Criterion:
-    """A loss function (model, (x, y)) -> (losses, counts) that equals `criterion(model(x), y)` once divided."""
+    """Loss function (model, (x, y)) -> (losses, counts); sum(losses) / sum(counts) is `criterion(model(x), y)`."""
 
     def __init__(self, criterion: Any):
         self.criterion = criterion
@@ -29,12 +29,12 @@ class Criterion:
         self.elementwise.reduction = "none"
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        if getattr(batch, "_fields", ())[-1:] == ("id",):  # of sw.Indexed, or a named tuple's: no data
+        if getattr(batch, "_fields", ())[-1:] == ("id",):  # the id added by sw.Indexed, or a named tuple's: not data
             batch = batch[:-1]
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
             raise BatchError(
                 f"a criterion needs batches (x, y); found {_kind(batch)}. "
-                "Write a loss function (model, batch) -> losses for other batches."
+                "Write a loss function (model, batch) -> losses for batches of another structure."
             )
         inputs, target = batch
         prediction = model(inputs)
@@ -45,7 +45,7 @@ class Criterion:
         return (elements.flatten(1).sum(1) if summed else elements), counts
 
     def to(self, device: torch.device) -> None:
-        """Moves class weights and the like."""
+        """Move the buffers of the criterion, such as class weights, to `device`."""
         self.criterion.to(device)
 
     def _check_shapes(self, prediction: Tensor, target: Tensor) -> None:
@@ -60,10 +60,11 @@ class Criterion:
 
 
 def is_criterion(loss_fn: object) -> bool:
+    """Test whether loss_fn is a supported torch.nn criterion; subclasses are not."""
     return type(loss_fn) in _COUNTING
 
 
-# --- each sample's part of the denominator: (criterion, target, elements) -> (B,) -------------------------------------
+# --- counts, each sample's share of the denominator: (criterion, target, elements) -> (B,) ----------------------------
 
 
 def _per_element(criterion: Any, target: Tensor, elements: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def _per_sample(criterion: Any, target: Tensor, elements: Tensor) -> Tensor:
 
 
 def _class_weights(criterion: Any, target: Tensor, elements: Tensor) -> Tensor:
-    """The weights of the classes that are counted; targets that are probabilities count one each."""
+    """Sum of class weights over targets that are not ignored; probability targets count 1 per element."""
     if target.is_floating_point():
         return _per_element(criterion, target, elements)
     counted = target != criterion.ignore_index
@@ -99,7 +100,7 @@ _COUNTING: dict[type, Counting] = {
     nn.PoissonNLLLoss: _per_element,
     nn.SoftMarginLoss: _per_element,
     nn.HingeEmbeddingLoss: _per_element,
-    nn.MultiLabelSoftMarginLoss: _per_element,  # these three make one element of each sample
+    nn.MultiLabelSoftMarginLoss: _per_element,  # these three return one element per sample
     nn.MultiLabelMarginLoss: _per_element,
     nn.MultiMarginLoss: _per_element,
 }
@@ -111,8 +112,8 @@ def _counting(criterion: Any) -> Counting:
     if criterion.reduction in ("batchmean", "none"):
         return _per_sample
     raise LossesError(
-        f"{type(criterion).__name__} as loss_fn must have reduction='mean': an update is a mean over its samples; "
-        f"found {criterion.reduction!r}. Leave it out, and scale the learning rate instead."
+        f"{type(criterion).__name__} as loss_fn must have reduction='mean', because an update is a mean over samples; "
+        f"found {criterion.reduction!r}. Leave reduction out and scale the learning rate instead."
     )
 
 

@@ -1,23 +1,23 @@
-"""Everything samplewise raises or warns of.
+"""Exceptions and warnings of samplewise.
 
     SamplewiseError
-    ├── LossesError             what was handed over as `losses` is not one attached value per sample
-    │   └── NonFiniteLossError  some of them are NaN or infinite
-    ├── ParameterError          a parameter, direction or weight does not fit
-    ├── GraphError              the autograd graph cannot be read: freed, opaque, or without the parameters
+    ├── LossesError             `losses` is not one value per sample, attached to the autograd graph
+    │   └── NonFiniteLossError  some losses are NaN or infinite
+    ├── ParameterError          a parameter, direction or weight has the wrong type, name or shape
+    ├── GraphError              the autograd graph is freed, opaque, or does not contain the parameters
     ├── SamplesInteractError    one sample's loss depends on another sample's data
     ├── NonFiniteGradientError  losses are finite, their gradients are not
-    ├── BatchError              a batch does not have the structure or the size that is asked for
-    ├── TransformError          a transform is put together wrongly, or its answer is no coefficient per sample
-    ├── DistributedError        several processes do not go together, or another one failed
-    ├── CheckpointError         a checkpoint cannot be written, or a file is none that can be read
-    ├── StoreError              a store of projections is damaged, or holds something else than is asked for
-    └── LedgerError             a ledger cannot be written or read, or an update does not tell what it needs
+    ├── BatchError              a batch does not have the required structure or size
+    ├── TransformError          invalid composition of transforms, or a result that is not one coefficient per sample
+    ├── DistributedError        ranks disagree, a collective failed, or another rank failed
+    ├── CheckpointError         a checkpoint cannot be written or read
+    ├── StoreError              a store of projections is damaged, or does not match the request
+    └── LedgerError             a ledger cannot be written or read, or an update lacks required ids or columns
 
-    SamplesMayInteractWarning   shapes alone cannot tell whether samples interact
-    TrainingWarning             the first update shows something that is seldom meant
-    CheckpointWarning           a checkpoint is passed over because it cannot be read, or stays though it should go
-    LedgerWarning               a part of a ledger is left out because it cannot be read
+    SamplesMayInteractWarning   shapes do not determine whether samples interact
+    TrainingWarning             training continues, but something about it is probably not intended
+    CheckpointWarning           an unreadable checkpoint is skipped, or an old checkpoint cannot be deleted
+    LedgerWarning               an unreadable part of a ledger is skipped
 
 Every message says what must hold, what was found, and what to do.
 """
@@ -32,60 +32,60 @@ class LossesError(SamplewiseError, ValueError):
 
 
 class NonFiniteLossError(LossesError):
-    """Losses must be finite."""
+    """A loss is NaN or infinite."""
 
 
 class ParameterError(SamplewiseError, ValueError):
-    """A parameter, a direction or a weight does not have the kind, name or shape that is needed."""
+    """A parameter, direction or weight has the wrong type, name or shape."""
 
 
 class GraphError(SamplewiseError, RuntimeError):
-    """The autograd graph behind `losses` cannot be used."""
+    """The autograd graph of `losses` cannot be used: freed, opaque, or without the parameters."""
 
 
 class SamplesInteractError(SamplewiseError, RuntimeError):
-    """A sample's loss depends on other samples, so that "the gradient of one sample" has two meanings."""
+    """A sample's loss depends on other samples, so "the gradient of one sample" is ambiguous."""
 
 
 class NonFiniteGradientError(SamplewiseError, RuntimeError):
-    """The gradient of some sample is NaN or infinite though its loss is not."""
+    """The gradient of a sample is NaN or infinite although its loss is finite."""
 
 
 class BatchError(SamplewiseError, ValueError):
-    """A batch cannot be cut as asked, or does not hold what is looked for in it."""
+    """A batch cannot be sliced as required, or does not contain a requested key."""
 
 
 class TransformError(SamplewiseError, ValueError):
-    """A transform is put together wrongly, or answers with something else than coefficients."""
+    """Transforms are composed incorrectly, or a transform does not return one coefficient per sample."""
 
 
 class DistributedError(SamplewiseError, RuntimeError):
-    """Processes that train together must do the same; or one of them failed, and the others end with its message."""
+    """Ranks disagree, a collective failed, or another rank failed; in that case the message contains its error."""
 
 
 class CheckpointError(SamplewiseError):
-    """A checkpoint cannot be written; or a file is truncated, corrupt, of a newer format, or no checkpoint at all."""
+    """A checkpoint cannot be written, or a file is truncated, corrupt, of a newer format, or not a checkpoint."""
 
 
 class StoreError(SamplewiseError):
-    """A store of projections is truncated, is none at all, or was made with another size, seed or model."""
+    """A store of projections is truncated, is not a store, or was made with another size, seed or model."""
 
 
 class LedgerError(SamplewiseError):
-    """A ledger is missing, truncated, of another version, or in the way; or an update does not tell what it needs."""
+    """A ledger is missing, truncated, of another version or already exists, or an update lacks ids or columns."""
 
 
 class SamplesMayInteractWarning(UserWarning):
-    """Something with one row per sample enters a part of the graph where samples are already mixed."""
+    """A tensor with one row per sample enters a part of the graph in which samples are already mixed."""
 
 
 class TrainingWarning(UserWarning):
-    """Training goes on, but something about the model, the optimizer or the batches is seldom meant."""
+    """Training continues, but something about the model, optimizer or batches is probably not intended."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint cannot be read, so that an earlier one is used; or an old one cannot be removed."""
+    """A checkpoint cannot be read, so an earlier one is used; or an old checkpoint cannot be deleted."""
 
 
 class LedgerWarning(UserWarning):
-    """A part of a ledger cannot be read, and is left out."""
+    """A part of a ledger cannot be read and is skipped."""

@@ -1,4 +1,4 @@
-"""Files that are there whole, or not at all."""
+"""Atomic file writes and absolute paths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """An absolute path, which a later `os.chdir` does not change. A leading ~ is the home directory."""
+    """Return the path as an absolute path, unaffected by a later `os.chdir`; a leading ~ is expanded."""
     try:
         return Path(path).expanduser().absolute()
     except (OSError, RuntimeError) as why:  # the working directory was removed; ~name is no user
@@ -22,8 +22,10 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def whole(path: Path, aside: Path) -> Iterator[BinaryIO]:
-    """A file to be written that will stand at `path`. Until it is finished and safe, it is at `aside`; should that
-    fail, nothing is left of it, and what stood at `path` still does.
+    """Open a file for atomic writing to `path`.
+
+    The data is written to `aside`, synced to disk, then renamed to `path`. On an error `aside` is deleted and an
+    existing file at `path` is unchanged.
     """
     try:
         with open(aside, "wb") as file:
@@ -38,14 +40,14 @@ def whole(path: Path, aside: Path) -> Iterator[BinaryIO]:
 
 
 def sync_directory(path: Path) -> None:
-    """A renaming is safe when its directory is."""
-    if os.name == "nt":  # where a directory cannot be opened
+    """Sync a directory to disk, so that renames in it survive a crash."""
+    if os.name == "nt":  # Windows cannot open directories
         return
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
     except OSError as why:
-        if why.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks know no such thing
+        if why.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by some network file systems
             raise
     finally:
         os.close(directory)

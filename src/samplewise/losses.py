@@ -1,6 +1,6 @@
-"""What a loss function is: `loss_fn(model, batch)` returns losses (B,), or (losses, counts).
+"""Protocol of loss functions: `loss_fn(model, batch)` returns losses (B,), or (losses, counts).
 
-The last of a tuple may be a dict of columns, name -> (B,): what else is to be known of each sample.
+The last element of a tuple may be a dict of columns, name -> (B,): further values to record per sample.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ LossFn = Callable[[nn.Module, Any], Any]
 
 
 def as_loss_fn(loss_fn: Any) -> LossFn:
-    """The function as it is; a criterion of torch as a function that says each sample's part and denominator."""
+    """Return loss_fn unchanged, or a torch criterion as a function that returns (losses, counts)."""
     if is_criterion(loss_fn):
         return Criterion(loss_fn)
     if not callable(loss_fn) or (isinstance(loss_fn, nn.Module) and not _takes_the_model(loss_fn)):
         raise TypeError(
-            f"loss_fn must be a function (model, batch) -> losses, one per sample, or a criterion that is known; "
-            f"found {type(loss_fn).__name__}. Write lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], "
-            "reduction='none'), or the like; a module with weights of its own takes (model, batch) in forward."
+            f"loss_fn must be a function (model, batch) -> losses, one per sample, or a supported torch.nn criterion; "
+            f"found {type(loss_fn).__name__}. Write for example lambda model, batch: F.cross_entropy(model(batch[0]), "
+            "batch[1], reduction='none'); a loss module with its own weights takes (model, batch) in forward."
         )
     return loss_fn
 
 
 def _takes_the_model(module: nn.Module) -> bool:
-    """A loss module says so by the name of its first argument: forward(self, model, batch)."""
+    """Test for a loss module by the name of the first argument: forward(self, model, batch)."""
     arguments = list(inspect.signature(module.forward).parameters)
     return len(arguments) >= 2 and arguments[0] == "model"
 
 
 def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:
-    """What a loss function returned, as losses and counts. No counts: one each."""
+    """Split the result of a loss function into losses (B,) and counts (B,); counts are None if not returned."""
     if not isinstance(result, tuple):
         return result, None
     first = result[:-1] if _has_columns(result) else result
@@ -46,22 +46,22 @@ def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:
         return first[0], None
     if len(first) != 2:
         raise LossesError(
-            "loss_fn must return losses or (losses, counts), and a dict of columns after them if there are any; found "
+            "loss_fn must return losses or (losses, counts), optionally followed by a dict of columns; found "
             f"a tuple of {len(result)}."
         )
     losses, counts = first
     if isinstance(losses, Tensor) and losses.dim() != 1:
-        return losses, None  # refused for that, by whoever asks for the losses
+        return losses, None  # the caller checks losses and raises for this shape
     if not isinstance(counts, Tensor) or not isinstance(losses, Tensor) or counts.shape != losses.shape:
         found = f"shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         wanted = tuple(losses.shape) if isinstance(losses, Tensor) else "(B,)"
         raise LossesError(f"counts must be a tensor like the losses, {wanted}, one per sample; found {found}.")
-    wide = losses.dtype if losses.dtype == torch.float64 else torch.float32  # whole numbers would be divided in float32
+    wide = losses.dtype if losses.dtype == torch.float64 else torch.float32  # integers would be divided in float32
     return losses, counts.detach().to(wide)
 
 
 def columns_of(result: Any, losses: Tensor) -> dict[str, Tensor] | None:
-    """What a loss function returned beside losses and counts, detached."""
+    """Return the columns of a loss function's result, detached; None if it has no columns."""
     if not _has_columns(result):
         return None
     for name, values in result[-1].items():

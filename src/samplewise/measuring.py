@@ -1,4 +1,4 @@
-"""What everybody needs who measures a model over a data set: evaluation mode, checkpoints, an order that stays."""
+"""Helpers for passes over a dataset without training: eval mode, checkpoints, checks of the loader."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from samplewise.engine.interaction import storage_of
 from samplewise.replay import modes
 
-Checkpoint = tuple[Mapping[str, Any], float]  # a model's state_dict, and the learning rate at that time
+Checkpoint = tuple[Mapping[str, Any], float]  # (state_dict of the model, learning rate at that time)
 SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and the like; each module's mode is put back."""
+    """Put the model in eval mode; restore the mode of each module on exit."""
     restore = modes(model)
     model.eval()
     try:
@@ -30,7 +30,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def parameters_kept(model: nn.Module) -> Iterator[None]:
-    """Whatever is loaded into the model meanwhile."""
+    """Restore the model's state_dict on exit."""
     before = copy.deepcopy(model.state_dict())
     try:
         yield
@@ -39,7 +39,7 @@ def parameters_kept(model: nn.Module) -> Iterator[None]:
 
 
 def at_each(model: nn.Module, checkpoints: Sequence[Checkpoint] | None) -> Iterator[float]:
-    """Loads one after the other and yields its learning rate; without any, 1 for the model as it stands."""
+    """Load each checkpoint in turn and yield its learning rate; without checkpoints, yield 1.0 once."""
     if checkpoints is None:
         yield 1.0
         return
@@ -50,7 +50,9 @@ def at_each(model: nn.Module, checkpoints: Sequence[Checkpoint] | None) -> Itera
 
 def _checked(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
     if not checkpoints:
-        raise ValueError("checkpoints must hold at least one (state_dict, lr); found none. Pass None for the present.")
+        raise ValueError(
+            "checkpoints must hold at least one (state_dict, lr); found none. Pass None to use the model as it is."
+        )
     own = {storage_of(value) for value in model.state_dict().values() if isinstance(value, Tensor)}
     for k, (state, _) in enumerate(checkpoints):
         if any(isinstance(value, Tensor) and storage_of(value) in own for value in state.values()):
@@ -62,15 +64,16 @@ def _checked(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> Sequence[Ch
 
 
 def check_order(loader: Iterable[Any], remedy: str) -> None:
-    """A sample is known by its place, so that the places must mean something."""
+    """Raise if the loader shuffles: samples are identified by their index in the dataset."""
     samplers = (getattr(each, "sampler", None) for each in (loader, getattr(loader, "batch_sampler", None)))
     if any(isinstance(sampler, SHUFFLING) for sampler in samplers):
-        raise ValueError(f"the loader must keep the order of its data set; found one that shuffles. {remedy}")
+        raise ValueError(f"the loader must keep the order of its dataset; found one that shuffles. {remedy}")
 
 
 def check_repeatable(loader: Iterable[Any], name: str) -> None:
+    """Raise if the loader is an iterator, which can be traversed only once."""
     if isinstance(loader, Iterator):
         raise ValueError(
-            f"{name} must be a loader or a list, to be gone through more than once; found an iterator "
-            f"({type(loader).__name__}). Pass what it was made of."
+            f"{name} must be a loader or a list, because it is iterated more than once; found an iterator "
+            f"({type(loader).__name__}). Pass the loader or list from which the iterator was created."
         )

@@ -1,4 +1,4 @@
-"""What fits: the memory a forward pass may take, and errors that mean it took too much."""
+"""Memory budget for tensors saved for backward, and detection of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from torch import Tensor, nn
 
 
 class OverBudget(Exception):
-    """A forward pass would keep more for its backward pass than it may."""
+    """The tensors saved for backward exceed the memory budget."""
 
 
 class Kept:
-    """Bytes that forward passes hold for their backward passes: `now`, and the `most` there were at a time. Weights
-    and buffers are not counted, and several views of one place only once."""
+    """Counter of bytes saved for backward: `now` is the current number, `most` the peak.
+
+    Parameters and buffers are not counted. Several views of the same memory are counted once.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], budget: float = math.inf):
-        self.now = self.most = 0
+        self.now = 0
+        self.most = 0
         self._budget = budget
         self._own = {t.untyped_storage().data_ptr() for m in modules for t in (*m.parameters(), *m.buffers())}
-        self._places: dict[tuple[int, int], tuple[int, int]] = {}  # -> how many hold it, bytes of the largest
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}  # -> number of saved views, bytes of the largest
 
     def hold(self, x: Tensor) -> _Held:
         storage = x.untyped_storage()
         if storage.data_ptr() in self._own:
             return _Held(x)
-        # A view of a whole data set keeps no more for backward than it shows.
+        # A view of a whole dataset counts only the bytes that it covers.
         size = min(storage.nbytes(), x.numel() * x.element_size())
         place = storage.data_ptr(), int(x.storage_offset())
         holders, largest = self._places.get(place, (0, 0))
@@ -53,11 +56,15 @@ class Kept:
 
 
 class _Held:
-    """A saved tensor, for as long as the graph keeps it. Detached: an operation that saves what it returns would hold
-    itself otherwise, and never be freed. Autograd attaches it again."""
+    """Saved tensor that calls `release` when the graph frees it.
+
+    Stored detached: an operation that saves its own output would otherwise form a reference cycle and never be freed.
+    Autograd attaches the tensor again on unpacking.
+    """
 
     def __init__(self, tensor: Tensor, release: Callable[[], None] = lambda: None):
-        self.tensor, self._release = tensor.detach(), release
+        self.tensor = tensor.detach()
+        self._release = release
 
     def __del__(self) -> None:
         self._release()
@@ -65,7 +72,10 @@ class _Held:
 
 @contextmanager
 def kept_for_backward(*modules: nn.Module, budget: float = math.inf) -> Iterator[Kept]:
-    """Counts what is saved inside, until it is freed. Of a checkpointed block nothing is: it is computed again."""
+    """Count the bytes saved for backward inside the block, until they are freed.
+
+    Activations in checkpointed blocks are not counted, because they are recomputed and not saved.
+    """
     kept = Kept(modules, budget)
     with torch.autograd.graph.saved_tensors_hooks(kept.hold, lambda held: held.tensor):
         yield kept
@@ -73,19 +83,20 @@ def kept_for_backward(*modules: nn.Module, budget: float = math.inf) -> Iterator
 
 @contextmanager
 def bounded(budget: int, *modules: nn.Module) -> Iterator[None]:
-    """Stops the forward pass once what it saved for backward takes more than so many bytes, weights not counted."""
+    """Raise OverBudget when tensors saved for backward take more than `budget` bytes, parameters not counted."""
     with kept_for_backward(*modules, budget=budget):
         yield
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Ours, an accelerator's, or that of the CPU's allocator, which has no type of its own."""
+    """Test for OverBudget, an accelerator's out-of-memory error, or the RuntimeError of the CPU allocator."""
     return isinstance(error, (OverBudget, torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
 
 
 def free_memory(model: nn.Module) -> int:
+    """Free memory in bytes on the device of the model's first parameter."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

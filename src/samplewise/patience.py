@@ -1,4 +1,4 @@
-"""Nobody waits long without a word."""
+"""Notices for slow operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATIENCE = 2.0  # seconds
 
 @contextmanager
 def telling(tell: Callable[[str], object], what: str) -> Iterator[None]:
-    """Tells what takes so long, once it does. From a thread."""
+    """Call `tell(what)` once, from a timer thread, if the block takes longer than PATIENCE seconds."""
     timer = threading.Timer(PATIENCE, tell, [what])
     timer.daemon = True
     timer.start()

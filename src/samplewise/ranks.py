@@ -1,19 +1,21 @@
-"""Several processes that train together, and the few words they exchange.
+"""Collectives used by the library, with traffic counters and error propagation across ranks.
 
-Every collective of the library is one of these: it is counted, and one that fails or hangs ends with an error that says
-so. All ranks must call the same ones in the same order.
+Every collective of the library is one of these functions. Each call is counted, and a collective that fails or times
+out raises DistributedError. All ranks must call the same functions in the same order.
 
-    meet(a, b)        sums of numbers, one small message; and the place where a rank tells that it failed
-    together(error)   a meeting without numbers: an error of any rank is raised on all; tell(error): and goes on
-    total(tensor)     the sum over ranks, in place
-    totals(tensors)   the same of many, in few large messages; copies(tensors): what one rank has
-    parts(tensors)    the same, of which each rank gets its rows
-    gathered(tensor)  the rows of all ranks, rank by rank, however many each has
-    everyone(thing)   a list of what each rank says
-    told(thing)       what one rank says
-    same(thing)       whether all say the same
+    meet(a, b)        all-reduce (sum) of a few scalars in one small message; also transmits errors
+    together(error)   barrier that transmits errors: an error of one rank is raised on all ranks
+    tell(error)       transmits an error without raising it on this rank
+    total(tensor)     all-reduce (sum), in place
+    totals(tensors)   all-reduce (sum) of many tensors in large buckets, in place
+    copies(tensors)   broadcast of many tensors in large buckets, in place
+    parts(tensors)    reduce-scatter: each rank gets its rows of the sums
+    gathered(tensor)  all-gather of rows, ordered by rank; ranks may differ in the number of rows
+    everyone(thing)   all-gather of picklable objects
+    told(thing)       broadcast of a picklable object
+    same(thing)       test whether an object is equal on all ranks
 
-A rank that fails between two meetings calls `together(error)`: the others hear of it where they meet next.
+A rank that fails between two collectives calls `together(error)`; the other ranks raise in their next `meet`.
 """
 
 from __future__ import annotations
@@ -36,53 +38,57 @@ from torch import Tensor
 
 from samplewise.errors import DistributedError
 
-BUCKET = 25 * 2**20  # bytes of a large message
-ROOM = 8  # numbers in a meeting, the first of which tells how many ranks failed: of one size, so that any two match
+BUCKET = 25 * 2**20  # bytes of a bucket
+ROOM = 8  # scalars per `meet`; the first counts failed ranks. Fixed, so that any two calls match
 
 
 def active() -> bool:
-    """Whether there is anybody else."""
+    """Test whether a process group with more than one rank is initialized."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:
+    """Rank of this process; 0 without a process group."""
     return dist.get_rank() if active() else 0
 
 
 def size() -> int:
+    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if active() else 1
 
 
 def device(wanted: str = "cpu") -> torch.device:
-    """Where the process group takes tensors from: where they are wanted, if it can."""
+    """Device for tensors in collectives: of type `wanted` if a backend supports it, else of the first backend."""
     config = dist.get_backend_config() if active() else "cpu:gloo"  # or "cpu:gloo,cuda:nccl", or "cuda:nccl"
     kinds = [pair.partition(":")[0] for pair in config.split(",")]
     kind = wanted if wanted in kinds else kinds[0]
-    return torch.device(kind, torch.get_device_module(kind).current_device()) if kind != "cpu" else torch.device("cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-# --- numbers and tensors ---------------------------------------------------------------------------------------------
+# --- tensors ---------------------------------------------------------------------------------------------------------
 
 
 def total(tensor: Tensor) -> Tensor:
-    """The sum over all ranks, in place."""
+    """All-reduce (sum) of one tensor, in place."""
     if active():
         _collective("all_reduce", tensor, lambda moved: dist.all_reduce(moved))
     return tensor
 
 
 def totals(tensors: Sequence[Tensor]) -> None:
-    """The sums over all ranks, in place."""
+    """All-reduce (sum) of many tensors in buckets, in place."""
     _each_bucket(tensors, "all_reduce", lambda flat: dist.all_reduce(flat, async_op=True))
 
 
 def copies(tensors: Sequence[Tensor], source: int = 0) -> None:
-    """What one rank has, in place."""
+    """Broadcast of many tensors from rank `source` in buckets, in place."""
     _each_bucket(tensors, "broadcast", lambda flat: dist.broadcast(flat, source, async_op=True))
 
 
 def _each_bucket(tensors: Sequence[Tensor], name: str, begin: Callable[[Tensor], Any]) -> None:
-    """While one bucket travels, the next is put together."""
+    """Run one collective per bucket; the next bucket is filled while up to two are being sent."""
     under_way: list[Callable[[], None]] = []
     for bucket in _buckets(tensors) if active() else ():
         under_way.append(_sent(bucket, name, begin))
@@ -93,12 +99,13 @@ def _each_bucket(tensors: Sequence[Tensor], name: str, begin: Callable[[Tensor],
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Of one type and device each, in an order that is the same everywhere."""
+    """Group tensors into buckets of one dtype and device each, in the same order on all ranks."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for kind in kinds.values():
-        bucket, filled = list[Tensor](), 0
+        bucket: list[Tensor] = []
+        filled = 0
         for tensor in kind:
             if bucket and filled + _bytes(tensor) > BUCKET:
                 yield bucket
@@ -109,7 +116,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _sent(bucket: list[Tensor], name: str, begin: Callable[[Tensor], Any]) -> Callable[[], None]:
-    """Sends a bucket on its way; the function it returns waits for it."""
+    """Start the collective for one bucket; return a function that waits for it and copies the results back."""
     flat = bucket[0].detach().view(-1) if len(bucket) == 1 and bucket[0].is_contiguous() else _flat(bucket)
     note(name, _bytes(flat))
     moved = flat.to(device(flat.device.type))
@@ -132,7 +139,7 @@ def _flat(bucket: list[Tensor]) -> Tensor:
 
 
 def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The sums over all ranks, of which each rank gets its rows."""
+    """Reduce-scatter (sum) along dim 0: return for each tensor the rows of the sum that belong to this rank."""
     found: dict[int, Tensor] = {}
     for bucket in _buckets(tensors) if active() else ():
         table = torch.cat([_by_owner(tensor) for tensor in bucket], 1)
@@ -150,14 +157,14 @@ def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def own_rows(rows: int) -> slice:
-    """Of a tensor that is cut along its first dimension: as many for each rank, and fewer for the last."""
+    """Rows of this rank in a tensor sharded along dim 0: equal shares, fewer (or none) for the last ranks."""
     each = -(-rows // size())
     start = min(rank() * each, rows)
     return slice(start, min(start + each, rows))
 
 
 def _by_owner(tensor: Tensor) -> Tensor:
-    """(ranks, elements of each), filled up with zeros."""
+    """Reshape to (ranks, elements per rank), padded with zeros."""
     each = -(-len(tensor) // size())
     padded = tensor.new_zeros(each * size(), *tensor.shape[1:])
     padded[: len(tensor)] = tensor
@@ -165,12 +172,12 @@ def _by_owner(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """(rows of rank 0, rows of rank 1, ...): ranks may differ in dim 0."""
+    """All-gather along dim 0: rows of rank 0, then of rank 1, ...; ranks may differ in dim 0."""
     return torch.cat(by_rank(tensor))
 
 
 def by_rank(tensor: Tensor) -> list[Tensor]:
-    """The tensors of all ranks, which may differ in dim 0."""
+    """All-gather: list of the tensors of all ranks, which may differ in dim 0."""
     if not active():
         return [tensor]
     lengths = _gather(torch.tensor([len(tensor)])).tolist()
@@ -181,14 +188,14 @@ def by_rank(tensor: Tensor) -> list[Tensor]:
 
 
 def copied(tensor: Tensor, source: int = 0) -> Tensor:
-    """What one rank has, in place."""
+    """Broadcast of one tensor from rank `source`, in place."""
     if active():
         _collective("broadcast", tensor, lambda moved: dist.broadcast(moved, source))
     return tensor
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    """Of equal shapes, joined along dim 0."""
+    """All-gather of tensors of equal shapes, concatenated along dim 0."""
     found = tensor.new_empty(size() * len(tensor), *tensor.shape[1:])
 
     def gather(moved: Tensor) -> None:
@@ -201,16 +208,16 @@ def _gather(tensor: Tensor) -> Tensor:
     return found
 
 
-# --- things ----------------------------------------------------------------------------------------------------------
+# --- objects ---------------------------------------------------------------------------------------------------------
 
 
 def everyone(thing: Any) -> list[Any]:
-    """What each rank says, by rank."""
+    """All-gather of a picklable object; returns a list ordered by rank."""
     return [_unpickled(said) for said in by_rank(_pickled(thing))] if active() else [thing]
 
 
 def told(thing: Any, source: int = 0) -> Any:
-    """What rank `source` says; what the others have is of no interest."""
+    """Broadcast of a picklable object from rank `source`; the argument of other ranks is ignored."""
     if not active():
         return thing
     said = _pickled(thing if rank() == source else None)
@@ -220,7 +227,7 @@ def told(thing: Any, source: int = 0) -> Any:
 
 
 def same(thing: Any) -> bool:
-    """Whether all ranks say the same."""
+    """Test whether an object is equal on all ranks."""
     return all(other == thing for other in everyone(thing))
 
 
@@ -233,12 +240,14 @@ def _unpickled(said: Tensor) -> Any:
     return pickle.loads(ctypes.string_at(said.data_ptr(), len(said)))
 
 
-# --- meetings --------------------------------------------------------------------------------------------------------
+# --- scalars and errors ----------------------------------------------------------------------------------------------
 
 
 def meet(*numbers: float | Tensor, error: Exception | None = None) -> list[float]:
-    """The sums of the numbers over all ranks. A rank that failed says so here, and then every rank raises: the one that
-    failed its own error, the others one that names it.
+    """All-reduce (sum) of scalars; also transmits errors.
+
+    If a rank passes an error, every rank raises: the failed rank its own error, the others a DistributedError that
+    names the rank and contains the message. An error that the other ranks already know is raised at once.
     """
     if error is not None and (not active() or is_told(error)):
         raise error
@@ -255,12 +264,12 @@ def meet(*numbers: float | Tensor, error: Exception | None = None) -> list[float
 
 
 def together(error: Exception | None = None) -> None:
-    """Goes on when all ranks are here and well."""
+    """Barrier that transmits errors: raises on all ranks if any rank passes an error."""
     meet(error=error)
 
 
 def tell(error: BaseException) -> None:
-    """The other ranks hear of it where they meet next, unless they know. It is yet to be raised here."""
+    """Transmit an error to the other ranks, unless they know it; does not raise it on this rank."""
     if isinstance(error, Exception) and active():
         with suppress(Exception):
             together(error)
@@ -268,7 +277,10 @@ def tell(error: BaseException) -> None:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """An error of one rank is everybody's. What can fail must be followed by a meeting, on all ranks."""
+    """Transmit an exception in the block to the other ranks, then raise it.
+
+    The other ranks raise in their next `meet`, so the block must be followed by one on all ranks.
+    """
     try:
         yield
     except Exception as error:
@@ -282,34 +294,34 @@ def _raise(error: Exception | None) -> None:
     if raised is None:
         culprit = next(number for number, message in enumerate(messages) if message is not None)
         raised = DistributedError(
-            f"every rank must get through its part; found that rank {culprit} of {len(messages)} failed, with "
-            f"{_sentence(messages[culprit])} Look at the error of that rank: this one stopped because of it."
+            f"rank {culprit} of {len(messages)} failed: {_sentence(messages[culprit])} This rank stopped because of "
+            f"it. See the traceback of rank {culprit}."
         )
     raised.__dict__["_told"] = {message.partition(":")[0] for message in messages if message is not None}
     raise raised
 
 
 def _sentence(message: str) -> str:
-    """The first line, with a full stop."""
+    """First line of the message, ending with a period."""
     return message.partition("\n")[0].rstrip(".") + "."
 
 
 def is_told(error: Exception) -> bool:
-    """Whether the other ranks know of it."""
+    """Test whether the other ranks know this error."""
     return "_told" in error.__dict__
 
 
 def failures(error: Exception) -> set[str]:
-    """The kinds of the errors that ranks have told each other of when this one was raised: the same on all."""
+    """Type names of the errors that ranks transmitted when this one was raised; equal on all ranks."""
     return error.__dict__.get("_told", set())
 
 
-# --- the one place ---------------------------------------------------------------------------------------------------
+# --- traffic counters, calls of collectives --------------------------------------------------------------------------
 
 
 @dataclass
 class Traffic:
-    """What one rank handed over, by the name of the collective: how often, and how many bytes."""
+    """Collectives of this rank: number of calls and bytes sent, by name of the collective."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -320,7 +332,7 @@ _counting: list[Traffic] = []
 
 @contextmanager
 def counted() -> Iterator[Traffic]:
-    """Counts the collectives of this rank meanwhile."""
+    """Count the collectives of this rank inside the block."""
     traffic = Traffic()
     _counting.append(traffic)
     try:
@@ -330,14 +342,14 @@ def counted() -> Iterator[Traffic]:
 
 
 def note(name: str, count: int) -> None:
-    """Tells whoever counts of a collective with so many bytes."""
+    """Add one collective of `count` bytes to all open traffic counters."""
     for traffic in _counting:
         traffic.calls[name] += 1
         traffic.bytes[name] += count
 
 
 def _collective(name: str, tensor: Tensor, call: Callable[[Tensor], object], back: bool = True) -> None:
-    """Runs it where the process group can, and brings the result back."""
+    """Run a collective on a device that the process group supports; copy the result back if `back`."""
     note(name, _bytes(tensor))
     moved = tensor.to(device(tensor.device.type))
     with explained(name):
@@ -352,7 +364,7 @@ _numbers = itertools.count()
 
 
 def _handed_over(tensor: Tensor) -> Tensor:
-    """Under another name, which lives until the process group has let go of it."""
+    """Return an alias of the tensor; `settle` waits until the process group has released all aliases."""
     alias = tensor.detach()
     _held[next(_numbers)] = alias
     return alias
@@ -360,8 +372,10 @@ def _handed_over(tensor: Tensor) -> Tensor:
 
 @atexit.register
 def settle(patience: float = 5.0) -> None:
-    """Until the process group has let go of all that was handed over: its threads let go a moment after a message has
-    arrived, for which they need the interpreter. One that is ending would take the whole process with it.
+    """Wait up to `patience` seconds until the process group has released all tensors passed to collectives.
+
+    Its threads release tensors shortly after a message has arrived and need the interpreter for this. If the
+    interpreter is shutting down at that time, the process crashes.
     """
     until = time.monotonic() + patience
     while _held and time.monotonic() < until:
@@ -370,16 +384,16 @@ def settle(patience: float = 5.0) -> None:
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """What a collective raises when a rank is gone, or does not come in time."""
+    """Convert the RuntimeError of a collective (a rank died or timed out) to DistributedError."""
     try:
         yield
     except RuntimeError as problem:
         raised = DistributedError(
-            f"all {size()} ranks must take part in every exchange; found that {name} failed on rank {rank()}: "
-            f"{_sentence(str(problem))} Look for a rank that died, left its loop early, or waits elsewhere; "
-            "init_process_group(timeout=...) says how long ranks wait for each other."
+            f"all {size()} ranks must take part in every collective; found that {name} failed on rank {rank()}: "
+            f"{_sentence(str(problem))} Look for a rank that died, left its loop early, or is blocked in another call; "
+            "init_process_group(timeout=...) sets how long ranks wait for each other."
         )
-        raised.__dict__["_told"] = set()  # there is no use in telling others
+        raised.__dict__["_told"] = set()  # the others cannot be reached
         raise raised from problem
 
 

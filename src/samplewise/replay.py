@@ -1,4 +1,4 @@
-"""Computing something again as it was the first time: buffers and random state, remembered and brought back."""
+"""Snapshot and restore of buffers, RNG state and train/eval modes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 
 def random_state() -> Callable[[], None]:
-    """Remembers the random state of torch, Python and NumPy; the function it returns brings it back."""
-    cpu, python = torch.get_rng_state(), random.getstate()
-    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)  # of no concern while nobody has imported it
+    """Save the RNG state of torch, Python and NumPy; return a function that restores it."""
+    cpu = torch.get_rng_state()
+    python = random.getstate()
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)  # None if NumPy has not been imported
     drawn = None if numpy is None else numpy.get_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
 
@@ -30,8 +31,9 @@ def random_state() -> Callable[[], None]:
 
 
 def snapshot(*modules: nn.Module) -> Callable[[], None]:
-    """Remembers the buffers of modules and all random state; the function it returns brings them back."""
-    buffers, restore_random_state = Buffers(modules), random_state()
+    """Save the buffers of modules and the RNG state; return a function that restores both."""
+    buffers = Buffers(modules)
+    restore_random_state = random_state()
     buffers.remember()
 
     def restore() -> None:
@@ -42,27 +44,29 @@ def snapshot(*modules: nn.Module) -> Callable[[], None]:
 
 
 def modes(*modules: nn.Module) -> Callable[[], None]:
-    """Remembers which modules are in training mode; the function it returns brings that back."""
+    """Save the train/eval mode of each module; return a function that restores it."""
     before = [(module, module.training) for root in modules for module in root.modules()]
 
     def restore() -> None:
         for module, training in before:
-            module.training = training  # not by train(): some modules do more there than note their mode
+            module.training = training  # not train(): some modules override it with side effects
 
     return restore
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """One number, in float64: equal for equal tensors, and for no others but by accident."""
+    """Checksum of a tensor as a float64 scalar on the CPU: equal for equal tensors; collisions are unlikely."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     values = values.double().flatten()
     return (values * torch.arange(1, len(values) + 1, device=values.device).double().rsqrt()).sum().cpu()
 
 
-SMALL = 2**14  # elements
+SMALL = 2**14  # elements; smaller buffers are copied in every snapshot
 
 
 class Kept(NamedTuple):
+    """Saved buffer: the tensor object, its version counter, and a copy of its values or None."""
+
     buffer: Tensor | None
     version: int
     copy: Tensor | None
@@ -72,11 +76,12 @@ class Kept(NamedTuple):
 
 
 class Buffers:
-    """The buffers of modules, remembered at little cost again and again.
+    """Repeated, cheap snapshots of the buffers of modules.
 
-    Most large buffers never change (masks, position ids). So the first time all are copied; from then on the small ones
-    and those that have been seen to change. A large one that begins to change later cannot be brought back that once.
-    (Versions tell of large ones only: BatchNorm's kernel changes its statistics and says nothing.)
+    Most large buffers never change (masks, position ids). The first snapshot copies all buffers; later ones copy
+    buffers of at most SMALL elements and those that have changed before. If a large buffer changes for the first time
+    after a later snapshot, its values cannot be restored that one time. Version counters are used for large buffers
+    only, because BatchNorm's kernel changes its statistics without incrementing them.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
@@ -86,6 +91,7 @@ class Buffers:
         self._moving: set[tuple[int, str]] = set()
 
     def remember(self) -> None:
+        """Take a snapshot; it replaces the previous one."""
         if not self._owners:
             return
         first = not self._kept
@@ -96,7 +102,7 @@ class Buffers:
         ]
 
     def restore(self) -> None:
-        """Brings back what was remembered last."""
+        """Restore the last snapshot."""
         self._note_changes()
         for owner, kept in zip(self._owners, self._kept, strict=False):
             for name, then in kept.items():
@@ -107,7 +113,7 @@ class Buffers:
                     kept[name] = then._replace(version=then.buffer._version)
 
     def restore_unless(self, well: Tensor) -> None:
-        """The same, if a number on the device is zero: nobody waits for it."""
+        """Restore the last snapshot if the device scalar `well` is zero; needs no host sync."""
         for owner, kept in zip(self._owners, self._kept, strict=False):
             for name, then in kept.items():
                 now = owner.get(name)
@@ -116,18 +122,13 @@ class Buffers:
                         now.copy_(torch.where(well, now, then.copy))
 
     def moving(self) -> list[tuple[Tensor, bool]]:
-        """Every buffer, and whether it, or another one of its module, has been seen to change."""
+        """Pairs (buffer, changed): changed is True if this buffer or another one of its module has changed before."""
         self._note_changes()
-        moved = [
-            any((k, name) in self._moving or _differs(owner.get(name), then) for name, then in kept.items())
-            for k, (owner, kept) in enumerate(zip(self._owners, self._kept, strict=True))
-        ]
-        return [
-            (buffer, moves)
-            for owner, moves in zip(self._owners, moved, strict=True)
-            for buffer in owner.values()
-            if buffer is not None
-        ]
+        found = []
+        for k, (owner, kept) in enumerate(zip(self._owners, self._kept, strict=True)):
+            moves = any((k, name) in self._moving or _differs(owner.get(name), then) for name, then in kept.items())
+            found += [(buffer, moves) for buffer in owner.values() if buffer is not None]
+        return found
 
     def _keep(self, buffer: Tensor | None, moves: bool) -> Kept:
         if buffer is None:

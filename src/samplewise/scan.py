@@ -1,4 +1,4 @@
-"""`sw.scan`: per-sample gradients over a whole data set, without training and in bounded memory."""
+"""`sw.scan`: per-sample gradients over a whole dataset, without training and in bounded memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def scan(
     memory: int | None = None,
     strategy: str | None = None,
 ) -> Iterator[tuple[Any, Gradients]]:
-    """Yields (batch, g) for every piece of every batch.
+    """Iterate over a loader and yield (microbatch, g) with the Gradients g of each microbatch.
 
     `loss_fn(model, batch)` returns losses (B,), or (losses, counts), or is a criterion such as nn.CrossEntropyLoss().
-    `microbatch` is the size of the pieces: a number, None for batches as they come, or "auto" for the largest whose
-    activations take no more than `memory` bytes (default: a quarter of what is free). A batch that cannot be cut is
-    taken whole.
+    `microbatch` is the number of samples per microbatch: a number, None for whole batches, or "auto" for the largest
+    number whose activations take at most `memory` bytes (default: a quarter of the free memory). A batch that cannot
+    be sliced is used whole.
     """
     if not (microbatch in ("auto", None) or (isinstance(microbatch, int) and microbatch > 0)):
         raise ValueError(f"microbatch must be a positive number, None or 'auto'; found {microbatch!r}.")
@@ -40,14 +40,17 @@ def scan(
 
 
 class _Pieces:
-    """Cuts batches and computes the losses of each piece; finds the size that fits."""
+    """Slices batches into microbatches and computes their losses; finds the size that fits into memory."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, microbatch: int | str | None, memory: int):
-        self.model, self.loss_fn, self.memory = model, loss_fn, memory
+        self.model = model
+        self.loss_fn = loss_fn
+        self.memory = memory
         self.size = microbatch if isinstance(microbatch, int) else None
         self.measures = microbatch == "auto"
 
     def of(self, batch: Any) -> Iterator[tuple[Any, Tensor]]:
+        """Yield (microbatch, losses); halve the size when the activations exceed the memory budget."""
         total = length(batch)
         if total is None:
             yield batch, self._losses(batch)
@@ -68,7 +71,7 @@ class _Pieces:
             return per_sample(self.loss_fn(self.model, piece))[0]
 
     def _measured(self, piece: Any) -> Tensor | None:
-        """None, with everything as it was, where the activations outgrow the memory."""
+        """Return the losses, or restore buffers and RNG and return None if the activations exceed the budget."""
         restore = snapshot(self.model)
         try:
             with bounded(self.memory, self.model):

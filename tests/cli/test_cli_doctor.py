@@ -43,7 +43,7 @@ def test_a_healthy_recipe(recipe):
     said = result.stdout
     assert result.exit_code == 0
     assert result.stderr == ""
-    assert said.startswith("engine against the loop, float64, 16 samples: ok\n")
+    assert said.startswith("engine vs. one backward pass per sample, float64, 16 samples: ok\n")
     assert "Gradient plan\n16 samples, strategy " in said
     assert "First update\nno warnings\n" in said
     assert "Time and memory per update\n16 samples of a batch of 20; MB: tensors saved for backward by the for" in said
@@ -83,7 +83,9 @@ def test_batch_norm_in_training_mode(recipe):
     result = command("doctor", recipe(WITH_BATCH_NORM))
     said = result.stdout
     assert result.exit_code == 1
-    assert said.startswith("engine against the loop, float64, 16 samples: NOT OK\nrefused: the loss of a sample must ")
+    assert said.startswith(
+        "engine vs. one backward pass per sample, float64, 16 samples: NOT OK\nrefused: the loss of a sample must "
+    )
     assert "Gradient plan\nrefused, as above\n" in said
     assert "refused, with sw.clip(1.0): the loss of a sample must not depend on other samples" in said
     assert "one sample\nnot possible: ValueError: Expected more than 1 value per channel when training, got" in said

@@ -330,7 +330,7 @@ def test_a_loader_that_shuffles_needs_ids(by_batch):
     data = TensorDataset(x, y)
     sampler = BatchSampler(RandomSampler(data), 5, drop_last=False)
     loader = DataLoader(data, batch_sampler=sampler) if by_batch else DataLoader(data, batch_size=5, shuffle=True)
-    with pytest.raises(ValueError, match=r"must keep the order of its data set; found one that shuffles. Pass ids="):
+    with pytest.raises(ValueError, match=r"must keep the order of its dataset; found one that shuffles. Pass ids="):
         sw.suspects(model, loss_fn, loader)
 
 
@@ -350,7 +350,7 @@ def test_bad_arguments():
         sw.suspects(VISITS, by="agreement")
     with pytest.raises(TypeError, match="a model, a loss function and a loader, or a table of visits; found a model"):
         sw.suspects(model)
-    with pytest.raises(ValueError, match="gone through more than once; found an iterator"):
+    with pytest.raises(ValueError, match="iterated more than once; found an iterator"):
         sw.suspects(model, loss_fn, iter([(x, y)]), by="agreement")
     with pytest.raises(ValueError, match=r"logits must have shape \(12, classes\).*found \(12,\)"):
         sw.suspects(model, loss_fn, [(x, y)], logits=lambda m, b: m(b[0])[:, 0])

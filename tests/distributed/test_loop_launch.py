@@ -105,6 +105,7 @@ def test_a_script_whose_rank_is_killed_goes_on_from_its_last_checkpoint(update, 
 def test_a_rank_that_hangs_is_not_waited_for_ever(tmp_path):
     _, told = run(*torchrun(), SCRIPT, tmp_path / "hangs", 3, 1, code=1)
     assert (
-        "DistributedError: all 2 ranks must take part in every exchange; found that all_reduce failed on rank 0" in told
+        "DistributedError: all 2 ranks must take part in every collective; found that all_reduce failed on rank 0"
+        in told
     )
-    assert "Look for a rank that died, left its loop early, or waits elsewhere" in told
+    assert "Look for a rank that died, left its loop early, or is blocked in another call" in told

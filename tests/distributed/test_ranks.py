@@ -112,8 +112,8 @@ def one_fails():
 def test_an_error_of_one_rank_is_raised_on_all(three):
     found = three.errors(one_fails)
     other = (
-        "DistributedError: every rank must get through its part; found that rank 1 of 3 failed, with ValueError: a bad "
-        "batch. Look at the error of that rank: this one stopped because of it."
+        "DistributedError: rank 1 of 3 failed: ValueError: a bad batch. This rank stopped because of it. "
+        "See the traceback of rank 1."
     )
     assert found == [other, "ValueError: a bad batch", other]
 
@@ -132,11 +132,11 @@ def test_a_rank_that_does_not_come_is_not_waited_for_ever():
         team.close()
     assert found[1] == ""
     assert found[0].startswith(
-        "DistributedError: all 2 ranks must take part in every exchange; found that all_reduce failed on rank 0: "
+        "DistributedError: all 2 ranks must take part in every collective; found that all_reduce failed on rank 0: "
     )
     assert found[0].endswith(
-        ". Look for a rank that died, left its loop early, or waits elsewhere; init_process_group(timeout=...) says "
-        "how long ranks wait for each other."
+        ". Look for a rank that died, left its loop early, or is blocked in another call; "
+        "init_process_group(timeout=...) sets how long ranks wait for each other."
     )
 
 

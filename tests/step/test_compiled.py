@@ -384,7 +384,7 @@ def test_shapes_are_compiled_up_to_a_small_number(monkeypatch):
 
     loader = [(torch.randn(3, length, 5, dtype=torch.float64),) for length in (2, 3, 2, 6, 7, 3)]
     pair = Pair(tiny, OPTIMIZERS["sgd"], loss_fn, samples=1)
-    with pytest.warns(TrainingWarning, match="samples of more than 2 shapes stay uncompiled") as caught:
+    with pytest.warns(TrainingWarning, match="at most 2 sample shapes are compiled; found another") as caught:
         pair.run(loader)
     assert len(caught) == 1
     assert compiled_updates(pair.quick) == 2
@@ -429,7 +429,7 @@ def test_what_cannot_be_compiled_goes_on_as_it_is(kind, reason):
         return kind()
 
     pair = Pair(model, OPTIMIZERS["nesterov"], samples=1)
-    with pytest.warns(TrainingWarning, match=rf"updates stay uncompiled: .*{reason}.*Training goes on") as caught:
+    with pytest.warns(TrainingWarning, match=rf"updates stay uncompiled: .*{reason}.*Training continues") as caught:
         pair.run([data(12)])
     assert len(caught) == 1
     pair.assert_same(tolerance=0)
@@ -464,7 +464,7 @@ print(*(w.message for w in caught))
     count, said = found.stdout.strip().splitlines()
     assert count == "5"
     assert said.startswith("updates stay uncompiled: ")
-    assert said.endswith("Training goes on, with the same numbers and at the usual speed.")
+    assert said.endswith("Training continues; uncompiled updates give the same results, without the speedup.")
 
 
 def test_an_exception_in_the_loss_leaves_everything_as_it_was():

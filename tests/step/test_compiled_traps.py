@@ -69,7 +69,7 @@ def test_a_batch_that_is_a_view_is_changed_in_place():
 def test_data_that_is_still_to_be_negated():
     x, y = data(10)
     pair = going()
-    with pytest.warns(TrainingWarning, match=UNCOMPILED + "the batch has tensors that are still to be conjugated"):
+    with pytest.warns(TrainingWarning, match=UNCOMPILED + "the batch has tensors with a pending conjugation"):
         pair.run([(x, y), (torch._neg_view(x), y)])
     pair.assert_same()
 
@@ -465,7 +465,7 @@ def numpy_generator():
 )
 def test_random_numbers_of_a_private_generator(make):
     pair = Pair(lambda: Private(make()), OPTIMIZERS["sgd"], samples=1)
-    reason = "(the model draws random numbers from|the graph has something that is neither a tensor nor a number)"
+    reason = "(the model draws random numbers from|the graph has an object that is neither a tensor nor a number)"
     with pytest.warns(TrainingWarning, match=UNCOMPILED + reason):
         pair.run([data(8)])
     pair.assert_same(tolerance=0)

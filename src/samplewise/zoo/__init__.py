@@ -1,9 +1,9 @@
-"""Small models, each named for its trap, and the oracle they are compared with.
+"""Test cases (small models, each named after its difficulty) and the oracle that the engine is compared with.
 
-case     what an animal is; the files of models fill CASES
-oracle   the Jacobian row by row, and every quantity made of those rows
-compare  questions for engine and oracle alike, and how close the answers must be
-judge    one case on one device and in one precision, for the tests and for `samplewise doctor --zoo`
+case     Case: model, inputs and loss; the files of models register their cases in CASES
+oracle   per-sample gradients row by row with plain autograd, and every quantity computed from those rows
+compare  quantities that are computed by engine and oracle, and tolerances
+judge    comparison of one case on one device and in one precision, for tests and `samplewise doctor --zoo`
 """
 
 from samplewise.zoo import attention as attention

@@ -1,4 +1,4 @@
-"""Attention: torch's own modules and what people write by hand."""
+"""Cases: attention with torch modules and written by hand."""
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +123,7 @@ def grouped_query_rotary_attention(B):
 
 @case
 def relative_position_table(B):
-    """The ids are (T, T), for all samples alike; T may equal B."""
+    """The ids (T, T) are the same for all samples; T may equal B."""
 
     def forward(m, x):
         T = x.shape[1]
@@ -137,7 +137,7 @@ def relative_position_table(B):
 
 @case(shared=(13,))
 def position_bias_from_a_net_on_coordinates(B):
-    """A small net is fed a constant grid and its output is added to every sample's scores."""
+    """A small network maps a constant grid to a bias that is added to every sample's scores."""
 
     def forward(m, x):
         bias = m.bias(m.grid).squeeze(-1)[m.index]
@@ -150,7 +150,7 @@ def position_bias_from_a_net_on_coordinates(B):
 
 @case(shared=(7,))
 def learned_slopes_per_head(B):
-    """Distances (T, T) made on the fly: shared by all samples, and of no module."""
+    """Distances (T, T) computed in the forward pass: shared by all samples, not stored in a module."""
 
     def forward(m, x):
         place = torch.arange(7, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""What a zoo animal is: a small model, its inputs and one loss per sample, rebuilt the same way every time."""
+"""Test case of the zoo: a small model, its inputs and one loss per sample, built reproducibly."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ Make = Callable[[int], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """One trap. `make(B)` returns (model, *inputs); `loss(output)` turns the model's output into losses (B,)."""
+    """One test case. `make(B)` returns (model, *inputs); `loss(output)` maps the model's output to losses (B,)."""
 
     name: str
     make: Make = field(repr=False)
     loss: Callable[[Tensor], Tensor] = field(repr=False)
-    interacts: bool = False  # the loss of one sample depends on the others: refused unless allowed
-    float32: bool = True  # float32 rows are within 1e-4 of the float64 ones
+    interacts: bool = False  # the loss of one sample depends on others: refused by default
+    float32: bool = True  # float32 rows are within 1e-4 of float64 rows
     autocast: bool = True  # runs under bf16 autocast
     second_order: bool = True  # PyTorch can differentiate the rows once more
-    rows: bool = True  # dim 0 of every input is the sample, and a sample alone has the same loss
-    sizes: tuple[int, ...] | None = None  # the batch sizes that make sense; None: all
-    needs_module: bool = False  # a buffer with a row per sample can be told from data only if the module is known
-    shared: tuple[int, ...] = ()  # rows of data shared by all samples: at such a B it may be taken for samples
+    rows: bool = True  # dim 0 of every input is the sample; a sample alone has the same loss
+    sizes: tuple[int, ...] | None = None  # supported batch sizes; None: all
+    needs_module: bool = False  # a buffer with B rows is distinguished from data only by the module
+    shared: tuple[int, ...] = ()  # rows of data shared by all samples; with such a B they look like samples
 
     def build(
         self, B: int = DEFAULT_B, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
     ) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        """Made on the CPU in float64, then cast and moved: the same numbers everywhere, up to rounding."""
+        """Build (model, inputs) on the CPU in float64, then cast and move: equal values everywhere, up to rounding."""
         with seeded(zlib.crc32(self.name.encode())), default_dtype(torch.float64):
             model, *inputs = self.make(B)
         return model._apply(lambda t: cast(t, dtype)).to(device), tuple(cast(x, dtype).to(device) for x in inputs)
@@ -52,12 +52,12 @@ class Case:
 
     @property
     def family(self) -> str:
-        """The file it is in."""
+        """Name of the file that defines the case."""
         return self.make.__module__.rpartition(".")[2]
 
     @property
     def has_outputs(self) -> bool:
-        """The output is a plain tensor (B, ...), so that any other loss can be put on it."""
+        """True if the output is a plain tensor (B, ...), so that any other loss can be applied to it."""
         return self.loss is squared_loss
 
 
@@ -65,10 +65,10 @@ CASES: dict[str, Case] = {}
 
 
 def case(make: Make | None = None, **flags: Any) -> Any:
-    """Decorator: the function's name is the case's name."""
+    """Decorator that registers a case under the function's name; `flags` are fields of Case."""
     if make is None:
         return lambda function: case(function, **flags)
-    assert make.__name__ not in CASES, f"two cases are called {make.__name__}"
+    assert make.__name__ not in CASES, f"case names must be unique; found two cases named {make.__name__}"
     CASES[make.__name__] = replace(Case(make.__name__, make, squared_loss), **flags)
     return make
 
@@ -91,7 +91,7 @@ def as_losses(output: Tensor) -> Tensor:
 
 
 class Net(nn.Module):
-    """A forward function and the parts it uses: modules, parameters, or tensors, which become buffers."""
+    """Module made of a forward function and its parts: modules, parameters, or tensors (registered as buffers)."""
 
     def __init__(self, forward: Callable[..., Any], **parts: Any):
         super().__init__()
@@ -119,14 +119,14 @@ def tokens(*shape: int, vocabulary: int = 11) -> Tensor:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """To `dtype`, or to the complex type of that precision; integers stay."""
+    """Cast to `dtype`, or to the complex dtype of that precision; integer tensors are unchanged."""
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 class seeded:
-    """Everything inside is drawn from `seed`; the global generator is put back afterwards."""
+    """Context manager: seed torch's CPU generator inside the block, restore its state on exit."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -140,6 +140,8 @@ class seeded:
 
 
 class default_dtype:
+    """Context manager: set torch's default dtype inside the block, restore it on exit."""
+
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
 

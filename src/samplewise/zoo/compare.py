@@ -1,4 +1,4 @@
-"""Questions that can be put to the engine and to the oracle alike, and how close the answers must be."""
+"""Quantities that are computed by engine and oracle, with tolerances for their comparison."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Answer = Tensor | dict[str, Tensor]
 
 
 class Disagreement(AssertionError):
-    """The engine and the oracle answer differently. The first line says by how much, the rest is both answers."""
+    """Engine and oracle differ. The first line of the message gives the error, the rest both results."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What the questions need beside g: weights, a direction, and the other gradients of `gram(other)`."""
+    """Arguments of the quantities: weights, a direction, and the other gradients of `gram(other)`."""
 
     weights: Tensor
     by_name: dict[str, Tensor]
@@ -66,7 +66,7 @@ CORE = ("norms", "norms by parameter", "dot", "weighted sum", "full")
 
 
 def questions_for(rows: Rows, names: Iterable[str] = tuple(QUANTITIES)) -> list[str]:
-    """Variance needs two samples; squares of complex numbers are left open."""
+    """Filter `names`: variance needs two samples; squares of complex gradients are not defined."""
     unclear = {"variance"} if len(rows) < 2 else set()
     if any(rows[name].is_complex() for name in rows.names):
         unclear |= {"second moment", "variance"}
@@ -74,14 +74,16 @@ def questions_for(rows: Rows, names: Iterable[str] = tuple(QUANTITIES)) -> list[
 
 
 def other_losses(losses: Tensor) -> Tensor:
-    """Another number of samples, in another order, from the same graph."""
+    """Losses of fewer samples in reverse order, from the same graph."""
     return (losses * losses.detach().cos()).flip(0)[: len(losses) // 2 + 1]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """`relative` to a quantity's largest element, per parameter; `floor` is relative to that of all parameters
-    (a bias under a softmax has a gradient of rounding errors only)."""
+    """Allowed error: `relative` times the largest element per parameter plus `floor` times the largest of all.
+
+    The floor is needed for gradients that consist of rounding errors only, such as that of a bias under a softmax.
+    """
 
     relative: float
     floor: float
@@ -101,8 +103,11 @@ def assert_same(
     scale: Answer | None = None,
     terms: float = 0.0,
 ) -> None:
-    """Tensors, or dicts of them. `scale` replaces `expected` as the measure in low precision; `terms` is the size
-    of what was added up, of which rounding leaves a rest even if the result is 0."""
+    """Raise Disagreement if tensors, or dicts of tensors, differ by more than the tolerance.
+
+    `scale` replaces `expected` as the reference for relative errors in low precision. `terms` is the size of the
+    summed terms, whose rounding errors remain even if the sum is 0.
+    """
     found, expected = as_dict(found), as_dict(expected)
     scale = expected if scale is None else as_dict(scale)
     if list(found) != list(expected):
@@ -114,7 +119,7 @@ def assert_same(
             raise Disagreement(f"{where}: shape {tuple(ours.shape)}, expected {tuple(right.shape)}")
         error = largest(ours - right.detach())
         allowed = tolerance.relative * largest(scale[name]) + tolerance.floor * overall
-        if not error <= allowed:  # NaN is not
+        if not error <= allowed:  # also true for NaN
             raise Disagreement(f"{where}: off by {error:.2e}, allowed {allowed:.2e}\n{ours}\n{right}")
 
 
@@ -126,7 +131,7 @@ def assert_agrees(
     tolerance: Tolerance = EXACT,
     other: tuple[Any, Rows | None] = (None, None),
 ) -> None:
-    """Every quantity of `names`, asked of one g, against the rows; `other` is a second pair (g, rows) for gram."""
+    """Compare every quantity of `names` of one g with the rows; `other` is a second pair (g, rows) for gram."""
     ours, theirs = probe.against(other[0]), probe.against(other[1]).to(rows.dtype)
     for name in questions_for(rows, names):
         found, expected = QUANTITIES[name](g, ours), QUANTITIES[name](rows, theirs)
@@ -134,14 +139,14 @@ def assert_agrees(
 
 
 def scale_of(name: str, rows: Rows, tolerance: Tolerance) -> dict[str, Tensor] | None:
-    """In low precision a variance is measured against the squares it is the difference of."""
+    """Reference for relative errors: in low precision, the mean squares for a variance; else None."""
     if name == "variance" and tolerance != EXACT:
         return {k: t / len(rows) for k, t in rows.second_moment().items()}
     return None
 
 
 def terms_of(name: str, rows: Rows, probe: Probe) -> float:
-    """The largest term of a quantity in which equal samples, or samples of opposite sign, cancel."""
+    """Largest term of a quantity in which terms can cancel (equal samples, or opposite signs); else 0."""
     element = max(largest(t) for t in rows.full().values())
     if name in ("variance", "second moment"):
         return element**2
@@ -159,5 +164,5 @@ def as_dict(value: Answer) -> dict[str, Tensor]:
 
 
 def largest(tensor: Tensor) -> float:
-    """Of an empty tensor 0; of one with NaN, NaN, which no comparison passes."""
+    """Largest absolute value; 0 for an empty tensor; NaN if the tensor contains NaN, which fails comparisons."""
     return real(tensor.detach()).abs().max().item() if tensor.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Convolutions of every rank, grouping, padding and memory layout."""
+"""Cases: convolutions of all dimensions, groups, padding modes and memory formats."""
 
 import torch
 import torch.nn.functional as F
@@ -85,13 +85,13 @@ def conv2d_channels_last(B):
 
 @case
 def conv1d_on_batch_second_data(B):
-    """The data come as (T, B, C)."""
+    """The data is transposed to (T, B, C) and back."""
     return Net(lambda m, x: m.f(x.transpose(0, 1).contiguous().permute(1, 2, 0)), f=nn.Conv1d(3, 4, 3)), noise(B, 9, 3)
 
 
 @case
 def conv2d_on_patches_of_each_sample(B):
-    """(B·patches, C, h, w): the batch of the kernel is not the batch of the losses."""
+    """(B·patches, C, h, w): the batch size of the kernel is not the number of losses."""
 
     def forward(m, x):
         patches = x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)

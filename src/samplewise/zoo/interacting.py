@@ -1,4 +1,4 @@
-"""Losses of one sample that depend on the others. Refused by default; the Jacobian's rows are exact all the same."""
+"""Cases: samples interact. Refused by default; with interacting="allow" the Jacobian rows are exact."""
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ def batch_norm_on_images_in_training_mode(B):
 
 @interacting()
 def batch_norm_on_the_raw_inputs(B):
-    """Nothing below it has parameters: no activation gradient is mixed, yet the samples meet."""
+    """No parameters below the batch norm: no activation gradient is mixed, but samples interact."""
     return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)), noise(B, 6)
 
 
@@ -96,7 +96,7 @@ def standard_deviation_of_the_batch_as_a_feature(B):
 
 @interacting()
 def nodes_of_one_graph(B):
-    """One loss per node, and messages between the nodes."""
+    """One loss per node, with messages between nodes."""
 
     def forward(m, x):
         h = m.a(x)
@@ -107,7 +107,7 @@ def nodes_of_one_graph(B):
 
 @interacting()
 def experts_normalised_over_the_batch(B):
-    """Expert choice: each expert softmaxes over all rows."""
+    """Expert choice: each expert applies a softmax over all rows."""
 
     def forward(m, x):
         weights = m.gate(x).softmax(0)
@@ -127,7 +127,7 @@ def balance_penalty_of_a_router(B):
 
 @interacting()
 def recurrent_net_run_along_the_batch(B):
-    """(B, T, d) fed to an LSTM that expects (T, B, d)."""
+    """An input (B, T, d) is passed to an LSTM that expects (T, B, d)."""
     return Net(lambda m, x: m.f(x)[0], f=nn.LSTM(6, 4)), noise(B, 7, 6)
 
 
@@ -143,7 +143,7 @@ def checkpointed_batch_mean(B):
 
 @interacting(loss=as_losses)
 def anchors_shared_by_several_triplets(B):
-    """Mined triplets: one row of activations serves two losses."""
+    """Mined triplets: one row of activations is used by two losses."""
 
     def forward(m, x):
         h = m.f(x)

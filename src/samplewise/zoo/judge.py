@@ -1,4 +1,4 @@
-"""One case on one device and in one precision: are the engine's answers those of plain autograd?"""
+"""Comparison of the engine with plain autograd for one case, device and precision."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Precision:
-    """What the model is held in, whether it runs under autocast, what is asked and how close answers must be."""
+    """Precision of a comparison: dtype of the model, autocast dtype, quantities to compare, tolerance."""
 
     dtype: torch.dtype
     tolerance: Tolerance
@@ -45,12 +45,15 @@ class Precision:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     def against_double(self, device: torch.device) -> bool:
-        """float32 on the CPU is held against float64. Elsewhere dropout draws other numbers, and under autocast
-        what the forward pass has lost is not the engine's to find: there the rows are those of the same graph."""
+        """True if the reference rows are computed in float64: for float32 on the CPU.
+
+        On other devices dropout draws other numbers, and under autocast the forward pass itself is less precise; there
+        the rows are computed from the same graph.
+        """
         return self.dtype == torch.float32 and self.autocast is None and device.type == "cpu"
 
     def describe(self, device: torch.device) -> str:
-        """What is compared with what."""
+        """Description of the comparison for `samplewise doctor --zoo`."""
         if self.autocast is not None:
             held = "float32 under bf16 autocast"
         else:
@@ -58,9 +61,9 @@ class Precision:
             held += " without TF32" if held == "float32" and device.type == "cuda" else ""
         truth = "in float64" if self.against_double(device) else "in the same precision, on the same device"
         return (
-            f"{held}.\nEach sample's gradient and what follows from it, against one plain backward pass per sample\n"
-            f"{truth}; allowed is {self.tolerance.relative:.0e} of a parameter's largest value\n"
-            f"and {self.tolerance.floor:.0e} of the largest of all parameters."
+            f"{held}.\nPer-sample gradients and derived quantities, compared with one backward pass per sample\n"
+            f"{truth}. Tolerance: {self.tolerance.relative:.0e} of a parameter's largest value\n"
+            f"plus {self.tolerance.floor:.0e} of the largest value of all parameters."
         )
 
 
@@ -72,15 +75,15 @@ PRECISIONS = {"fp64": FP64, "fp32": FP32, "bf16": BF16}
 
 @dataclass(frozen=True)
 class Trial:
-    """Everything of a comparison that needs no engine."""
+    """Prepared comparison: model, losses and reference rows, computed without the engine."""
 
     model: nn.Module
-    losses: Callable[[], Tensor]  # a new graph each time, with the same random numbers
+    losses: Callable[[], Tensor]  # builds a new graph with the same random numbers
     rows: Rows
     precision: Precision
 
     def compare(self, **how: Any) -> None:
-        """Raises Disagreement where gradients(losses, model, **how) answer anything else than the rows."""
+        """Raise Disagreement if a quantity of gradients(losses, model, **how) differs from the rows."""
         theirs, other = None, None
         if "gram with another" in self.precision.asked:
             theirs = gradients(other_losses(self.losses()), self.model, **how)
@@ -90,6 +93,7 @@ class Trial:
 
 
 def trial(case: Case, precision: Precision = FP64, device: torch.device = CPU) -> Trial:
+    """Build the case and compute its reference rows with plain autograd."""
     model, inputs = case.build(dtype=precision.dtype, device=device)
 
     def losses() -> Tensor:
@@ -104,15 +108,18 @@ def trial(case: Case, precision: Precision = FP64, device: torch.device = CPU) -
     return Trial(model, losses, rows, precision)
 
 
-# --- the verdict ------------------------------------------------------------------------------------------------------
+# --- verdict ----------------------------------------------------------------------------------------------------------
 
 RIGHT, REFUSED, WRONG, NOT_RUN = OUTCOMES = ("right", "refused", "wrong", "not run")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """right: every answer agrees. refused: samples interact, the engine says so, and agrees if it is allowed to go on.
-    wrong: anything else it did. not run: PyTorch itself fails on the case, with no engine in sight."""
+    """Outcome of one case, with the reason.
+
+    right: all quantities agree. refused: samples interact, the engine raises SamplesInteractError, and agrees with
+    interacting="allow". wrong: any other behaviour of the engine. not run: PyTorch itself fails on the case.
+    """
 
     case: Case
     outcome: str
@@ -120,8 +127,9 @@ class Verdict:
 
 
 def judge(case: Case, precision: Precision = FP64, device: torch.device = CPU) -> Verdict:
+    """Compare engine and oracle on one case; never raises."""
     with warnings.catch_warnings(), _without_tf32():
-        warnings.simplefilter("ignore")  # kernels that PyTorch does not have, and the like
+        warnings.simplefilter("ignore")  # for example warnings about missing kernels
         try:
             prepared = trial(case, precision, device)
         except Exception as error:
@@ -138,6 +146,7 @@ def judge(case: Case, precision: Precision = FP64, device: torch.device = CPU) -
 
 
 def tally(verdicts: Iterable[Verdict]) -> dict[str, int]:
+    """Number of verdicts by outcome."""
     found = Counter(verdict.outcome for verdict in verdicts)
     return {outcome: found[outcome] for outcome in OUTCOMES}
 
@@ -147,7 +156,7 @@ def _must_refuse(prepared: Trial) -> None:
         gradients(prepared.losses(), prepared.model).norms()
     except SamplesInteractError:
         return
-    raise Disagreement("samples interact, which must be refused; found an answer")
+    raise Disagreement("samples interact, so SamplesInteractError must be raised; found a result")
 
 
 def _first_line(error: Exception) -> str:
@@ -158,7 +167,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """cuDNN rounds to ten bits unless told otherwise, which is no float32."""
+    """Disable TF32 in cuDNN, which has a 10-bit mantissa, inside the block."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:

@@ -1,4 +1,4 @@
-"""Layers of torch.nn that are neither convolutions, recurrent nor attention."""
+"""Cases: layers of torch.nn other than convolutions, recurrent layers and attention."""
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +134,7 @@ def group_norm(B):
 
 @case
 def instance_norm(B):
-    """Runs as batch norm in training mode on (1, B·C, …), yet no samples meet."""
+    """Computed as batch norm in training mode on (1, B·C, …), but samples do not interact."""
     return nn.Sequential(nn.Conv1d(3, 4, 3), nn.InstanceNorm1d(4, affine=True), nn.Conv1d(4, 3, 1)), noise(B, 3, 9)
 
 
@@ -175,7 +175,7 @@ def dropout_of_channels(B):
 
 @case(rows=False)
 def stochastic_depth(B):
-    """Whole samples skip a block, chosen anew each step."""
+    """Randomly chosen samples skip a block in each forward pass."""
 
     def forward(m, x):
         keep = (torch.rand(len(x), 1, dtype=torch.float64, device="cpu") > 0.5).to(x)
@@ -241,7 +241,7 @@ def embedding_bag_with_weights_from_the_net(B):
 
 @case(rows=False, second_order=False)
 def embedding_bag_with_offsets(B):
-    """Bags of 1, 2, 3 … words packed into one row of ids."""
+    """Bags of 1, 2, 3 … tokens packed into one row of ids."""
     sizes = torch.arange(B) % 4 + 1
     model = Net(lambda m, ids, starts: m.head(m.bag(ids, starts)), bag=nn.EmbeddingBag(11, 6), head=nn.Linear(6, 3))
     return model, tokens(int(sizes.sum())), sizes.cumsum(0) - sizes
@@ -288,7 +288,7 @@ def adaptive_pool_and_log_softmax(B):
 
 @case(loss=as_losses)
 def adaptive_softmax_with_clusters(B):
-    """Rows are sent to clusters by their target."""
+    """Rows are assigned to clusters by their target."""
     model = Net(
         lambda m, x, y: -m.f(m.body(x), y).output,
         body=nn.Linear(6, 8),

@@ -1,4 +1,4 @@
-"""Losses with parameters, penalties, zeros and gradients in them."""
+"""Cases: losses with parameters, penalties, zeros and gradients."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ def cross_entropy_of_a_classifier(B):
 
 @case(loss=as_losses)
 def mean_over_valid_tokens(B):
-    """ignore_index, and a denominator of its own for every sample."""
+    """Cross-entropy with ignore_index; each sample has its own denominator."""
     targets = tokens(B, 7)
     targets[:, 5:] = -100
 
@@ -54,7 +54,7 @@ def centre_loss(B):
 
 @case(loss=as_losses)
 def learned_task_uncertainties(B):
-    """Two heads, one loss per sample that sums both."""
+    """Two heads; the loss of a sample is the sum of both."""
 
     def forward(m, x):
         h = m.f(x)
@@ -98,7 +98,7 @@ def hinge_with_many_exact_zeros(B):
 
 @case(loss=as_losses)
 def hinge_that_is_zero_for_whole_samples(B):
-    """Every second sample has no gradient at all."""
+    """Every second sample has zero gradient."""
     sign = 1 - 2.0 * (torch.arange(B) % 2)
     return Net(lambda m, x, y: (y * (5 + m.f(x).squeeze(1).tanh())).relu(), f=mlp(6, 8, 1)), noise(B, 6), sign
 
@@ -113,7 +113,7 @@ def samples_that_reach_no_parameter(B):
 
 @case(loss=as_losses, rows=False)
 def losses_joined_with_constants(B):
-    """The last losses come from outside the graph."""
+    """The last losses are constants that are not in the graph."""
     keep = B - B // 3
 
     def forward(m, x):
@@ -135,7 +135,7 @@ def losses_of_mixed_signs_by_position(B):
 
 @case(loss=as_losses)
 def gradient_penalty_on_the_inputs(B):
-    """The losses hold gradients themselves, so the graph is that of a double backward."""
+    """The losses contain gradients, so the graph is that of a double backward."""
 
     def forward(m, x):
         x = x.detach().requires_grad_()
@@ -147,7 +147,7 @@ def gradient_penalty_on_the_inputs(B):
 
 @case(loss=as_losses)
 def differential_equation_residual(B):
-    """A physics-informed net: second derivatives in the loss."""
+    """Physics-informed network: second derivatives in the loss."""
 
     def forward(m, t):
         t = t.detach().requires_grad_()
@@ -248,7 +248,7 @@ def huber_and_quantile(B):
 
 @case(loss=as_losses)
 def deepest_of_several_exits(B):
-    """Each sample's loss is the least over three heads."""
+    """Each sample's loss is the minimum over three heads."""
 
     def forward(m, x):
         each, h = [], x

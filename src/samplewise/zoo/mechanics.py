@@ -1,4 +1,4 @@
-"""What autograd can be made to do: checkpoints, custom functions, in-place writes, complex numbers, vmap."""
+"""Cases: autograd features (checkpointing, custom functions, in-place writes, complex numbers, vmap)."""
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ def whole_loss_checkpointed(B):
 
 
 class Cube(torch.autograd.Function):
-    """Saves its input."""
+    """Custom function that saves its input."""
 
     @staticmethod
     def forward(ctx, x):
@@ -83,7 +83,7 @@ class Cube(torch.autograd.Function):
 
 
 class ReverseGradient(torch.autograd.Function):
-    """Saves nothing."""
+    """Custom function that saves nothing."""
 
     @staticmethod
     def forward(ctx, x):
@@ -95,7 +95,7 @@ class ReverseGradient(torch.autograd.Function):
 
 
 class Polar(torch.autograd.Function):
-    """Two outputs, of which the caller may use one."""
+    """Custom function with two outputs; the caller may use only one."""
 
     @staticmethod
     def forward(ctx, x, y):
@@ -109,7 +109,7 @@ class Polar(torch.autograd.Function):
 
 
 class OwnLinear(torch.autograd.Function):
-    """A linear layer with its own backward, and no second one."""
+    """Linear layer with a custom backward, which is not differentiable again."""
 
     @staticmethod
     def forward(ctx, x, w, b):
@@ -124,7 +124,7 @@ class OwnLinear(torch.autograd.Function):
 
 
 class Lookup(torch.autograd.Function):
-    """A table and integer ids, without gradients where nothing asks for one."""
+    """Table lookup with integer ids; returns no gradient if its output receives none."""
 
     @staticmethod
     def forward(ctx, table, ids):
@@ -203,7 +203,7 @@ def written_in_place(B):
 
 @case
 def parameters_copied_into_a_buffer_in_place(B):
-    """The weight is assembled by writing into a fresh matrix."""
+    """The weight is assembled in place in a new matrix."""
 
     def forward(m, x):
         w = m.a.new_zeros(3, 6)
@@ -230,13 +230,13 @@ def expanded_and_strided_activations(B):
 
 @case
 def sum_over_a_broadcast_batch(B):
-    """A row made of parameters alone is expanded to B rows first, and used after."""
+    """A row that depends on parameters only is expanded to B rows before use."""
     return Net(lambda m, x: m.f(m.seed.expand(len(x), 6)) * x, seed=weight(6), f=nn.Linear(6, 6)), noise(B, 6)
 
 
 @case
 def weight_cast_there_and_back(B):
-    """Mixed precision by hand: the parameter passes through another dtype."""
+    """Manual mixed precision: the parameter is cast to another dtype and back."""
     return Net(
         lambda m, x: F.linear(x, m.f.weight.to(torch.float64).to(x.dtype), m.f.bias.double().to(x.dtype)).tanh(),
         f=nn.Linear(6, 3),
@@ -279,7 +279,7 @@ def module_under_vmap_over_samples(B):
 
 @case
 def ensemble_of_stacked_modules(B):
-    """The samples are the second dim of every activation; the members the first."""
+    """Dim 0 of every activation is the ensemble member, dim 1 the sample."""
     base = mlp()
     stacked, _ = stack_module_state([mlp() for _ in range(4)])
 
@@ -303,7 +303,7 @@ def functional_call_with_altered_weights(B):
 
 @case(loss=as_losses)
 def inner_gradient_step_per_sample(B):
-    """MAML: each sample adapts the weight to itself before it is scored."""
+    """MAML: the weight is adapted to each sample before its loss is computed."""
 
     def adapted(w, x, y):
         slope = torch.func.grad(lambda v: (x @ v - y).square().sum())(w)

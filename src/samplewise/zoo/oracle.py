@@ -1,6 +1,6 @@
-"""The dumb oracle: the Jacobian row by row with plain autograd, and every quantity computed from those rows.
+"""Oracle: per-sample gradients row by row with plain autograd, and every quantity computed from those rows.
 
-`Rows` has the methods of `samplewise.Gradients`, so that one question can be put to both.
+`Rows` has the methods of `samplewise.Gradients`, so the same code computes a quantity from either.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 
 def wanted(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters that require gradients, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def rows_of(losses: Tensor, parameters: dict[str, Tensor], create_graph: bool = False) -> Rows:
-    """One autograd.grad per sample."""
+    """Per-sample gradients with one autograd.grad call per sample."""
     rows = [
         torch.autograd.grad(
             loss, list(parameters.values()), retain_graph=True, allow_unused=True, create_graph=create_graph
@@ -35,6 +36,8 @@ def dense(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 
 class Rows:
+    """Per-sample gradients, name -> (B, *shape), with the methods of `samplewise.Gradients`."""
+
     def __init__(self, full: dict[str, Tensor]):
         self._full = full
         self.names = list(full)
@@ -57,7 +60,7 @@ class Rows:
         return dict(self._full)
 
     def flat(self) -> Tensor:
-        """(B, number of real numbers in all parameters)"""
+        """All gradients as one matrix (B, number of real values in all parameters)."""
         return torch.cat([real(rows).reshape(len(rows), -1) for rows in self._full.values()], 1)
 
     def norms(self, by: str | None = None) -> Any:

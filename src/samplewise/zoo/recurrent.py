@@ -1,4 +1,4 @@
-"""Recurrent layers, whole kernels and loops by hand."""
+"""Cases: recurrent layers, as fused kernels and as Python loops."""
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ def lstm_two_layers_both_directions(B):
 
 @case(float32=False, autocast=False)
 def lstm_with_projection(B):
-    """In float32 oneDNN warns that it has no such kernel."""
+    """oneDNN warns in float32 that it has no kernel for projections."""
     return Net(sequence_output, f=nn.LSTM(6, 5, proj_size=3, batch_first=True)), noise(B, 4, 6)
 
 
@@ -55,7 +55,7 @@ def lstm_with_learned_first_state(B):
 
 @case(rows=False)
 def lstm_on_packed_sequences(B):
-    """Lengths differ, so the kernel sorts the samples and its rows thin out."""
+    """Lengths differ: the kernel sorts the samples, and later time steps have fewer rows."""
     lengths = torch.arange(B) * 3 % 7 + 1
 
     def forward(m, x):
@@ -107,7 +107,7 @@ def gru_cell_in_a_loop_over_time_first_data(B):
 
 @case(shared=(7,))
 def linear_recurrence_by_cumulative_sum(B):
-    """A state space of sorts: decay per channel, sums over time."""
+    """Linear recurrence similar to a state-space model: decay per channel, sums over time."""
 
     def forward(m, x):
         decay = m.rate.sigmoid() ** torch.arange(7, dtype=x.dtype, device=x.device)[:, None]
@@ -150,7 +150,7 @@ def transposed_weight_made_once_and_used_in_a_loop(B):
 
 @case
 def decoder_that_feeds_itself(B):
-    """Greedy decoding: the word chosen depends on the sample."""
+    """Greedy decoding: the chosen token depends on the sample."""
 
     def forward(m, x):
         h, word, scores = x, x.new_zeros(len(x), dtype=torch.long), []

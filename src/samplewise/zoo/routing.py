@@ -1,4 +1,4 @@
-"""Where the samples sit: sorted, packed, scattered, routed, turned around."""
+"""Cases: layouts of samples (sorted, packed, scattered, routed, transposed)."""
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ def losses_in_another_order_than_the_inputs(B):
 
 @case(loss=as_losses, rows=False)
 def hardest_losses_only(B):
-    """losses[topk] of twice as many rows."""
+    """losses[topk] of 2·B rows."""
     return Net(lambda m, x: squared_loss(m.f(x)).topk(B).values, f=mlp()), noise(2 * B, 6)
 
 
@@ -59,7 +59,7 @@ def losses_picked_by_a_mask(B):
 
 @case
 def time_first_throughout(B):
-    """(T, B, d) with the losses summed over dim 0."""
+    """Activations (T, B, d); losses are summed over dim 0."""
 
     def forward(m, x):
         h = torch.tanh(m.a(x.transpose(0, 1).contiguous()))
@@ -70,7 +70,7 @@ def time_first_throughout(B):
 
 @case
 def features_first_throughout(B):
-    """(d, B): the samples are columns."""
+    """Activations (d, B): samples are columns."""
     return Net(
         lambda m, x: (m.b @ torch.tanh(m.a @ x.t() + m.c)).t(), a=weight(8, 6), b=weight(3, 8), c=weight(8, 1)
     ), noise(B, 6)
@@ -87,7 +87,7 @@ def batch_in_the_middle(B):
 
 @case
 def batch_interleaved_with_tokens(B):
-    """Flattened as (T·B, d), then as (B·T, d)."""
+    """Activations flattened as (T·B, d), then as (B·T, d)."""
 
     def forward(m, x):
         h = m.a(x.transpose(0, 1).reshape(-1, 6)).tanh().reshape(7, -1, 8)
@@ -98,7 +98,7 @@ def batch_interleaved_with_tokens(B):
 
 @case
 def views_doubled_by_augmentation(B):
-    """2·B rows, two per sample: copies side by side, then copies behind one another."""
+    """2·B rows, two per sample: first interleaved, then concatenated."""
 
     def forward(m, x):
         side, behind = m.f(x.repeat_interleave(2, 0)), m.f(torch.cat([x, -x]))
@@ -120,7 +120,7 @@ def triplets_in_one_batch(B):
 
 @case(loss=as_losses, rows=False)
 def packed_documents_under_a_block_diagonal_mask(B):
-    """All documents lie in one row of tokens; each loss is a segment sum."""
+    """All documents are packed into one row of tokens; each loss is a segment sum."""
     owner = torch.repeat_interleave(torch.arange(B), torch.arange(B) % 3 + 1)
 
     def forward(m, ids):
@@ -137,7 +137,7 @@ def packed_documents_under_a_block_diagonal_mask(B):
 
 @case(loss=as_losses, rows=False)
 def packed_documents_in_mixed_order(B):
-    """Tokens of all documents shuffled: the owner of a row follows no rule."""
+    """Tokens of all documents are shuffled, so rows belong to samples in arbitrary order."""
     owner = torch.arange(B).repeat(4)[torch.randperm(4 * B)]
 
     def forward(m, x):
@@ -149,7 +149,7 @@ def packed_documents_in_mixed_order(B):
 
 @case(loss=as_losses, rows=False)
 def graphs_with_messages_along_edges(B):
-    """A batch of small graphs as one big graph; losses per graph."""
+    """A batch of small graphs as one large graph; one loss per graph."""
     sizes = torch.arange(B) % 3 + 2
     owner = torch.repeat_interleave(torch.arange(B), sizes)
     starts = sizes.cumsum(0) - sizes
@@ -184,7 +184,7 @@ def graphs_with_attention_and_scatter_reduce(B):
 
 @case(loss=as_losses, rows=False)
 def dense_adjacency_of_a_batch_of_graphs(B):
-    """Block-diagonal adjacency multiplied from the left: a product that contracts over rows of all samples."""
+    """Left multiplication by a block-diagonal adjacency matrix, which contracts over rows of all samples."""
     adjacency = torch.block_diag(*[torch.rand(3, 3) for _ in range(B)])
 
     def forward(m, x):
@@ -213,7 +213,7 @@ def experts_chosen_per_token(B):
 
 @case
 def experts_chosen_two_per_token_by_sorting(B):
-    """Tokens sorted by expert, split, and scattered back."""
+    """Top-2 routing: tokens are sorted by expert, split, and scattered back."""
 
     def forward(m, x):
         flat = x.flatten(0, 1)
@@ -243,7 +243,7 @@ def experts_without_tokens(B):
 
 @case
 def experts_as_one_batched_weight(B):
-    """Each sample picks its matrix from a 3-D parameter."""
+    """Each sample selects its matrix from a 3-D parameter."""
     return (
         Net(lambda m, x, k: torch.bmm(x, m.w[k]) + m.b[k][:, None], w=weight(4, 6, 3), b=weight(4, 3)),
         noise(B, 7, 6),
@@ -282,7 +282,7 @@ def losses_stacked_from_scalars(B):
 
 @case
 def early_exit_for_some_samples(B):
-    """Some samples stop after the first block: their rows are written over."""
+    """Some samples exit after the first block; the rows of the others are overwritten."""
 
     def forward(m, x):
         first = m.exit(m.a(x).tanh())
@@ -296,7 +296,7 @@ def early_exit_for_some_samples(B):
 
 @case
 def ragged_lengths_removed_and_put_back(B):
-    """Unpadding as in flash attention: only valid tokens go through the layer."""
+    """Unpadding as in flash attention: only valid tokens are passed through the layer."""
     lengths = torch.arange(B) % 6 + 1
     valid = torch.arange(7) < lengths[:, None]
 
@@ -320,7 +320,7 @@ def tokens_dropped_by_score(B):
 
 @case(rows=False)
 def batch_split_over_two_branches(B):
-    """Even rows here, odd rows there."""
+    """Even rows use one branch, odd rows the other."""
 
     def forward(m, x):
         place = torch.arange(len(x), device=x.device)

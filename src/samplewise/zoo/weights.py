@@ -1,4 +1,4 @@
-"""How a parameter can be used: tied, transposed, sliced, broadcast, reparametrised, generated."""
+"""Cases: uses of a parameter (tied, transposed, sliced, broadcast, reparametrized, generated)."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ def tied_embedding_and_head(B):
 
 @case
 def tied_autoencoder(B):
-    """One matrix, used as it is and transposed."""
+    """One matrix, used untransposed and transposed."""
     return Net(lambda m, x: F.linear(F.linear(x, m.w, m.b).tanh(), m.w.t()), w=weight(4, 6), b=weight(4)), noise(B, 6)
 
 
@@ -96,7 +96,7 @@ def scalar_gate(B):
 
 @case
 def gates_that_are_zero(B):
-    """ReZero at its start: no gradient flows into the blocks."""
+    """ReZero at initialization: gates are zero, so no gradient flows into the blocks."""
 
     def forward(m, x):
         return m.head(x + m.gate * m.block(x))
@@ -140,7 +140,7 @@ def layer_scale_and_scale_per_head(B):
 
 @case
 def added_to_batch_equal_to_tokens(B):
-    """A bias (T, d) beside a batch of (B, T, d) with B = T = d."""
+    """A bias (T, d) is added to a batch (B, T, d) with B = T = d."""
     return Net(
         lambda m, x: torch.tanh(x + m.shift) * m.scale[:, None] / (2 + m.divide.cos()),
         shift=weight(B, B),
@@ -172,7 +172,7 @@ def matmul_with_the_parameter_on_the_left(B):
 
 @case
 def matrix_vector_products(B):
-    """One sample at a time: mv, dot, outer."""
+    """Samples are processed one at a time with mv, dot and outer."""
 
     def forward(m, x):
         return torch.stack([torch.outer(m.w.mv(row), m.v).flatten() * torch.dot(m.v, row[:4]) for row in x])
@@ -193,7 +193,7 @@ def batched_weights_per_head(B):
 
 @case
 def batched_weights_as_many_as_samples(B):
-    """Heads = B, so the dims of the parameter and of the samples cannot be told apart by size."""
+    """Heads = B, so sizes do not distinguish the dims of the parameter from those of the samples."""
     return Net(lambda m, x: torch.bmm(x.transpose(0, 1), m.w).transpose(0, 1), w=weight(B, B, B)), noise(B, B, B)
 
 
@@ -293,7 +293,7 @@ def weight_norm_on_a_convolution(B):
 
 @case(shared=(6, 8))
 def spectral_norm_in_eval_mode(B):
-    """Its vectors (6,) and (8,) are copies of buffers."""
+    """The vectors (6,) and (8,) of spectral norm are copies of buffers."""
     return nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3)).eval(), noise(
         B, 7, 6
     )
@@ -327,13 +327,13 @@ def standardised_weight(B):
 
 @case(needs_module=True)
 def masked_weight(B):
-    """Pruned: the mask is a buffer with as many rows as samples."""
+    """Pruned weight: the mask is a buffer with as many rows as samples."""
     return Net(lambda m, x: F.linear(x, m.w * m.keep), w=weight(B, 6), keep=(noise(B, 6) > 0).double()), noise(B, 7, 6)
 
 
 @case(rows=False, shared=(6, 13))
 def dropout_on_a_weight(B):
-    """Its mask is a tensor of no module; with a row per sample it might be data."""
+    """The dropout mask belongs to no module; with one row per sample it could be data."""
     return Net(lambda m, x: F.linear(x, F.dropout(m.w, 0.3)), w=weight(13, 6)), noise(B, 7, 6)
 
 
@@ -357,7 +357,7 @@ def hypernetwork_with_weights_per_sample(B):
 
 @case
 def hypernetwork_fed_by_a_parameter(B):
-    """The code is a parameter, so the whole generating net lies on the parameter side."""
+    """The code is a parameter, so the whole generating network depends on parameters only."""
     return Net(lambda m, x: F.linear(x, m.make(m.code).view(3, 6)), code=weight(4), make=mlp(4, 8, 18)), noise(B, 7, 6)
 
 
@@ -431,5 +431,5 @@ def batch_of_parameters_summed_to_one(B):
 
 @case(rows=False)
 def one_parameter_row_per_sample(B):
-    """Latent codes: sample i owns row i of the parameter."""
+    """Latent codes: sample i uses row i of the parameter."""
     return Net(lambda m, x: m.f(x + m.codes), codes=weight(B, 6), f=mlp()), noise(B, 6)

@@ -1,1 +1,1 @@
-"""An update as one compiled graph: what to trace, how to compile it, and when it may stand for the eager one."""
+"""Compiled updates: tracing, compilation with Inductor, guards, and verification against the eager update."""

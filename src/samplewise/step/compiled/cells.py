@@ -1,4 +1,4 @@
-"""Numbers in small tensors, read and written without the ways of tensors, which take microseconds."""
+"""ctypes views of small CPU tensors; avoids the microseconds of tensor indexing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPES: dict[torch.dtype, Any] = {
 
 
 def cells(tensor: Tensor) -> Any:
-    """The tensor's numbers as an array that shares its memory. Lives no longer than the tensor does."""
+    """Return a flat ctypes array that shares the tensor's memory; the tensor must outlive it."""
     if tensor.dtype not in TYPES or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise CannotCompile(f"numbers must be read that are {tensor.dtype} on {tensor.device}")
+        raise CannotCompile(f"a scalar of the optimizer is {tensor.dtype} on {tensor.device}")
     return (TYPES[tensor.dtype] * tensor.numel()).from_address(tensor.data_ptr())

@@ -1,4 +1,4 @@
-"""Which numbers of the optimizer's formula go to which parameter, and where the optimizer counts its steps."""
+"""Buckets of parameters that share the scalars of the optimizer's formula, with views of its step counters."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from samplewise.step.compiled.problems import CannotCompile
 
 @dataclass
 class Cohort:
-    """Parameters of one group that have made equally many steps: they share the numbers of the formula."""
+    """Parameters of one param group with the same step count; they share the scalars of the formula."""
 
     group: Group
     names: list[str] = field(default_factory=list)
-    counters: list[tuple[Any, Tensor]] = field(default_factory=list)  # the optimizer's own counts
+    counters: list[tuple[Any, Tensor]] = field(default_factory=list)  # (view, tensor) of each `step`
 
     @property
     def step(self) -> float:
-        """Read again each time: others may have made some."""
+        """Current step count; read each time, because uncompiled updates also change it."""
         return self.counters[0][0][0] if self.counters else 0.0
 
 
 class Cohorts:
-    """`states`: the tensors that the optimizer keeps, by parameter and name."""
+    """All buckets of an optimizer. `states`: state tensors of the optimizer, by (parameter name, state name)."""
 
     def __init__(self, formula: Formula, optimizer: Any, names: dict[int, str]):
-        """`names` are those of the parameters that have gradients, by id."""
+        """`names`: names of the parameters that have gradients, by id of the parameter."""
         self.formula = formula
         self.states: dict[tuple[str, str], Tensor] = {}
         self._all: list[Cohort] = []
@@ -53,19 +53,19 @@ class Cohorts:
         for key in self.formula.states(group):
             kept = state.get(key)
             if not isinstance(kept, Tensor) or kept.shape != p.shape:
-                raise CannotCompile("the optimizer has no state for some parameter yet")
+                raise CannotCompile("a parameter has no optimizer state yet")
             self.states[name, key] = kept
 
     def numbers(self, updates: int = 1) -> list[float]:
-        """For the next updates, one after the other."""
-        return [
-            number
-            for k in range(updates)
-            for c in self._all
-            for number in self.formula.numbers(c.group, c.step + 1 + k)
-        ]
+        """Scalars of the formula for the next `updates` updates: per update, all buckets in order."""
+        found: list[float] = []
+        for k in range(updates):
+            for cohort in self._all:
+                found += self.formula.numbers(cohort.group, cohort.step + 1 + k)
+        return found
 
     def advance(self, updates: int) -> None:
+        """Add `updates` to the optimizer's step counters."""
         for cohort in self._all:
             step = cohort.step + updates
             for cell, _ in cohort.counters:
@@ -78,8 +78,10 @@ class Cohorts:
         states: dict[tuple[str, str], Tensor],
         numbers: Tensor,
     ) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]:
-        """New parameters and new states."""
-        new, kept, start = dict(trained), dict(states), 0
+        """Return new parameters and new optimizer states; `numbers` are the scalars of one update."""
+        new = dict(trained)
+        kept = dict(states)
+        start = 0
         for cohort in self._all:
             width = len(self.formula.numbers(cohort.group, 1))
             some = numbers[start : start + width].unbind()
@@ -93,7 +95,7 @@ class Cohorts:
     def _applied(
         self, cohort: Cohort, p: Tensor, g: Tensor, state: dict[str, Tensor], numbers: Sequence[Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """In float32 at least: 0.999 is 1 in bfloat16."""
+        """Apply the formula to one parameter, at least in float32: 0.999 rounds to 1 in bfloat16."""
         kind = torch.promote_types(p.dtype, torch.float32)
         wide = {key: tensor.to(kind) for key, tensor in state.items()}
         new, changed = self.formula.apply(
@@ -102,11 +104,11 @@ class Cohorts:
         return new.to(p.dtype), {key: tensor.to(state[key].dtype) for key, tensor in changed.items()}
 
     def shape(self) -> Sequence[Any]:
-        """What the code depends on."""
+        """Optimizer settings that are compiled into the code; a change requires recompilation."""
         tensors = [isinstance(value, Tensor) for cohort in self._all for value in cohort.group.values()]
         return [self.formula.shape_of(cohort.group) for cohort in self._all] + tensors
 
     @property
     def counters(self) -> list[list[Any]]:
-        """The counts of each cohort, which are one number."""
+        """Views of the step counters of each bucket; within a bucket they must stay equal."""
         return [[cell for cell, _ in cohort.counters] for cohort in self._all]

@@ -1,8 +1,8 @@
-"""When an update is compiled, when its code may be used, and what becomes of it otherwise.
+"""Decides when updates are compiled, runs compiled updates, and falls back to uncompiled ones.
 
-An update is compiled for the structure and shape of its samples. Before its code is used for the first time, the update
-is made both ways and compared. Whenever it cannot be used, the step goes on uncompiled, and says so once if it was told
-to compile.
+An update is compiled for the structure and shape of its samples. Before the compiled code is used for the first time,
+one update is computed compiled and uncompiled, and the results are compared. When the code cannot be used, the step
+continues uncompiled; with compile=True it warns once.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from samplewise.step.slices import Slices
 from samplewise.step.summing import Weighted
 from samplewise.transforms.chain import Chain
 
-AUTO_AFTER = 1000  # updates of one sample: by then it will go on for a while
-SHAPES = 4  # of samples that are compiled
-CHANGES = 8  # of the model or the optimizer after which it is compiled again
+AUTO_AFTER = 1000  # one-sample updates before "auto" compiles: training is then likely to last
+SHAPES = 4  # maximum number of sample shapes that are compiled
+CHANGES = 8  # maximum number of recompilations after changes of the model or the optimizer
 
 
 Made = tuple[Part, int, int, float, list[Any], float]
-"""Updates that have been made: what is known of their samples, how many those are, how many updates, the norm of the
-last one's gradient, learning rates, seconds.
+"""Result of one or several updates: (per-sample results, number of samples, number of updates, gradient norm of the
+last update, learning rates, seconds).
 """
 
 
 class Compiling:
-    """`due` tells whether compiled updates are wanted by now; `updates` makes them, as long as it can."""
+    """Compiled updates of a step: `due` tests whether to compile; `updates` and `blocks` run compiled updates."""
 
     def __init__(
         self,
@@ -63,21 +63,33 @@ class Compiling:
         pause: Callable[[], bool],
         pauses: bool,
     ):
-        """`pause`: whether the next update is to be made uncompiled; `pauses`: whether one ever is."""
+        """`pause()` is True if the next update must be uncompiled; `pauses` is True if that can happen at all."""
         if mode not in (True, False, "auto"):
             raise ValueError(f"compile must be True, False or 'auto'; found {mode!r}.")
-        self.mode, self.evaluation, self.finish, self.microbatch = mode, evaluation, finish, microbatch
-        self.chain, self.record, self.pause, self.pauses = chain, record, pause, pauses
+        self.mode = mode
+        self.evaluation = evaluation
+        self.finish = finish
+        self.microbatch = microbatch
+        self.chain = chain
+        self.record = record
+        self.pause = pause
+        self.pauses = pauses
         self.tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         self._given_up: str | None = None
-        self._known: list[str] = []  # shapes of samples
+        self._known: list[str] = []  # sample shapes admitted for compilation
         self._guards: Guards | None = None
         self._programs: dict[Any, Program | None] = {}
-        self._changes, self._full = 0, False
-        self._era, self._rates = 0, finish.rates()  # of the optimizer's numbers
+        self._changes = 0
+        self._full = False
+        self._era = 0  # incremented when the optimizer's hyperparameters change
+        self._rates = finish.rates()
 
     def due(self, updates: int, samples: int | None) -> bool:
-        """After the first update, which is looked at for mistakes and gives the optimizer its state."""
+        """Test whether the next update should be compiled.
+
+        The first update never is: it is checked for mistakes and creates the optimizer state. With "auto": only
+        one-sample updates, after AUTO_AFTER of them.
+        """
         if self._given_up is not None or not self.mode:
             return False
         return updates >= (1 if self.mode is True else AUTO_AFTER) and (self.mode is True or samples == 1)
@@ -86,18 +98,22 @@ class Compiling:
         return {"known": list(self._known), "given_up": self._given_up}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy compiles for itself: code is bound to tensors."""
+        """State without compiled code, which is bound to tensors; a copy compiles again."""
         return {**vars(self), "_programs": {}, "_guards": None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._known, self._given_up = list(state["known"]), state["given_up"]
-        self._programs, self._guards = {}, None
+        self._known = list(state["known"])
+        self._given_up = state["given_up"]
+        self._programs = {}
+        self._guards = None
 
-    # --- making updates --------------------------------------------------------------------------------------------
+    # --- running updates -------------------------------------------------------------------------------------------
 
     def updates(self, rest: Slices, samples: int | None) -> Iterator[Made]:
-        """One after the other, until the batch is used up or the next one must be made uncompiled."""
-        size, end, records = samples or rest.left, rest.rows or 0, len(self.record)
+        """Run compiled updates one by one, until the batch is used up or the next update must be uncompiled."""
+        size = samples or rest.left
+        end = rest.rows or 0
+        records = len(self.record)
         program = self._program_for(rest, size)
         while program is not None and rest.taken + size <= end and not (self.pauses and self.pause()):
             made = self._make(program, rest)
@@ -108,8 +124,9 @@ class Compiling:
                 return
 
     def blocks(self, rest: Slices, samples: int | None) -> Iterator[Made]:
-        """The same for whoever does not look in between."""
-        size, end = samples or rest.left, rest.rows or 0
+        """Run compiled updates in blocks of up to CHUNK; the caller runs no code between the updates of a block."""
+        size = samples or rest.left
+        end = rest.rows or 0
         program = self._program_for(rest, size)
         several = program is not None and program.can_make_many and self.finish.scheduler is None
         while program is not None and rest.taken + size <= end and not self.pause():
@@ -124,7 +141,8 @@ class Compiling:
     def _make(self, program: Program, rest: Slices) -> Made | None:
         started = perf_counter()
         if self._guards is None or self._guards.renumbered():
-            self._era, self._rates = self._era + 1, self.finish.rates()
+            self._era += 1
+            self._rates = self.finish.rates()
         if program.copies:
             program.copy_again()
         results = program(rest.taken, self._era)
@@ -139,7 +157,8 @@ class Compiling:
         return program.part(results), program.count, 1, program.norm(), self._rates, perf_counter() - started
 
     def _make_many(self, program: Program, rest: Slices, updates: int) -> Made | None:
-        started, rates = perf_counter(), self.finish.rates()
+        started = perf_counter()
+        rates = self.finish.rates()
         made, results = program.many(rest.taken, updates)
         if not made:
             return None
@@ -147,17 +166,20 @@ class Compiling:
         return program.part(results), program.count * made, made, program.norm(), rates, perf_counter() - started
 
     def _hold(self) -> bool:
+        """Test the guards; discard all compiled code if something has changed."""
         if self._guards is not None and self._guards.hold():
             return True
-        self._programs, self._guards, self._changes = {}, None, self._changes + 1
+        self._programs = {}
+        self._guards = None
+        self._changes += 1
         if self._changes > CHANGES:
-            self._give_up(f"the model or the optimizer has been changed {self._changes} times")
+            self._give_up(f"the model or the optimizer has changed {self._changes} times")
         return False
 
     # --- compiling -------------------------------------------------------------------------------------------------
 
     def _program_for(self, rest: Slices, size: int) -> Program | None:
-        """None if this is to be made uncompiled."""
+        """Return the verified program for the next update, compiling it if needed; None: run uncompiled."""
         if not 0 < size <= rest.left:
             return None
         record = frozenset(self.record)
@@ -172,17 +194,18 @@ class Compiling:
             if program is not None:
                 program.feed(rest.batch)
                 program.tried = program.tried or self._agrees(program, rest, size, record)
-        except Exception as problem:  # of tracing or compiling: nothing has been changed
+        except Exception as problem:  # raised by tracing or compiling; nothing has been changed
             self._give_up(_in_short(problem))
             return None
         return program if program is not None and program.tried else None
 
     def _admitted(self, shape: str) -> bool:
+        """Test whether this sample shape is compiled: at most SHAPES different ones are."""
         if shape in self._known:
             return True
         if len(self._known) == SHAPES:
             if not self._full:
-                self._say(f"samples of more than {SHAPES} shapes stay uncompiled: found another one")
+                self._say(f"at most {SHAPES} sample shapes are compiled; found another shape, which stays uncompiled")
             self._full = True
             return False
         self._known.append(shape)
@@ -196,11 +219,13 @@ class Compiling:
             guards, tensors, whole = self._traced(rest, size, example, record)
             program = Program(whole, tensors, example)
         guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
-        self._guards, self._era, self._rates = guards, self._era + 1, self.finish.rates()
+        self._guards = guards
+        self._era += 1
+        self._rates = self.finish.rates()
         return program
 
     def _agrees(self, program: Program, rest: Slices, size: int, record: frozenset[str]) -> bool:
-        """False as long as it is not known."""
+        """Verify the program on the next update. False: not decided, for example because the update is not finite."""
         example = cut(rest.batch, rest.taken, rest.taken + size, rest.rows)
         same = agrees(program, self.evaluation, self.finish, self.chain, record, example, rest.taken)
         if same is False:
@@ -208,9 +233,11 @@ class Compiling:
         return same is True
 
     def _traced(self, rest: Slices, size: int, example: Any, record: frozenset[str]) -> tuple[Guards, Tensors, Whole]:
-        evaluation, optimizer = self.evaluation, self.finish.optimizer
+        evaluation = self.evaluation
+        optimizer = self.finish.optimizer
         functions = [evaluation.loss_fn, *(t.answer for t in self.chain.samples.transforms)]
-        guards, tensors = Guards(evaluation.modules, functions, optimizer), Tensors.of(evaluation)
+        guards = Guards(evaluation.modules, functions, optimizer)
+        tensors = Tensors.of(evaluation)
         with guards.undisturbed():
             backward = trace_backward(evaluation, Weighted(evaluation, self.chain, "norms" in record), tensors, example)
         formula = formula_of(optimizer)
@@ -220,38 +247,42 @@ class Compiling:
         return guards, tensors, Whole(backward, cohorts, size, chosen, self.finish.max_grad_norm, self.finish.checks)
 
     def _check_settings(self, size: int) -> None:
-        """What is known to be impossible, or not to pay."""
+        """Raise CannotCompile for settings that are not supported or not faster when compiled."""
         modules = [m for root in self.evaluation.modules for m in root.modules()]
         reasons = {
-            "the parameters are not in main memory": self.evaluation.trained.device.type != "cpu",
+            "the parameters are not in CPU memory": self.evaluation.trained.device.type != "cpu",
             "there is a loss scale": self.evaluation.precision.scales,
             "a window is computed in microbatches": self.microbatch.automatic or (self.microbatch.size or size) < size,
-            "transforms group samples, look at references or add noise": bool(
+            "transforms group samples, use references or add noise": bool(
                 self.chain.grouping or self.chain.samples.references or self.chain.on_sum
             ),
             "recurrent layers are no faster compiled": any(isinstance(m, nn.RNNBase) for m in modules),
-            "the model has been compiled by torch.compile": any(hasattr(m, "_orig_mod") for m in modules),
+            "the model was compiled with torch.compile": any(hasattr(m, "_orig_mod") for m in modules),
         }
         for reason, holds in reasons.items():
             if holds:
                 raise CannotCompile(reason)
 
-    # --- saying things ---------------------------------------------------------------------------------------------
+    # --- warnings --------------------------------------------------------------------------------------------------
 
     def _give_up(self, reason: str) -> None:
-        self._given_up, self._programs, self._guards = reason, {}, None
+        self._given_up = reason
+        self._programs = {}
+        self._guards = None
         self._say(f"updates stay uncompiled: {reason}")
 
     def _say(self, what: str) -> None:
         if self.mode is True:
             warnings.warn(
-                f"{what}. Training goes on, with the same numbers and at the usual speed.", TrainingWarning, 2
+                f"{what}. Training continues; uncompiled updates give the same results, without the speedup.",
+                TrainingWarning,
+                2,
             )
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Tracer and compiler warn of themselves, and the model has been heard uncompiled."""
+    """Ignore warnings of tracer and compiler; warnings of the model were shown in uncompiled updates."""
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         yield

@@ -1,9 +1,9 @@
-"""Operations on one sample, written out so that the compiler can fuse them, or so that less is done around them.
+"""Decompositions of operations on one sample, which the compiler can fuse or which have less overhead.
 
-With one sample the gradient of a weight is a product of a column and a row. Written as `column * row` it never becomes
-a tensor: it is computed where the update reads it. And a convolution of one small image is a matrix product, which
-takes less time than the library needs to prepare a convolution; so do a few small products for an attention of few
-tokens.
+With one sample the gradient of a weight is a product of a column and a row. Written as `column * row` it is never
+stored as a tensor: it is computed where the update reads it. A convolution of one small image is written as a matrix
+product, which takes less time than the library needs to prepare a convolution. Attention over few tokens is written as
+a few small matrix products for the same reason.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-SMALL_PRODUCT = 2**15  # multiplications up to which a loop of our own beats the library's call
-SMALL_IMAGE = 2**22  # multiplications of a convolution
-SMALL_SCORES = 2**15  # of an attention: pairs of tokens, in all samples and heads
+SMALL_PRODUCT = 2**15  # multiplications up to which a generated loop is faster than the library call
+SMALL_IMAGE = 2**22  # multiplications up to which a convolution becomes a matrix product
+SMALL_SCORES = 2**15  # attention scores (pairs of tokens, over all samples and heads) up to which it is decomposed
 
 
 def stored(t: Tensor) -> Tensor:
-    """The same, kept in memory by the compiler instead of computed anew for every element of what it is part of."""
+    """Make the compiler store `t` in memory instead of recomputing it for every element that uses it."""
     return t.as_strided(t.shape, t.stride())
 
 
@@ -38,12 +38,12 @@ def mm(a: Tensor, b: Tensor) -> Any:
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Any:
-    """The bias is added by whatever comes next."""
+    """Separate the bias, so that its addition is fused into the next operation."""
     return bias + a @ b if beta == alpha == 1 else NotImplemented
 
 
 def _row_times(row: Tensor, matrix: Tensor) -> Tensor:
-    """The sum runs along memory where it can."""
+    """Row times matrix; the sum runs over contiguous memory if possible."""
     if matrix.stride(0) == 1:
         return (row * matrix.t()).sum(1).unsqueeze(0)
     return (row.t() * matrix).sum(0).unsqueeze(0)

@@ -1,5 +1,7 @@
-"""What an optimizer does to one parameter, as a formula. The numbers in it are inputs: a new learning rate needs no new
-code. They are computed in Python's float64, as the optimizer does.
+"""Update formulas of optimizers for compiled updates.
+
+The scalars of a formula (learning rate, bias corrections, ...) are inputs of the compiled code, so a new learning rate
+needs no recompilation. They are computed in Python's float64, as the optimizer does.
 """
 
 from __future__ import annotations
@@ -19,32 +21,36 @@ State = dict[str, Tensor]
 
 
 class Formula(ABC):
-    """For one of the optimizer's groups. What `shape_of` tells is part of the code; what `numbers` are is not. `ages`:
-    whether they depend on the number of steps.
+    """Update formula of an optimizer for one param group.
+
+    The settings in `shape_of` are compiled into the code; the scalars in `numbers` are inputs. `ages` is True if the
+    scalars depend on the step count.
     """
 
     ages = False
 
     @abstractmethod
     def shape_of(self, group: Group) -> tuple[Any, ...]:
-        """What the code depends on."""
+        """Settings of the group that are compiled into the code."""
 
     @abstractmethod
     def states(self, group: Group) -> tuple[str, ...]:
-        """The tensors that are kept for each parameter, beside the number of steps."""
+        """Names of the state tensors per parameter, without the step count."""
 
     @abstractmethod
     def numbers(self, group: Group, step: float) -> Sequence[float]:
-        """For the update that is number `step`, from 1."""
+        """Scalars for update number `step`, counted from 1."""
 
     @abstractmethod
     def apply(
         self, group: Group, p: Tensor, g: Tensor, state: State, numbers: Sequence[Tensor]
     ) -> tuple[Tensor, State]:
-        """The new parameter and its new state."""
+        """Return the new parameter and its new state tensors."""
 
 
 class SGD(Formula):
+    """torch.optim.SGD"""
+
     def shape_of(self, group: Group) -> tuple[Any, ...]:
         return bool(group["momentum"]), bool(group["nesterov"]), bool(group["weight_decay"]), bool(group["maximize"])
 
@@ -68,7 +74,7 @@ class SGD(Formula):
 
 
 class Adam(Formula):
-    """And AdamW, which is Adam with `decoupled_weight_decay`."""
+    """Adam and AdamW; AdamW is Adam with `decoupled_weight_decay`."""
 
     ages = True
 
@@ -121,7 +127,7 @@ FORMULAS: dict[type, Formula] = {torch.optim.SGD: SGD(), torch.optim.Adam: Adam(
 
 
 def formula_of(optimizer: Any) -> Formula | None:
-    """None where only the optimizer itself knows: of subclasses, and of options that change more than numbers."""
+    """Return the formula of an optimizer; None for subclasses, hooks and options that change the formula."""
     if isinstance(optimizer, ByRule):
         return Bare() if isinstance(optimizer.rule, Descent) else None
     if any(hooks_of(optimizer)) or not _has_its_own_step(optimizer):
@@ -129,20 +135,20 @@ def formula_of(optimizer: Any) -> Formula | None:
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return None
     if any(isinstance(value, Tensor) for group in optimizer.param_groups for value in group.values()):
-        return None  # its type counts when the optimizer computes with it
+        return None  # a tensor's dtype would affect the result
     if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
-        return None  # which are pairs of real numbers for some
+        return None  # some optimizers treat these as pairs of real numbers
     return FORMULAS.get(type(optimizer))
 
 
 def hooks_of(optimizer: Any) -> list[Any]:
-    """Its own, and those of all optimizers."""
+    """Step hooks of this optimizer and the global optimizer hooks."""
     mine = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
     return [*mine, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 
 def _has_its_own_step(optimizer: Any) -> bool:
-    """Schedulers put another one there that only notes that it was called; others do more."""
+    """Test that `optimizer.step` is not replaced; the wrapper of LR schedulers, which only counts calls, is allowed."""
     step = optimizer.step
     while getattr(step, "_wrapped_by_lr_sched", False):
         step = step.__wrapped__

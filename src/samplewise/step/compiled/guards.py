@@ -1,9 +1,9 @@
-"""What must be as it was when an update was compiled: the compiled code knows nothing of later changes.
+"""Guards: detect changes since compilation that the compiled code would not see.
 
-Tensors may change their values, since the code reads them each time, and so may the optimizer's numbers. Anything else
-that the model, the loss function or a transform can look up is compared: attributes of modules, parameters and buffers
-by identity, what a function has in its closure or finds by name among the globals, and what is in the lists, dicts and
-records (objects of plain values) among those.
+Values of tensors and scalars of the optimizer may change, because the code reads them in each update. Everything else
+that the model, the loss function or a transform can look up is compared: attributes of modules; parameters and buffers
+by identity; closure variables and globals used by functions; and the contents of lists, dicts and records (objects with
+plain values only) among these.
 """
 
 from __future__ import annotations
@@ -39,33 +39,37 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 ANYWHERE = [getattr(nn_module, f"_global{name}") for name in HOOKS if hasattr(nn_module, f"_global{name}")]
 OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-LARGE = 100  # entries: of more, only the number is looked at
+LARGE = 100  # entries; for larger containers only the length is compared
 
 
 class Guards:
-    """`hold()` is asked before every update that somebody may have done something before: in a few microseconds."""
+    """Guards of all programs of a step. `hold()` takes a few microseconds and runs after user code may have run."""
 
     def __init__(self, modules: Sequence[nn.Module], functions: Iterable[Any], optimizer: Any):
         self._modules = [module for root in modules for module in root.modules()]
         self._hooks = [*ANYWHERE, *(getattr(m, name) for m in self._modules for name in HOOKS)]
         if any(self._hooks):
             raise CannotCompile("modules have hooks")
-        self._fixed, self._numbers = Expression(), Expression()
+        self._fixed = Expression()
+        self._numbers = Expression()
         self._look_at_modules()
         self._look_around([*functions, *methods_of(self._modules)])
         self._look_at_optimizer(optimizer)
 
     def _look_at_modules(self) -> None:
+        """Guard attributes, submodules, parameters and buffers of all modules."""
         for module in self._modules:
             kept = vars(module)
             self._fixed.items(kept, [key for key in kept if key not in OF_EVERY_MODULE])
             self._fixed.add("len({})", kept)
             for inside in (module._modules, module._parameters, module._buffers):
                 self._fixed.items(inside, list(inside))
-                if isinstance(module, LISTS) or not of_a_library(type(module)):  # a layer uses what it knows
+                # Layers of a library read only the entries that they define.
+                if isinstance(module, LISTS) or not of_a_library(type(module)):
                     self._fixed.add("len({})", inside)
 
     def _look_around(self, functions: Sequence[Any]) -> None:
+        """Guard closures, globals and containers used by functions and modules, hooks, autocast and torch settings."""
         self._places = places_of(functions)
         for place in self._places:
             self._fixed.add(place.where, place.holder)
@@ -83,8 +87,9 @@ class Guards:
         self._fixed.add("{}()", torch.is_grad_enabled)
 
     def _look_at_optimizer(self, optimizer: Any) -> None:
+        """Guard hooks, groups and state of the optimizer; its hyperparameters are stored separately."""
         self._fixed.add("any({})", hooks_of(optimizer))
-        self._fixed.add("{}.get('step')", vars(optimizer))  # somebody may put another one there
+        self._fixed.add("{}.get('step')", vars(optimizer))  # `step` may be replaced on the instance
         self._fixed.add("len({}.param_groups)", optimizer)
         for group in optimizer.param_groups:
             self._fixed.add("len({})", group["params"])
@@ -107,8 +112,10 @@ class Guards:
         counters: Sequence[Sequence[Any]],
         settings: Callable[[], Any],
     ) -> None:
-        """The tensors that the code is given: where they are in memory, and which are trained, must stay. So must
-        counters that it takes for one, and settings that it depends on.
+        """Add guards for the inputs of the compiled code.
+
+        Memory addresses and requires_grad of the tensors must stay, step counters of one bucket must stay equal, and
+        the optimizer settings compiled into the code must not change.
         """
         for tensor in (*trained, *others):
             self._fixed.equal("{}.data_ptr()", tensor)
@@ -120,23 +127,29 @@ class Guards:
         for first, *rest in (cells for cells in counters if cells):
             for other in rest:
                 self._fixed.add("{}[0][0] == {}[1][0]", (first, other))
-        self._settings, self._set = settings, settings()
+        self._settings = settings
+        self._set = settings()
 
     def hold(self) -> bool:
+        """Test that nothing has changed that requires recompilation."""
         same = self._fixed.identical() or self._fixed.holds()
         return same and (self._numbers.identical() or self._settings() == self._set)
 
     def renumbered(self) -> bool:
-        """Whether the optimizer's numbers may be others than when it was last asked."""
+        """Test whether the optimizer's hyperparameters may have changed since the last call."""
         return not self._numbers.identical() and self._numbers.note()
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """For tracing. Whatever the model notes down about itself meanwhile is not for good, and not compiled."""
+        """Restore RNG states, containers and variables after tracing.
+
+        Raises CannotCompile if the model changed its attributes or drew random numbers from Python or NumPy.
+        """
         generators = [*self._generators, (random.getstate, random.setstate)]
         numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
         generators += [] if numpy is None else [(partial(numpy.get_state, legacy=False), numpy.set_state)]
-        restore, drawn = random_state(), [read() for read, _ in generators]
+        restore = random_state()
+        drawn = [read() for read, _ in generators]
         then = [place.read() for place in self._places]
         try:
             yield
@@ -158,27 +171,28 @@ SAME = """
 def same():
     try:
         return {}
-    except (LookupError, AttributeError, ValueError):  # something has gone
+    except (LookupError, AttributeError, ValueError):  # an entry or attribute was deleted
         return False
 """
 
 
 class Expression:
-    """Places to look at and what was found there, checked by one expression: a function call for each would take
-    longer than a small update does.
+    """Python expressions with the values they had, compared by one generated function.
+
+    One function call per expression would take longer than a small update.
     """
 
     def __init__(self) -> None:
         self._names: dict[str, Any] = {}
-        self._checks: list[tuple[str, str, str]] = []  # where, how to compare, the name of what was there
+        self._checks: list[tuple[str, str, str]] = []  # (expression, comparison, variable name of the old value)
         self.identical: Callable[[], bool] = self._first
 
     def names(self, **known: Any) -> None:
-        """For use in what is added."""
+        """Define names for use in expressions."""
         self._names.update(known)
 
     def add(self, where: str, what: Any = None, how: str = "is") -> None:
-        """`where` is Python, with {} for `what`."""
+        """Evaluate and store a Python expression `where`, in which {} stands for the object `what`."""
         thing, then = f"thing{len(self._names)}", f"then{len(self._names)}"
         self._names[thing] = what
         where = where.replace("{}", thing)
@@ -201,7 +215,7 @@ class Expression:
             self.add("[*things_in({})]" if isinstance(container, dict) else "[*{}]", container, "same_things")
 
     def _first(self) -> bool:
-        """Whether all that was found are the very same objects: writes the function that tells, and asks it."""
+        """Generate the function that tests whether all values are identical objects, and call it."""
         checks = " and ".join(
             f"same_things({where}, {then})" if how == "same_things" else f"({where}) {how} {then}"
             for where, how, then in self._checks
@@ -211,7 +225,7 @@ class Expression:
         return self.identical()
 
     def holds(self) -> bool:
-        """The same objects, or plain values that are equal."""
+        """Test whether all values are identical objects or equal plain values; slower than `identical`."""
         try:
             now = [eval(where, self._names) for where, _, _ in self._checks]
         except (LookupError, AttributeError, ValueError):
@@ -221,7 +235,7 @@ class Expression:
         return alike and self.note()
 
     def note(self) -> bool:
-        """What is there now is what was there."""
+        """Store the current values as the ones to compare with; returns True."""
         self._names.update({then: eval(where, self._names) for where, _, then in self._checks})
         return True
 

@@ -1,7 +1,7 @@
-"""PyTorch's tracer and compiler, called directly. Their entry points are private: all that is used of them is here.
+"""Direct calls of PyTorch's tracer (make_fx) and compiler (Inductor); all uses of their private APIs are here.
 
-`torch.compile` would look at the whole surroundings again before every call, which costs more than a small update does.
-So there are no guards here: `samplewise.step.compiled.guards` has those that an update needs.
+`torch.compile` evaluates its guards before every call, which takes longer than a small update. Code compiled here has
+no guards; `samplewise.step.compiled.guards` implements those that an update needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Decompositions = Mapping[Any, Callable[..., Any]]
 
 
 def trace(function: Flat, inputs: Sequence[Tensor], ours: Decompositions) -> fx.GraphModule:
-    """What `function` does with the inputs, as a graph. Autograd may run inside, and tensors may be changed."""
+    """Trace `function` to an fx graph. It may run autograd and change tensors in place."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = {**select_decomp_table(), **ours}
@@ -34,13 +34,13 @@ def trace(function: Flat, inputs: Sequence[Tensor], ours: Decompositions) -> fx.
 
 
 def trace_functional(function: Flat, inputs: Sequence[Tensor], ours: Decompositions) -> fx.GraphModule:
-    """The same without autograd inside. Changes of inputs come last, and nothing else is changed."""
+    """Trace a function without autograd to a functional graph; in-place changes of inputs come last."""
     return trace(torch.func.functionalize(function, remove="mutations"), inputs, ours)
 
 
 @contextmanager
 def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """The module's parameters and buffers are other tensors for a while."""
+    """Replace parameters and buffers of the module inside the block."""
     from torch.nn.utils.stateless import _reparametrize_module
 
     with _reparametrize_module(module, tensors, tie_weights=True):
@@ -48,12 +48,12 @@ def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterat
 
 
 def is_kernel(thing: Any) -> bool:
-    """Whether the compiler's wrapper has it from a library that it has compiled."""
+    """Test for a kernel from a library compiled by Inductor, as found in its wrapper module."""
     return type(thing) is BuiltinFunctionType and thing.__name__ == "kernel" and hasattr(thing.__self__, "__file__")
 
 
 def address_of(kernel: Any) -> int:
-    """Of its C function."""
+    """Address of the kernel's C function."""
     library = ctypes.CDLL(kernel.__self__.__file__)
     found = ctypes.cast(library.kernel, ctypes.c_void_p).value
     assert found is not None
@@ -61,24 +61,24 @@ def address_of(kernel: Any) -> int:
 
 
 def load_c(source: str) -> Any:
-    """A library made from C++, compiled once and for all runs."""
+    """Compile C++ source to a library and load it; the result is cached on disk across runs."""
     from torch._inductor.codecache import CppCodeCache
 
     return CppCodeCache.load(source)
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int) -> Compiled:
-    """Machine code that takes a list of tensors of just these types and shapes, which it does not check."""
+    """Compile a graph to a function of a list of tensors; their dtypes and shapes are fixed and not checked."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     settings = {
         "cpp.threads": threads,
         "size_asserts": False,
-        "emulate_precision_casts": True,  # rounds to bfloat16 where the model does
-        "realize_reads_threshold": 16,  # a new state is read by two, and must not become a tensor for that
-        "compile_threads": 1,  # there is one thing to compile: no pool of processes
-        "fallback_random": True,  # dropout draws as it does uncompiled
+        "emulate_precision_casts": True,  # round to bfloat16 where the uncompiled model does
+        "realize_reads_threshold": 16,  # a new state has two readers and must not be materialized for that
+        "compile_threads": 1,  # there is one graph to compile; no process pool
+        "fallback_random": True,  # dropout draws the same numbers as uncompiled
     }
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(tensor) for tensor in inputs]

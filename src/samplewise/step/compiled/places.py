@@ -1,5 +1,6 @@
-"""Where the model, the loss function and transforms find things that are no parameters: closures, globals, attributes,
-and the lists, dicts and records in there.
+"""Python state that the model, loss function and transforms can read besides parameters.
+
+Closure variables, globals and attributes, and the lists, dicts and records (objects with plain values) among them.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from samplewise.batches import PLAIN
 
 CONTAINERS = (dict, list, tuple, set, deque)
 VALUES = (*PLAIN, *CONTAINERS, Tensor, torch.dtype, torch.device)
-DEPTH = 4  # of containers in containers
+DEPTH = 4  # maximum nesting of containers
 
 
 class Place(NamedTuple):
-    """A variable of a closure, or an entry of a dict: a global variable, or an attribute."""
+    """Reference to a closure variable or a dict entry (a global variable or an attribute)."""
 
     holder: Any
     name: str
 
     @property
     def where(self) -> str:
-        """As Python, with {} for the holder."""
+        """Python expression that reads the variable, with {} for the holder."""
         return "{}.cell_contents" if isinstance(self.holder, CellType) else f"{{}}[{self.name!r}]"
 
     def read(self) -> Any:
@@ -46,13 +47,13 @@ class Place(NamedTuple):
 
 
 def places_of(functions: Iterable[Any]) -> list[Place]:
-    """What functions look up, each place once."""
+    """References to all variables that the functions look up, without duplicates."""
     found = {(id(place.holder), place.name): place for function in functions for place in looked_up(function)}
     return list(found.values())
 
 
 def methods_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """What their own classes may do in the forward pass."""
+    """Methods of the modules' user-defined classes, without __init__."""
     kinds: dict[type, None] = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
     ours = [kind for kind in kinds if not of_a_library(kind) and kind is not object]
     own = [(name, method) for kind in ours for name, method in vars(kind).items() if name != "__init__"]
@@ -60,7 +61,7 @@ def methods_of(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def looked_up(function: Any, depth: int = 3) -> Iterator[Place]:
-    """What a function, or one that it calls, finds outside itself."""
+    """References to variables outside a function that it, or functions it calls up to `depth` levels deep, look up."""
     if isinstance(function, partial):
         yield from looked_up(function.func, depth)
         return
@@ -89,7 +90,7 @@ def looked_up(function: Any, depth: int = 3) -> Iterator[Place]:
 
 
 def _names(code: Any) -> set[str]:
-    """Global names that the code, or a function inside it, uses."""
+    """Global names used by a code object and its nested functions."""
     inner = [constant for constant in code.co_consts if inspect.iscode(constant)]
     return set(code.co_names).union(*map(_names, inner))
 
@@ -102,15 +103,16 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-# --- things with things in them ---------------------------------------------------------------------------------------
+# --- containers -------------------------------------------------------------------------------------------------------
 
 
 def within(things: Iterable[Any], known: Sequence[nn.Module], depth: int = DEPTH) -> list[Any]:
-    """The containers among the things and inside them, each once. Of a record, and of a module that is not among the
-    `known` ones, that is the dict of its attributes.
+    """Containers among the things and nested in them, without duplicates.
+
+    A record, or a module that is not in `known`, contributes the dict of its attributes.
     """
     found: dict[int, Any] = {}
-    seen = {id(module) for module in known} | {id(sys.modules)}  # compiling imports some
+    seen = {id(module) for module in known} | {id(sys.modules)}  # compiling imports modules, which changes sys.modules
 
     def go(thing: Any, depth: int) -> None:
         if depth == 0 or id(thing) in seen or isinstance(thing, (*PLAIN, Tensor)):
@@ -118,7 +120,7 @@ def within(things: Iterable[Any], known: Sequence[nn.Module], depth: int = DEPTH
         seen.add(id(thing))
         if isinstance(thing, nn.Module):
             inside: Any = [vars(thing), *vars(thing).values()]
-            depth += 1  # modules are as deep as they like
+            depth += 1  # nesting of modules is not limited
         elif isinstance(thing, CONTAINERS):
             found[id(thing)] = thing
             inside = thing.values() if isinstance(thing, dict) else thing
@@ -133,18 +135,19 @@ def within(things: Iterable[Any], known: Sequence[nn.Module], depth: int = DEPTH
 
 
 def _is_record(thing: Any, depth: int = 3) -> bool:
-    """An object of plain values and records, such as a configuration."""
+    """Test for an object with plain values and records only, such as a configuration."""
     if depth == 0 or not hasattr(thing, "__dict__") or callable(thing) or of_a_library(type(thing)):
         return False
     return all(isinstance(value, VALUES) or _is_record(value, depth - 1) for value in vars(thing).values())
 
 
 def of_a_library(kind: type) -> bool:
-    """One that keeps count of itself, and does not look at the user's globals."""
+    """Test for a class of torch or samplewise, which does not read the user's globals."""
     return _is_ours_or_torch(kind.__module__)
 
 
 def of_torch(module: Any) -> bool:
+    """Test for a Python module of torch or samplewise."""
     return _is_ours_or_torch(module.__name__)
 
 
@@ -153,36 +156,43 @@ def _is_ours_or_torch(name: str) -> bool:
 
 
 class Kept:
-    """What is in a container now, to be put back."""
+    """Snapshot of the contents of a container; `restore` puts them back."""
 
     def __init__(self, container: Any):
-        self._container, self._then = container, list(things_in(container))
+        self._container = container
+        self._then = list(things_in(container))
 
     def restore(self) -> None:
-        c, then = self._container, self._then
+        c = self._container
+        then = self._then
         if isinstance(c, tuple) or same_things(list(things_in(c)), then):
             return
         c.clear()
         if isinstance(c, dict):
             c.update(zip(then[::2], then[1::2], strict=True))
+        elif isinstance(c, set):
+            c.update(then)
         else:
-            c.update(then) if isinstance(c, set) else c.extend(then)
+            c.extend(then)
 
 
 def things_in(container: Any) -> Iterable[Any]:
-    """Of a dict, each key and what it has."""
-    return (thing for pair in container.items() for thing in pair) if isinstance(container, dict) else container
+    """Items of a container; for a dict, keys and values alternately."""
+    if isinstance(container, dict):
+        return (thing for pair in container.items() for thing in pair)
+    return container
 
 
 def same_things(now: Sequence[Any], then: Sequence[Any]) -> bool:
+    """Test whether two sequences hold identical objects."""
     return len(now) == len(then) and all(map(is_, now, then))
 
 
-# --- generators of random numbers -------------------------------------------------------------------------------------
+# --- random number generators -----------------------------------------------------------------------------------------
 
 
 def generators_in(things: Iterable[Any]) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """How to read and to write the state of each."""
+    """Pairs (get_state, set_state) of the Python and NumPy generators among the things."""
     found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
     for thing in things:
         if isinstance(thing, random.Random):

@@ -1,7 +1,7 @@
-"""Why an update stays uncompiled."""
+"""Exception for updates that cannot be compiled."""
 
 from __future__ import annotations
 
 
 class CannotCompile(Exception):
-    """Says why, in half a sentence. Never leaves the step."""
+    """An update cannot be compiled. The message is a short clause with the reason; caught inside the step."""

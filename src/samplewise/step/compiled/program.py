@@ -19,15 +19,16 @@ from samplewise.step.compiled.tracing import Tensors
 from samplewise.step.compiled.whole import Inputs, Whole
 from samplewise.step.parts import Part
 
-NOMINAL = 64  # rows of a batch, for the compiler
-SMALL = 2**18  # parameters up to which a second thread costs more than it brings
+NOMINAL = 64  # rows of the example batch that is compiled; real batches may have any number
+SMALL = 2**18  # parameters up to which one thread is faster than several
 
 
 class Program:
-    """Reads batches by row. An update that is not finite changes nothing."""
+    """Compiled update that reads rows of a batch by index. With checks, a non-finite update changes nothing."""
 
     def __init__(self, whole: Whole, tensors: Tensors, example: Any):
-        self.whole, cohorts = whole, whole.cohorts
+        self.whole = whole
+        cohorts = whole.cohorts
         width = 0 if cohorts is None else cohorts.width
         self._cells = [
             torch.zeros(1, dtype=torch.int64),
@@ -36,9 +37,11 @@ class Program:
         ]
         self._start, self._flag, self._numbers = map(cells, self._cells)
         self._era = -1
-        states = self.states = [] if cohorts is None else list(cohorts.states.values())
+        states = [] if cohorts is None else list(cohorts.states.values())
+        self.states = states
         self._others = tensors.others
-        self._trained, self.count = tensors.trained, whole.backward.samples
+        self._trained = tensors.trained
+        self.count = whole.backward.samples
         self._losses_only = whole.backward.known == 1
         bound = Inputs(
             [p.detach() for p in tensors.trained.values()],
@@ -48,7 +51,8 @@ class Program:
             self._cells,
             [],
         )
-        self._bound, self._batch = bound.flat(), list[Tensor]()
+        self._bound = bound.flat()
+        self._batch: list[Tensor] = []
         self._changed = [
             *(tensors.trained.values() if cohorts is not None else ()),
             *states,
@@ -57,13 +61,13 @@ class Program:
         self._run = self._compile(bound._replace(batch=self._nominal(example)), tensors)
         self.tried = False
         self._recording: Recording | None = None
-        self._views: list[tuple[Tensor, ...]] = []  # of the results to come, the next one last
+        self._views: list[tuple[Tensor, ...]] = []  # rows for the results of the next updates, the next one last
 
     def record(self) -> None:
-        """From now on, a call is its kernels and nothing else, if that can be. Makes an update to see them."""
+        """Record the kernels of one call, if possible; later calls run these kernels only. Runs one update."""
         if self._recording is not None:
             return
-        batch = [t.detach() for t in self._batch]  # each an object of its own, should one be there twice
+        batch = [t.detach() for t in self._batch]  # distinct objects, in case a tensor occurs twice
         found = record(self._run, self._bound, batch) if self.whole.cohorts is not None else None
         if found is not None and self.whole.checks:
             self._recording = Recording(*found, self._cells, batch)
@@ -88,7 +92,7 @@ class Program:
     # --- calling ---------------------------------------------------------------------------------------------------
 
     def feed(self, batch: Any) -> None:
-        """The batch that the next calls read from."""
+        """Set the batch that the next calls read from; tensors that are not contiguous are copied."""
         given = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
         self._batch = [leaf.contiguous() for leaf in given]
         self.copies = [pair for pair in zip(given, self._batch, strict=True) if pair[0] is not pair[1]]
@@ -97,7 +101,7 @@ class Program:
             self._recording.feed(self._batch)
 
     def copy_again(self) -> None:
-        """Data that has been changed since it was copied."""
+        """Copy non-contiguous tensors of the batch again if they have changed."""
         versions = [_version(leaf) for leaf, _ in self.copies]
         if versions != self._versions:
             self._versions = versions
@@ -105,15 +109,18 @@ class Program:
                 copied.copy_(leaf)
 
     def __call__(self, start: int, era: int) -> Sequence[Tensor] | None:
-        """Makes the update that begins at row `start`, and returns what is known of its samples; None if it was not
-        finite or had an index out of range. `era`: within one the optimizer's settings are the same.
+        """Run the update of the samples from row `start` and return its per-sample results.
+
+        Returns None if the update was not finite or had an index out of range. `era` identifies the optimizer's
+        hyperparameters: the scalars are written again when it changes.
         """
         cohorts = self.whole.cohorts
         if self._recording is not None:
             return self._replayed(self._recording, start, era)
         self._start[0] = start
         if cohorts is not None and (era != self._era or cohorts.formula.ages):
-            self._numbers[:], self._era = cohorts.numbers(), era
+            self._numbers[:] = cohorts.numbers()
+            self._era = era
         drawn = torch.get_rng_state() if self.whole.backward.draws else None
         results = self._results()
         if results is None:
@@ -128,7 +135,7 @@ class Program:
     def _results(self) -> Sequence[Tensor] | None:
         try:
             results = self._run([*self._bound, *self._batch])
-        except (RuntimeError, IndexError):  # an index out of range: nothing has been written yet
+        except (RuntimeError, IndexError):  # an index out of range; nothing has been written yet
             return None
         return None if self.whole.checks and not isfinite(self._flag[0]) else results
 
@@ -136,7 +143,8 @@ class Program:
         cohorts = self.whole.cohorts
         assert cohorts is not None
         if era != self._era or cohorts.formula.ages:
-            recording.numbers[: cohorts.width], self._era = cohorts.numbers(), era
+            recording.numbers[: cohorts.width] = cohorts.numbers()
+            self._era = era
         if not self._views:
             columns = recording.fresh_columns()
             self._views = [*zip(*(column.unbind() for column in columns), strict=True)][::-1]
@@ -148,11 +156,13 @@ class Program:
         return self._views.pop()
 
     def many(self, start: int, updates: int) -> tuple[int, Sequence[Tensor]]:
-        """At most CHUNK updates at once, of which it returns how many were made before one was not finite."""
+        """Run up to CHUNK updates; return the number run before a non-finite one, and their per-sample results."""
         recording, cohorts = self._recording, self.whole.cohorts
         assert recording is not None and cohorts is not None
         numbers = cohorts.numbers(updates)
-        recording.numbers[: len(numbers)], self._era, self._views = numbers, -1, []
+        recording.numbers[: len(numbers)] = numbers
+        self._era = -1
+        self._views = []
         columns = recording.fresh_columns()
         made = recording(start, self.whole.samples, updates, 0)
         if cohorts.formula.ages:
@@ -165,20 +175,21 @@ class Program:
         return self._recording is not None
 
     def part(self, results: Sequence[Tensor]) -> Part:
-        """What is known of the samples."""
+        """Per-sample results of an update, from the results of the compiled code."""
         return Part(results[0]) if self._losses_only else self.whole.backward.part(results)
 
     def gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Those of the update, where the optimizer is to make it."""
+        """Gradients by parameter name, if the optimizer performs the update (no formula)."""
         return self.whole.backward.gradients(results)
 
     def hand_over(self, results: Sequence[Tensor]) -> None:
+        """Write the gradients to `.grad` of the parameters."""
         for name, gradient in self.gradients(results).items():
             self._trained[name].grad = gradient
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Beside the trained ones, those that must stay where they are."""
+        """Tensors other than trained parameters whose memory address is compiled into the code."""
         return [*self.states, *self._others, *self.whole.backward.constants]
 
     @property
@@ -186,11 +197,11 @@ class Program:
         return () if self.whole.cohorts is None else self.whole.cohorts.counters
 
     def shape(self) -> Sequence[Any]:
-        """What of the optimizer's settings the code depends on."""
+        """Optimizer settings that are compiled into the code."""
         return () if self.whole.cohorts is None else self.whole.cohorts.shape()
 
     def norm(self) -> float:
-        """Of the gradient of the last update made, before `max_grad_norm`."""
+        """Gradient norm of the last update, before `max_grad_norm`."""
         return sqrt(self._flag[0])
 
 

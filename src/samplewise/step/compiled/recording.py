@@ -1,8 +1,8 @@
-"""The kernels of one call, played again: as long as every tensor stays where it is, nothing else need be done.
+"""Replay of the kernels of a compiled update from a loop in C.
 
-The compiler's own wrapper is Python: it makes tensors for what is in between, and takes the address of each, for every
-update anew. A small update takes longer there than in its kernels. So one call is recorded, with its kernels and their
-addresses, and a loop in C makes as many updates as there are rows.
+Inductor's wrapper is Python code: for every call it allocates intermediate tensors and reads the address of each. A
+small update takes longer there than in its kernels. One call is therefore recorded, with its kernels and the addresses
+of their arguments, and a loop in C runs the following updates. This is valid while all tensors keep their addresses.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samplewise.step.compiled import inductor
 from samplewise.step.compiled.cells import cells
 
-CHUNK = 256  # updates that are made without a look at the world
+CHUNK = 256  # maximum number of updates in one call, without checking guards in between
 
-Call = tuple[Any, tuple[Tensor, ...]]  # a kernel and what it was called with
+Call = tuple[Any, tuple[Tensor, ...]]  # a kernel and its arguments
 
 
 class Recording:
-    """Of a call `run(inputs)` that reads rows of the batch, its last inputs, from the row that is in `cells`."""
+    """Recorded call `run(inputs)`; the last inputs are the batch, which is read from the row stored in a cell."""
 
     def __init__(
         self, calls: Sequence[Call], results: Sequence[Tensor], small: Sequence[Tensor], batch: Sequence[Tensor]
     ):
-        """`small`: first row, flag and numbers, which the loop writes and reads."""
-        self._calls, self._results, self._small = calls, results, small  # kept: their addresses are in the job
+        """`small`: tensors for first row, flag and scalars, which the loop writes and reads."""
+        # The job holds addresses of these tensors and kernels, so they are kept alive here.
+        self._calls = calls
+        self._results = results
+        self._small = small
         self._drive = inductor.load_c(_source([len(given) for _, given in calls])).drive
         self._drive.restype = ctypes.c_int64
         self._drive.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
         self._arguments = [(ctypes.c_void_p * len(given))(*(t.data_ptr() for t in given)) for _, given in calls]
-        self._holes = [
-            (self._arguments[c], k, b)
-            for c, (_, given) in enumerate(calls)
-            for k, tensor in enumerate(given)
-            for b, wanted in enumerate(batch)
-            if tensor is wanted
-        ]
-        self.table = torch.zeros(CHUNK, small[2].numel(), dtype=torch.float64)  # the numbers of the updates to come
+        self._holes = []  # arguments that are tensors of the batch
+        for arguments, (_, given) in zip(self._arguments, calls, strict=True):
+            for k, tensor in enumerate(given):
+                self._holes += [(arguments, k, b) for b, wanted in enumerate(batch) if tensor is wanted]
+        self.table = torch.zeros(CHUNK, small[2].numel(), dtype=torch.float64)  # scalars of the next updates
         self.numbers = cells(self.table)
         self._columns: list[Tensor] = []
         self._job = self._make_job()
@@ -60,31 +60,40 @@ class Recording:
         )
         self._given = (ctypes.c_void_p * len(self._calls))(*map(ctypes.addressof, self._arguments))
         job = Job()
-        job.start, job.flag, job.numbers = start.data_ptr(), flag.data_ptr(), numbers.data_ptr()
-        job.table, job.width, job.results = self.table.data_ptr(), numbers.numel(), count
+        job.start = start.data_ptr()
+        job.flag = flag.data_ptr()
+        job.numbers = numbers.data_ptr()
+        job.table = self.table.data_ptr()
+        job.width = numbers.numel()
+        job.results = count
         for name in ("sizes", "found", "kept", "kernels", "given"):
             setattr(job, name, ctypes.addressof(getattr(self, f"_{name}")))
         self._address = ctypes.addressof(job)
         return job
 
     def feed(self, batch: Sequence[Tensor]) -> None:
+        """Replace the addresses of the batch in the recorded arguments."""
         for arguments, k, b in self._holes:
             arguments[k] = batch[b].data_ptr()
 
     def fresh_columns(self) -> list[Tensor]:
-        """Where the results of the next updates go, one row each."""
+        """Allocate tensors (CHUNK, ...) for the results of the next updates, one row per update."""
         self._columns = [torch.empty(CHUNK, *t.shape, dtype=t.dtype) for t in self._results]
         self._kept[:] = [column.data_ptr() for column in self._columns]
         return self._columns
 
     def __call__(self, start: int, step: int, updates: int, row: int) -> int:
-        """Makes updates from row `start` of the batch on, every `step` rows; results go from `row` of the columns on.
-        Returns how many were made before one was not finite or had an index out of range.
+        """Run updates that start at rows `start`, `start + step`, ... of the batch.
+
+        Results are written to the columns from `row` on. Returns the number of updates run before one was not finite or
+        had an index out of range.
         """
         return self._drive(self._address, start, step, updates, row)
 
 
 class Job(ctypes.Structure):
+    """Arguments of the C loop; same fields as `struct Job` in SOURCE."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("start", "flag", "numbers", "table")),
         *((name, ctypes.c_int64) for name in ("width", "results")),
@@ -95,7 +104,7 @@ class Job(ctypes.Structure):
 def record(
     run: inductor.Compiled, bound: Sequence[Tensor], batch: Sequence[Tensor]
 ) -> tuple[list[Call], Sequence[Tensor]] | None:
-    """The kernels that `run` calls, and its results; None if it does anything else."""
+    """Run once and return the kernel calls and the results; None if `run` does anything besides calling kernels."""
     module = sys.modules.get(type(getattr(run, "__self__", None)).__module__)
     kernels = {name: kernel for name, kernel in vars(module).items() if inductor.is_kernel(kernel)} if module else {}
     calls: list[Call] = []
@@ -107,10 +116,12 @@ def record(
 
 
 def _can_be_fed(given: Sequence[Tensor], results: Sequence[Tensor], batch: Sequence[Tensor]) -> bool:
-    """Whether another batch can take the place of this one: what lies in its memory is the batch itself. And whether
-    results can be copied as they are.
+    """Test whether the recorded batch can be replaced and results can be copied.
+
+    Arguments and results must not be views of the batch's memory, and results must be contiguous.
     """
-    memory, known = {t.untyped_storage().data_ptr() for t in batch}, {id(t) for t in batch}
+    memory = {t.untyped_storage().data_ptr() for t in batch}
+    known = {id(t) for t in batch}
     strays = [t for t in given if id(t) not in known] + list(results)
     fed = not any(t.untyped_storage().data_ptr() in memory for t in strays)
     return fed and all(t.is_contiguous() for t in results)
@@ -137,7 +148,7 @@ def _replaced(module: Any, others: dict[str, Any]) -> Iterator[None]:
 
 
 class Nothing(TorchDispatchMode):
-    """Sees operations that are no kernels of ours."""
+    """Count dispatched torch operations, which a recording cannot contain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +160,7 @@ class Nothing(TorchDispatchMode):
 
 
 def _source(arities: Sequence[int]) -> str:
-    """A loop over updates that calls kernels of so many arguments, one after the other."""
+    """C++ source of the loop over updates; kernel k takes `arities[k]` arguments."""
     calls = []
     for k, arity in enumerate(arities):
         types, values = ", ".join(["void*"] * arity), ", ".join(f"given[{k}][{a}]" for a in range(arity))

@@ -1,4 +1,4 @@
-"""A batch as tensors, of which the compiled code reads rows by number. It does not know how many rows there are."""
+"""Signature of a batch for compiled code, which reads rows by index and accepts any number of rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from samplewise.step.compiled.problems import CannotCompile
 
 
 def signature(batch: Any, rows: int | None) -> tuple[Any, ...]:
-    """What the code depends on: the structure, the shape of a row, and everything that is no tensor."""
+    """Structure of the batch, shapes and dtypes of its rows, and values of non-tensors: compiled into the code."""
     if isinstance(batch, Tensor):
         if batch.layout is not strided or batch.requires_grad or batch.device.type != "cpu":
-            raise CannotCompile("the batch has tensors that are sparse, need gradients or are not in main memory")
+            raise CannotCompile("the batch has tensors that are sparse, require gradients or are not in CPU memory")
         if batch.is_conj() or batch.is_neg():
-            raise CannotCompile("the batch has tensors that are still to be conjugated or negated")
+            raise CannotCompile("the batch has tensors with a pending conjugation or negation")
         if has_rows(batch, rows):
             return "rows", tuple(batch.shape[1:]), batch.dtype
         return "tensor", tuple(batch.shape), batch.dtype
@@ -31,8 +31,9 @@ def signature(batch: Any, rows: int | None) -> tuple[Any, ...]:
         return type(batch), tuple((name, signature(getattr(batch, name), rows)) for name in names)
     if isinstance(batch, PLAIN):
         return type(batch), batch
-    raise CannotCompile(f"the batch has something that is no tensor ({type(batch).__name__})")
+    raise CannotCompile(f"the batch contains an object that is not a tensor ({type(batch).__name__})")
 
 
 def has_rows(leaf: Any, rows: int | None) -> bool:
+    """Test whether leaf is a tensor with one row per sample."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows

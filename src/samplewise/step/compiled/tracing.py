@@ -1,5 +1,7 @@
-"""Forward and backward pass of one window as a graph: from parameters, other tensors of the modules and a piece of data
-to losses, what else is known of the samples, and the gradient of the update.
+"""Tracing of the forward and backward pass of one window to an fx graph.
+
+Inputs are parameters, other tensors of the modules and the samples; outputs are per-sample results (losses, ...) and
+the gradients of the update.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ VIEWS = {
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of the modules: `trained`, by name, and the `others`, each where it is found."""
+    """Tensors of the modules: `trained` by name, the `others`, and (module, name, tensor) for every occurrence."""
 
     trained: dict[str, Tensor]
     others: list[Tensor]
@@ -48,12 +50,13 @@ class Tensors:
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
         ]
         if {id(p) for p in trained.values()} - {id(tensor) for _, _, tensor in places}:
-            raise CannotCompile("the optimizer has tensors that are no parameters of the model")
+            raise CannotCompile("the optimizer has tensors that are not parameters of the model")
         ours = {id(p) for p in trained.values()}
         others = {id(tensor): tensor for _, _, tensor in places if id(tensor) not in ours}
         return cls(trained, list(others.values()), places)
 
     def replaced(self, stack: ExitStack, trained: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Replace all tensors in the modules until the stack is closed."""
         originals = [*self.trained.values(), *self.others]
         new = {id(a): b for a, b in zip(originals, [*trained, *others], strict=True)}
         for root in dict.fromkeys(module for module, _, _ in self.places):
@@ -63,23 +66,25 @@ class Tensors:
 
 @dataclass
 class Backward:
-    """The graph, and what its results are. `reached`: names of the trained parameters that have a gradient. `moving`:
-    which of the other tensors it changes. `factors`: for gradients that are a column times a row, those two.
+    """Traced graph and the meaning of its results.
+
+    `reached`: names of the trained parameters that have a gradient. `moving`: indices of the other tensors that the
+    graph changes. `factors`: for each gradient that is a column times a row, the indices of both among the results.
     """
 
     graph: fx.GraphModule
     trained: list[str]
-    columns: list[str]  # of the Part that comes first
+    columns: list[str]  # fields of the per-sample results, which come first
     weights_by_name: list[str]  # empty unless the coefficients are a dict
     reached: list[str]
     constants: list[Tensor]  # the graph's last inputs
-    samples: int  # whose losses it gives
-    draws: bool  # random numbers
+    samples: int  # number of losses
+    draws: bool  # the graph draws random numbers
     moving: list[int] = field(default_factory=list)
-    factors: dict[str, tuple[int, int]] = field(default_factory=dict)  # places among the results
+    factors: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def part(self, results: Sequence[Tensor]) -> Part:
-        """The first results, with their names."""
+        """Per-sample results, which are the first results of the graph."""
         known: dict[str, Any] = dict(zip(self.columns, results, strict=False))
         if self.weights_by_name:
             start = len(self.columns)
@@ -88,14 +93,16 @@ class Backward:
 
     @property
     def known(self) -> int:
+        """Number of results before the gradients."""
         return len(self.columns) + len(self.weights_by_name)
 
     def gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gradients of the update by parameter name."""
         return dict(zip(self.reached, results[self.known :], strict=False))
 
 
 def trace_backward(evaluation: Evaluation, summing: OfNumbers, tensors: Tensors, piece: Any) -> Backward:
-    """`piece` is an example."""
+    """Trace forward and backward pass of one window; `piece` is an example of its samples."""
     said: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
@@ -111,7 +118,7 @@ def trace_backward(evaluation: Evaluation, summing: OfNumbers, tensors: Tensors,
         said.update(columns=list(columns), weights=list(weights), reached=list(gradients), samples=len(part))
         return [*columns.values(), *weights.values(), *gradients.values()]
 
-    data = [leaf.contiguous() for leaf in leaves(piece) if isinstance(leaf, Tensor)]  # as the code will see it
+    data = [leaf.contiguous() for leaf in leaves(piece) if isinstance(leaf, Tensor)]  # contiguous, as in compiled calls
     examples = [t.detach() for t in (*tensors.trained.values(), *tensors.others, *data)]
     graph = inductor.trace(run, examples, DECOMPOSITIONS)
     found = Backward(
@@ -135,7 +142,7 @@ def trace_backward(evaluation: Evaluation, summing: OfNumbers, tensors: Tensors,
 def _computed(
     evaluation: Evaluation, summing: OfNumbers, wanted: dict[str, Tensor], piece: Any
 ) -> tuple[Part, dict[str, Tensor]]:
-    """What is known of the samples, and the gradient of the window that they are."""
+    """Compute the per-sample results of a window and the gradients of its update, by parameter name."""
     losses, counts = evaluation.losses(piece)
     check_attached(losses)
     if losses.dtype not in (torch.float32, torch.float64):
@@ -161,6 +168,7 @@ def _computed(
 
 
 def _reached(losses: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters on which the losses depend."""
     found = torch.autograd.grad(losses.sum(), list(wanted.values()), retain_graph=True, allow_unused=True)
     return {name: p for (name, p), g in zip(wanted.items(), found, strict=True) if g is not None}
 
@@ -174,13 +182,13 @@ def _weighted(losses: Tensor, reached: dict[str, Tensor], weights: Tensor) -> di
 
 
 def _lifted(graph: fx.GraphModule) -> list[Tensor]:
-    """Tensors from elsewhere become inputs, so that whoever changes them is heard."""
+    """Turn constant tensors of the graph into inputs, so that later changes of their values take effect."""
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     found: list[Tensor] = []
     for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
         tensor = getattr(graph, str(node.target))
         if not isinstance(tensor, Tensor):
-            raise CannotCompile("the graph has something that is neither a tensor nor a number")
+            raise CannotCompile("the graph has an object that is neither a tensor nor a number")
         with graph.graph.inserting_after(last):
             last = graph.graph.placeholder(f"constant_{len(found)}")
         last.meta["val"] = tensor
@@ -192,17 +200,17 @@ def _lifted(graph: fx.GraphModule) -> list[Tensor]:
 
 
 def _changed(graph: fx.GraphModule) -> set[int]:
-    """Which of its inputs it changes."""
+    """Indices of the inputs that the graph changes in place."""
     inputs = {node: k for k, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
-    return {
-        inputs[origin]
-        for node in graph.graph.nodes
-        for argument in _written(node)
-        if (origin := _origin(argument)) in inputs
-    }
+    found = set()
+    for node in graph.graph.nodes:
+        origins = [_origin(argument) for argument in _written(node)]
+        found |= {inputs[origin] for origin in origins if origin in inputs}
+    return found
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """Arguments that the operation changes in place."""
     schema = getattr(node.target, "_schema", None)
     for k, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -212,7 +220,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """What it is a view of, or the same as."""
+    """Return the node of which this node is a view or alias, or the node itself."""
     while node.op == "call_function" and _aliases(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -224,7 +232,7 @@ def _aliases(node: fx.Node) -> bool:
 
 
 def _find_factors(backward: Backward) -> None:
-    """Adds columns and rows of products to the results."""
+    """Append column and row of each gradient that is a column times a row to the results."""
     (output,) = (node for node in backward.graph.graph.nodes if node.op == "output")
     results = list(output.args[0])
     for k, name in enumerate(backward.reached, backward.known):

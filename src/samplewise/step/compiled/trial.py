@@ -1,4 +1,4 @@
-"""One update made both ways, before compiled code is trusted."""
+"""Verification of compiled code: one update is computed compiled and uncompiled, and compared."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from samplewise.step.summing import Plain, Summing, Weighted
 from samplewise.step.window import Window
 from samplewise.transforms.chain import Chain
 
-# An optimizer may blow a gradient that is nothing but rounding up to its full step, so that parameters can differ here
-# and there; a wrong graph differs everywhere.
-APART = 0.1  # of the length of the step
-LOSSES = 1e-3
+# An optimizer can scale a gradient that consists of rounding errors up to a full step, so single parameters may differ;
+# with a wrong graph all parameters differ.
+APART = 0.1  # allowed difference, relative to the norm of the update
+LOSSES = 1e-3  # allowed difference of losses, absolute and relative
 
 
 @torch.no_grad()
@@ -33,14 +33,16 @@ def agrees(
     piece: Any,
     start: int,
 ) -> bool | None:
-    """Whether the update that begins at row `start` is the same compiled and uncompiled. Leaves no trace. Of an update
-    that is not finite nothing is learnt: None.
+    """Test whether the update from row `start` is equal compiled and uncompiled; None if it is not finite.
+
+    Restores parameters, optimizer state, buffers and RNG.
     """
-    state = [
-        t for kept in getattr(finish.optimizer, "state", {}).values() for t in kept.values() if isinstance(t, Tensor)
-    ]
+    state: list[Tensor] = []
+    for kept in getattr(finish.optimizer, "state", {}).values():
+        state += [t for t in kept.values() if isinstance(t, Tensor)]
     touched = [*evaluation.trained.named.values(), *state]
-    before, restore_model = [t.clone() for t in touched], snapshot(*evaluation.modules)
+    before = [t.clone() for t in touched]
+    restore_model = snapshot(*evaluation.modules)
 
     def undo() -> None:
         restore_model()
@@ -73,7 +75,7 @@ def agrees(
 def _uncompiled(
     evaluation: Evaluation, finish: Finish, chain: Chain, record: Collection[str], piece: Any
 ) -> tuple[Tensor, list[Tensor]]:
-    """The losses, and the gradients in `.grad`."""
+    """Compute the update's gradients uncompiled into `.grad`; return losses and gradients."""
     weighs = chain.weighs or "norms" in record
     summing: Summing = Weighted(evaluation, chain, "norms" in record) if weighs else Plain(evaluation)
     evaluation.trained.clear()
@@ -85,7 +87,7 @@ def _uncompiled(
 
 
 def _length(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """Of the difference."""
+    """Euclidean norm of the difference of two lists of tensors."""
     return float(sum(_wide(x - y).abs().square().sum() for x, y in zip(a, b, strict=True))) ** 0.5
 
 

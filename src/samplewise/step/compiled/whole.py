@@ -1,6 +1,6 @@
-"""A whole update as a function of tensors: what the compiled code does.
+"""One complete update as a function of tensors; this function is compiled.
 
-rows → losses, gradients → is all finite? → max_grad_norm → the optimizer's formula → parameters and state, in place
+rows → losses, gradients → max_grad_norm → optimizer formula → if all finite: write parameters and state in place
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from samplewise.step.compiled.tracing import Backward
 
 
 class Inputs(NamedTuple):
-    """In the order in which the compiled code takes them."""
+    """Inputs of the compiled code, in this order."""
 
     trained: list[Tensor]
     states: list[Tensor]
     others: list[Tensor]
     constants: list[Tensor]
-    cells: list[Tensor]  # the first row, one flag for each update, the numbers of each update
+    cells: list[Tensor]  # first row, flag (squared gradient norm, or non-finite), scalars of the formula
     batch: list[Tensor]
 
     def flat(self) -> list[Tensor]:
+        """All tensors in one list."""
         return [tensor for part in self for tensor in part]
 
     def like(self, flat: Sequence[Tensor]) -> Inputs:
+        """Inputs with the tensors of `flat`, split as in this object."""
         tensors = iter(flat)
         return Inputs(*([next(tensors) for _ in part] for part in self))
 
 
 class Values(NamedTuple):
-    """What an update changes."""
+    """Tensors that an update changes."""
 
     trained: dict[str, Tensor]
     states: dict[tuple[str, str], Tensor]
@@ -46,10 +48,10 @@ class Values(NamedTuple):
 
 @dataclass
 class Whole:
-    """One update of `samples` rows. `chosen`: which tensors of the batch have rows."""
+    """One update of `samples` rows. `chosen[k]` is True if tensor k of the batch has one row per sample."""
 
     backward: Backward
-    cohorts: Cohorts | None  # None: the optimizer does it, and is given the gradients
+    cohorts: Cohorts | None  # None: gradients are returned and the optimizer performs the update
     samples: int
     chosen: list[bool]
     max_grad_norm: float | None
@@ -60,7 +62,7 @@ class Whole:
         states = {} if self.cohorts is None else dict(zip(self.cohorts.states, given.states, strict=True))
         before = Values(dict(zip(self.backward.trained, given.trained, strict=True)), states, given.others)
         moving = self.backward.moving
-        others = [t.clone() if k in moving else t for k, t in enumerate(given.others)]  # changed by the model itself
+        others = [t.clone() if k in moving else t for k, t in enumerate(given.others)]  # the model changes these
         run: Any = fx.Interpreter(self.backward.graph).run
         results = run(*given.trained, *others, *self._rows(given.batch, start), *given.constants)
         known = [t.contiguous() for t in results[: self.backward.known]]
@@ -76,21 +78,23 @@ class Whole:
 
     def _rows(self, batch: Sequence[Tensor], start: Tensor) -> list[Tensor]:
         places = start if self.samples == 1 else start + torch.arange(self.samples)
-        row = torch.ops.aten._unsafe_index.Tensor  # does not check: batches have any number of rows
+        row = torch.ops.aten._unsafe_index.Tensor  # no bounds check: batches have any number of rows
         return [row(t, [places]) if rows else t for t, rows in zip(batch, self.chosen, strict=True)]
 
     def _gradients(self, results: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """Those that the optimizer sees, and their squared norm before `max_grad_norm`."""
+        """Gradients after `max_grad_norm`, and their squared norm before it."""
         gradients = self.backward.gradients(results)
         square = self._square(gradients, results)
-        if self.max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_ does it
+        if self.max_grad_norm is not None:  # as in torch.nn.utils.clip_grad_norm_
             scale = stored((self.max_grad_norm / (square.sqrt() + 1e-6)).clamp(max=1))
             gradients = {name: g * scale.to(g.dtype) for name, g in gradients.items()}
         return gradients, square
 
     def _write(self, before: Values, after: Values, size: Tensor) -> None:
-        """Unless all is finite, everything stays as it was. If nobody cares, still nothing is written before all has
-        been computed: an index may be out of range.
+        """Write new values in place if everything is finite.
+
+        Without checks, values are always written, but only after everything has been computed: an index may be out of
+        range.
         """
         fit = stored(size.isfinite() if self.checks else size.isnan() | (size >= 0))
         pairs = zip(_all(before), _all(after), strict=True)
@@ -98,7 +102,7 @@ class Whole:
             old.copy_(torch.where(fit, new, old))
 
     def _square(self, gradients: dict[str, Tensor], results: Sequence[Tensor]) -> Tensor:
-        """The squared norm of the gradient. Of a column times a row it is that of the column times that of the row."""
+        """Squared norm of the gradient; for a column times a row, the product of their squared norms."""
         squares = []
         for name, g in gradients.items():
             factors = [results[k] for k in self.backward.factors.get(name, ())] or [g]
@@ -112,7 +116,7 @@ def _all(values: Values) -> list[Tensor]:
 
 
 def _doubt(column: str, values: Tensor) -> Tensor:
-    """Zero, if these numbers are fit for an update."""
+    """Return NaN for an invalid column (non-finite values; counts: negative or summing to zero), else zero."""
     if column == "counts":
         return torch.where((values.min() < 0) | (values.sum() == 0), torch.nan, 0.0).double()
     return (values * 0).sum().double()
