@@ -108,7 +108,7 @@ class Evaluation:
             torch.autograd.backward(losses, (weights * scale).to(losses.dtype))
 
     def add_mean(self, losses: Tensor, counts: Tensor | None) -> None:
-        """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`. Without counts, each sample counts 1."""
+        """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`. counts=None: 1 for each sample."""
         scale = self.precision.scale
         if counts is None:
             torch.autograd.backward(losses, torch.full_like(losses, scale / len(losses)))

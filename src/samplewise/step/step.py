@@ -237,8 +237,8 @@ class Step:
 
     @contextmanager
     def telling(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Context manager that passes notices about slow compilation to `tell(line)` instead of printing them. `tell` is
-        called from another thread.
+        """Context manager that passes notices about slow compilation to `tell(line)` instead of printing them. `tell`
+        is called from another thread.
         """
         before = self._compiling.tell
         self._compiling.tell = tell
@@ -250,8 +250,8 @@ class Step:
     # --- updates ---------------------------------------------------------------------------------------------------
 
     def over(self, loader: Iterable[Any]) -> Iterator[Update]:
-        """Iterate over the updates of a loader. After `break`, unused samples of the current batch are kept for the next
-        call.
+        """Iterate over the updates of a loader. After `break`, unused samples of the current batch are kept for the
+        next call.
         """
         yield from self._use_up()
         try:
@@ -311,8 +311,8 @@ class Step:
             raise
 
     def apply(self) -> Update:
-        """Make one update from the accumulated samples. With several ranks, every rank must call it; some ranks may have
-        no samples.
+        """Make one update from the accumulated samples. With several ranks, every rank must call it; some ranks may
+        have no samples.
         """
         update = None
         if self._team is not None:
@@ -511,6 +511,6 @@ class Step:
 
 
 _UNCUT = (
-    "each update must have exactly samples={samples} samples; found {found}. Use samples=None, or batches whose tensors "
-    "have one row per sample."
+    "each update must have exactly samples={samples} samples; found {found}. Use samples=None, or batches whose "
+    "tensors have one row per sample."
 )
