@@ -269,8 +269,8 @@ class Maker:
             self.record.add("norms")
             raise ParameterError(
                 "update.norms must be requested before the update is made; found no request for update "
-                f"{update.index}. Norms are recorded from the next update on; use Step(..., record=['norms']) to record "
-                "them for all updates."
+                f"{update.index}. Norms are recorded from the next update on; Step(..., record=['norms']) records them "
+                "for all updates."
             )
         norms = self._recall.norms()
         self.record.add("norms")

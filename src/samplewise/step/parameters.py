@@ -49,7 +49,7 @@ class Trained:
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def gradients(self) -> list[Tensor]:
-        """Gradients in `.grad`, without missing ones: the values of sparse gradients, this rank's shard of sharded ones."""
+        """All gradients in `.grad`: the values of sparse gradients, this rank's shard of sharded ones."""
         return [self._dense(p) for p in self.owned.values() if p.grad is not None]
 
     def _dense(self, p: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Trained:
             return p.grad.to_local()
 
     def fill(self) -> None:
-        """Make gradients dense: zeros for parameters that require gradients and have none, and for missing sparse rows."""
+        """Make gradients dense: zeros for trainable parameters without a gradient, and for missing sparse rows."""
         for p in self.owned.values():
             if p.grad is None and p.requires_grad:
                 p.grad = torch.zeros_like(p)

@@ -29,7 +29,7 @@ class Part:
 
 
 def total(parts: Sequence[Part], shares: bool = True) -> Tensor | int:
-    """Denominator of a window: the sum of counts, or with `shares` the sum of counts times renormalising coefficients."""
+    """Denominator of a window: Σ counts; with `shares`, Σ counts × coefficients of renormalising transforms."""
     sums = [(p.shares if shares and p.shares is not None else p.counts) for p in parts]
     return sum(len(part) if s is None else s.sum() for part, s in zip(parts, sums, strict=True))
 

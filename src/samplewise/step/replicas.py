@@ -66,9 +66,9 @@ class Replicas:
     def _refuse_wrapper(self, *_: Any) -> None:
         if self._inside:
             raise DistributedError(
-                "loss_fn must call the model that is passed to it; found a call of the DistributedDataParallel wrapper, "
-                "which would all-reduce gradients in every backward pass. In loss_fn(model, batch), call the argument "
-                "model."
+                "loss_fn must call the model that is passed to it; found a call of the DistributedDataParallel "
+                "wrapper, which would all-reduce gradients in every backward pass. In loss_fn(model, batch), call the "
+                "argument `model`."
             )
 
     # --- the end of a window ---------------------------------------------------------------------------------------
@@ -100,8 +100,8 @@ NONE, DENSE, SPARSE = 0, 1, 2
 
 
 def reached(parameters: Sequence[Tensor], buffers: Sequence[tuple[Tensor, bool]]) -> tuple[list[int], list[Tensor]]:
-    """For each parameter the kinds of gradient on any rank (NONE, DENSE, SPARSE or DENSE | SPARSE); and the buffers that
-    have changed on any rank.
+    """For each parameter the kinds of gradient on any rank (NONE, DENSE, SPARSE or DENSE | SPARSE); and the buffers
+    that have changed on any rank.
     """
     mine = [_kind(p.grad) for p in parameters] + [int(moves) for _, moves in buffers]
     several = ranks.size() + 1  # base of a number with one digit per kind, so that one all-reduce counts both
@@ -118,7 +118,7 @@ def _kind(gradient: Tensor | None) -> int:
 
 
 def _make_alike(p: Tensor, kind: int) -> None:
-    """Give `p.grad` the same layout on every rank, ready for the all-reduce; sparse gradients are summed over ranks here."""
+    """Give `p.grad` the same layout on every rank, ready for the all-reduce. Sparse gradients are summed here."""
     if kind == NONE:
         return
     if kind != SPARSE:
@@ -136,8 +136,8 @@ def _make_alike(p: Tensor, kind: int) -> None:
 
 
 def make_equal(modules: Sequence[nn.Module], copy: bool = True) -> None:
-    """Broadcast parameters and buffers from rank 0, then check that they are equal on all ranks. copy=False only checks:
-    a DistributedDataParallel has broadcast them, but they may have changed since.
+    """Broadcast parameters and buffers from rank 0, then check that they are equal on all ranks. copy=False: only
+    check, because a DistributedDataParallel has broadcast them, but they may have changed since.
     """
     tensors = [(name, t) for m in modules for name, t in [*m.named_parameters(), *m.named_buffers()]]
     if not ranks.same([(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]):
@@ -154,8 +154,8 @@ def make_equal(modules: Sequence[nn.Module], copy: bool = True) -> None:
         name = tensors[int(differ.nonzero()[0])][0]
         raise DistributedError(
             f"all ranks must start with the same parameters and buffers; found that {name!r} differs. Load the same "
-            "checkpoint on every rank before the step is created; or use Step(model.module, ..., strategy='ddp'), which "
-            "broadcasts them from rank 0."
+            "checkpoint on every rank before the step is created; or use Step(model.module, ..., strategy='ddp'), "
+            "which broadcasts them from rank 0."
         )
 
 
@@ -196,6 +196,6 @@ def _refuse_options(wrapped: DistributedDataParallel) -> None:
     for name, is_so in options.items():
         if is_so():
             raise DistributedError(
-                f"a DistributedDataParallel must have default options; found {name}, which a step does not support. "
-                "Use Step(model.module, ..., strategy='ddp') without the wrapper, and precision= of the step."
+                f"a DistributedDataParallel must only sum gradients; found one with {name}, which a step does not "
+                "support. Use Step(model.module, ..., strategy='ddp') and precision= of the step."
             )

@@ -53,8 +53,8 @@ def as_optimizer(optimizer: Any, params: Iterable[Tensor]) -> Any:
     """Validate the `optimizer` argument of `Step`; a function becomes a `ByRule` for `params`."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
-            "optimizer must update the parameters from `.grad`; found LBFGS, which evaluates the loss several times per "
-            "step. Write that loop with sw.gradients."
+            "optimizer must update the parameters from the given gradients; found LBFGS, which calls the loss function "
+            "itself. Write that loop with sw.gradients."
         )
     if hasattr(optimizer, "param_groups") and hasattr(optimizer, "step"):
         return optimizer

@@ -77,14 +77,14 @@ class Team:
         if not ranks.same((kind, names, options)):
             raise DistributedError(
                 "all ranks must have the same optimizer, with the same parameters in the same order; found that they "
-                f"differ; on this rank: {kind} of {', '.join(names)} with {options}. Create the same optimizer on every "
-                "rank."
+                f"differ; on this rank: {kind} of {', '.join(names)} with {options}. Create the same optimizer on "
+                "every rank."
             )
 
     # --- shares ----------------------------------------------------------------------------------------------------
 
     def share(self, window: Window, samples: int) -> int:
-        """Number of samples of a window that this rank must add: sample i since the loaders started is on rank i mod N."""
+        """Number of samples of a window that this rank must add. Sample i of the loaders is on rank i mod N."""
         if window.share is None:
             window.share = self._held(self.dealt + samples) - self._held(self.dealt)
         return window.share
@@ -270,5 +270,5 @@ def _generators(transform: SumTransform, gradients: Sequence[Tensor]) -> list[to
 def _elsewhere() -> NonFiniteGradientError:
     return NonFiniteGradientError(
         "losses and gradients must be finite on every rank; found a non-finite value on another rank. Nothing was "
-        "updated. See the error on that rank."
+        "updated."
     )
