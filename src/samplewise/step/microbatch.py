@@ -38,7 +38,9 @@ class Microbatch:
     def __init__(self, given: int | str | Auto | None, modules: Sequence[nn.Module], trained: Trained):
         given = auto() if given == "auto" else given
         if not (given is None or isinstance(given, Auto) or (type(given) is int and given > 0)):
-            raise ValueError(f"microbatch must be a positive number, None, 'auto' or sw.auto(memory); found {given!r}.")
+            raise ValueError(
+                f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {given!r}."
+            )
         self.size = given if isinstance(given, int) else None
         self.automatic = isinstance(given, Auto)
         self.budget: int | None = None  # bytes
