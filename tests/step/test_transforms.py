@@ -700,7 +700,7 @@ def own(answer, **options):
     ("transform", "message"),
     [
         (lambda losses: losses.sum(), r"must return one coefficient per sample, a tensor of shape \(4,\); found"),
-        (lambda losses: 1.0, r"weight\(function\) must answer .*found float"),
+        (lambda losses: 1.0, r"weight\(function\) must return .*found float"),
         (lambda losses: losses[:, None], r"found shape \(4, 1\)"),
         (lambda losses: losses / 0, r"must return finite coefficients; found inf at sample 0"),
         (sw.weight("x"), r"weight\('x'\) must return one coefficient per sample.*found shape \(4, 4\)"),

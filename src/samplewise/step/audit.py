@@ -144,9 +144,7 @@ class Audit:
         if not isfinite(off):
             return None  # an overflow, which the finite check of the update handles
         if not off <= tolerance * (size + 1e-6):
-            return (
-                f"the gradient of {name} in the batch differs by {off:.3g} from its gradient alone, of norm {size:.3g}"
-            )
+            return f"the gradient of {name} differs by {off:.3g} from that of the sample alone, of norm {size:.3g}"
         return None
 
     def _tolerance(self, losses: Tensor) -> float:

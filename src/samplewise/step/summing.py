@@ -193,7 +193,8 @@ class Weighted(OfNumbers):
         kept = None
         if len(pieces) == 1 and not microbatch.automatic:
             losses, g, numbers = self.one_pass(pieces[0], 0)
-            kept, found = (losses, g), [numbers]
+            kept = losses, g
+            found = [numbers]
         else:
             pieces, found = microbatch.attempt(lambda pieces: (pieces, self.all_numbers(pieces, 0)), pieces)
         weighed = self.team.weigh(self.chain.samples, self._placed(found))

@@ -31,7 +31,9 @@ def check_transform(transform: Any, batch: Any = None) -> None:
     - return the same coefficients when it is called again, and not modify its input.
 
     A transform of the sum must change the sum in place and keep it finite. A grouping must return one key per sample,
-    the same in any part of a batch. batch: needed by transforms that read the batch.
+    the same in any part of a batch.
+
+    batch: needed only by transforms that read the batch.
     """
     if isinstance(transform, Chain):
         for each in transform.transforms:
@@ -81,7 +83,8 @@ def _check_sum(transform: SumTransform) -> None:
 
 
 def _check_keys(transform: Grouping, batch: Any) -> None:
-    keys, total = transform.keys(batch), length(batch)
+    keys = transform.keys(batch)
+    total = length(batch)
     if len(keys) != total:
         raise TransformError(f"{transform} must return one key per sample; found {len(keys)} for {total} samples.")
     if transform.keys(cut(batch, 1, total)) != keys[1:]:
