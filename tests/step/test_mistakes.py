@@ -162,14 +162,7 @@ def test_parameters_frozen_after_the_optimizer_was_made_are_not_complained_of():
 def test_an_optimizer_made_from_another_model(transforms, numbers):
     model, other = mlp(), mlp()
     optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
-    refuses(
-        sw.SamplewiseError,
-        "must depend on a parameter of the optimizer",
-        model,
-        optimizer=optimizer,
-        transforms=transforms,
-        **numbers,
-    )
+    refuses(sw.SamplewiseError, "must reach", model, optimizer=optimizer, transforms=transforms, **numbers)
 
 
 # ------------------------------------------------------------- losses that are not one per sample
@@ -271,7 +264,7 @@ def test_batch_norm_in_a_loss_module_is_seen_too():
             return (self.norm(model(batch[0])).squeeze(1) - batch[1]).square()
 
     (said,) = train(mlp(), Normed(), microbatch=4)
-    assert "pieces: norm." in said
+    assert "microbatches: norm." in said
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,8 @@ def look_at_reach(trained: dict[str, Tensor], noise: bool) -> None:
     missed = [name for name, p in trained.items() if p.requires_grad and p.grad is None]
     if missed and all(p.grad is None for p in trained.values()):
         raise ParameterError(
-            "the loss must depend on a parameter of the optimizer; found that it does not reach any of "
-            f"{listed(missed)}. Check whether the optimizer was created from another model, or the model was copied "
-            "afterwards."
+            f"the loss must reach a parameter of the optimizer; found that it reaches none of {listed(missed)}. "
+            "Check whether the optimizer was created from another model, or the model was copied afterwards."
         )
     if missed and not noise:
         warn(
