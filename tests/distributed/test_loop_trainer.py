@@ -262,8 +262,8 @@ def test_a_step_that_was_made_before_its_ranks_were_joined(two):
         found, other = two.run(joined_later, strategy)
         assert torch.equal(found, other)
     message = (
-        "DistributedError: ranks must be there when a step with strategy='fsdp' is made; found that they came later. "
-        "Call torch.distributed.init_process_group() before it."
+        "DistributedError: the process group must exist before a step with strategy='fsdp' is created; found that it "
+        "was initialized later. Call torch.distributed.init_process_group() before Step(...)."
     )
     assert two.errors(joined_later, "fsdp") == [message] * 2
 

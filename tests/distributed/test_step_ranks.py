@@ -179,8 +179,8 @@ def unshared():
 
 def test_models_that_nobody_shares_are_refused(two):
     message = (
-        "DistributedError: a model must be shared by the ranks that train it; found 2 ranks, each with a model of its "
-        "own. Use Step(..., strategy='ddp'), or hand over a DistributedDataParallel."
+        "DistributedError: ranks that train together must share a model; found 2 ranks and no strategy. "
+        "Use Step(..., strategy='ddp'), or pass a DistributedDataParallel."
     )
     assert two.errors(unshared) == [message] * 2
 
@@ -210,18 +210,21 @@ def differing(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("settings", "all ranks must make the same step; found settings that differ, here {'samples': "),
-        ("strategies", "all ranks must make the same step; found settings that differ, here {'samples': "),
+        ("settings", "all ranks must create the same step; found settings that differ; on this rank: {'samples': "),
+        ("strategies", "all ranks must create the same step; found settings that differ; on this rank: {'samples': "),
         (
             "orders",
-            "the optimizers of all ranks must do the same to the same parameters, in one order; found that they ",
+            "all ranks must have the same optimizer, with the same parameters in the same order; found that they ",
         ),
         (
             "rates",
-            "the optimizers of all ranks must do the same to the same parameters, in one order; found that they ",
+            "all ranks must have the same optimizer, with the same parameters in the same order; found that they ",
         ),
-        ("models", "all ranks must have the same model; found parameters or buffers of other names, shapes or types."),
-        ("values", "all ranks must begin with the same parameters and buffers; found that '3.bias' differs."),
+        (
+            "models",
+            "all ranks must have the same model; found parameters or buffers that differ in name, shape, dtype or",
+        ),
+        ("values", "all ranks must start with the same parameters and buffers; found that '3.bias' differs."),
     ],
 )
 def test_ranks_that_differ_are_refused(two, what, message):
@@ -245,9 +248,9 @@ def made_on_one(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("settings", "ValueError: samples must be a positive number, or None for batches as they arrive; found -1."),
-        ("model", "DistributedError: ranks must exchange nothing within a forward or backward pass; found"),
-        ("optimizer", "ParameterError: the optimizer must have a parameter to train; found none."),
+        ("settings", "ValueError: samples must be a positive integer, or None for one update per batch; found -1."),
+        ("model", "DistributedError: forward and backward passes must not contain collectives; found"),
+        ("optimizer", "ParameterError: the optimizer must have at least one parameter; found none."),
     ],
 )
 def test_a_step_that_one_rank_cannot_make_ends_all(two, what, message):
@@ -282,11 +285,11 @@ def refused_wrapper(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("SyncBatchNorm", "ranks must exchange nothing within a forward or backward pass; found SyncBatchNorm: 1."),
-        ("inside", "ranks must exchange nothing within a forward or backward pass; found DistributedDataParallel: 0."),
-        ("parts", "every rank must have the whole model; found that it has a part of '0.weight'."),
-        ("hooks", "a DistributedDataParallel must leave its gradients to the step; found one with communication hooks"),
-        ("closure", "a loss function must call the model that it is given; found that it calls the Distributed"),
+        ("SyncBatchNorm", "forward and backward passes must not contain collectives; found SyncBatchNorm: 1."),
+        ("inside", "forward and backward passes must not contain collectives; found DistributedDataParallel: 0."),
+        ("parts", "every rank must have the whole model; found a shard of '0.weight'."),
+        ("hooks", "a DistributedDataParallel must only sum gradients; found one with communication hooks"),
+        ("closure", "loss_fn must call the model that is passed to it; found a call of the Distributed"),
     ],
 )
 def test_wrappers_that_would_exchange_something_else_are_refused(two, what, message):
@@ -301,7 +304,7 @@ def own_reference():
 
 
 def test_references_that_differ_are_refused(two):
-    message = "DistributedError: the reference must be the same on all ranks; found that they have different ones."
+    message = "DistributedError: the reference must be equal on all ranks; found different ones."
     assert all(found.startswith(message) for found in two.errors(own_reference))
 
 
@@ -363,7 +366,7 @@ def batch_norm_warning():
 
 
 def test_batch_norm_sees_a_window_in_pieces(two):
-    message = "TrainingWarning: BatchNorm in training mode sees a window in 2 pieces: 1."
+    message = "TrainingWarning: BatchNorm in training mode gets a window in 2 microbatches: 1."
     assert all(found.startswith(message) for found in two.errors(batch_norm_warning))
 
 
@@ -470,9 +473,9 @@ def saved_while_open():
 
 def test_an_open_window_is_in_no_state_of_all(two):
     message = (
-        "DistributedError: a step of several ranks must be saved between two updates; found an open window, of which "
-        "each rank has a part. Save after an update; or what all have, state_dict(window=False), and on each rank its "
-        "own window_state()."
+        "DistributedError: a step with several ranks must be saved between two updates; found an open window, of which "
+        "each rank holds a part. Save after an update; or save state_dict(window=False), which is equal on all ranks, "
+        "and window_state() on each rank."
     )
     assert two.errors(saved_while_open) == [message] * 2
 
@@ -500,8 +503,8 @@ def test_ranks_go_on_with_their_windows(two):
     for found, expected in zip(two.run(going_on, True), two.run(going_on, False), strict=True):
         assert torch.equal(found[0], expected[0]) and found[1:] == expected[1:]
     message = (
-        "DistributedError: what a rank has of an open window must be loaded by the same rank among as many; found that "
-        "of rank {} of 2 on rank {} of 2. Keep a file for each rank."
+        "DistributedError: the state of an open window must be loaded by the same rank of as many ranks; found the "
+        "state of rank {} of 2 on rank {} of 2. Save one file per rank."
     )
     assert two.errors(going_on, True, True) == [message.format(1, 0), message.format(0, 1)]
 
@@ -523,8 +526,8 @@ def made_too_early(updates, compile):
 )
 def test_a_step_that_was_made_for_one_process(two, updates, compile):
     message = (
-        "DistributedError: a step must know of all ranks when it is made; found 2 ranks, and a step that was made for "
-        "one process. Call init_process_group first."
+        "DistributedError: the process group must exist before the step is created; found 2 ranks, and a step that was "
+        "created for one process. Call init_process_group() before Step(...)."
     )
     assert two.errors(made_too_early, updates, compile) == [message] * 2
 
@@ -543,7 +546,7 @@ def beside():
 
 def test_what_ranks_may_do_on_their_own(two):
     one, other = two.run(beside)
-    assert one[0] == other[0] == "updates of several ranks are not compiled; found 2"
+    assert one[0] == other[0] == "updates are compiled only in a single process; found 2 ranks"
     assert one[1] == other[1]
     assert one[2] == 3 and other[2] == 17
 

@@ -233,17 +233,26 @@ def refused(what):
         sw.Step(model, adam(model), loss_fn)
 
 
-CUT = "DistributedError: every parameter must be cut along its first dimension, in one type, over all ranks; found "
+CUT = (
+    "DistributedError: every parameter must be sharded along its first dimension, in its own dtype, over all ranks; "
+    "found "
+)
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("whole", CUT + "that '2.weight' is whole. Call fully_shard on the model itself, too."),
+        ("whole", CUT + "that '2.weight' is not sharded. Call fully_shard on the model itself, too."),
         ("precision", CUT + "a MixedPrecisionPolicy. Use precision= of the step."),
-        ("used", "ParameterError: the optimizer must be new when its model is sharded; found one with a state."),
-        ("whole optimizer", "ParameterError: the optimizer of a sharded model must have the parts; found whole"),
-        ("sum", "DistributedError: what acts on the sum of sharded gradients must add something that does not depend"),
+        (
+            "used",
+            "ParameterError: the optimizer must be new when its model is sharded; found one that already has a state.",
+        ),
+        (
+            "whole optimizer",
+            "ParameterError: the optimizer of a sharded model must hold sharded parameters; found whole",
+        ),
+        ("sum", "DistributedError: a transform of the sum must be additive, independent of the sum, if gradients are"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(two, what, message):

@@ -143,7 +143,7 @@ def test_columns_of_the_loss_beside_counts(tmp_path):
 
 def test_columns_are_lost_in_no_compiled_update(tmp_path):
     step = step_(with_margin, samples=1, compile=True)
-    with pytest.warns(sw.TrainingWarning, match="a loss function with columns beside its losses is not compiled"):
+    with pytest.warns(sw.TrainingWarning, match="returns columns in addition to losses cannot be compiled"):
         found = recorded(tmp_path, step, loader())
     assert len(found["margin"]) == 2 * N and not any(value != value for value in found["margin"])
 

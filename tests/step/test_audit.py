@@ -79,7 +79,7 @@ def test_interaction_that_begins_later(way, transforms):
     for _ in range(3):  # numbers 0, 1 and 2, of which the first is looked at
         next(updates)
         loss_fn.on = True
-    word = "the gradient of sample . of 8 is off by" if way == "gradients" else "sample . of 8 has loss .* alone"
+    word = "the gradient of sample . of 8 differs by" if way == "gradients" else "sample . of 8 has loss .* alone"
     with pytest.raises(sw.SamplesInteractError, match=word):
         next(updates)
     assert step.counters.updates == 3
@@ -110,12 +110,12 @@ def test_targets_mixed_from_the_beginning(transforms):
     loss_fn = Later("targets")
     loss_fn.on = True
     if transforms:
-        with pytest.raises(sw.SamplesInteractError, match=r"among the others and .* alone"):
+        with pytest.raises(sw.SamplesInteractError, match=r"in the batch and .* alone"):
             make(mlp(), loss_fn, transforms=transforms).run(batches())
     else:
         (word,) = said(make(mlp(), loss_fn), batches())
         assert "samples depend on each other: sample " in word
-    with pytest.raises(sw.SamplesInteractError, match=r"among the others and .* alone"):
+    with pytest.raises(sw.SamplesInteractError, match=r"in the batch and .* alone"):
         make(mlp(), loss_fn, transforms=transforms, audit=2).run(batches())
 
 
@@ -128,7 +128,7 @@ def test_a_wrong_owner_in_the_engine(monkeypatch):
     monkeypatch.setattr(
         evaluation, "gradients_of", lambda losses, *rest, **options: right(losses.roll(1), *rest, **options)
     )
-    with pytest.raises(sw.SamplesInteractError, match=r"gradient of sample \d of 8 is off by"):
+    with pytest.raises(sw.SamplesInteractError, match=r"gradient of sample \d of 8 differs by"):
         next(updates)
 
 

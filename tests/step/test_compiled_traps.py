@@ -477,7 +477,7 @@ def test_norms_are_asked_for_in_the_middle_of_a_batch():
         updates = step.over([data(10, seed=7)])
         for _ in range(3):
             update = next(updates)
-        with pytest.raises(sw.errors.ParameterError, match="known from the next update on"):
+        with pytest.raises(sw.errors.ParameterError, match="recorded from the next update on"):
             print(update.norms)
         assert [float(update.norms) for update in updates]
     pair.assert_same()

@@ -30,7 +30,7 @@ def make(loss=loss_fn, **options):
 def message(number=None, epoch=0):
     where = "" if number is None else f", batch {number} of epoch {epoch}, both counted from 0"
     return (
-        f"a batch must have at least one sample; found one without any{where}. See what the data set, sampler or "
+        f"a batch must have at least one sample; found an empty batch{where}. Check what the dataset, sampler or "
         "collate_fn returns there, or leave the batch out."
     )
 

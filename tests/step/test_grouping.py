@@ -244,7 +244,7 @@ def test_each_sample_its_own_group(shape):
     ("key", "error", "message"),
     [
         ("nobody", sw.BatchError, "the batch must hold 'nobody'; found keys 'x', 'y', 'w', 'n', 'user', 'name'"),
-        ("x", sw.TransformError, r"group\('x'\) needs one name or number per sample; found a table"),
+        ("x", sw.TransformError, r"group\('x'\) must have one name or number per sample; found a list"),
         (lambda batch: ["a"], sw.TransformError, r"group must give one key per sample; found . keys? for \d+ samples"),
     ],
 )
@@ -356,7 +356,7 @@ def test_first_weights_all_zero(microbatch):
     model = mlp()
     step = sw.Step(model, sw.sgd(LR), squared, 13, microbatch, [BY, lambda losses: losses * 0])
     with pytest.raises(
-        sw.TransformError, match=r"not zero; found none by chain\(group\('user'\), weight\(function\)\)"
+        sw.TransformError, match=r"nonzero weight; found none with chain\(group\('user'\), weight\(function\)\)"
     ):
         step(DATA)
     close(dict(model.named_parameters()), dict(mlp().named_parameters()), rtol=0, atol=0)
@@ -485,7 +485,10 @@ def test_batches_that_cannot_be_cut():
     step = sw.Step(mlp(), sw.sgd(LR), of_uncut, transforms=[BY, sw.clip(1.0)])
     for batch in cut(DATA, 7):
         step.accumulate(Uncut(batch))
-    message = r"group\('user'\) takes samples out of batches where a window has several; found one that cannot be cut"
+    message = (
+        r"group\('user'\) must select single samples if a window has several microbatches; "
+        "found a batch that cannot be cut"
+    )
     with pytest.raises(sw.BatchError, match=message):
         step.apply()
 

@@ -60,7 +60,7 @@ def refuses(error, message, model, loss_fn=squares, **options):
 def test_a_model_in_eval_mode(transforms):
     (said,) = train(mlp().eval(), transforms=transforms)
     assert said.startswith("modules are in eval mode while training: the model.")
-    assert "Call train() on them, unless you mean it." in said
+    assert "Call train() on them, unless this is intended." in said
 
 
 def test_a_submodule_in_eval_mode_is_named():
@@ -121,7 +121,7 @@ def test_a_layer_that_the_optimizer_does_not_have(transforms):
     model = mlp()
     (said,) = train(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.01), transforms=transforms)
     assert "the loss reaches parameters that the optimizer does not have: 2.weight, 2.bias." in said
-    assert "Give them to the optimizer, or freeze them" in said
+    assert "Add them to the optimizer, or freeze them" in said
 
 
 @pytest.mark.parametrize("numbers", [dict(samples=1), dict(samples=4, microbatch=1)], ids=str)
@@ -199,7 +199,7 @@ def test_losses_that_are_not_one_per_sample(loss_fn, message, transforms, audit)
 
 
 def test_fewer_losses_than_samples_in_a_window_that_is_cut():
-    message = "one loss for each sample where batches are cut; found 2 losses for 4 samples"
+    message = "one loss per sample if batches are cut; found 2 losses for 4 samples"
     refuses(sw.LossesError, message, mlp(), lambda model, batch: squares(model, batch)[::2], microbatch=4)
 
 
@@ -214,7 +214,7 @@ def test_fewer_losses_than_samples_in_a_window_that_is_cut():
 )
 @transforms
 def test_predictions_in_a_column_against_targets_in_a_row(loss_fn, transforms):
-    message = r"tensor of shape \(8, 1\) meets one of shape \(8,\), which makes \(8, 8\).*squeeze\(1\)"
+    message = r"tensors of shapes \(8, 1\) and \(8,\) broadcast to \(8, 8\).*squeeze\(1\)"
     refuses(sw.LossesError, message, mlp(), loss_fn, transforms=transforms)
 
 
@@ -223,7 +223,7 @@ def test_predictions_in_a_column_against_targets_in_a_row_in_torchs_own_loss():
     def loss_fn(model, batch):
         return F.mse_loss(model(batch[0]), batch[1], reduction="none").mean(1)
 
-    refuses(sw.LossesError, r"In mse_loss a tensor of shape \(8, 1\)", mlp(), loss_fn)
+    refuses(sw.LossesError, r"In mse_loss, tensors of shapes \(8, 1\)", mlp(), loss_fn)
 
 
 @pytest.mark.parametrize("criterion", [nn.MSELoss(), nn.L1Loss(), nn.BCEWithLogitsLoss(), nn.HuberLoss()])
@@ -238,7 +238,7 @@ def test_unequal_shapes_in_a_criterion(criterion):
 @pytest.mark.parametrize("numbers", [dict(samples=1), dict(samples=8, microbatch=7)], ids=str)
 def test_batch_norm_with_microbatches_of_one(numbers):
     (said,) = train(cnn(nn.BatchNorm2d(4)), data=batches(8, 3, 5, 5), **numbers)
-    assert "BatchNorm in training mode sees microbatches of one sample: 1." in said
+    assert "BatchNorm in training mode gets microbatches of one sample: 1." in said
     assert "GroupNorm" in said
 
 
@@ -249,9 +249,9 @@ def test_batch_norm_without_a_picture_and_one_sample_is_torchs_own_error():
 @pytest.mark.parametrize("numbers", [dict(samples=8, microbatch=4), dict(microbatch=3), dict(samples=12)], ids=str)
 def test_batch_norm_with_a_window_in_pieces(numbers):
     (said,) = train(mlp(nn.BatchNorm1d(8)), data=batches(updates=9), **numbers)
-    assert "BatchNorm in training mode sees a window in" in said
-    assert "pieces: 1." in said
-    assert "depend on how the window is cut" in said
+    assert "BatchNorm in training mode gets a window in" in said
+    assert "microbatches: 1." in said
+    assert "depend on the microbatch size" in said
 
 
 def test_batch_norm_in_a_loss_module_is_seen_too():
@@ -264,7 +264,7 @@ def test_batch_norm_in_a_loss_module_is_seen_too():
             return (self.norm(model(batch[0])).squeeze(1) - batch[1]).square()
 
     (said,) = train(mlp(), Normed(), microbatch=4)
-    assert "pieces: norm." in said
+    assert "microbatches: norm." in said
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_batch_norm_goes_with_weights_that_know_nothing_of_gradients(chain):
     """They weigh losses, as one may without per-sample gradients."""
     assert train(mlp(nn.BatchNorm1d(8)), transforms=chain) == []
     (said,) = train(mlp(nn.BatchNorm1d(8)), transforms=chain, microbatch=4)
-    assert "BatchNorm in training mode sees a window in 2 pieces: 1." in said
+    assert "BatchNorm in training mode gets a window in 2 microbatches: 1." in said
 
 
 def test_batch_norm_in_eval_mode_goes_with_transforms():
@@ -380,9 +380,9 @@ def test_what_is_refused_has_a_remedy_that_a_step_has():
 @pytest.mark.parametrize("microbatch", [None, 3])
 def test_weights_that_are_all_zero(chain, microbatch):
     message = refuses(
-        sw.TransformError, "some sample .* weight that is not zero", mlp(), transforms=chain, microbatch=microbatch
+        sw.TransformError, "at least one sample .* nonzero weight", mlp(), transforms=chain, microbatch=microbatch
     )
-    assert "found none by chain(" in message
+    assert "found none with chain(" in message
 
 
 def test_weights_of_which_some_are_zero():
@@ -435,7 +435,7 @@ def test_everything_at_once_is_said_once(drive):
         drive(step, batches(updates=4))
     said = sorted(str(warning.message).split(":")[0] for warning in caught)
     assert said == [
-        "BatchNorm in training mode sees a window in 2 pieces",
+        "BatchNorm in training mode gets a window in 2 microbatches",
         "modules are in eval mode while training",
         "samples depend on each other",
         "the loss reaches parameters that the optimizer does not have",

@@ -19,10 +19,10 @@ def made(**options):
     ("options", "said"),
     [
         (dict(samples=1, compile=False), "compile=False"),
-        (dict(samples=2), "compile='auto' is for samples=1"),
-        (dict(), "compile='auto' is for samples=1"),
-        (dict(samples=1), "none of 6 updates so far"),
-        (dict(samples=6, compile=True), "none of 1 updates so far"),
+        (dict(samples=2), "compile='auto' compiles only steps with samples=1"),
+        (dict(), "compile='auto' compiles only steps with samples=1"),
+        (dict(samples=1), "not compiled yet, after 6 updates"),
+        (dict(samples=6, compile=True), "not compiled yet, after 1 updates"),
     ],
 )
 def test_why_not_yet(options, said):
@@ -48,7 +48,7 @@ def test_compiled_and_then_changed():
     step(BATCH)
     assert step.compiled == "compiled"
     step.load_state_dict(state)
-    assert step.compiled == "none of 0 updates so far"
+    assert step.compiled == "not compiled yet, after 0 updates"
     step(BATCH)
     step.model.register_forward_hook(lambda *_: None)
     with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: modules have hooks"):

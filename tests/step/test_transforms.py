@@ -358,7 +358,9 @@ def weights_of(first, rest):
 def test_first_weights_all_zero(microbatch):
     model = mlp()
     step = sw.Step(model, sw.sgd(LR), squared, 5, microbatch, sw.weight("w"))
-    message = r"some sample of the first update must have a weight that is not zero; found none by chain\(weight\('w'\)"
+    message = (
+        r"at least one sample of the first update must have a nonzero weight; found none with chain\(weight\('w'\)"
+    )
     with pytest.raises(sw.TransformError, match=message):
         step.run([weights_of(0.0, 1.0)])
     close(dict(model.named_parameters()), dict(mlp().named_parameters()))
@@ -366,12 +368,12 @@ def test_first_weights_all_zero(microbatch):
 
 def test_first_weights_all_zero_by_parameter():
     step = sw.Step(mlp(), sw.sgd(LR), squared, transforms=[lambda losses: losses * 0, sw.clip(1.0, by="parameter")])
-    with pytest.raises(sw.TransformError, match="some sample of the first update must have a weight"):
+    with pytest.raises(sw.TransformError, match="at least one sample of the first update must have a nonzero weight"):
         step(DATA)
 
 
 def test_first_gradients_clipped_to_nothing():
-    with pytest.raises(sw.TransformError, match=r"found none by chain\(clip\(0.0\)\)"):
+    with pytest.raises(sw.TransformError, match=r"found none with chain\(clip\(0.0\)\)"):
         sw.Step(mlp(), sw.sgd(LR), squared, transforms=sw.clip(0.0))(DATA)
 
 
@@ -389,7 +391,9 @@ def test_weights_that_sum_to_zero_cannot_be_divided_by():
     updates = step.over([weights_of(1, 0)])
     next(updates)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(sw.NonFiniteLossError, match="must have something to be divided by; found that its counts, or"):
+    with pytest.raises(
+        sw.NonFiniteLossError, match="denominator of a window must not be zero; found that its counts, or"
+    ):
         next(updates)
     close(dict(model.named_parameters()), before, rtol=0, atol=0)
 
@@ -477,14 +481,14 @@ def test_samples_that_point_away_get_nothing(by):
 def test_a_reference_for_another_model(reference):
     step = sw.Step(mlp(), sw.sgd(LR), squared, transforms=sw.align(reference))
     with pytest.raises(
-        sw.TransformError, match=r"must have a tensor like every trained parameter; found none for '0\."
+        sw.TransformError, match=r"of the same name and shape for every trained parameter; found none for '0\."
     ):
         step(DATA)
 
 
 def test_a_reference_of_zero_weighs_nothing():
     zero = {name: torch.zeros_like(p) for name, p in mlp().named_parameters()}
-    with pytest.raises(sw.TransformError, match=r"found none by chain\(align\(reference\)\)"):
+    with pytest.raises(sw.TransformError, match=r"found none with chain\(align\(reference\)\)"):
         sw.Step(mlp(), sw.sgd(LR), squared, transforms=sw.align(zero))(DATA)
 
 
@@ -695,17 +699,17 @@ def own(answer, **options):
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (lambda losses: losses.sum(), r"must answer with one coefficient per sample, a tensor of shape \(4,\); found"),
-        (lambda losses: 1.0, r"weight\(function\) must answer .*found float"),
+        (lambda losses: losses.sum(), r"must return one coefficient per sample, a tensor of shape \(4,\); found"),
+        (lambda losses: 1.0, r"weight\(function\) must return .*found float"),
         (lambda losses: losses[:, None], r"found shape \(4, 1\)"),
-        (lambda losses: losses / 0, r"must answer with finite coefficients; found inf at sample 0"),
-        (sw.weight("x"), r"weight\('x'\) must answer with one coefficient per sample.*found shape \(4, 4\)"),
-        (own(lambda n: n.losses, by_parameter=True), r"own\(\) must answer with a dict name -> \(B,\); found Tensor"),
+        (lambda losses: losses / 0, r"must return finite coefficients; found inf at sample 0"),
+        (sw.weight("x"), r"weight\('x'\) must return one coefficient per sample.*found shape \(4, 4\)"),
+        (own(lambda n: n.losses, by_parameter=True), r"own\(\) must return a dict name -> \(B,\); found Tensor"),
         (
             own(lambda n: {"0.bias": n.losses[:2]}, by_parameter=True),
             r"one coefficient per sample for '0.bias', a tensor of shape \(4,\); found shape \(2,\)",
         ),
-        (own(lambda n: n.norms), "must declare the numbers it needs; found that it reads norms without"),
+        (own(lambda n: n.norms), "must declare the values it reads; found that it reads norms without"),
     ],
 )
 def test_answers_that_are_no_coefficients(transform, message):
@@ -748,7 +752,7 @@ def test_weights_that_are_not_in_the_batch():
 
 def test_weights_that_are_no_numbers():
     step = sw.Step(mlp(), sw.sgd(LR), squared, transforms=sw.weight("name"))
-    with pytest.raises(sw.TransformError, match=r"batch\['name'\] must hold one number per sample .*; found list"):
+    with pytest.raises(sw.TransformError, match=r"batch\['name'\] must hold one weight per sample; found list"):
         step({**DATA, "name": ["a"] * 13})
 
 

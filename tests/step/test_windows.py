@@ -482,7 +482,7 @@ def test_norms_read_too_late_are_known_from_then_on():
     updates = step.over(loader(10))
     next(updates)
     second = next(updates)
-    with pytest.raises(sw.ParameterError, match=r"nothing had asked for those of update 1.*record=\['norms'\]"):
+    with pytest.raises(sw.ParameterError, match=r"found no request for update 1.*record=\['norms'\]"):
         _ = second.norms
     before = copy.deepcopy(model)
     third = next(updates)
@@ -502,7 +502,7 @@ def test_norms_once_read_are_known_from_then_on():
 def test_the_first_norms_cannot_be_recalled_after_the_second_update():
     _, step = make_step(samples=5)
     first, *_ = step.over(loader(10))
-    with pytest.raises(sw.ParameterError, match="nothing had asked for those of update 0"):
+    with pytest.raises(sw.ParameterError, match="found no request for update 0"):
         _ = first.norms
 
 
@@ -736,11 +736,11 @@ def test_sparse_adam():
     ("options", "message"),
     [
         *[
-            (dict(samples=bad), "samples must be a positive number, or None")
+            (dict(samples=bad), "samples must be a positive integer, or None")
             for bad in (0, -1, 2.5, "10", True, float("nan"))
         ],
         *[
-            (dict(microbatch=bad), r"microbatch must be a positive number, None, 'auto' or sw.auto\(memory\)")
+            (dict(microbatch=bad), r"microbatch must be a positive integer, None, 'auto' or sw.auto\(memory\)")
             for bad in (0, -1, 2.5, "big", True)
         ],
         *[(dict(tail=bad), "tail must be one of update, drop, carry; found") for bad in ("keep", None)],
@@ -779,7 +779,7 @@ def test_bad_rate(lr):
         (lambda model: torch.optim.SGD, r"found the class SGD\. Write torch\.optim\.SGD\(model\.parameters\(\), lr="),
         (lambda model: None, r"found NoneType\. Write torch\.optim\.SGD"),
         (lambda model: 0.1, r"found float\. Write torch\.optim\.SGD"),
-        (lambda model: torch.optim.LBFGS(model.parameters()), "found LBFGS, which calls the loss itself"),
+        (lambda model: torch.optim.LBFGS(model.parameters()), "found LBFGS, which calls the loss function itself"),
     ],
 )
 def test_bad_optimizers(optimizer, message):
@@ -789,7 +789,7 @@ def test_bad_optimizers(optimizer, message):
 
 
 def test_nothing_to_train():
-    with pytest.raises(sw.ParameterError, match="the optimizer must have a parameter to train; found none"):
+    with pytest.raises(sw.ParameterError, match="the optimizer must have at least one parameter; found none"):
         sw.Step(nn.Tanh(), sw.sgd(0.1), losses_of)
 
 
@@ -832,6 +832,6 @@ def test_columns_that_change_within_a_window_are_refused(first):
     step = sw.Step(nn.Linear(2, 1), sw.sgd(0.1), loss_fn, samples=4, microbatch=2, audit=False)
     (update,) = step((torch.ones(4, 2),))
     with pytest.raises(
-        sw.LossesError, match=r"same columns for every piece of a window; found (a|none) and b\. Fill in"
+        sw.LossesError, match=r"same columns for every microbatch of a window; found (a|none) and b\. Fill in"
     ):
         _ = update.columns

@@ -24,24 +24,24 @@ def soft_by_norm(losses, norms):
     [
         (
             [sw.noise(0.5), sw.clip(1.0)],
-            r"clip\(1.0\) acts on single gradients and must come before the sum; found it after noise\(0.5\). Swap",
+            r"clip\(1.0\) acts on per-sample gradients and must come before the sum; found it after noise\(0.5\). Swap",
         ),
-        ([sw.clip(1.0), sw.noise(0.5), soft], r"weight\(soft\) acts on single gradients .* found it after noise"),
-        ([sw.noise(0.5), sw.group("user")], r"group\('user'\) acts on single gradients"),
+        ([sw.clip(1.0), sw.noise(0.5), soft], r"weight\(soft\) acts on per-sample gradients .* found it after noise"),
+        ([sw.noise(0.5), sw.group("user")], r"group\('user'\) acts on per-sample gradients"),
         (
             [sw.group("user"), sw.clip(1.0), sw.group("team")],
-            r"a chain can group once; found group\('user'\) and group\('team'\). Keep one",
+            r"a chain must have at most one group\(\); found group\('user'\) and group\('team'\). Keep one",
         ),
         (
             [sw.clip(1.0, by="parameter"), sw.group("user")],
-            r"what comes before group\('user'\) must have one coefficient per sample; found one per parameter. Put",
+            r"transforms before group\('user'\) must give one coefficient per sample; found one per parameter. Put",
         ),
         (
             [sw.group("user"), sw.weight("w")],
-            r"weight\('w'\) looks into the batch and must come before group\('user'\); found it after. Swap them",
+            r"weight\('w'\) reads the batch and must come before group\('user'\); found it after. Swap them",
         ),
-        ([sw.group("user"), lambda batch, norms: norms], r"weight\(function\) looks into the batch"),
-        ([sw.group("user"), sw.weight(torch.ones(3), index="i")], "looks into the batch"),
+        ([sw.group("user"), lambda batch, norms: norms], r"weight\(function\) reads the batch"),
+        ([sw.group("user"), sw.weight(torch.ones(3), index="i")], "reads the batch"),
         ([1.0], "a transform must be one of clip, weight, .*, or a function; found float"),
         (["clip"], "found str"),
         ([None], "found NoneType"),

@@ -130,28 +130,31 @@ def doubling_norms(norms, losses):
 
 
 BAD = [
-    (half, r"weight\(half\) must answer with one coefficient per sample, a tensor of shape \(7,\); found shape \(3,\)"),
+    (half, r"weight\(half\) must return one coefficient per sample, a tensor of shape \(7,\); found shape \(3,\)"),
     (table, r"found shape \(7, 2\)"),
     (number, "found float"),
-    (infinite, r"weight\(infinite\) must answer with finite coefficients; found inf at sample 0"),
-    (infinite_at_zero, "must answer with finite coefficients; found inf"),
-    (share, r"weight\(share\) must answer for a part of the samples as for all; found"),
-    (sample_by_sample, "must answer for a part of the samples as for all"),
-    (sw.weight(first, window=True), r"weight\(first, window=True\) must answer whatever the order of samples; found"),
-    (sw.weight(middle, window=True), "must answer whatever the order of samples"),
-    (running, "must answer whatever the order of samples"),
-    (random, r"weight\(random\) must answer the same when it is asked again; found"),
-    (doubling, r"weight\(doubling\) must leave the numbers it is given as they are; found them changed"),
-    (doubling_counts, r"weight\(doubling_counts\) must leave the numbers it is given as they are"),
+    (infinite, r"weight\(infinite\) must return finite coefficients; found inf at sample 0"),
+    (infinite_at_zero, "must return finite coefficients; found inf"),
+    (share, r"weight\(share\) must return the same coefficients for a subset of the samples; found"),
+    (sample_by_sample, "must return the same coefficients for a subset of the samples"),
+    (
+        sw.weight(first, window=True),
+        r"weight\(first, window=True\) must return the same coefficients for any order of samples; found",
+    ),
+    (sw.weight(middle, window=True), "must return the same coefficients for any order of samples"),
+    (running, "must return the same coefficients for any order of samples"),
+    (random, r"weight\(random\) must return the same coefficients when it is called again; found"),
+    (doubling, r"weight\(doubling\) must not modify its input; found changed values"),
+    (doubling_counts, r"weight\(doubling_counts\) must not modify its input"),
     (
         SampleTransform("own()", "c", lambda numbers: numbers.losses, by_parameter=True),
-        r"own\(\) must answer with a dict name -> \(B,\); found Tensor",
+        r"own\(\) must return a dict name -> \(B,\); found Tensor",
     ),
     (
         SampleTransform("own()", "c", lambda numbers: {"weight": numbers.losses[:1]}, by_parameter=True),
         r"one coefficient per sample for 'weight', a tensor of shape \(7,\); found shape \(1,\)",
     ),
-    (SampleTransform("own()", "c", lambda numbers: numbers.norms), "must declare the numbers it needs"),
+    (SampleTransform("own()", "c", lambda numbers: numbers.norms), "must declare the values it reads"),
     (3.0, "a transform must be one of clip, weight.*found float"),
 ]
 
@@ -177,13 +180,15 @@ def test_changing_the_batch():
         return losses
 
     batch = {**BATCH, "w": BATCH["w"].clone()}
-    with pytest.raises(sw.TransformError, match="must leave the numbers it is given as they are"):
+    with pytest.raises(sw.TransformError, match="must not modify its input"):
         sw.check_transform(sw.weight(bad), batch)
 
 
 @pytest.mark.parametrize("transform", [sw.weight("w"), sw.weight(torch.ones(9), index="i")], ids=repr)
 def test_a_batch_is_needed(transform):
-    with pytest.raises(sw.TransformError, match=r"looks into the batch: check_transform\(transform, batch\) needs one"):
+    with pytest.raises(
+        sw.TransformError, match=r"reads the batch and needs one; found none\. Call check_transform\(transform, batch\)"
+    ):
         sw.check_transform(transform)
 
 
@@ -229,8 +234,8 @@ def test_sums_that_are():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (lambda batch: ["a"], r"group\(.*\) must give one key per sample; found 1 for 6 samples"),
-        (lambda batch: list(range(len(batch["x"]))), "must give a sample the same key in any part of a batch"),
+        (lambda batch: ["a"], r"group\(.*\) must return one key per sample; found 1 for 6 samples"),
+        (lambda batch: list(range(len(batch["x"]))), "must return the same key for a sample in any part of a batch"),
     ],
 )
 def test_keys_that_break_a_rule(keys, message):

@@ -73,13 +73,13 @@ def plain(loss):
     ],
 )
 def test_argument_names_that_are_unknown(function, found):
-    message = f"a weight function asks by argument name for losses, counts, norms, batch; found {found}. Write"
+    message = f"the arguments of a weight function must be among losses, counts, norms, batch; found {found}. Write"
     with pytest.raises(sw.TransformError, match=message):
         sw.weight(function)
 
 
 def test_a_function_of_the_window_sees_no_batch():
-    with pytest.raises(sw.TransformError, match="sees numbers, not batches; found the argument 'batch'"):
+    with pytest.raises(sw.TransformError, match="must not use batches; found the argument 'batch'"):
         sw.weight(lambda losses, batch: losses, window=True)
 
 
@@ -106,10 +106,10 @@ def test_numbers_in_a_list():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: sw.weight("w", index="i"), "index= says where to look a tensor's values up; found no tensor"),
-        (lambda: sw.weight(plain_losses, index="i"), "index= says where to look a tensor's values up; found no tensor"),
-        (lambda: sw.weight("w", window=True), "window=True is for functions; found none"),
-        (lambda: sw.weight(torch.ones(3), window=True), "window=True is for functions; found none"),
+        (lambda: sw.weight("w", index="i"), "index= must be used with a tensor of weights; found no tensor"),
+        (lambda: sw.weight(plain_losses, index="i"), "index= must be used with a tensor of weights; found no tensor"),
+        (lambda: sw.weight("w", window=True), "window=True must be used with a function; found none"),
+        (lambda: sw.weight(torch.ones(3), window=True), "window=True must be used with a function; found none"),
     ],
 )
 def test_options_that_do_not_belong(build, message):
@@ -129,7 +129,7 @@ def test_tensors_that_are_no_list_of_weights(values):
 
 @pytest.mark.parametrize("places", [[5, 0, 1], [-1, 0, 1], ["a", "b", "c"]], ids=str)
 def test_numbers_that_are_not_in_the_table(places):
-    with pytest.raises(sw.TransformError, match=r"batch\['i'\] must hold the samples' numbers, from 0 to 4; found"):
+    with pytest.raises(sw.TransformError, match=r"batch\['i'\] must hold sample indices from 0 to 4; found"):
         sw.weight(torch.arange(5.0), index="i")(replace(NUMBERS, batch={**BATCH, "i": places}))
 
 
@@ -163,12 +163,10 @@ def test_keys_that_are_not_there(batch, key, found):
 
 
 def test_texts_are_no_weights():
-    with pytest.raises(
-        sw.TransformError, match=r"batch\['t'\] must hold one number per sample to weigh by; found list"
-    ):
+    with pytest.raises(sw.TransformError, match=r"batch\['t'\] must hold one weight per sample; found list"):
         sw.weight("t")(replace(NUMBERS, batch={"t": ["a", "b", "c"]}))
 
 
 def test_a_transform_must_declare_what_it_reads():
-    with pytest.raises(sw.TransformError, match="must declare the numbers it needs; found that it reads norms without"):
+    with pytest.raises(sw.TransformError, match="must declare the values it reads; found that it reads norms without"):
         sw.weight(lambda norms: norms)(Numbers(LOSSES, LOSSES))

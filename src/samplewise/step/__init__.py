@@ -1,1 +1,1 @@
-"""One update: slicing, accumulation, precision, counters."""
+"""Training step: slicing of batches, gradient accumulation, precision, optimizer update, counters."""

@@ -1,7 +1,8 @@
-"""A sample computed alone must have the loss and the gradient that it has among others.
+"""Audit: compare loss and gradient of a sample computed alone with those of the same sample in its batch.
 
-At the first update a few samples are compared, for a word in time; with `Step(audit=1000)` one sample of every
-thousandth update is, and a difference is an error. Both look in eval mode, where nothing is random, and leave no trace.
+One of the first 8 samples is compared at the first update. With `Step(audit=1000)`, one sample is also compared every
+1,000 updates, and any difference is an error. Both run in eval mode, without randomness, and restore modes, buffers and
+random state.
 """
 
 from __future__ import annotations
@@ -24,23 +25,28 @@ from samplewise.replay import modes, snapshot
 from samplewise.step.evaluation import Evaluation
 from samplewise.step.mistakes import look_at_strangers, warn
 
-FEW = 8  # samples are enough to see whether they interact
+FEW = 8  # number of samples in the first comparison: enough to detect interaction
 
 
 class Audit:
-    """`every`: updates between two looks; None: the first update alone; False: never."""
+    """Audits of a step. `every`: number of updates between two audits; None: only the first update; False: never.
+    `own_gradients`: transforms use per-sample gradients, so that interacting samples are an error.
+    """
 
     def __init__(self, evaluation: Evaluation, every: int | bool | None, own_gradients: bool):
         if not (every is None or every is False or (type(every) is int and every > 0)):
             raise ValueError(f"audit must be a positive number of updates, None or False; found {every!r}.")
-        self.evaluation, self.every, self.own_gradients = evaluation, every, own_gradients
-        self._excused = False
+        self.evaluation = evaluation
+        self.every = every
+        self.own_gradients = own_gradients
+        self._excused = False  # whether the warning about a failed audit was given
 
     def due(self, update: int) -> bool:
+        """True if the update with this index is audited."""
         return type(self.every) is int and update % self.every == 0
 
     def look(self, piece: Any, first: bool, update: int) -> None:
-        """Called with the first piece of every window."""
+        """Audit the first microbatch of a window, if due. Called for every window."""
         if first and self.every is not False:
             total = length(piece)
             few = cut(piece, 0, FEW) if total is not None and total > FEW else piece
@@ -56,17 +62,17 @@ class Audit:
             raise LossesError(f"{difference}. {culprit}")
         if self.own_gradients or self.every:
             raise SamplesInteractError(
-                f"samples must not depend on each other where each has its own gradient; found that {difference}. "
-                "Look for statistics over the batch, or for losses made of several samples."
+                f"samples must not depend on each other if per-sample gradients are used; found that {difference}. "
+                "Look for batch statistics, or for losses computed from several samples."
             )
         warn(
             f"samples depend on each other: {difference}. An update then depends on how its window is cut into batches "
-            "and microbatches; if this is not meant, look for statistics over the batch."
+            "and microbatches; if this is not intended, look for batch statistics."
         )
 
     def _compare(self, few: Any, piece: Any, first: bool, update: int) -> str | None:
-        """The difference between a sample alone and the same among others, in words. `few`: the samples of `piece` that
-        are compared.
+        """Description of the difference between a sample computed alone and in the batch; None if there is none. `few`:
+        the samples of `piece` that are used.
         """
         reached: set[int] = set()
         difference = problem = None
@@ -89,14 +95,14 @@ class Audit:
         return difference
 
     def _raise_unless_caused_here(self, error: Exception, piece: Any, examine: Callable[[], object]) -> None:
-        """Return if the comparison itself causes the error, by eval mode or by computing one sample: it then comes
-        again every time, and training may go well. Raise it if training fails too, or if it does not come again.
+        """Return if the comparison itself causes the error, through eval mode or through a batch of one sample: it then
+        occurs every time, and training may succeed. Raise it if training fails too, or if it does not occur again.
         """
-        if is_out_of_memory(error):  # training has smaller pieces to try, or fails by itself
+        if is_out_of_memory(error):  # training may use smaller microbatches, or raises the same error
             return
         restore = snapshot(*self.evaluation.modules)
         try:
-            self.evaluation.losses(piece)  # as in training
+            self.evaluation.losses(piece)  # in training mode, with the whole microbatch
         except Exception as of_training:
             if is_out_of_memory(of_training):
                 return
@@ -110,54 +116,59 @@ class Audit:
         raise error
 
     def _alone(self, piece: Any, losses: Tensor, update: int) -> str | None:
-        again, total = self.evaluation.losses(piece)[0].detach(), length(piece)
+        again = self.evaluation.losses(piece)[0].detach()
+        total = length(piece)
         if total is None or total < 2 or len(losses) != total or not torch.equal(losses, again):
-            return None  # cannot be cut, has several samples in a row, or is random even in eval mode
+            return None  # cannot be cut, has several samples per row, or is random even in eval mode
         place = int(torch.randint(total, (), generator=torch.Generator().manual_seed(update)))
         alone, _ = self.evaluation.losses(cut(piece, place, place + 1))
         return self._difference(piece, losses, alone, place)
 
     def _difference(self, piece: Any, losses: Tensor, alone: Tensor, place: int) -> str | None:
-        name, tolerance = f"sample {place} of {len(losses)}", self._tolerance(losses)
+        name = f"sample {place} of {len(losses)}"
+        tolerance = self._tolerance(losses)
         if len(alone) != 1:
-            return f"{name} alone has {len(alone)} losses"
-        here, there = losses[place].detach(), alone[0].detach()
+            return f"{name} has {len(alone)} losses instead of 1 when it is computed alone"
+        here = losses[place].detach()
+        there = alone[0].detach()
         if not (here - there).abs() <= tolerance * (losses.detach().abs().max() + 1):
-            return f"{name} has loss {here.item():.6g} among the others and {there.item():.6g} alone"
-        wanted, scale = self.evaluation.trained.wanted(), self.evaluation.precision.scale
+            return f"{name} has loss {here.item():.6g} in the batch and {there.item():.6g} alone"
+        wanted = self.evaluation.trained.wanted()
+        scale = self.evaluation.precision.scale
         if self.own_gradients:
-            among = {
-                name: row / scale for name, row in self.evaluation.gradients(losses, piece)[place : place + 1].items()
-            }
+            row_of_each = self.evaluation.gradients(losses, piece)[place : place + 1]
+            among = {parameter: row / scale for parameter, row in row_of_each.items()}
         else:
             among = jacobian_rows(losses[place : place + 1], wanted)
         off, size = _distance(among, jacobian_rows(alone, wanted))
         if not isfinite(off):
-            return None  # an overflow, which is looked for elsewhere
+            return None  # an overflow, which the finite check of the update handles
         if not off <= tolerance * (size + 1e-6):
-            return f"the gradient of {name} is off by {off:.3g} from that of the sample alone, of norm {size:.3g}"
+            return f"the gradient of {name} differs by {off:.3g} from that of the sample alone, of norm {size:.3g}"
         return None
 
     def _tolerance(self, losses: Tensor) -> float:
-        """Half of the digits."""
+        """Relative tolerance: three times the square root of the machine epsilon, about half of the digits."""
         cast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.evaluation.precision.name or "")
         return 3 * torch.finfo(cast or losses.dtype).eps ** 0.5
 
     def _broadcast(self, piece: Any) -> str | None:
-        """Whether a prediction (B, 1) meets a target (B,)."""
+        """Description of an operation that combines shapes (B, 1) and (B,), as of prediction and target; None if there
+        is none.
+        """
         total = length(piece)
         with undisturbed(self.evaluation.modules), Broadcasts(total or 0) as seen:
             self.evaluation.losses(piece)
         if seen.found is None:
             return None
         return (
-            f"In {seen.found} a tensor of shape ({total}, 1) meets one of shape ({total},), which makes "
-            f"({total}, {total}): every prediction against every target. Use squeeze(1) or unsqueeze(1)."
+            f"In {seen.found}, tensors of shapes ({total}, 1) and ({total},) broadcast to ({total}, {total}), which "
+            "compares every prediction with every target. Use squeeze(1) or unsqueeze(1)."
         )
 
 
 class Broadcasts(TorchFunctionMode):
-    """Notes where (B, 1) meets (B,)."""
+    """Records the first torch function that gets tensors of shapes (B, 1) and (B,)."""
 
     def __init__(self, samples: int):
         super().__init__()
@@ -173,8 +184,9 @@ class Broadcasts(TorchFunctionMode):
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Eval mode, and afterwards modes, buffers and random state as they were."""
-    restore, restore_modes = snapshot(*modules), modes(*modules)
+    """Context manager: eval mode inside; restores modes, buffers and random state on exit."""
+    restore = snapshot(*modules)
+    restore_modes = modes(*modules)
     for module in (m for root in modules for m in root.modules()):
         module.training = False
     try:
@@ -185,11 +197,12 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _leaves(losses: Tensor) -> set[int]:
+    """Ids of the leaf tensors in the graph of the losses."""
     nodes = Graph(losses, {}).nodes
     return {id(v) for node in nodes if (v := getattr(node, "variable", None)) is not None}
 
 
 def _distance(here: dict[str, Tensor], there: dict[str, Tensor]) -> tuple[float, float]:
-    """The norm of the difference, and that of the second."""
+    """Norm of the difference, and norm of `there`."""
     off = sum((here[name] - row).abs().square().sum().item() for name, row in there.items())
     return off**0.5, sum(row.abs().square().sum().item() for row in there.values()) ** 0.5

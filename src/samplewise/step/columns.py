@@ -1,4 +1,4 @@
-"""Columns that updates carry along: what their batches say of each sample, and the epoch in which it came."""
+"""Batch columns recorded in updates: values of the batch for each sample, and the epoch of the sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Column = Tensor | list[Any]  # one entry per sample
 
 @dataclass(slots=True)
 class Noted:
-    """Of one piece of a window."""
+    """Batch columns of one microbatch."""
 
     epoch: int
     values: dict[str, Column]
@@ -26,7 +26,7 @@ class Noted:
 
 
 def note(batch: Any, keys: Mapping[str, Hashable], epoch: int, rows: slice | None = None) -> Noted:
-    """What the batch, or these rows of it, holds under the keys."""
+    """Values of the batch, or of these rows of it, under the keys. `keys`: column name -> key of the batch."""
     return Noted(epoch, {name: _some(pick(batch, key), rows) for name, key in keys.items()})
 
 
@@ -35,7 +35,7 @@ def _some(values: Any, rows: slice | None) -> Any:
 
 
 def columns_of(noted: Sequence[Noted]) -> dict[str, Column]:
-    """Joined, as far as all pieces have them; and "epoch"."""
+    """Columns of all microbatches, concatenated, and "epoch". Columns that a microbatch lacks are left out."""
     if not noted:
         return {}
     names = [name for name in noted[0].values if all(name in each.values for each in noted)]
@@ -50,4 +50,7 @@ def _joined(values: Sequence[Any]) -> Column:
         return values[0]
     if all(isinstance(each, Tensor) for each in values):
         return torch.cat(list(values))
-    return [value for each in values for value in (each.tolist() if isinstance(each, Tensor) else each)]
+    joined: list[Any] = []
+    for each in values:
+        joined += each.tolist() if isinstance(each, Tensor) else each
+    return joined

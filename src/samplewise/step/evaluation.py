@@ -1,4 +1,4 @@
-"""The losses of a piece of data, under the step's precision and memory budget."""
+"""Losses and gradients of a microbatch, under the step's precision and memory budget."""
 
 from __future__ import annotations
 
@@ -25,21 +25,26 @@ from samplewise.step.precision import Precision
 
 
 class Evaluation:
-    """The model, the loss function and what is trained, to be asked for losses and gradients of a piece."""
+    """Computes losses and per-sample gradients of microbatches for one model, loss function and set of trained
+    parameters.
+    """
 
     def __init__(
         self, modules: Sequence[nn.Module], trained: Trained, loss_fn: LossFn, precision: Precision, budget: int | None
     ):
-        self.modules, self.trained, self.loss_fn = modules, trained, loss_fn
-        self.precision, self.budget = precision, budget
+        self.modules = modules
+        self.trained = trained
+        self.loss_fn = loss_fn
+        self.precision = precision
+        self.budget = budget
         self.model = modules[0]
-        self.columns: dict[str, Tensor] | None = None  # that came with the last losses
-        self.seconds = 0.0  # in forward passes, of this window
-        self._coincidences: set[int] = set()  # wirings in which something only looked like sample data
-        self._bare = precision.name is None and budget is None  # contexts cost microseconds
+        self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
+        self.seconds = 0.0  # spent in forward passes of this window
+        self._coincidences: set[int] = set()  # graph structures in which a tensor has B rows only by coincidence
+        self._bare = precision.name is None and budget is None  # skip the context managers, which cost microseconds
 
     def losses(self, piece: Any) -> tuple[Tensor, Tensor | None]:
-        """Losses, attached, and counts."""
+        """Losses (B,), attached to the autograd graph, and counts (B,), or None if the loss function returns none."""
         started = perf_counter()
         if self._bare:
             result = self.loss_fn(self.model, piece)
@@ -53,12 +58,14 @@ class Evaluation:
         check_attached(losses)
         self.columns = columns_of(result, losses)
         if self.columns is not None and get_proxy_mode() is not None:
-            raise LossesError("a loss function with columns beside its losses is not compiled")
+            raise LossesError("a loss function that returns columns in addition to losses cannot be compiled")
         self.seconds += perf_counter() - started
         return losses, counts
 
     def gradients(self, losses: Tensor, piece: Any = None) -> Gradients:
-        """Of every sample, times the loss scale. `piece` is what the losses are of: it helps to settle doubts."""
+        """Gradients of every sample, times the loss scale. `piece`: the microbatch of the losses, used to find out
+        whether samples really interact.
+        """
         scaled = losses * self.precision.scale if self.precision.scales else losses
         g = self._ask(scaled)
         if self._coincidences and g.wiring in self._coincidences:
@@ -77,8 +84,8 @@ class Evaluation:
         return gradients_of(losses, self.trained.wanted(), self.modules, interacting=interacting)
 
     def _is_coincidence(self, piece: Any) -> bool:
-        """Something that looks like sample data because it has as many rows as there are samples (positions, say, of as
-        many tokens): with one sample less it would not.
+        """True if samples seem to interact only because an unrelated tensor has B rows (for example positional
+        embeddings of B tokens). With B - 1 samples, the check then passes.
         """
         total = length(piece)
         if total is None or total < 3:
@@ -93,14 +100,15 @@ class Evaluation:
         return True
 
     def add_sum(self, losses: Tensor, weights: Tensor | None = None) -> None:
-        """Adds Σ w × gradient, times the loss scale, into `.grad`: one ordinary backward pass."""
+        """Accumulate Σ w × gradient, times the loss scale, into `.grad`: one ordinary backward pass."""
         scale = self.precision.scale
-        torch.autograd.backward(
-            losses, torch.full_like(losses, scale) if weights is None else (weights * scale).to(losses.dtype)
-        )
+        if weights is None:
+            torch.autograd.backward(losses, torch.full_like(losses, scale))
+        else:
+            torch.autograd.backward(losses, (weights * scale).to(losses.dtype))
 
     def add_mean(self, losses: Tensor, counts: Tensor | None) -> None:
-        """Adds the same divided by the counts."""
+        """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`. counts=None: 1 for each sample."""
         scale = self.precision.scale
         if counts is None:
             torch.autograd.backward(losses, torch.full_like(losses, scale / len(losses)))
@@ -109,7 +117,7 @@ class Evaluation:
 
 
 def _certain(g: Gradients) -> Gradients:
-    """Raises where samples may interact, too."""
+    """Prepare `g`; raise also if samples may interact, where the engine only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", SamplesMayInteractWarning)
         return g.prepare()

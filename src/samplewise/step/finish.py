@@ -1,4 +1,4 @@
-"""From gradient sums to changed parameters: unscale → noise → divide → is it finite? → max_grad_norm → optimizer."""
+"""Apply an update: unscale → noise → divide → finite check → max_grad_norm → optimizer → scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from samplewise.transforms.transform import SumTransform
 
 
 class Finish:
-    """Ends a window. What it raises, it raises before anything is changed."""
+    """Applies the update of a window. Errors about the window are raised before parameters change."""
 
     def __init__(
         self,
@@ -36,8 +36,13 @@ class Finish:
         team: Team | None = None,
     ):
         self.team = team
-        self.trained, self.optimizer, self.scheduler, self.precision = trained, optimizer, scheduler, precision
-        self.on_sum, self.max_grad_norm, self.on_nonfinite = on_sum, max_grad_norm, on_nonfinite
+        self.trained = trained
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.precision = precision
+        self.on_sum = on_sum
+        self.max_grad_norm = max_grad_norm
+        self.on_nonfinite = on_nonfinite
         self.checks = on_nonfinite != "ignore" or precision.scales
         self._unread: Mask | None = None
         self._may_mask = on_nonfinite == "raise" and not precision.scales
@@ -64,45 +69,55 @@ class Finish:
         return Outcome(False, rates, self._norm(sizes), mask)
 
     def rates(self) -> list[Any]:
-        """The learning rates of the optimizer's groups, now."""
+        """Current learning rate of each of the optimizer's parameter groups."""
         return [lr.clone() if isinstance(lr := group["lr"], Tensor) else lr for group in self.optimizer.param_groups]
 
     def prepare(self, window: Window) -> None:
-        """The gradients as the optimizer will see them, whatever they are."""
+        """Divide and clip the gradients as the optimizer will see them, without the finite check."""
         self._divide(window)
         if self.max_grad_norm is not None:
             self._bound(self._sizes(()))
 
     def _bound(self, sizes: Sizes) -> None:
-        """As torch.nn.utils.clip_grad_norm_ does it."""
+        """Clip the update's gradient to `max_grad_norm`, with the formula of torch.nn.utils.clip_grad_norm_."""
         assert self.max_grad_norm is not None
         torch._foreach_mul_(self.trained.gradients(), (self.max_grad_norm / (sizes.norm() + 1e-6)).clamp(max=1))
 
     @property
     def masks(self) -> bool:
-        """Whether it is left to the device to leave an update out."""
+        """True if a non-finite update is skipped by a flag on the device, without a host sync."""
         return self._may_mask and _can_mask(self.optimizer, self.trained.device)
 
     def may_skip(self, problem: Exception) -> bool:
-        """By wish; and gradients that overflow under a loss scale are the scale's affair."""
+        """True if this problem skips the update instead of raising: with on_nonfinite="skip"; or if gradients overflow
+        under a loss scale, which is then halved.
+        """
         overflow = self.precision.scales and isinstance(problem, NonFiniteGradientError)
         return self.on_nonfinite == "skip" or overflow
 
     def _divide(self, window: Window) -> None:
-        """The sums carry the loss scale; noise comes on sums that do not."""
-        by, scale = 1 if window.divided else window.denominator, self.precision.scale
+        """Divide the sums by loss scale and denominator. Transforms of the sum, such as noise, act after unscaling and
+        before the division by the denominator.
+        """
+        by = 1 if window.divided else window.denominator
+        scale = self.precision.scale
         if self.on_sum:
-            self.trained.fill()  # noise belongs on every parameter, reached or not
+            self.trained.fill()  # noise is added to every parameter, also to those that the loss does not reach
             gradients = self.trained.gradients()
             torch._foreach_div_(gradients, scale)
             scale = 1.0
             for transform in self.on_sum:
-                transform.act(gradients) if self.team is None else self.team.act(transform, self.trained)
+                if self.team is None:
+                    transform.act(gradients)
+                else:
+                    self.team.act(transform, self.trained)
         if not (window.divided and scale == 1) and (gradients := self.trained.gradients()):
             torch._foreach_div_(gradients, by * scale)
 
     def _sizes(self, parts: Sequence[Part]) -> Sizes:
-        """Of the gradients; and, to be looked at too, of losses, denominators that must not be zero, and counts."""
+        """Norms of the gradients; and, for the finite check, of losses, of 1 / denominator (infinite if it is 0) and of
+        a value that is infinite if a count is negative.
+        """
         others = [part.losses for part in parts]
         if any(p.counts is not None or p.shares is not None for p in parts):
             others.append(1 / torch.as_tensor(total(parts)))
@@ -111,17 +126,17 @@ class Finish:
 
     @property
     def sharded(self) -> bool:
-        """Whether other ranks have other parts of the gradients."""
+        """True if each rank holds a shard of the gradients."""
         return self.team is not None and self.team.spread.sharded
 
     def _problem(self, sizes: Sizes, parts: Sequence[Part]) -> SamplewiseError | None:
-        """What is not finite."""
+        """Error that describes the first non-finite value; None if all values are finite."""
         if sizes.finite():
             return None
         problem = problem_of(parts, self.trained.owned)
         if self.sharded and ranks.meet(problem is not None)[0]:
             problem = problem or problem_of_gradients("in the part of another rank")
-        if problem is None:  # all is finite, but too large to be squared
+        if problem is None:  # all values are finite, but the squares overflow
             sizes.measure_again(self.trained.gradients())
         return problem
 
@@ -135,7 +150,7 @@ class Finish:
                 self.scheduler.step()
         finally:
             if self.team is not None:
-                self.team.spread.gather()  # as the other ranks do, for whom it may have gone well
+                self.team.spread.gather()  # a collective: other ranks call it even if the optimizer failed here
         self.precision.went_well()
 
     def _norm(self, sizes: Sizes | None) -> Callable[[], Tensor]:
@@ -147,19 +162,21 @@ class Finish:
     def _late_norm(self, stamp: int) -> Tensor:
         if stamp != self.trained.cleared:
             raise ParameterError(
-                "update.grad_norm under on_nonfinite='ignore' must be read before the next update begins; found that "
-                "its gradients are gone."
+                "update.grad_norm with on_nonfinite='ignore' must be read before the next update begins; found that "
+                "its gradients were cleared. Read it right after the update."
             )
         return self._sizes(()).norm()
 
 
 class Sizes:
-    """The norms of all gradients and of other tensors, in one vector: its sum tells whether everything is finite."""
+    """Norms of all gradients and of other tensors, in one vector: if its sum is finite, all values are finite."""
 
     __slots__ = ("_all", "_gradients", "_sharded", "_unit")
 
     def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor], sharded: bool = False):
-        self._gradients, self._unit, self._sharded = len(gradients), 1.0, sharded  # type: int, float | Tensor, bool
+        self._gradients = len(gradients)
+        self._unit: float | Tensor = 1.0
+        self._sharded = sharded
         norms = torch._foreach_norm([*gradients, *others])
         self._all = self._over_ranks(torch.stack([n.to(norms[0].device) for n in norms]))
 
@@ -173,7 +190,7 @@ class Sizes:
         return math.isfinite(self._all.sum().item())
 
     def measure_again(self, gradients: Sequence[Tensor]) -> None:
-        """In units of the largest element, so that squares do not overflow."""
+        """Recompute the norms in units of the largest element, so that squares do not overflow."""
         self._unit = torch.stack([g.abs().max().double() for g in gradients if g.numel()]).max()
         if self._sharded:
             self._unit = ranks.gathered(self._unit[None]).max()
@@ -181,13 +198,13 @@ class Sizes:
 
 
 def _can_mask(optimizer: Any, device: torch.device) -> bool:
-    """Whether the optimizer can leave out an update by a number on the device, so that nobody need wait for it."""
+    """True if the optimizer can skip an update by a flag on the device (`found_inf`), which saves the host sync."""
     return device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 class Mask:
-    """Leaves out an update that is not finite without anybody waiting for it. Whoever reads it is told; and of earlier
-    ones that nobody has read.
+    """Flag on the device that skips a non-finite update without a host sync. `check` raises for this update and for
+    earlier updates that were not read.
     """
 
     def __init__(self, gradients: Sequence[Tensor], parts: Sequence[Part], before: Mask | None):
@@ -198,12 +215,14 @@ class Mask:
         self._all: Tensor = self.well if before is None else self.well & before._all
 
     def step(self, optimizer: Any) -> None:
-        optimizer.grad_scale, optimizer.found_inf = None, (~self.well).to(torch.float32)
+        optimizer.grad_scale = None
+        optimizer.found_inf = (~self.well).to(torch.float32)
         try:
             optimizer.step()
         finally:
             del optimizer.grad_scale, optimizer.found_inf
 
     def check(self) -> None:
+        """Raise if this update or an earlier unread one was non-finite. Waits for the device."""
         if not self._all:
             raise problem_of(self._parts, {}) or unread_problem(bool(self._losses))

@@ -1,8 +1,8 @@
-"""Sums over groups of samples, each group's gradient with its own coefficient.
+"""Gradient accumulation over groups of samples, each group's gradient with its own coefficient.
 
-The norm of a group's gradient is not a sum of norms. Within one piece the engine gives it as it gives a sample's: the
-sum of a group's losses is a loss like any other. A window of several pieces is gone through group by group, with one
-buffer of the parameters' size.
+The norm of a group's gradient is not the sum of the samples' norms. For a window of one microbatch, the engine computes
+it like that of a sample, from the sum of the group's losses. A window of several microbatches is processed group by
+group, with one buffer of the size of the parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from samplewise.transforms.reference import Reference
 
 
 class Grouped(OfNumbers):
-    """Each group's gradient times its coefficient."""
+    """Accumulates each group's gradient times its coefficient."""
 
     def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
         if len(pieces) == 1:
@@ -56,12 +56,14 @@ class Grouped(OfNumbers):
 
     @property
     def asks_samples(self) -> bool:
+        """True if per-sample results are needed before samples are grouped."""
         return bool(self.chain.samples.transforms) or self.record_norms
 
     def weigh(self, stage: Stage, parts: Sequence[Numbers], owned: Tensor | None = None) -> list[Numbers]:
         return stage.weigh(parts) if self.team is None else self.team.weigh(stage, parts, owned)
 
     def _at_once(self, piece: Any, places: int | Tensor, numbers_of_groups: Tensor | None = None) -> Part:
+        """Accumulate a window of one microbatch, with the gradient of each group from the engine."""
         losses, _, numbers = self.one_pass(piece, places)
         (numbers,) = self.weigh(self.chain.samples, [numbers])
         owner, groups = _owners(self.keys(piece), losses)
@@ -76,8 +78,9 @@ class Grouped(OfNumbers):
     def _group_by_group(
         self, pieces: Sequence[Any], groups: Sequence[Group], places: Tensor | None = None
     ) -> list[Part]:
+        """Accumulate a window of several microbatches, or with groups on several ranks."""
         mixing = training_batch_norms(self.evaluation.modules)
-        if mixing:  # the engine, which would see it, is not asked here
+        if mixing:  # only the engine's per-sample pass detects this, and it is not used here
             raise SamplesInteractError(
                 f"{self.chain.grouping} needs samples that do not depend on each other; found BatchNorm in training "
                 f"mode: {listed(mixing)}. Call eval() on it, or use GroupNorm."
@@ -86,7 +89,7 @@ class Grouped(OfNumbers):
         return [] if part is None else split(part, [_length(piece, self) for piece in pieces])
 
     def _by_group(self, pieces: Sequence[Any]) -> list[Group]:
-        """The samples of each group, in the order groups come."""
+        """Samples of each group, with groups in order of first occurrence."""
         groups: dict[Hashable, list[Members]] = {}
         start = 0
         for piece in pieces:
@@ -100,7 +103,7 @@ class Grouped(OfNumbers):
 
 @dataclass
 class Members:
-    """Samples of one group that lie in the same piece."""
+    """Samples of one group in one microbatch."""
 
     batch: Any
     places: Tensor  # in this rank's part of the window
@@ -109,21 +112,24 @@ class Members:
 
 @dataclass
 class Group:
+    """One group of samples in a window."""
+
     key: Hashable
     members: list[Members]  # on this rank
-    number: int  # in the window
-    spans: bool = False  # whether other ranks have members, too
-    owned: bool = True  # whether this rank speaks for it
+    number: int  # in the window, in order of first occurrence
+    spans: bool = False  # whether several ranks have members
+    owned: bool = True  # whether this rank sends the group's results and counts its denominator
 
 
 class Known:
-    """What all ranks know of the groups of a window. `spanning`: the keys of those that are on several ranks."""
+    """Groups of a window over all ranks, exchanged in one all-gather. `spanning`: keys of groups on several ranks."""
 
     def __init__(self, team: Team, keys: list[Hashable]):
         team.check()
         self.places = team.places(len(keys))
         told = ranks.everyone(list(zip(self.places.tolist(), keys, strict=True)))
-        in_order = [key for _, key in sorted((pair for rank in told for pair in rank), key=lambda pair: pair[0])]
+        pairs_of_all = [pair for pairs in told for pair in pairs]
+        in_order = [key for _, key in sorted(pairs_of_all, key=lambda pair: pair[0])]
         self._numbers = {key: number for number, key in enumerate(dict.fromkeys(in_order))}
         self._holders: dict[Hashable, list[int]] = {}
         for rank, pairs in enumerate(told):
@@ -133,10 +139,13 @@ class Known:
         self.spanning = [key for key in self._numbers if len(self._holders[key]) > 1]
 
     def numbers(self, keys: list[Hashable]) -> Tensor:
+        """Numbers of the groups of these keys in the window."""
         return torch.tensor([self._numbers[key] for key in dict.fromkeys(keys)])
 
     def groups(self, here: Sequence[Group]) -> list[Group]:
-        """Those that span ranks come first, in one order, on ranks without a member, too."""
+        """Groups to process on this rank. Groups on several ranks come first, in the same order on every rank, also on
+        ranks without a member, because they need collectives.
+        """
         found = {group.key: group for group in here}
         keys = [*self.spanning, *(key for key in found if key not in set(self.spanning))]
         return [
@@ -152,22 +161,25 @@ class Known:
 
 
 class Gathering:
-    """Goes through the groups of a window whose pieces they may cross. Every pass sees the same random numbers.
-    `places` are those of this rank's samples in the window, where other ranks have some.
+    """Processes the groups of a window one by one; a group may extend over several microbatches. Every pass over the
+    groups starts from the same random state. `places`: positions of this rank's samples in the window of all ranks.
     """
 
     def __init__(self, summing: Grouped, groups: Sequence[Group], places: Tensor | None):
-        self.summing, self.groups, self.places, self.stage = summing, groups, places, summing.chain.groups
+        self.summing = summing
+        self.groups = groups
+        self.places = places
+        self.stage = summing.chain.groups
         self.evaluation = summing.evaluation
         summing.prepare()
         self.restore = snapshot(*self.evaluation.modules)
 
     def part(self) -> Part | None:
-        """None where this rank has no samples."""
+        """Accumulate all groups into `.grad`; returns the per-sample results, or None if this rank has no samples."""
         if self.summing.asks_samples:
             self._weigh_samples()
         weighed: list[Numbers] = []
-        if self.stage.window:  # the numbers of all groups first
+        if self.stage.window:  # coefficients need the results of all groups, so they are computed first
             found = [self._gather(group) for group in self.groups]
             weighed = self.summing.weigh(self.stage, found, torch.tensor([group.owned for group in self.groups]))
             self.restore()
@@ -192,7 +204,7 @@ class Gathering:
         return m.places if self.places is None else self.places[m.places]
 
     def _partial(self, group: Group) -> None:
-        """Puts the gradient of a group's members here into `.grad`."""
+        """Compute the gradient of the group's members on this rank, into `.grad`."""
         self.evaluation.trained.clear()
         for m in group.members:
             losses, counts = self.evaluation.losses(m.batch)
@@ -203,7 +215,7 @@ class Gathering:
             self.evaluation.add_sum(losses, m.numbers.weights)
 
     def _gather(self, group: Group) -> Numbers:
-        """The same, and the numbers of the whole group, wherever its members are."""
+        """Call `_partial`, and return the results of the whole group over all ranks."""
         self._partial(group)
         known = [m.numbers for m in group.members if m.numbers is not None]
         losses = sum(((n.losses * n.weights).sum() for n in known), start=self._zero())
@@ -226,7 +238,7 @@ class Gathering:
         return torch.zeros((), dtype=first.real.dtype if first.is_complex() else first.dtype, device=first.device)
 
     def _of_all(self) -> dict[str, Tensor]:
-        """Gradients summed over ranks, beside `.grad`, which stays this rank's own."""
+        """Gradients summed over ranks, as new tensors; `.grad` keeps this rank's gradients."""
         wanted = self.evaluation.trained.wanted()
         sums = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for n, p in wanted.items()}
         ranks.totals(list(sums.values()))
@@ -236,7 +248,7 @@ class Gathering:
         return lambda gradient, name: (gradient * self.summing.directions[reference][name]).sum()
 
     def _ask(self, gradients: dict[str, Tensor], question: Callable[[Tensor, str], Tensor]) -> dict[str, Tensor]:
-        """name -> (1,), without the loss scale; zero for parameters that are not reached."""
+        """`question` of each gradient, name -> (1,), without the loss scale; 0 for parameters without a gradient."""
         scale = self.evaluation.precision.scale
         return {
             name: (question(gradients[name], name) / scale).reshape(1) if name in gradients else p.new_zeros(1)
@@ -244,14 +256,18 @@ class Gathering:
         }
 
     def _in_order(self, groups: Numbers) -> Part:
-        """Samples as they came. The share of a group counts where it is owned."""
+        """Per-sample results in the order of this rank's samples. A group's share of the denominator counts only on the
+        rank that owns the group.
+        """
         members = [m for group in self.groups for m in group.members]
         samples = joined([m.numbers for m in members if m.numbers is not None])
         owner = torch.cat([torch.full_like(m.places, k) for k, group in enumerate(self.groups) for m in group.members])
-        part, order = _part(samples, groups, owner), torch.cat([m.places for m in members]).argsort()
+        part = _part(samples, groups, owner)
+        order = torch.cat([m.places for m in members]).argsort()
         owned = torch.tensor([group.owned for group in self.groups], device=part.losses.device)
         part.shares = groups.denominators * owned
-        part.losses, part.counts = part.losses[order], None if part.counts is None else part.counts[order]
+        part.losses = part.losses[order]
+        part.counts = None if part.counts is None else part.counts[order]
         part.norms = None if part.norms is None else part.norms[order]
         part.columns = part.columns and {name: values[order] for name, values in part.columns.items()}
         part.weights = None if part.weights is None else rows_of(part.weights, order)
@@ -259,10 +275,11 @@ class Gathering:
 
 
 class GradientSums:
-    """Adds up what is in `.grad`, times a coefficient, beside it."""
+    """Sum of the successive contents of `.grad`, each times a coefficient, in separate tensors."""
 
     def __init__(self, parameters: dict[str, Tensor]):
-        self.parameters, self.sums = parameters, dict[str, Tensor]()
+        self.parameters = parameters
+        self.sums: dict[str, Tensor] = {}
 
     def add(self, coefficients: PerSample | None) -> None:
         for name, p in self.parameters.items():
@@ -272,12 +289,13 @@ class GradientSums:
                 self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled.clone()
 
     def put_back(self) -> None:
+        """Set `.grad` to the sums."""
         for name, p in self.parameters.items():
             p.grad = self.sums.get(name)
 
 
 def _owners(keys: list[Hashable], losses: Tensor) -> tuple[Tensor, int]:
-    """The number of each sample's group, in the order groups come, and how many there are."""
+    """Number of each sample's group, in order of first occurrence, and the number of groups."""
     _check_keys(keys, len(losses))
     numbers = {key: k for k, key in enumerate(dict.fromkeys(keys))}
     return torch.tensor([numbers[key] for key in keys], device=losses.device), len(numbers)
@@ -293,14 +311,14 @@ def _sums(values: Tensor, owner: Tensor, groups: int) -> Tensor:
 
 
 def _part(samples: Numbers, groups: Numbers, owner: Tensor) -> Part:
-    """Each sample's coefficient is its own times its group's."""
+    """Per-sample results; the coefficient of a sample is its own times that of its group."""
     part = as_part(samples)
     of_group = groups.coefficients
-    if of_group is not None:
-        own = samples.weights
-        part.weights = (
-            {n: c[owner] * own for n, c in of_group.items()} if isinstance(of_group, dict) else of_group[owner] * own
-        )
+    own = samples.weights
+    if isinstance(of_group, dict):
+        part.weights = {n: c[owner] * own for n, c in of_group.items()}
+    elif of_group is not None:
+        part.weights = of_group[owner] * own
     part.shares = groups.denominators
     return part
 
@@ -309,7 +327,7 @@ def _length(piece: Any, summing: Grouped) -> int:
     found = length(piece)
     if found is None:
         raise BatchError(
-            f"{summing.chain.grouping} takes samples out of batches where a window has several; found one that cannot "
-            "be cut. Make the loader's batch the whole window."
+            f"{summing.chain.grouping} must select single samples if a window has several microbatches; found a batch "
+            "that cannot be cut. Use a loader whose batch is the whole window."
         )
     return found

@@ -1,6 +1,6 @@
-"""From pieces of data to an update: the window that is being filled, and what becomes of it.
+"""Window builder: collects microbatches into a window and makes one update from it.
 
-If anything raises, whoever drives this gives the window up: then it never was.
+If an exception is raised, the caller must call `give_up`, which discards the window.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from samplewise.transforms.chain import Chain
 
 
 class Maker:
-    """Makes updates. `record` is the step's own, and may change between two windows."""
+    """Fills the open window with microbatches and makes updates from it. `record` is the same set object as
+    `Step.record`, and may change between two windows.
+    """
 
     def __init__(
         self,
@@ -50,47 +52,56 @@ class Maker:
         chain: Chain,
         record: set[str],
     ):
-        self.evaluation, self.microbatch, self.finish, self.chain = evaluation, microbatch, finish, chain
-        self.trained, self.record, self.team = evaluation.trained, record, finish.team
-        self.columns: dict[str, Hashable] = {}  # name -> key of the batch: what is noted of it
-        self.counters, self.window = Counters(), Window()
-        self._audit, self._buffers = audit, Buffers(evaluation.modules)
+        self.evaluation = evaluation
+        self.microbatch = microbatch
+        self.finish = finish
+        self.chain = chain
+        self.trained = evaluation.trained
+        self.record = record
+        self.team = finish.team
+        self.columns: dict[str, Hashable] = {}  # column name -> key of the batch
+        self.counters = Counters()
+        self.window = Window()
+        self._audit = audit
+        self._buffers = Buffers(evaluation.modules)
         self._summing = self._make_summing()
-        self._first = self._unseen = True  # window, gradients
+        self._first = True  # no window was begun yet
+        self._unseen = True  # no gradients were checked for mistakes yet
         self._recall: Recall | None = None
 
     def join(self, team: Team) -> None:
-        """Others take part from now on."""
+        """Use these ranks from the next window on."""
         self.team = self.finish.team = team
         self._summing = self._make_summing()
 
     def check_alone(self) -> None:
-        """Ranks that came after the step was made would train models of their own."""
+        """Raise if a process group was initialized after the step was created: each rank would train its own model."""
         if self.team is None and ranks.active():
             raise DistributedError(
-                f"a step must know of all ranks when it is made; found {ranks.size()} ranks, and a step that was made "
-                "for one process. Call init_process_group first."
+                f"the process group must exist before the step is created; found {ranks.size()} ranks, and a step that "
+                "was created for one process. Call init_process_group() before Step(...)."
             )
 
     @property
     def sees_windows_whole(self) -> bool:
-        """Whether pieces wait until all are there."""
+        """True if microbatches are deferred until the window is complete."""
         return self._summing.window
 
     # --- filling a window ------------------------------------------------------------------------------------------
 
     def add(self, piece: Any, size: int | None, alone: bool = False) -> None:
-        """Adds a piece of `size` samples, if that is known, to the window; `alone` if it will be all of it."""
-        started, window = perf_counter(), self.window
+        """Add a microbatch of `size` samples (None: unknown) to the window; `alone`: it is the whole window."""
+        started = perf_counter()
+        window = self.window
         if not window.open:
             self._begin(piece)
         if self._recall is not None:
             self._recall.pieces.append(piece)
-        if self.columns and (window.noted or not window.open):  # of all its samples, or of none
+        if self.columns and (window.noted or not window.open):  # columns of all samples of a window, or of none
             window.noted.append(note(piece, self.columns, self.counters.epochs))
         if self._summing.window:
             window.waiting.append(piece)
-            window.samples += size or length(piece) or 1  # at least, until it is computed
+            window.samples += size or length(piece) or 1  # a lower bound until the losses are computed
             window.sized &= size is not None
         else:
             parts = self._sum([piece], alone)
@@ -99,7 +110,8 @@ class Maker:
         window.seconds += perf_counter() - started
 
     def _begin(self, piece: Any) -> None:
-        self.window.begun, self.evaluation.seconds = True, 0.0
+        self.window.begun = True
+        self.evaluation.seconds = 0.0
         if self.team is not None:
             self.team.spread.open()
         self.check_alone()
@@ -116,11 +128,14 @@ class Maker:
                 self._recall = Recall(self.evaluation, self.microbatch)
         if piece is not None:
             self._audit.look(piece, self._first, self.counters.updates)
-            self._first = False  # an error is told again to whoever tries again
+            self._first = False  # not reached if the audit raises, so that the next attempt raises again
 
     def _sum(self, pieces: Sequence[Any], alone: bool = False) -> list[Part]:
-        """Gradients into `.grad`. What is not finite and may be skipped spoils the window, and is no error."""
-        window, summing = self.window, self._summing
+        """Accumulate gradients into `.grad`. A non-finite value that may be skipped marks the window as failed instead
+        of raising.
+        """
+        window = self.window
+        summing = self._summing
         if window.failure is not None:
             return [nothing_known(length(piece) or 0, window.parts) for piece in pieces]
         try:
@@ -142,22 +157,23 @@ class Maker:
         found = sum(len(part) for part in parts)
         if size is not None and found != size:
             raise LossesError(
-                f"loss_fn must return one loss for each sample where batches are cut; found {found} losses for {size} "
-                "samples. Use samples=None and microbatch=None, or return one loss per sample."
+                f"loss_fn must return one loss per sample if batches are cut; found {found} losses for {size} samples. "
+                "Use samples=None and microbatch=None, or return one loss per sample."
             )
         self.counters.samples += found
         self.counters.microbatches += len(parts)
         return found
 
     def drop(self) -> None:
-        """The samples of the open window have been seen, and that is all."""
+        """Discard the open window without an update, but count its samples."""
         window = self.window
-        seen = self.counters.samples + (window.samples if window.waiting else 0) + window.others
+        deferred = window.samples if window.waiting else 0
+        seen = self.counters.samples + deferred + window.others
         self.give_up()
         self.counters.samples = seen
 
     def give_up(self) -> None:
-        """The open window never was."""
+        """Discard the open window and restore gradients, buffers and counters."""
         if self.window.begun:
             self.trained.clear()
             self._buffers.restore()
@@ -168,8 +184,9 @@ class Maker:
     # --- the update ------------------------------------------------------------------------------------------------
 
     def update(self) -> Update:
-        """Out of what is in the window. With other ranks: of all of theirs."""
-        started, window = perf_counter(), self.window
+        """Make an update from the samples in the window; with several ranks, from the windows of all ranks."""
+        started = perf_counter()
+        window = self.window
         if self.team is not None:
             self._compute_with_others(self.team)
         elif window.waiting:
@@ -186,26 +203,28 @@ class Maker:
             self._buffers.restore()
         if outcome.mask is not None:
             self._buffers.restore_unless(outcome.mask.well)
-        counters, others = self.counters, 0 if self.team is None else window.others
+        counters = self.counters
+        others = 0 if self.team is None else window.others
         known = outcome, window.parts, self._asked_late, window.noted
         update = Update(counters.updates, window.samples + others, *known, agreed=window.agreed)
         counters.samples += others
         counters.updates += not outcome.skipped
         counters.skipped += outcome.skipped
         self.window = Window()
-        ended, forward = perf_counter(), self.evaluation.seconds
+        ended = perf_counter()
+        forward = self.evaluation.seconds
         gradients = window.seconds + finishing - started - forward
         update.phases = {"forward": forward, "gradients": gradients, "optimizer": ended - finishing}
         return update
 
     def _compute(self) -> None:
-        """What has waited for the window to be complete."""
+        """Compute the deferred microbatches of a complete window."""
         window = self.window
         window.parts = self._sum(window.waiting)
         window.samples = self._counted(window.parts, window.samples if window.sized else None)
 
     def _compute_with_others(self, team: Team) -> None:
-        """The sums of all ranks, in `.grad`."""
+        """Compute the window and reduce gradients over all ranks, into `.grad`."""
         window = self.window
         if not window.begun:
             self._begin(None)
@@ -221,7 +240,7 @@ class Maker:
             team.spread.reduce(self.trained, self._buffers)
 
     def _look_back(self, window: Window) -> None:
-        """What the first window tells of mistakes."""
+        """Check the first window for common mistakes; warn or raise."""
         pieces = [len(part) for part in window.parts if len(part)]
         if pieces:
             look_at_batch_norm(self.evaluation.modules, pieces * (1 if self.team is None else self.team.size))
@@ -231,7 +250,7 @@ class Maker:
     def tell(
         self, part: Part, count: int, made: int, norm: float, lr: list[Any], seconds: float, noted: list[Noted]
     ) -> Update:
-        """What compiled code has made."""
+        """`Update` for `made` compiled updates of `count` samples; advances the counters."""
         counters = self.counters
         outcome = Outcome(False, lr, lambda: torch.tensor(norm, dtype=torch.float64))
         update = Update(counters.updates, count, outcome, [part], self._asked_late, noted, made)
@@ -243,14 +262,15 @@ class Maker:
         return update
 
     def _asked_late(self, update: Update) -> Tensor:
-        """Norms that nobody had asked for when they were at hand. The first update can be recalled; from now on they
-        are recorded.
+        """Per-sample gradient norms that were not recorded. Only those of the first update can be recomputed; norms are
+        recorded from now on.
         """
         if self._recall is None:
             self.record.add("norms")
             raise ParameterError(
-                f"update.norms must be asked for before the update is made; found that nothing had asked for those of "
-                f"update {update.index}. They are known from the next update on; Step(..., record=['norms']) knows all."
+                "update.norms must be requested before the update is made; found no request for update "
+                f"{update.index}. Norms are recorded from the next update on; Step(..., record=['norms']) records them "
+                "for all updates."
             )
         norms = self._recall.norms()
         self.record.add("norms")
@@ -267,17 +287,21 @@ class Maker:
     NO_WINDOW: ClassVar[dict[str, Any]] = {"parts": {}, "sums": {}, "failure": [], "noted": []}
 
     def state_dict(self) -> dict[str, Any]:
-        """The open window, as gradient sums. Samples that have not been computed yet are not in it."""
+        """State of the open window, as gradient sums. Samples that are not computed yet are not included."""
         window = self.window
         parts = window.state() if not window.waiting else {}
-        sums = {name: p.grad.clone() for name, p in self.trained.named.items() if p.grad is not None} if parts else {}
-        noted = [each.state_dict() for each in window.noted] if parts else []
+        sums = {}
+        noted = []
+        if parts:
+            sums = {name: p.grad.clone() for name, p in self.trained.named.items() if p.grad is not None}
+            noted = [each.state_dict() for each in window.noted]
         return {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": noted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore an open window from `state_dict`."""
         self.window = opened(state["parts"], state["failure"], state.get("noted", []))
         if "norms" in state["parts"] and not (state["failure"] or self._summing.knows_norms):
-            self.record.add("norms")  # it goes on as it was begun
+            self.record.add("norms")  # the window was begun with norms, so all of its samples need them
             self._summing = self._make_summing()
         self._buffers.remember()
         for name, total_so_far in state["sums"].items():

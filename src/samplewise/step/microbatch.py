@@ -1,4 +1,4 @@
-"""How much of a window is computed at a time; "auto" finds it."""
+"""Microbatch size, given by the user or found by halving when memory runs out."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from samplewise.step.parameters import Trained
 
 @dataclass(frozen=True)
 class Auto:
-    memory: int | None  # bytes that activations may take; None: half of what is free
+    """Automatic microbatch size."""
+
+    memory: int | None  # budget of saved activations in bytes; None: half of the free memory
 
 
 def auto(memory: int | None = None) -> Auto:
-    """As `microbatch`: the largest size that fits. Begins with the whole window and halves it when memory runs out,
-    or when what the forward pass keeps for the backward pass exceeds `memory` bytes. "auto" is auto().
+    """Automatic microbatch size, for `Step(microbatch=...)`. Starts with the whole window and halves the size when
+    memory runs out, or when the tensors saved for the backward pass exceed `memory` bytes (default: half of the free
+    memory). microbatch="auto" is the same as auto().
     """
     if memory is not None and not memory > 0:
         raise ValueError(f"memory must be a positive number of bytes; found {memory!r}.")
@@ -30,19 +33,26 @@ def auto(memory: int | None = None) -> Auto:
 
 
 class Microbatch:
-    """`size`: samples at a time, or None for as many as come."""
+    """Microbatch size of a step. `size`: samples per microbatch; None: as they arrive."""
 
     def __init__(self, given: int | str | Auto | None, modules: Sequence[nn.Module], trained: Trained):
         given = auto() if given == "auto" else given
         if not (given is None or isinstance(given, Auto) or (type(given) is int and given > 0)):
-            raise ValueError(f"microbatch must be a positive number, None, 'auto' or sw.auto(memory); found {given!r}.")
+            raise ValueError(
+                f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {given!r}."
+            )
         self.size = given if isinstance(given, int) else None
         self.automatic = isinstance(given, Auto)
-        self.budget = (given.memory or free_memory(modules[0]) // 2) if isinstance(given, Auto) else None
-        self._modules, self._trained = modules, trained
+        self.budget: int | None = None  # bytes
+        if isinstance(given, Auto):
+            self.budget = given.memory or free_memory(modules[0]) // 2
+        self._modules = modules
+        self._trained = trained
 
     def attempt(self, compute: Callable[[Sequence[Any]], Any], pieces: Sequence[Any]) -> Any:
-        """compute(pieces), with smaller pieces if these do not fit. A failed attempt leaves no trace."""
+        """Return compute(pieces); with an automatic size, retry with smaller microbatches when memory runs out. A
+        failed attempt is undone: buffers, random state and gradients are restored.
+        """
         whole = pieces
         while self.automatic:
             restore = self._everything()
@@ -56,7 +66,7 @@ class Microbatch:
         return compute(pieces)
 
     def _halved(self, whole: Sequence[Any], pieces: Sequence[Any], error: Exception) -> list[Any]:
-        """The pieces that were given, cut anew."""
+        """Cut the original microbatches `whole` to half of the largest size in `pieces`."""
         largest = max(length(piece) or 1 for piece in pieces)
         if largest == 1:
             raise MemoryError(
@@ -64,15 +74,17 @@ class Microbatch:
                 f"not ({str(error) or f'the budget is {self.budget} bytes'}). Use a smaller model or a larger budget."
             ) from error
         size = self.size = (largest + 1) // 2
-        sizes = [length(piece) or 1 for piece in whole]
-        return [
-            cut(piece, start, min(start + size, total)) if total > size else piece
-            for piece, total in zip(whole, sizes, strict=True)
-            for start in range(0, total, size)
-        ]
+        halved: list[Any] = []
+        for piece in whole:
+            total = length(piece) or 1
+            if total <= size:
+                halved.append(piece)
+            else:
+                halved += [cut(piece, start, min(start + size, total)) for start in range(0, total, size)]
+        return halved
 
     def _everything(self) -> Callable[[], None]:
-        """Buffers, random state, and the gradient sums so far."""
+        """Snapshot of buffers, random state and gradient sums; returns the function that restores them."""
         restore_model = snapshot(*self._modules)
         sums: dict[Tensor, Tensor | None] = {
             p: None if p.grad is None else p.grad.clone() for p in self._trained.named.values()

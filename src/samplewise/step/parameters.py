@@ -1,4 +1,4 @@
-"""The parameters that are trained: the optimizer's, by name."""
+"""Trained parameters: those of the optimizer, by name."""
 
 from __future__ import annotations
 
@@ -13,39 +13,43 @@ from samplewise.errors import ParameterError
 
 
 class Trained:
-    """The optimizer's parameters with the names they have in the modules: `owned` as the optimizer has them, `named` as
-    graphs contain them. They are the same, unless the optimizer has parts of them, of which `leaves` knows the whole.
+    """The optimizer's parameters, with their names in the modules: `owned` as the optimizer holds them, `named` as the
+    autograd graph contains them. Both are equal unless the optimizer holds shards. `leaves`: id of a shard -> name and
+    whole parameter.
     """
 
     def __init__(
         self, optimizer: Any, modules: Sequence[nn.Module], leaves: Mapping[int, tuple[str, Tensor]] | None = None
     ):
-        self._optimizer, self._modules, self._leaves = optimizer, modules, leaves or {}
+        self._optimizer = optimizer
+        self._modules = modules
+        self._leaves = leaves or {}
         self._count = -1
-        self.cleared = 0  # how often: tells whether gradients are still those that one has seen
+        self.cleared = 0  # number of calls of clear(): shows whether `.grad` still belongs to an update
         self.named: dict[str, Tensor] = {}
         self.owned: dict[str, Tensor] = {}
         self.follow()
 
     def follow(self) -> None:
-        """Looks again, should the optimizer have got more."""
+        """Update `owned` and `named` if the number of the optimizer's parameters has changed."""
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
         if count != self._count:
-            self.owned, self._count = self._name(), count
+            self.owned = self._name()
+            self._count = count
             wholes = dict(self._leaves.values())
             self.named = {name: wholes.get(name, p) for name, p in self.owned.items()}
 
     @property
     def device(self) -> torch.device:
-        """Where they are now: a model may be moved after the step was made."""
+        """Current device of the parameters: a model may be moved after the step was created."""
         return next(iter(self.named.values())).device
 
     def wanted(self) -> dict[str, Tensor]:
-        """Those that are not frozen right now."""
+        """Parameters that currently require gradients."""
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def gradients(self) -> list[Tensor]:
-        """What is in `.grad`; of sparse gradients the values, of sharded ones this rank's part."""
+        """All gradients in `.grad`: the values of sparse gradients, this rank's shard of sharded ones."""
         return [self._dense(p) for p in self.owned.values() if p.grad is not None]
 
     def _dense(self, p: Tensor) -> Tensor:
@@ -54,16 +58,16 @@ class Trained:
             return self.part(p)
         if p.grad.layout is torch.strided:
             return p.grad
-        p.grad = p.grad.coalesce()  # a row that occurs twice has one gradient
+        p.grad = p.grad.coalesce()  # sums the values of rows that occur several times
         return p.grad._values()
 
     def part(self, p: Any) -> Tensor:
-        """Of a sharded gradient, that of this rank."""
+        """This rank's shard of a sharded gradient."""
         with torch.no_grad():
             return p.grad.to_local()
 
     def fill(self) -> None:
-        """Zeros where a parameter that could have a gradient has none, or none in some of its rows."""
+        """Make gradients dense: zeros for trainable parameters without a gradient, and for missing sparse rows."""
         for p in self.owned.values():
             if p.grad is None and p.requires_grad:
                 p.grad = torch.zeros_like(p)
@@ -72,7 +76,7 @@ class Trained:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Gradients out of the way of somebody else's backward pass."""
+        """Context manager: `.grad` is None inside and is restored on exit, for backward passes of other code."""
         kept = [(p, p.grad) for p in self.named.values()]
         for p, _ in kept:
             p.grad = None
@@ -83,6 +87,7 @@ class Trained:
                 p.grad = gradient
 
     def clear(self) -> None:
+        """Set `.grad` of all parameters to None."""
         self.cleared += 1
         for p in self.named.values():
             p.grad = None
@@ -90,7 +95,7 @@ class Trained:
             p.grad = None
 
     def strangers(self) -> dict[str, Tensor]:
-        """Parameters of the modules that could be trained and that the optimizer does not have."""
+        """Parameters of the modules that require gradients and that the optimizer does not have."""
         ours = {id(p) for p in self.named.values()}
         return {name: p for name, p in _names(self._modules) if p.requires_grad and id(p) not in ours}
 
@@ -100,15 +105,18 @@ class Trained:
             known[part] = known.pop(id(whole), name)
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         if not params:
-            raise ParameterError("the optimizer must have a parameter to train; found none.")
+            raise ParameterError(
+                "the optimizer must have at least one parameter; found none. Create it with model.parameters()."
+            )
         if any(id(whole) == id(p) for p in params for _, whole in self._leaves.values()):
             raise ParameterError(
-                "the optimizer of a sharded model must have the parts; found whole parameters. Make it before the step."
+                "the optimizer of a sharded model must hold sharded parameters; found whole ones. Create the optimizer "
+                "before the step."
             )
         return {known.get(id(p), f"optimizer.{k}"): p for k, p in enumerate(params)}
 
 
 def _names(modules: Iterable[nn.Module]) -> Iterable[tuple[str, Tensor]]:
-    """As in the model; those of a loss module come after "loss."."""
+    """Names and parameters of the model; those of a loss module have the prefix "loss."."""
     for k, module in enumerate(modules):
         yield from ((name if k == 0 else f"loss.{name}", p) for name, p in module.named_parameters())

@@ -1,4 +1,4 @@
-"""What is known of the samples of a window, microbatch by microbatch."""
+"""Per-sample results of a window, one `Part` per microbatch."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from samplewise.transforms.numbers import split as divided
 
 @dataclass(slots=True)
 class Part:
-    """One microbatch of a window: what is known of its samples."""
+    """Per-sample results of one microbatch of B samples."""
 
-    losses: Tensor
-    counts: Tensor | None = None  # None: one each
-    norms: Tensor | None = None  # raw
-    weights: PerSample | None = None  # None: one each
-    shares: Tensor | None = None  # of the denominator; None: the counts
-    columns: dict[str, Tensor] | None = None  # what the loss function said beside
+    losses: Tensor  # (B,)
+    counts: Tensor | None = None  # (B,); None: 1 for each sample
+    norms: Tensor | None = None  # (B,) gradient norms before any transform
+    weights: PerSample | None = None  # (B,) coefficients; None: 1 for each sample
+    shares: Tensor | None = None  # terms of the denominator; None: the counts
+    columns: dict[str, Tensor] | None = None  # columns returned by the loss function, (B,) each
 
     def __len__(self) -> int:
         return len(self.losses)
 
 
 def total(parts: Sequence[Part], shares: bool = True) -> Tensor | int:
-    """The denominator of a window: the sum of counts, or of what renormalising transforms left of them."""
+    """Denominator of a window: Σ counts; with `shares`, Σ counts × coefficients of renormalising transforms."""
     sums = [(p.shares if shares and p.shares is not None else p.counts) for p in parts]
     return sum(len(part) if s is None else s.sum() for part, s in zip(parts, sums, strict=True))
 
 
 def total_loss(parts: Sequence[Part]) -> Tensor:
-    """Σ losses. Half precision would stop counting at a few hundred."""
+    """Σ losses. Half precision is summed in float32: its own sums may stop growing at a few hundred."""
     losses = cat([p.losses for p in parts])
-    return losses.sum(dtype=torch.float32 if losses.dtype in (torch.float16, torch.bfloat16) else None)
+    half = losses.dtype in (torch.float16, torch.bfloat16)
+    return losses.sum(dtype=torch.float32 if half else None)
 
 
 def split(part: Part, sizes: list[int]) -> list[Part]:
-    """A window's part as those of its pieces; the shares, of which the sum counts, go with the first."""
-    split_up = {
-        name: [None] * len(sizes) if values is None else divided(values, sizes)
-        for name in ("losses", "counts", "norms", "weights", "columns")
-        for values in [getattr(part, name)]
-    }
+    """Split the part of a window into parts of these sizes. All shares are put into the first part, because only their
+    sum is used.
+    """
+    split_up: dict[str, list[Any]] = {}
+    for name in ("losses", "counts", "norms", "weights", "columns"):
+        values = getattr(part, name)
+        split_up[name] = [None] * len(sizes) if values is None else divided(values, sizes)
     parts = [Part(**dict(zip(split_up, row, strict=True))) for row in zip(*split_up.values(), strict=True)]
     for each in parts if part.shares is not None else ():
         each.shares = part.losses.new_zeros(0)

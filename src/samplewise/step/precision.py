@@ -1,4 +1,4 @@
-"""The numbers that a forward pass is computed in, and the loss scale that keeps float16 gradients from vanishing."""
+"""Mixed precision: autocast of forward passes, and the loss scale that keeps float16 gradients from underflowing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 CASTS = {"32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-GROWTH_INTERVAL = 2000  # updates without overflow before the scale is doubled
+GROWTH_INTERVAL = 2000  # number of updates without overflow before the loss scale is doubled
 
 
 class Precision:
-    """None leaves everything to the caller. Scales are powers of two, so that scaling is exact."""
+    """Precision of a step: autocast dtype and loss scale. None: no autocast, no loss scale. Scales are powers of two,
+    so that scaling is exact.
+    """
 
     def __init__(self, name: str | None):
         if name is not None and name not in CASTS:
@@ -29,18 +31,23 @@ class Precision:
         return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
     def overflowed(self) -> None:
+        """Halve the loss scale after a skipped update."""
         if self.scales:
-            self.scale, self._since_change = self.scale / 2, 0
+            self.scale /= 2
+            self._since_change = 0
 
     def went_well(self) -> None:
+        """Count an applied update; double the loss scale after GROWTH_INTERVAL of them."""
         if not self.scales:
             return
         self._since_change += 1
         if self._since_change == GROWTH_INTERVAL:
-            self.scale, self._since_change = self.scale * 2, 0
+            self.scale *= 2
+            self._since_change = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale, "since_change": self._since_change}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale, self._since_change = state["scale"], state["since_change"]
+        self.scale = state["scale"]
+        self._since_change = state["since_change"]

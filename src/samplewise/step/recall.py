@@ -1,4 +1,4 @@
-"""The first update's norms, for whoever reads them without having asked: computed after all, as it was then."""
+"""Lazy gradient norms of the first update: recomputed with the parameters of that time if they are read."""
 
 from __future__ import annotations
 
@@ -16,20 +16,28 @@ from samplewise.transforms.chain import chain
 
 
 class Recall:
-    """Made when the first window begins. Keeps its pieces, and the parameters as they were."""
+    """Per-sample gradient norms of the first window, computed on request. Created when the window begins; keeps its
+    microbatches, and copies of parameters, buffers, modes and random state.
+    """
 
     def __init__(self, evaluation: Evaluation, microbatch: Microbatch):
-        self.evaluation, self.microbatch = evaluation, microbatch
+        self.evaluation = evaluation
+        self.microbatch = microbatch
         self.pieces: list[Any] = []
-        self._restore_model, self._restore_modes = snapshot(*evaluation.modules), modes(*evaluation.modules)
+        self._restore_model = snapshot(*evaluation.modules)
+        self._restore_modes = modes(*evaluation.modules)
         self._parameters: dict[Tensor, Tensor] = {}
 
     def keep_parameters(self) -> None:
+        """Copy the parameters before the update changes them."""
         self._parameters = self._copies()
 
     def norms(self) -> Tensor:
-        now, modules = self._copies(), self.evaluation.modules
-        restore_now, restore_modes = snapshot(*modules), modes(*modules)
+        """Recompute the norms (samples,), then restore the current parameters, buffers, modes and random state."""
+        now = self._copies()
+        modules = self.evaluation.modules
+        restore_now = snapshot(*modules)
+        restore_modes = modes(*modules)
         summing = Weighted(self.evaluation, chain(), record_norms=True)
         try:
             self._restore_modes()

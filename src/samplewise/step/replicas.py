@@ -1,7 +1,7 @@
-"""A model that every rank has a replica of: made equal at the start, its gradients summed over ranks.
+"""Data parallelism (DDP): every rank has a replica of the model, equal at the start; gradients are summed over ranks.
 
-A `DistributedDataParallel` reduces gradients in each backward pass, as means. A step adds up a window and reduces its
-sum, once: so it computes with the module inside, and the wrapper's own reducer is kept out of it.
+A `DistributedDataParallel` all-reduces mean gradients in each backward pass. A step accumulates the sum of a window and
+all-reduces it once: it therefore calls the wrapped module, and bypasses the wrapper and its reducer.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from samplewise.transforms.transform import SumTransform
 
 
 class Replicas:
-    """Every rank has the whole model."""
+    """Strategy in which every rank has the whole model."""
 
     sharded = False
-    leaves: Mapping[int, tuple[str, Tensor]] = {}  # graphs contain the parameters themselves
+    leaves: Mapping[int, tuple[str, Tensor]] = {}  # empty: graphs contain the parameters themselves
 
     def owned(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
-        """What an optimizer has of them."""
+        """Parameters that the optimizer holds: the same ones."""
         return parameters
 
     def __init__(self, wrapped: DistributedDataParallel | None, modules: Sequence[nn.Module]):
-        self.wrapped, self.modules = wrapped, modules
+        self.wrapped = wrapped
+        self.modules = modules
         self._inside = False
         refuse_exchanges(modules)
         if wrapped is not None:
@@ -47,13 +48,13 @@ class Replicas:
     # --- forward passes --------------------------------------------------------------------------------------------
 
     def around(self, loss_fn: LossFn) -> LossFn:
-        """The loss function, called so that the wrapper takes no part."""
+        """Loss function that bypasses the DistributedDataParallel wrapper, and refuses calls of the wrapper."""
         if self.wrapped is None:
             return loss_fn
         reducer: Any = self.wrapped.reducer
 
         def losses(model: nn.Module, batch: Any) -> Any:
-            reducer._reset_state()  # an earlier forward pass may have told it to expect a backward pass
+            reducer._reset_state()  # an earlier forward pass may have prepared the reducer for a backward pass
             self._inside = True
             try:
                 return loss_fn(model, batch)
@@ -65,16 +66,16 @@ class Replicas:
     def _refuse_wrapper(self, *_: Any) -> None:
         if self._inside:
             raise DistributedError(
-                "a loss function must call the model that it is given; found that it calls the DistributedDataParallel "
-                "around it, which would exchange gradients in every backward pass. Write loss_fn(model, batch) with "
-                "the model of its argument."
+                "loss_fn must call the model that is passed to it; found a call of the DistributedDataParallel "
+                "wrapper, which would all-reduce gradients in every backward pass. In loss_fn(model, batch), call the "
+                "argument `model`."
             )
 
     # --- the end of a window ---------------------------------------------------------------------------------------
 
     def reduce(self, trained: Trained, buffers: Buffers) -> None:
-        """Sums `.grad` over all ranks. A parameter that no rank has reached keeps none; buffers are those of rank 0,
-        as a DistributedDataParallel has it.
+        """Sum `.grad` over all ranks. `.grad` stays None for a parameter that has no gradient on any rank. Buffers are
+        broadcast from rank 0, as in DistributedDataParallel.
         """
         parameters = list(trained.named.values())
         own = buffers.moving() if self.wrapped is None or self.wrapped.broadcast_buffers else []
@@ -85,22 +86,25 @@ class Replicas:
         ranks.copies(moved)
 
     def act(self, transform: SumTransform, trained: Trained) -> None:
+        """Apply a transform of the sum to the gradients."""
         transform.act(trained.gradients())
 
     def open(self) -> None:
-        """Everything is there all the time."""
+        """Do nothing: every rank always has the whole parameters."""
 
     def gather(self) -> None:
-        """Everything is there all the time."""
+        """Do nothing: every rank always has the whole parameters."""
 
 
 NONE, DENSE, SPARSE = 0, 1, 2
 
 
 def reached(parameters: Sequence[Tensor], buffers: Sequence[tuple[Tensor, bool]]) -> tuple[list[int], list[Tensor]]:
-    """What any rank has: of gradients NONE, DENSE, SPARSE or both; and the buffers that have moved anywhere."""
+    """For each parameter the kinds of gradient on any rank (NONE, DENSE, SPARSE or DENSE | SPARSE); and the buffers
+    that have changed on any rank.
+    """
     mine = [_kind(p.grad) for p in parameters] + [int(moves) for _, moves in buffers]
-    several = ranks.size() + 1  # a digit for each kind
+    several = ranks.size() + 1  # base of a number with one digit per kind, so that one all-reduce counts both
     counts = ranks.total(torch.tensor([(kind & 1) + several * (kind >> 1) for kind in mine], device=ranks.device()))
     found = [int(c % several > 0) + 2 * int(c >= several) for c in counts.tolist()]
     moved = [buffer for (buffer, _), moves in zip(buffers, found[len(parameters) :], strict=True) if moves]
@@ -108,29 +112,38 @@ def reached(parameters: Sequence[Tensor], buffers: Sequence[tuple[Tensor, bool]]
 
 
 def _kind(gradient: Tensor | None) -> int:
-    return NONE if gradient is None else DENSE if gradient.layout is torch.strided else SPARSE
+    if gradient is None:
+        return NONE
+    return DENSE if gradient.layout is torch.strided else SPARSE
 
 
 def _make_alike(p: Tensor, kind: int) -> None:
-    """A gradient that can be added to those of the other ranks; sparse ones are joined here and now."""
+    """Give `p.grad` the same layout on every rank, ready for the all-reduce. Sparse gradients are summed here."""
     if kind == NONE:
         return
     if kind != SPARSE:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
         return
-    none = torch.zeros(0, 1, dtype=torch.long, device=p.device), p.new_zeros(0, *p.shape[1:])
-    rows, values = none if p.grad is None else (p.grad.coalesce().indices().t(), p.grad.coalesce().values())
-    places, numbers = ranks.gathered(rows).t(), ranks.gathered(values)
+    if p.grad is None:
+        rows = torch.zeros(0, 1, dtype=torch.long, device=p.device)
+        values = p.new_zeros(0, *p.shape[1:])
+    else:
+        rows = p.grad.coalesce().indices().t()
+        values = p.grad.coalesce().values()
+    places = ranks.gathered(rows).t()
+    numbers = ranks.gathered(values)
     p.grad = torch.sparse_coo_tensor(places, numbers, p.shape, check_invariants=False).coalesce()
 
 
 def make_equal(modules: Sequence[nn.Module], copy: bool = True) -> None:
-    """Parameters and buffers of rank 0. A wrapper has done that, but they may have been changed since."""
+    """Broadcast parameters and buffers from rank 0, then check that they are equal on all ranks. copy=False: only
+    check, because a DistributedDataParallel has broadcast them, but they may have changed since.
+    """
     tensors = [(name, t) for m in modules for name, t in [*m.named_parameters(), *m.named_buffers()]]
     if not ranks.same([(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]):
         raise DistributedError(
-            "all ranks must have the same model; found parameters or buffers of other names, shapes or types. "
-            "Build it alike on every rank, and freeze the same parameters."
+            "all ranks must have the same model; found parameters or buffers that differ in name, shape, dtype or "
+            "requires_grad. Build the same model on every rank, and freeze the same parameters."
         )
     if copy:
         ranks.copies([t for _, t in tensors])
@@ -140,25 +153,26 @@ def make_equal(modules: Sequence[nn.Module], copy: bool = True) -> None:
     if bool(differ.any()):
         name = tensors[int(differ.nonzero()[0])][0]
         raise DistributedError(
-            f"all ranks must begin with the same parameters and buffers; found that {name!r} differs. Load the same "
-            "checkpoint on every rank before the step is made; Step(model.module, ..., strategy='ddp') takes those of "
-            "rank 0."
+            f"all ranks must start with the same parameters and buffers; found that {name!r} differs. Load the same "
+            "checkpoint on every rank before the step is created; or use Step(model.module, ..., strategy='ddp'), "
+            "which broadcasts them from rank 0."
         )
 
 
 EXCHANGES = {
     "SyncBatchNorm": "Use GroupNorm",
-    "DistributedDataParallel": "Wrap the model as a whole, or leave it to Step(..., strategy='ddp')",
+    "DistributedDataParallel": "Wrap the whole model, or use Step(..., strategy='ddp') without a wrapper",
     "FullyShardedDataParallel": "Use fully_shard, or Step(..., strategy='fsdp')",
 }
 
 
 def refuse_exchanges(modules: Sequence[nn.Module]) -> None:
+    """Raise if a module calls collectives in its forward or backward pass."""
     for name, module in (named for root in modules for named in root.named_modules()):
         for kind in (base.__name__ for base in type(module).__mro__ if base.__name__ in EXCHANGES):
             raise DistributedError(
-                f"ranks must exchange nothing within a forward or backward pass; found {kind}: {name}. A rank may have "
-                f"more pieces of a window than another, which would wait for ever. {EXCHANGES[kind]}."
+                f"forward and backward passes must not contain collectives; found {kind}: {name}. Ranks may have "
+                f"different numbers of microbatches in a window, so that a collective would hang. {EXCHANGES[kind]}."
             )
 
 
@@ -166,13 +180,13 @@ def _refuse_parts(modules: Sequence[nn.Module]) -> None:
     for name, p in (named for root in modules for named in root.named_parameters()):
         if in_parts(p):
             raise DistributedError(
-                f"every rank must have the whole model; found that it has a part of {name!r}. Leave it to "
-                "Step(..., strategy='fsdp') to share a model: other ways are not known to it."
+                f"every rank must have the whole model; found a shard of {name!r}. Pass the whole model to "
+                "Step(..., strategy='fsdp'), which shards it; other kinds of sharding are not supported."
             )
 
 
 def _refuse_options(wrapped: DistributedDataParallel) -> None:
-    """What a wrapper does beyond summing gradients, and would not do here."""
+    """Raise for options of a DistributedDataParallel that a step does not apply."""
     options: dict[str, Callable[[], bool]] = {
         "a process group that is not the default one": lambda: wrapped.process_group is not dist.group.WORLD,
         "mixed_precision": lambda: wrapped.mixed_precision is not None,
@@ -182,6 +196,6 @@ def _refuse_options(wrapped: DistributedDataParallel) -> None:
     for name, is_so in options.items():
         if is_so():
             raise DistributedError(
-                f"a DistributedDataParallel must leave its gradients to the step; found one with {name}, which a step "
-                "does not do. Use Step(model, ..., strategy='ddp') with the module inside, and precision= of the step."
+                f"a DistributedDataParallel must only sum gradients; found one with {name}, which a step does not "
+                "support. Use Step(model.module, ..., strategy='ddp') and precision= of the step."
             )

@@ -1,4 +1,4 @@
-"""Updates without an optimizer: a function (params, gradients) -> None is enough."""
+"""Functional optimizers: a function (params, gradients) -> None in place of a torch.optim optimizer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ Rule = Callable[[list[Tensor], list[Tensor]], None]
 
 @dataclass(frozen=True)
 class Descent:
+    """Gradient descent without state, p -= lr × g."""
+
     lr: float
 
     def __call__(self, params: list[Tensor], gradients: list[Tensor]) -> None:
@@ -21,14 +23,14 @@ class Descent:
 
 
 def sgd(lr: float) -> Rule:
-    """The bare rule p -= lr × g."""
+    """Stateless gradient descent p -= lr × g, for `Step(optimizer=...)`."""
     if not lr >= 0:
         raise ValueError(f"lr must be zero or positive; found {lr!r}.")
     return Descent(lr)
 
 
 class ByRule:
-    """A rule with as much of an optimizer's surface as a step needs."""
+    """Adapter from a function (params, gradients) -> None to the part of the optimizer interface that a step uses."""
 
     def __init__(self, params: Iterable[Tensor], rule: Rule):
         self.rule = rule
@@ -36,7 +38,7 @@ class ByRule:
 
     @torch.no_grad()
     def step(self) -> None:
-        """The rule sees the parameters that have a gradient, and those gradients, in the same order."""
+        """Call the function with the parameters that have a gradient, and their gradients in the same order."""
         params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
         self.rule(params, [p.grad for p in params])
 
@@ -48,11 +50,11 @@ class ByRule:
 
 
 def as_optimizer(optimizer: Any, params: Iterable[Tensor]) -> Any:
-    """What a `Step` was given as its optimizer."""
+    """Validate the `optimizer` argument of `Step`; a function becomes a `ByRule` for `params`."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
-            "optimizer must update from the gradients it is given; found LBFGS, which calls the loss itself. "
-            "Write that loop with sw.gradients."
+            "optimizer must update the parameters from the given gradients; found LBFGS, which calls the loss function "
+            "itself. Write that loop with sw.gradients."
         )
     if hasattr(optimizer, "param_groups") and hasattr(optimizer, "step"):
         return optimizer

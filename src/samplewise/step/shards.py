@@ -1,8 +1,8 @@
-"""A model that `fully_shard` has spread over the ranks: each keeps a part of every parameter and its optimizer's state.
+"""Sharding with `fully_shard` (FSDP2): each rank keeps a shard of every parameter and of the optimizer's state.
 
-The whole parameters are gathered once per update, after it, and stay until the next one: forward and backward passes
-then exchange nothing, so that ranks may have any number of pieces. A window's gradients are summed where the graph has
-its leaves, in the whole parameters, and each rank gets the sum of its part, once.
+Whole parameters are all-gathered once per update, after it, and stay until the next update: forward and backward passes
+then need no collectives, so that ranks may have different numbers of microbatches. The gradients of a window are
+accumulated in the whole parameters, the leaves of the graph, and reduce-scattered once per window.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ Policy = Callable[[nn.Module], bool] | Iterable[type[nn.Module]] | None
 
 @dataclass(frozen=True)
 class Fsdp:
-    policy: Policy  # which modules are gathered by themselves
+    """Value of `strategy` for FSDP."""
+
+    policy: Policy  # which modules become separate FSDP groups
 
 
 def fsdp(policy: Policy = None) -> Fsdp:
-    """As `strategy`: every rank keeps a part of each parameter.
+    """FSDP strategy, for `Step(strategy=...)`: every rank keeps a shard of each parameter.
 
-    policy: which modules are gathered by themselves, the model excepted: classes of modules, or a function of a module.
-    None: those in lists of modules, as the blocks of a transformer are.
+    policy: which modules, besides the model itself, are sharded and gathered as separate groups: classes of modules, or
+    a function module -> bool. None: the entries of every nn.ModuleList, such as the blocks of a transformer.
     """
     return Fsdp(policy)
 
 
 def shard(model: nn.Module, modules: Sequence[nn.Module], policy: Policy, optimizer: Any) -> None:
-    """Spreads a model over the ranks, as rank 0 has it, and hands the parts to the optimizer."""
+    """Shard a model over the ranks with the parameters of rank 0, and replace the optimizer's parameters by shards."""
     if getattr(optimizer, "state", None):
         raise ParameterError(
-            "the optimizer must be new when its model is sharded; found one with a state. Make it just before the step."
+            "the optimizer must be new when its model is sharded; found one that already has a state. Create it right "
+            "before the step."
         )
     from torch.distributed.fsdp import fully_shard
 
@@ -69,16 +72,17 @@ def _chosen(model: nn.Module, policy: Policy) -> list[nn.Module]:
         found = [m for m in inner if policy(m)]
     else:
         found = [m for m in inner if isinstance(m, tuple(policy))]
-    return found[::-1]  # what is inside comes first
+    return found[::-1]  # fully_shard needs inner modules before outer ones
 
 
 class Shards:
-    """Every rank has a part of each parameter."""
+    """Strategy in which every rank has a shard of each parameter."""
 
     sharded = True
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]):
-        self.model, self.modules = model, modules
+        self.model = model
+        self.modules = modules
         self._groups = list(parameter_groups(model))
         self._states: list[Any] = [module._get_fsdp_state() for module in sharded_modules(model)]
         self._parameters = sharded_parameters(model)
@@ -97,40 +101,41 @@ class Shards:
         odd = [each.name for each in self._parameters if each.manager.fsdp_placement.dim != 0]
         policies = [group.mp_policy for group in self._groups]
         if whole:
-            found = f"that {whole[0]!r} is whole. Call fully_shard on the model itself, too"
+            found = f"that {whole[0]!r} is not sharded. Call fully_shard on the model itself, too"
         elif odd:
-            found = f"{odd[0]!r} cut along another one. Leave out shard_placement_fn"
+            found = f"{odd[0]!r} sharded along another dimension. Leave out shard_placement_fn"
         elif any(policy.param_dtype or policy.reduce_dtype or policy.output_dtype for policy in policies):
             found = "a MixedPrecisionPolicy. Use precision= of the step"
         elif any(group.mesh_info.mesh.size() != ranks.size() for group in self._groups):
-            found = "a mesh that has not all ranks. Use one of all, with one dimension"
+            found = "a mesh without some of the ranks. Use a one-dimensional mesh of all ranks"
         elif any(group.offload_policy.__class__.__name__ != "OffloadPolicy" for group in self._groups):
             found = "an offload policy. Leave it out"
         else:
             return
         raise DistributedError(
-            f"every parameter must be cut along its first dimension, in one type, over all ranks; found {found}."
+            "every parameter must be sharded along its first dimension, in its own dtype, over all ranks; found "
+            f"{found}."
         )
 
     @property
     def leaves(self) -> dict[int, tuple[str, Tensor]]:
-        """By the id of a parameter's part: its name, and what graphs contain instead."""
+        """id of a shard -> name of the parameter, and the whole parameter that graphs contain."""
         return {id(each.shard): (each.name, each.whole) for each in self._parameters if each.whole is not None}
 
     def owned(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
-        """What an optimizer has of them."""
+        """Shards that the optimizer holds for these parameters."""
         parts = {id(each.whole): each.shard for each in self._parameters}
         return dict.fromkeys(parts.get(id(p), p) for p in parameters)
 
     # --- whole parameters ------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Before a window: somebody may have let the whole parameters go, as state_dict() does."""
+        """Unshard the parameters before a window, if other code such as state_dict() has resharded them."""
         if not all(group.is_unsharded for group in self._groups):
             self._unshard()
 
     def gather(self) -> None:
-        """After the parts have changed."""
+        """All-gather the parameters after the shards have changed."""
         for group in self._groups:
             group.reshard()
         self._unshard()
@@ -143,8 +148,8 @@ class Shards:
                 module.unshard()
 
     def around(self, loss_fn: LossFn) -> LossFn:
-        """The loss function, called so that forward passes leave the parameters where they are: as if they were done
-        again on the way back, for activation checkpointing.
+        """Loss function whose forward passes neither gather nor reshard parameters. It sets the FSDP state of a
+        recomputed forward pass in activation checkpointing.
         """
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -162,7 +167,9 @@ class Shards:
     # --- the end of a window ---------------------------------------------------------------------------------------
 
     def reduce(self, trained: Trained, buffers: Buffers) -> None:
-        """The sums of all ranks, each rank those of its parts, in their `.grad`."""
+        """Reduce-scatter the gradients: `.grad` of each shard becomes its part of the sum over all ranks. Buffers are
+        broadcast from rank 0.
+        """
         found, moved = reached(list(trained.named.values()), buffers.moving())
         wanted = [name for name, kind in zip(trained.named, found, strict=True) if kind]
         managers = {each.name: each.manager for each in self._parameters}
@@ -174,10 +181,10 @@ class Shards:
         ranks.copies(moved)
 
     def act(self, transform: SumTransform, trained: Trained) -> None:
-        """Adds the part of what is drawn for whole parameters."""
+        """Apply an additive transform of the sum: draw it for the whole parameter and add this rank's rows."""
         if not transform.additive:
             raise DistributedError(
-                f"what acts on the sum of sharded gradients must add something that does not depend on them; found "
+                "a transform of the sum must be additive, independent of the sum, if gradients are sharded; found "
                 f"{transform}. Use strategy='ddp'."
             )
         for p in trained.owned.values():

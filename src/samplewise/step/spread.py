@@ -1,4 +1,4 @@
-"""How several ranks share a model: recognised from the model, or made as a strategy says."""
+"""Resolve the distributed strategy of a step, from the model or from the `strategy` argument."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Spread = Replicas | Shards
 
 
 def kind_of(model: nn.Module, strategy: Strategy) -> str:
-    """How it is shared, in a word that is the same on all ranks."""
+    """Name of the strategy, for comparison between ranks."""
     if is_sharded(model) or isinstance(model, DistributedDataParallel):
         return "sharded" if is_sharded(model) else "DistributedDataParallel"
     return "fsdp" if isinstance(strategy, Fsdp) else str(strategy)
 
 
 def spread(model: nn.Module, strategy: Strategy, modules: Sequence[nn.Module], optimizer: Any) -> Spread | None:
-    """None where there is one process."""
+    """Strategy object for this model; shards the model if needed. None for one process and an unsharded model."""
     if not (strategy in (None, "ddp", "fsdp") or isinstance(strategy, Fsdp)):
         raise ValueError(f"strategy must be None, 'ddp', 'fsdp' or sw.fsdp(policy); found {strategy!r}.")
     if is_sharded(model):
@@ -36,8 +36,8 @@ def spread(model: nn.Module, strategy: Strategy, modules: Sequence[nn.Module], o
     wrapped = model if isinstance(model, DistributedDataParallel) else None
     if wrapped is None and strategy is None:
         raise DistributedError(
-            f"a model must be shared by the ranks that train it; found {ranks.size()} ranks, each with a model of its "
-            "own. Use Step(..., strategy='ddp'), or hand over a DistributedDataParallel."
+            f"ranks that train together must share a model; found {ranks.size()} ranks and no strategy. "
+            "Use Step(..., strategy='ddp'), or pass a DistributedDataParallel."
         )
     if wrapped is not None or strategy == "ddp":
         return Replicas(wrapped, modules)

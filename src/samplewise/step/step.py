@@ -1,4 +1,4 @@
-"""`sw.Step`: what one update is, as a value."""
+"""`sw.Step`: a training step, which turns batches into parameter updates."""
 
 from __future__ import annotations
 
@@ -35,43 +35,45 @@ from samplewise.transforms.chain import as_chain
 
 
 class Step:
-    """Turns batches into updates of the parameters.
+    """Training step: accumulates gradients over `samples` samples and updates the parameters.
 
         for update in step.over(loader):   # exactly one update per iteration
             ...
-        step.run(loader)                   # the same to the end, returning the totals
-        step(batch)                        # by hand: the updates that this batch completed
-        step.flush()                       # ... and the one that is still open
-        step.accumulate(batch)             # all by hand
-        step.apply()
+        step.run(loader)                   # all updates of the loader; returns their totals
+        step(batch)                        # one batch: returns the updates that this batch completes
+        step.flush()                       # ... and one update from the samples that remain
+        step.accumulate(batch)             # manual accumulation: no update is made
+        step.apply()                       # ... until this call
 
-    model, optimizer, loss_fn: `loss_fn(model, batch)` returns losses (B,), or (losses, counts) where each sample has
-    its own denominator, and as the last of the tuple, if you like, a dict of columns (B,) for `update.columns`; or a
-    criterion such as nn.CrossEntropyLoss() for batches (x, y). The optimizer may be a
-    function (params, gradients) -> None, such as sw.sgd(0.1).
+    model, optimizer, loss_fn: `loss_fn(model, batch)` returns losses (B,), or (losses, counts) if each sample has its
+    own denominator. The last element of the tuple may be a dict of columns (B,) for `update.columns`. For batches
+    (x, y), loss_fn may be a criterion such as nn.CrossEntropyLoss(). The optimizer may be a function
+    (params, gradients) -> None, such as sw.sgd(0.1).
 
-    Three numbers that do not depend on each other: the loader's batch; `samples` per update (None: as they arrive);
-    `microbatch`, how many are computed at a time (None: as they arrive; "auto" or sw.auto(memory): as many as fit).
-    The gradient of an update is Σ c·g / Σ counts over its samples, however they came and were cut.
+    Three sizes are independent of each other: the loader's batch; `samples` per update (None: one update per batch);
+    `microbatch`, the number of samples per forward and backward pass (None: as they arrive; "auto" or sw.auto(memory):
+    as many as fit into memory). The gradient of an update is Σ c·g / Σ counts over its samples, for any batch and
+    microbatch size.
 
-    transforms: what happens to each sample's gradient before the sum: see `chain`.
-    tail: what becomes of samples that are too few for an update at the end of a loader: "update" with what is there,
-    "drop" them, or "carry" them into the next.
-    precision: None (leave it to the caller), "32", "bf16-mixed", or "16-mixed" with a loss scale.
-    max_grad_norm: bound on the norm of the update's gradient.
-    scheduler: steps once per update.
-    on_nonfinite: "raise" before the update, "skip" it, or "ignore".
-    audit: every so many updates one sample is computed alone and compared. None: at the first update. False: never.
-    compile: True makes forward pass, backward pass, transforms and the optimizer's rule one compiled graph, from the
-    second update on; "auto" does so where updates have one sample, after a thousand of them. Where that cannot be done
-    the step goes on as it is, and `step.compiled` tells why.
-    record: {"norms"} to know `update.norms` where no transform needs them.
-    strategy: how several processes share the model. "ddp": each has all of it, that of rank 0 at the start; so has a
-    DistributedDataParallel, which needs no saying. "fsdp": each keeps a part of every parameter; see sw.fsdp, and give
-    nothing for a model that is sharded. `samples` are those of all ranks together, who exchange gradients once per
-    update.
+    transforms: coefficients for each sample's gradient before the sum, and noise on the sum: see `chain`.
+    tail: handling of samples at the end of a loader that are too few for an update: "update" with the samples
+    available (default), "drop" them, or "carry" them into the next pass.
+    precision: None (no autocast by the step), "32", "bf16-mixed", or "16-mixed" with a loss scale.
+    max_grad_norm: upper bound on the norm of the update's gradient.
+    scheduler: learning rate scheduler, stepped once per update.
+    on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore".
+    audit: number of updates between two audits, in which one sample is computed alone and compared with its result in
+    the batch. None: only at the first update. False: never.
+    compile: True compiles forward pass, backward pass, transforms and the optimizer's update into one graph, from the
+    second update on; "auto" does so only if updates have one sample, after 1,000 updates. If compilation is not
+    possible, the step continues uncompiled, and `step.compiled` gives the reason.
+    record: {"norms"} records `update.norms` if no transform needs them.
+    strategy: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
+    a DistributedDataParallel is recognised without `strategy`. "fsdp": each rank keeps a shard of every parameter, see
+    sw.fsdp; leave `strategy` out for a model that is already sharded. `samples` counts the samples of all ranks, and
+    gradients are reduced once per update.
 
-    If anything raises, the open window is given up, and parameters, optimizer and buffers are as before it.
+    If an exception is raised, the open window is discarded, and parameters, optimizer and buffers are as before it.
     """
 
     @ranks.telling()
@@ -96,9 +98,12 @@ class Step:
     ):
         check_options(samples, tail, on_nonfinite, max_grad_norm, record)
         check_scheduler(scheduler, optimizer)
-        self.model, self.loss_fn = model, as_loss_fn(loss_fn)
-        self.samples, self.tail = samples, tail
-        self.transforms, self.record = as_chain(transforms), set(record)
+        self.model = model
+        self.loss_fn = as_loss_fn(loss_fn)
+        self.samples = samples
+        self.tail = tail
+        self.transforms = as_chain(transforms)
+        self.record = set(record)
         self.settings = {
             "samples": samples,
             "microbatch": microbatch,
@@ -145,18 +150,18 @@ class Step:
         )
         if team is not None:
             team.check_alike(self._trained, optimizer)
-        self._rest: Slices | None = None  # of the last batch, while it is not used up
-        self._alone = False  # nobody looks in between
+        self._rest: Slices | None = None  # the current batch, until all of its samples are used
+        self._alone = False  # inside run(): the caller does not see single updates, so compiled code may run in blocks
         self._made_compiled = False
 
     @property
     def counters(self) -> Counters:
-        """What it has done so far."""
+        """Counters of samples, microbatches, updates, skipped updates and epochs."""
         return self._maker.counters
 
     @property
     def columns(self) -> dict[str, Hashable]:
-        """name -> key of the batch: what `update.columns` holds of it."""
+        """Batch columns to record in `update.columns`: a dict from column name to key of the batch."""
         return self._maker.columns
 
     @columns.setter
@@ -165,7 +170,7 @@ class Step:
 
     @property
     def _window(self) -> Window:
-        """The open one."""
+        """The open window."""
         return self._maker.window
 
     @property
@@ -178,10 +183,11 @@ class Step:
 
     @property
     def compiled(self) -> str:
-        """Whether updates are: "compiled", or why they are not."""
+        """State of compilation: "compiled", or the reason why updates are not compiled."""
         if self._team is not None and self.settings["compile"]:
-            return f"updates of several ranks are not compiled; found {self._team.size}"
-        compiling, problem = self._compiling, self._compiling.state_dict()["given_up"]
+            return f"updates are compiled only in a single process; found {self._team.size} ranks"
+        compiling = self._compiling
+        problem = compiling.state_dict()["given_up"]
         if problem is not None:
             return problem
         if self._made_compiled:
@@ -189,34 +195,34 @@ class Step:
         if compiling.mode is False:
             return "compile=False"
         if compiling.mode == "auto" and self.samples != 1:
-            return "compile='auto' is for samples=1"
-        return f"none of {self.counters.updates} updates so far"
+            return "compile='auto' compiles only steps with samples=1"
+        return f"not compiled yet, after {self.counters.updates} updates"
 
     @property
     def open(self) -> bool:
-        """Whether some samples have been taken, and are in no update yet."""
+        """True if the window holds samples that are not part of an update yet."""
         return self._window.open
 
     @property
     def waiting(self) -> bool:
-        """Whether samples of the open window have not been computed yet: those are in no state."""
+        """True if the open window holds samples that are not computed yet; `state_dict` does not contain them."""
         return bool(self._window.waiting)
 
     @property
     def taken(self) -> int:
-        """How many samples of the last batch have been taken, while it is not used up; then 0."""
+        """Number of samples consumed from the current batch; 0 if no partly used batch is left."""
         return 0 if self._rest is None else self._rest.taken
 
     @ranks.telling()
     def join(self) -> None:
-        """Takes the ranks in that were not there when the step was made, which shares the model with them as with
-        strategy="ddp". Before the first update.
+        """Attach a process group that was initialized after this step was created, as with strategy="ddp". Call it
+        before the first update. No effect with one process or if the step already has a group.
         """
         if self._team is None and ranks.active():
             if self._strategy not in (None, "ddp"):
                 raise DistributedError(
-                    f"ranks must be there when a step with strategy={self._strategy!r} is made; found that they came "
-                    "later. Call torch.distributed.init_process_group() before it."
+                    f"the process group must exist before a step with strategy={self._strategy!r} is created; found "
+                    "that it was initialized later. Call torch.distributed.init_process_group() before Step(...)."
                 )
             self._team = team_of(self.model, "ddp", self._evaluation.modules, self.settings)
             assert self._team is not None
@@ -225,23 +231,28 @@ class Step:
             self._compiling.mode = False
 
     def gather(self) -> None:
-        """Has the whole model at hand on every rank, for forward passes that belong to no update."""
+        """Unshard the model on every rank, for forward passes outside of an update such as validation."""
         if self._team is not None:
             self._team.spread.open()
 
     @contextmanager
     def telling(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Meanwhile `tell` is called with a line where compiling takes long, instead of printing it. From a thread."""
-        before, self._compiling.tell = self._compiling.tell, tell
+        """Context manager that passes notices about slow compilation to `tell(line)` instead of printing them. `tell`
+        is called from another thread.
+        """
+        before = self._compiling.tell
+        self._compiling.tell = tell
         try:
             yield
         finally:
             self._compiling.tell = before
 
-    # --- driving it ------------------------------------------------------------------------------------------------
+    # --- updates ---------------------------------------------------------------------------------------------------
 
     def over(self, loader: Iterable[Any]) -> Iterator[Update]:
-        """One update per iteration. Whoever breaks out finds the unused samples of the last batch in the next call."""
+        """Iterate over the updates of a loader. After `break`, unused samples of the current batch are kept for the
+        next call.
+        """
         yield from self._use_up()
         try:
             for number, batch in enumerate(loader):
@@ -250,7 +261,7 @@ class Step:
             if self._team is not None:
                 yield from self._until_all_have_ended(self._team)
                 return
-        except Exception as error:  # the loader's, too
+        except Exception as error:  # includes exceptions of the loader
             self._fail(error)
             raise
         self.counters.epochs += 1
@@ -260,8 +271,9 @@ class Step:
             self._maker.drop()
 
     def run(self, loader: Iterable[Any]) -> Totals:
-        """All updates of `over(loader)`, added up."""
-        totals, self._alone = Totals(), True
+        """Make all updates of `over(loader)` and return their totals."""
+        totals = Totals()
+        self._alone = True
         try:
             for update in self.over(loader):
                 totals.add(update)
@@ -270,13 +282,17 @@ class Step:
         return totals
 
     def __call__(self, batch: Any) -> list[Update]:
-        """The updates that this batch completes; the rest of its samples wait for the next batch, or for `flush`."""
+        """Make and return the updates that this batch completes. Remaining samples stay in the window until the next
+        batch or `flush`.
+        """
         updates = list(self._use_up())
         self._rest = Slices(batch)
         return updates + list(self._use_up())
 
     def flush(self) -> Update | None:
-        """Ends the window with the samples that are there. Of several ranks all must do so."""
+        """Make one update from the samples in the open window; None if there are none. With several ranks, every rank
+        must call it.
+        """
         if self._team is None:
             return self.apply() if self._window.open else None
         update = self._all_end(self._team)
@@ -284,7 +300,7 @@ class Step:
         return update
 
     def accumulate(self, batch: Any) -> None:
-        """Adds a batch to the window, whatever its size."""
+        """Add a batch of any size to the window without making an update."""
         rest = Slices(batch)
         try:
             while not rest.empty:
@@ -295,7 +311,9 @@ class Step:
             raise
 
     def apply(self) -> Update:
-        """One update from what has been accumulated. Of several ranks all must do so; some may have nothing."""
+        """Make one update from the accumulated samples. With several ranks, every rank must call it; some ranks may
+        have no samples.
+        """
         update = None
         if self._team is not None:
             update = self._all_end(self._team)
@@ -312,15 +330,15 @@ class Step:
     # --- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self, window: bool = True) -> dict[str, Any]:
-        """Counters, loss scale, the microbatch that was found, and an open window as gradient sums. Samples that have
-        not been computed yet are not in it: the first of them is number `counters.samples`. Model, optimizer and
-        scheduler have state dicts of their own. window=False leaves the open window out: see `window_state`.
+        """State of the step: counters, loss scale, the microbatch size found by "auto", and the open window as gradient
+        sums. Samples that are not computed yet are not included: the first of them is number `counters.samples`. Model,
+        optimizer and scheduler have their own state dicts. window=False leaves out the open window: see `window_state`.
         """
         if window and self._team is not None and self._window.open:
             raise DistributedError(
-                "a step of several ranks must be saved between two updates; found an open window, of which each rank "
-                "has a part. Save after an update; or what all have, state_dict(window=False), and on each rank its "
-                "own window_state()."
+                "a step with several ranks must be saved between two updates; found an open window, of which each rank "
+                "holds a part. Save after an update; or save state_dict(window=False), which is equal on all ranks, "
+                "and window_state() on each rank."
             )
         return {
             "counters": asdict(self.counters),
@@ -332,6 +350,7 @@ class Step:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Discard the open window and restore what `state_dict` returned."""
         self._give_up()
         self._maker.counters = Counters(**state["counters"])
         self.precision.load_state_dict(state["precision"])
@@ -339,19 +358,19 @@ class Step:
             self._microbatch.size = state["microbatch"]
         self._compiling.load_state_dict(state["compiling"])
         self._made_compiled = False
-        if self._team is not None:  # others than those before begin to deal where those have left off
+        if self._team is not None:  # the position in the round over ranks is valid only for the same number of ranks
             self._team.dealt = dict([state.get("dealt") or (0, 0)]).get(self._team.size, 0)
             self._team.carried = 0
         self._maker.load_state_dict(state["window"])
 
     def window_state(self) -> dict[str, Any]:
-        """Of several ranks: what this one has of the open window, for itself among as many as now."""
+        """State of this rank's part of the open window; only the same rank of as many ranks can load it."""
         assert self._team is not None
         shares = self._team.state(self._window)
         return {"counters": asdict(self.counters), "shares": shares, "window": self._maker.state_dict()}
 
     def load_window_state(self, state: dict[str, Any]) -> None:
-        """After `load_state_dict`."""
+        """Restore this rank's part of the open window. Call it after `load_state_dict`."""
         assert self._team is not None
         self._team.check_own(state["shares"])
         self._maker.counters = Counters(**state["counters"])
@@ -361,7 +380,7 @@ class Step:
     # --- filling a window ------------------------------------------------------------------------------------------
 
     def _use_up(self) -> Iterator[Update]:
-        """The updates that what is left of the last batch completes."""
+        """Make the updates that the remaining samples of the current batch complete."""
         while self._rest is not None:
             if not self._window.open and self._compiling.due(self.counters.updates, self.samples):
                 yield from self._compiled(self._rest)
@@ -370,7 +389,7 @@ class Step:
                 yield update
 
     def _compiled(self, rest: Slices) -> Iterator[Update]:
-        """As many as can be made by compiled code. In blocks, they are told of as one."""
+        """Make as many updates as possible with compiled code. Inside run(), a block of updates is one `Update`."""
         self._maker.check_alone()
         make = self._compiling.blocks if self._alone else self._compiling.updates
         self._trained.follow()
@@ -387,15 +406,15 @@ class Step:
                 return
 
     def _noted(self, rest: Slices, start: int) -> list[Noted]:
-        """Of the rows that have been taken since."""
+        """Batch columns of the rows consumed since row `start`."""
         return [note(rest.batch, self.columns, self.counters.epochs, slice(start, rest.taken))]
 
     def _pause(self) -> bool:
-        """Whether the next update is one to look at."""
+        """True if the next update is audited, which compiled code cannot do."""
         return self._audit.due(self.counters.updates)
 
     def _fill(self) -> Update | None:
-        """Takes pieces until an update is complete or the batch is used up."""
+        """Add microbatches to the window until an update is complete (returned) or the batch is used up (None)."""
         try:
             while (rest := self._rest) is not None:
                 if self._room() > 0:
@@ -410,16 +429,17 @@ class Step:
         return None
 
     def _room(self) -> float:
-        """How many samples the window has still to get, here."""
+        """Number of samples that this rank must still add to the window; inf for samples=None."""
         if self.samples is None:
             return inf
         share = self.samples if self._team is None else self._team.share(self._window, self.samples)
         return share - self._window.samples
 
     def _add_next(self, rest: Slices) -> None:
-        window, limit = self._window, min(self._room(), self._microbatch.size or inf)
+        window = self._window
+        limit = min(self._room(), self._microbatch.size or inf)
         piece, size = rest.take(None if limit == inf else int(limit))
-        if size == 0:  # may be left waiting in a window, so that the error would come with a later batch
+        if size == 0:  # an empty microbatch may be deferred, and would then fail only with a later batch
             self._check_not_empty(rest)
         if rest.empty:
             self._rest = None
@@ -432,42 +452,46 @@ class Step:
             self._check_not_empty(rest, error)
             raise
         if self._room() < 0:
-            found = f"a batch that cannot be cut, with which there are {window.samples}"
+            found = f"{window.samples} samples after a batch that cannot be cut"
             raise BatchError(_UNCUT.format(samples=self.samples, found=found))
 
     def _check_not_empty(self, rest: Slices, error: BaseException | None = None) -> None:
-        """Called where something has failed: looking at each batch would cost microseconds."""
+        """Raise BatchError if the batch has no samples. Called only after a failure: checking each batch would cost
+        microseconds.
+        """
         if rest.rows == 0:
-            number, epoch = rest.number, self.counters.epochs
-            where = "" if number is None else f", batch {number} of epoch {epoch}, both counted from 0"
+            number = rest.number
+            where = ""
+            if number is not None:
+                where = f", batch {number} of epoch {self.counters.epochs}, both counted from 0"
             raise BatchError(
-                f"a batch must have at least one sample; found one without any{where}. See what the data set, sampler "
+                f"a batch must have at least one sample; found an empty batch{where}. Check what the dataset, sampler "
                 "or collate_fn returns there, or leave the batch out."
             ) from error
 
     def _fail(self, error: BaseException) -> None:
-        """Gives up, and tells the other ranks why."""
+        """Discard the open window, and send the error to the other ranks."""
         self._give_up()
         if self._team is not None and isinstance(error, Exception):
             self._team.tell(error)
 
     def _give_up(self) -> None:
-        """The open window never was, and what is left of the batch is left alone."""
+        """Discard the open window and the remaining samples of the current batch."""
         self._maker.give_up()
         self._rest = None
 
-    # --- with other ranks ------------------------------------------------------------------------------------------
+    # --- several ranks ---------------------------------------------------------------------------------------------
 
     def _meet(self, team: Team, ended: bool = False) -> Update | None:
-        """The update, if the ranks together have its samples."""
+        """Make the update if all ranks together have its samples; otherwise return None."""
         return self._maker.update() if team.meet(self._window, self.samples, self.tail, ended) else None
 
     def _until_all_have_ended(self, team: Team) -> Iterator[Update]:
-        """This rank's loader has; the others may go on, and wait for it at the end of each window."""
+        """Take part in the collectives of each window after this rank's loader has ended, until all loaders have."""
         while True:
             update = self._meet(team, ended=True)
             all_ended = team.all_ended
-            if all_ended:  # known before the last update is told of: whoever breaks out has ended an epoch
+            if all_ended:  # before the last update is yielded, so that a `break` there still ends the epoch
                 self.counters.epochs += 1
                 if self.tail == "drop":
                     self._maker.drop()
@@ -478,7 +502,7 @@ class Step:
                 return
 
     def _all_end(self, team: Team) -> Update | None:
-        """An update of what all ranks have, which all ask for."""
+        """Make an update from the samples of all ranks; None if no rank has any. Every rank must call it."""
         try:
             return self._maker.update() if team.meet(self._window, None, "update", ended=True) else None
         except BaseException as error:
@@ -487,6 +511,6 @@ class Step:
 
 
 _UNCUT = (
-    "samples={samples} must be met exactly; found {found}. Use samples=None, or batches whose tensors have one row per "
-    "sample."
+    "each update must have exactly samples={samples} samples; found {found}. Use samples=None, or batches whose "
+    "tensors have one row per sample."
 )

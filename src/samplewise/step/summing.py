@@ -1,5 +1,5 @@
-"""From pieces of a window to the sum of their gradients in `.grad`, with each sample's coefficient where one is asked
-for. All sums carry the loss scale; they are divided later, once.
+"""Gradient accumulation: adds the gradients of microbatches to `.grad`, each sample with its coefficient if transforms
+give one. All sums are multiplied by the loss scale; they are divided once, at the end of the window.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from samplewise.transforms.reference import Reference
 
 
 class Summing(ABC):
-    """`window`: the pieces of a window must be handed over together. `knows_norms`: of every sample's gradient."""
+    """Base class of gradient accumulators. `window`: all microbatches of a window must be passed in one call.
+    `knows_norms`: the norm of every sample's gradient is computed.
+    """
 
     window: bool
     knows_norms: bool
 
     @abstractmethod
     def begin(self) -> None:
-        """A window begins."""
+        """Reset the state of the window before the first microbatch."""
 
     @abstractmethod
     def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
-        """Adds the gradients of these pieces, the first of which begins at sample `start` of the window."""
+        """Accumulate the gradients of these microbatches; the first one begins at sample `start` of the window."""
 
 
 class Plain(Summing):
-    """Nothing is asked of single samples: one ordinary backward pass a piece."""
+    """Accumulation without per-sample quantities: one ordinary backward pass per microbatch."""
 
     window = knows_norms = False
 
@@ -48,7 +50,7 @@ class Plain(Summing):
         self.evaluation = evaluation
 
     def begin(self) -> None:
-        """Nothing is kept from one piece to the next."""
+        """Do nothing: there is no state."""
 
     def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
         return [self._add(piece) for piece in pieces]
@@ -59,8 +61,8 @@ class Plain(Summing):
         return Part(losses.detach(), counts, columns=self.evaluation.columns)
 
     def add_mean(self, piece: Any) -> tuple[Part, bool]:
-        """For a piece that is the whole window: divided on the way, so that the gradients are not gone over again.
-        Returns whether that was done: in half precision 1/B would not be exact.
+        """Accumulate a microbatch that is the whole window, already divided by its counts, which saves a pass over the
+        gradients. Also returns whether they were divided: not in half precision, where 1/B would not be exact.
         """
         losses, counts = self.evaluation.losses(piece)
         exact = losses.dtype in (torch.float32, torch.float64)
@@ -72,44 +74,48 @@ class Plain(Summing):
 
 
 class OfNumbers(Summing):
-    """Knows how to measure what transforms need."""
+    """Base class of accumulators with per-sample quantities: computes the norms and dots that transforms need."""
 
     def __init__(self, evaluation: Evaluation, chain: Chain, record_norms: bool, team: Team | None = None):
-        self.evaluation, self.chain, self.record_norms, self.team = evaluation, chain, record_norms, team
+        self.evaluation = evaluation
+        self.chain = chain
+        self.record_norms = record_norms
+        self.team = team
         self.window = chain.window or (team is not None and chain.samples.counts_places)
         self.knows_norms = record_norms or "norms" in chain.samples.needs
         self._directions: dict[Reference, dict[str, Tensor]] | None = None
 
     @abstractmethod
     def add_with_others(self, pieces: Sequence[Any], microbatch: Microbatch) -> list[Part]:
-        """As `add`, where transforms see the window of all ranks. This one may have no piece of it."""
+        """Like `add`, for transforms that see the window of all ranks. `pieces` may be empty on this rank."""
 
     def begin(self) -> None:
         self._directions = None
 
     def prepare(self) -> None:
-        """References may draw random numbers: they are made before what is computed twice."""
+        """Compute references before the first pass: they may draw random numbers, and passes are repeated."""
         if self.chain.measures:
             _ = self.directions
 
     @property
     def directions(self) -> dict[Reference, dict[str, Tensor]]:
-        """Made once per window, when first needed."""
+        """Direction of each reference, computed once per window at the first use."""
         if self._directions is None:
             with self.evaluation.trained.set_aside():
                 self._directions = self.chain.directions(self.evaluation.trained.wanted())
         return self._directions
 
     def measured(self, g: Gradients, numbers: Numbers, stage: Stage, record: bool) -> Numbers:
-        """With the norms and dots that this stage needs, without the loss scale."""
-        by, scale = ("parameter" if stage.by_parameter else None), self.evaluation.precision.scale
+        """`numbers` with the norms and dots that this stage needs, without the loss scale."""
+        by = "parameter" if stage.by_parameter else None
+        scale = self.evaluation.precision.scale
         norms = _unscaled(g.norms(by), scale) if "norms" in stage.needs or record else None
         dots = {r: _unscaled(g.dot(self.directions[r], by), scale) for r in stage.references}
         return replace(numbers, raw_norms=norms, raw_dots=dots)
 
     def one_pass(self, piece: Any, places: int | Tensor) -> tuple[Tensor, Gradients | None, Numbers]:
-        """The losses of a piece, its gradients if anything must be known of them, and its numbers. `places` are where
-        its samples stand in the window, or where the first of them does.
+        """Losses of a microbatch; its per-sample gradients, or None if no norm or dot is needed; and its per-sample
+        results. `places`: positions of its samples in the window, or position of the first one.
         """
         losses, counts = self.evaluation.losses(piece)
         places = places + torch.arange(len(losses)) if isinstance(places, int) else places
@@ -122,12 +128,16 @@ class OfNumbers(Summing):
         return losses, g, self.measured(g, numbers, self.chain.samples, self.record_norms)
 
     def fingerprint(self) -> list[float] | None:
-        """Of the directions, to be compared with those of others; None if none was needed."""
+        """Numbers that identify the directions, for comparison between ranks; None if none was needed."""
         if not self._directions:
             return None
-        return [number for d in self._directions.values() for number in _fingerprint(d)]
+        numbers: list[float] = []
+        for direction in self._directions.values():
+            numbers += _fingerprint(direction)
+        return numbers
 
     def all_numbers(self, pieces: Sequence[Any], start: int) -> list[Numbers]:
+        """Per-sample results of each microbatch; the first one begins at sample `start` of the window."""
         found: list[Numbers] = []
         for piece in pieces:
             found.append(self.one_pass(piece, start)[2])
@@ -136,7 +146,7 @@ class OfNumbers(Summing):
 
 
 class Weighted(OfNumbers):
-    """Each sample's gradient times its coefficient."""
+    """Accumulates each sample's gradient times its coefficient."""
 
     def add(self, pieces: Sequence[Any], start: int) -> list[Part]:
         if self.window and len(pieces) > 1:
@@ -154,7 +164,7 @@ class Weighted(OfNumbers):
         return as_part(numbers)
 
     def _sum(self, piece: Any, losses: Tensor, g: Gradients | None, coefficients: PerSample | None) -> None:
-        """Where nothing but one number per sample is asked for, an ordinary backward pass will do."""
+        """Accumulate Σ c·g. One coefficient per sample needs only an ordinary backward pass."""
         if g is None and not isinstance(coefficients, dict):
             self.evaluation.add_sum(losses, coefficients)
         else:
@@ -162,8 +172,8 @@ class Weighted(OfNumbers):
             g.backward(coefficients, retain_graph=False)
 
     def _in_two_passes(self, pieces: Sequence[Any], start: int) -> list[Part]:
-        """First the numbers of all pieces, then their sum. The second pass sees the same dropout as the first, and
-        buffers advance once.
+        """Compute the per-sample results of all microbatches, then their weighted sum. The second pass uses the same
+        random state as the first, and buffers advance once.
         """
         self.prepare()
         restore = snapshot(*self.evaluation.modules)
@@ -174,15 +184,17 @@ class Weighted(OfNumbers):
         return [as_part(numbers) for numbers in weighed]
 
     def add_with_others(self, pieces: Sequence[Any], microbatch: Microbatch) -> list[Part]:
-        """Between the two passes the ranks tell each other their numbers. Of a single piece the graph is kept, so that
-        there need be no second forward pass.
+        """Exchange per-sample results between ranks after the first pass, then accumulate. For a single microbatch the
+        graph is kept, which saves the second forward pass.
         """
         assert self.team is not None
         self.prepare()
-        restore, kept = snapshot(*self.evaluation.modules), None
+        restore = snapshot(*self.evaluation.modules)
+        kept = None
         if len(pieces) == 1 and not microbatch.automatic:
             losses, g, numbers = self.one_pass(pieces[0], 0)
-            kept, found = (losses, g), [numbers]
+            kept = losses, g
+            found = [numbers]
         else:
             pieces, found = microbatch.attempt(lambda pieces: (pieces, self.all_numbers(pieces, 0)), pieces)
         weighed = self.team.weigh(self.chain.samples, self._placed(found))
@@ -194,7 +206,7 @@ class Weighted(OfNumbers):
         return [as_part(numbers) for numbers in weighed]
 
     def _placed(self, found: Sequence[Numbers]) -> list[Numbers]:
-        """With the places that their samples have in the window of all ranks."""
+        """`found` with the positions of their samples in the window of all ranks."""
         assert self.team is not None
         self.team.check()
         sizes = [len(numbers) for numbers in found]
@@ -202,16 +214,19 @@ class Weighted(OfNumbers):
         return [replace(numbers, places=where) for numbers, where in zip(found, places, strict=True)]
 
     def _sum_all(self, pieces: Sequence[Any], weighed: Sequence[Numbers]) -> None:
-        """The pieces may have been cut anew since they were weighed."""
+        """Accumulate all microbatches; their sizes may differ from those of `weighed` after running out of memory."""
         coefficients = joined(weighed).coefficients if weighed else None
         start = 0
         for piece in pieces:
             losses, _ = self.evaluation.losses(piece)
-            rows = slice(start, start := start + len(losses))
-            self._sum(piece, losses, None, None if coefficients is None else rows_of(coefficients, rows))
+            stop = start + len(losses)
+            own = None if coefficients is None else rows_of(coefficients, slice(start, stop))
+            self._sum(piece, losses, None, own)
+            start = stop
 
 
 def check_finite(losses: Tensor, places: Tensor) -> None:
+    """Raise NonFiniteLossError if a loss is not finite. `places`: positions of the samples in the window."""
     problem = problem_of_losses(losses.detach(), places)
     if problem is not None:
         raise problem
@@ -233,5 +248,8 @@ def _unscaled(values: PerSample, scale: float) -> PerSample:
 
 
 def _fingerprint(direction: Mapping[str, Tensor]) -> list[float]:
-    """For each parameter how long it is, and how far it reaches into a fixed direction."""
-    return [number for d in direction.values() for number in (d.double().norm().item(), checksum(d).item())]
+    """Norm and checksum of each parameter's tensor."""
+    numbers: list[float] = []
+    for d in direction.values():
+        numbers += [d.double().norm().item(), checksum(d).item()]
+    return numbers

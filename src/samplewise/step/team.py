@@ -1,7 +1,7 @@
-"""This rank among those that train with it: whose share of a window is what, and what they agree on at its end.
+"""Windows over several ranks: each rank's share of a window, and the collectives at the end of a window.
 
-What may fail stands between two meetings, so that a rank that fails finds the others at one, wherever it was. What is
-not finite and may be skipped is told at a meeting, too: then all leave the update out.
+Code that may fail runs between two synchronizing collectives, so that an error on one rank reaches the others at the
+next one. A non-finite value that may be skipped is also reported there: then all ranks skip the update.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from samplewise.transforms.chain import Stage
 from samplewise.transforms.numbers import Numbers, PerSample, as_table, from_table, rows_of
 from samplewise.transforms.transform import SampleTransform, SumTransform
 
-PLAIN = (int, float, str, tuple, Tensor)  # options of an optimizer that print as what they are
-AFTER = 2**40  # any turn of what was carried over
+PLAIN = (int, float, str, tuple, Tensor)  # types of optimizer options whose str() shows their value
+AFTER = 2**40  # offset that sorts new samples after those carried over from the previous pass
 
 
 def team_of(
@@ -37,46 +37,54 @@ def team_of(
     settings: Mapping[str, Any],
     optimizer: Any = None,
 ) -> Team | None:
-    """None where there is one process. What is said about a step must be said on every rank."""
+    """Distributed window of a step; None for one process. Raises if the ranks have different settings."""
     ranks.together()
     settings = {**settings, "strategy": kind_of(model, strategy)}
     if not ranks.same({name: repr(value) for name, value in settings.items()}):
         raise DistributedError(
-            f"all ranks must make the same step; found settings that differ, here {settings}. Give Step(...) the same "
-            "arguments on every rank."
+            f"all ranks must create the same step; found settings that differ; on this rank: {settings}. Pass the same "
+            "arguments to Step(...) on every rank."
         )
     spread_out = spread(model, strategy, modules, optimizer)
     return None if spread_out is None else Team(spread_out)
 
 
 class Team:
-    """`dealt`: how many samples of all ranks are in the windows since the loaders began; `carried`: how many are in one
-    that was begun with the loaders before.
+    """This rank's view of a window over several ranks. `dealt`: number of samples of all ranks in windows since the
+    loaders started; `carried`: number of samples of all ranks in a window carried over from the previous loaders.
     """
 
     def __init__(self, spread: Spread) -> None:
-        self.rank, self.size, self.spread = ranks.rank(), ranks.size(), spread
-        self.dealt = self.carried = 0
+        self.rank = ranks.rank()
+        self.size = ranks.size()
+        self.spread = spread
+        self.dealt = 0
+        self.carried = 0
         self._first = 0  # number of the first sample of the window that is being computed
-        self._kept = self._kept_first = 0  # own samples in it that were carried over, and number of the first of all
+        self._kept = 0  # number of this rank's samples in it that were carried over
+        self._kept_first = 0  # number of the first carried sample of all ranks
         self.all_ended = False
-        self._heard = False  # whether a meeting has told that this window is left out
+        self._heard = False  # whether a collective has reported that this window is skipped
 
     def check_alike(self, trained: Trained, optimizer: Any) -> None:
-        """Gradients are summed in the order of the optimizer's parameters, and each rank's makes its own update."""
-        kind, names = type(optimizer).__name__, list(trained.named)
+        """Raise if the optimizers of the ranks differ: gradients are summed in the order of the optimizer's parameters,
+        and each rank runs its own optimizer.
+        """
+        kind = type(optimizer).__name__
+        names = list(trained.named)
         options = [{k: str(v) for k, v in group.items() if isinstance(v, PLAIN)} for group in optimizer.param_groups]
         ranks.together()
         if not ranks.same((kind, names, options)):
             raise DistributedError(
-                "the optimizers of all ranks must do the same to the same parameters, in one order; found that they "
-                f"differ, here {kind} of {', '.join(names)} with {options}. Make them alike on every rank."
+                "all ranks must have the same optimizer, with the same parameters in the same order; found that they "
+                f"differ; on this rank: {kind} of {', '.join(names)} with {options}. Create the same optimizer on "
+                "every rank."
             )
 
     # --- shares ----------------------------------------------------------------------------------------------------
 
     def share(self, window: Window, samples: int) -> int:
-        """How many samples of a window this rank is to bring: number i of what is dealt out is at rank i mod N."""
+        """Number of samples of a window that this rank must add. Sample i of the loaders is on rank i mod N."""
         if window.share is None:
             window.share = self._held(self.dealt + samples) - self._held(self.dealt)
         return window.share
@@ -85,39 +93,44 @@ class Team:
         return max(0, (samples - self.rank + self.size - 1) // self.size)
 
     def deal_anew(self, window: Window, samples: int | None) -> None:
-        """What comes next is the beginning of what the loaders deal out; some may have been carried over."""
-        self._kept, self._kept_first = window.samples if self.carried else 0, self.dealt
+        """Restart the numbering of samples for the next loaders; the open window may hold carried samples."""
+        self._kept = window.samples if self.carried else 0
+        self._kept_first = self.dealt
         self.dealt = -self.carried
         window.share = None if samples is None else window.samples + self._held(samples - self.carried)
 
     def state(self, window: Window) -> dict[str, int | None]:
-        """Whose turn it is, in the middle of a window."""
+        """State of the numbering and of this rank's share, inside a window."""
         known = {"rank": self.rank, "size": self.size, "kept": self._kept, "kept_first": self._kept_first}
         return {**known, "dealt": self.dealt, "carried": self.carried, "share": window.share}
 
     def check_own(self, state: dict[str, Any]) -> None:
-        """That it is of this rank, among as many."""
-        rank, size = state["rank"], state["size"]
+        """Raise unless the state was saved by the same rank of as many ranks."""
+        rank = state["rank"]
+        size = state["size"]
         if (rank, size) != (self.rank, self.size):
             raise DistributedError(
-                f"what a rank has of an open window must be loaded by the same rank among as many; found that of rank "
-                f"{rank} of {size} on rank {self.rank} of {self.size}. Keep a file for each rank."
+                "the state of an open window must be loaded by the same rank of as many ranks; found the state of rank "
+                f"{rank} of {size} on rank {self.rank} of {self.size}. Save one file per rank."
             )
 
     def load(self, state: dict[str, Any], window: Window) -> None:
-        self.dealt, self.carried, window.share = state["dealt"], state["carried"], state["share"]
-        self._kept, self._kept_first = state["kept"], state["kept_first"]
+        self.dealt = state["dealt"]
+        self.carried = state["carried"]
+        window.share = state["share"]
+        self._kept = state["kept"]
+        self._kept_first = state["kept_first"]
 
     def _more(self, missing: int, ended: bool) -> int:
-        """A part of what a window still lacks, for ranks that can have more."""
+        """Number of samples that this rank must add of the `missing` ones; 0 if its loader has ended."""
         going = [rank for rank, has_ended in enumerate(ranks.everyone(ended)) if not has_ended]
         return 0 if ended else missing // len(going) + (going.index(self.rank) < missing % len(going))
 
-    # --- meetings --------------------------------------------------------------------------------------------------
+    # --- collectives -----------------------------------------------------------------------------------------------
 
     def meet(self, window: Window, samples: int | None, tail: str, ended: bool = False) -> bool:
-        """The one meeting of a window: whether the ranks together have its samples. If not, those that can will bring
-        more of them, and meet again.
+        """Sum the window over ranks in one all-reduce; True if the ranks together have its samples. If not, ranks whose
+        loader has not ended get a larger share, and all ranks call this again.
         """
         self.spread.open()
         agreed = self._agree(window, ended)
@@ -126,7 +139,9 @@ class Team:
         complete = agreed.samples > 0 and (missing <= 0 or (self.all_ended and tail == "update"))
         if complete:
             self._kept = self._kept if self.carried else 0
-            self._first, self.dealt, self.carried = self.dealt, self.dealt + agreed.samples, 0
+            self._first = self.dealt
+            self.dealt += agreed.samples
+            self.carried = 0
         elif self.all_ended:
             self.carried = agreed.samples if tail == "carry" else 0
         else:
@@ -143,24 +158,24 @@ class Team:
         return Agreement(skips, int(everyones), int(enders), *rest)
 
     def agree_again(self, window: Window) -> None:
-        """Where samples are computed once their window is complete, this is after that."""
+        """Sum the window over ranks again, after deferred microbatches were computed."""
         assert window.agreed is not None
         now = None if self._heard else self._agree(window)
         window.agreed = now if now is not None and not now.skips else replace(window.agreed, skips=1.0)
         self._heard = False
 
     def tell(self, error: Exception) -> None:
-        """Raises it, when the others know of it."""
+        """Send the error to the other ranks, then raise it."""
         if not ranks.is_told(error):
-            self.spread.open()  # where they may be waiting
+            self.spread.open()  # a collective in which the other ranks may be waiting
         ranks.together(error)
 
     def check(self) -> None:
-        """Before numbers are exchanged: all ranks have theirs."""
+        """Check that no rank has failed or skips the window, before per-sample results are exchanged."""
         self.sums()
 
     def sums(self, *numbers: float | Tensor) -> list[float]:
-        """Of numbers of all ranks, if all have theirs."""
+        """Sum of each number over ranks. Raises if a rank skips the window."""
         skips, *found = ranks.meet(0.0, *numbers)
         if skips:
             self._heard = True
@@ -168,7 +183,9 @@ class Team:
         return found
 
     def problem(self, window: Window, may_skip: bool) -> Exception | None:
-        """What is not finite on any rank, the same everywhere: something to skip, or an error on all ranks."""
+        """Error for a non-finite value on any rank, None if all are finite. With `may_skip`, all ranks get an error to
+        skip the update; otherwise it is raised on all ranks.
+        """
         assert window.agreed is not None
         if window.agreed.skips:
             return window.failure or _elsewhere()
@@ -180,32 +197,32 @@ class Team:
         return mine or _elsewhere()
 
     def compare(self, fingerprint: list[float] | None) -> None:
-        """Directions that samples are compared with are the same on all ranks, up to rounding."""
+        """Raise unless the reference directions are equal on all ranks, up to rounding."""
         told = [torch.tensor(other) for other in ranks.everyone(fingerprint) if other is not None]
         if any(not torch.allclose(other, told[0], rtol=1e-3, atol=1e-5 * float(told[0].norm())) for other in told):
             raise DistributedError(
-                "the reference must be the same on all ranks; found that they have different ones. Make it from the "
-                "same samples on every rank, or of all: sw.gradients(losses, model).mean(reduce=True)."
+                "the reference must be equal on all ranks; found different ones. Compute it from the same samples on "
+                "every rank, or average it over ranks: sw.gradients(losses, model).mean(reduce=True)."
             )
 
-    # --- numbers of all ranks --------------------------------------------------------------------------------------
+    # --- per-sample results of all ranks ---------------------------------------------------------------------------
 
     def places(self, samples: int) -> Tensor:
-        """Where this rank's samples stand in the window of all."""
+        """Positions of this rank's samples in the window of all ranks."""
         told = ranks.gathered(torch.tensor([[self._kept, samples - self._kept]])).tolist()
-        turns = [
-            torch.cat([self._turns(kept, rank, self._kept_first), AFTER + self._turns(new, rank, max(0, self._first))])
-            for rank, (kept, new) in enumerate(told)
-        ]
+        turns: list[Tensor] = []
+        for rank, (kept, new) in enumerate(told):
+            carried = self._turns(kept, rank, self._kept_first)
+            turns.append(torch.cat([carried, AFTER + self._turns(new, rank, max(0, self._first))]))
         return torch.searchsorted(torch.cat(turns).sort().values, turns[self.rank])
 
     def _turns(self, samples: int, rank: int, first: int) -> Tensor:
-        """When a rank's samples are dealt out, one to each rank in turn, if number `first` comes first."""
+        """Order of a rank's samples when samples are assigned to ranks in turn, starting with sample `first`."""
         return torch.arange(samples) * self.size + (rank - first) % self.size
 
     def weigh(self, stage: Stage, parts: Sequence[Numbers], owned: Tensor | None = None) -> list[Numbers]:
-        """The parts of this rank with their coefficients. Where a transform must see the whole window, it is asked with
-        the numbers of all ranks; `owned` are those that this rank tells the others.
+        """Per-sample results of this rank with their coefficients. A transform that needs the whole window gets the
+        results of all ranks. `owned`: mask of the rows that this rank sends.
         """
         if parts:
             return stage.weigh(parts, lambda t, numbers: self._ask(t, numbers, owned))
@@ -229,8 +246,11 @@ class Team:
     # --- random numbers of all ranks -------------------------------------------------------------------------------
 
     def act(self, transform: SumTransform, trained: Trained) -> None:
-        """On sums that all ranks have, with the random numbers of rank 0: they go on as one would."""
-        restore, generators = random_state(), _generators(transform, trained.gradients())
+        """Apply a transform of the sum on every rank with the random state of rank 0, so that all ranks draw the same
+        numbers. Other ranks then restore their own random state.
+        """
+        restore = random_state()
+        generators = _generators(transform, trained.gradients())
         states = ranks.told([generator.get_state() for generator in generators])
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
@@ -240,7 +260,7 @@ class Team:
 
 
 def _generators(transform: SumTransform, gradients: Sequence[Tensor]) -> list[torch.Generator]:
-    """Where it may draw from."""
+    """Random generators that the transform may draw from."""
     if transform.generator is not None:
         return [transform.generator]
     devices = sorted({g.device.index or 0 for g in gradients if g.device.type == "cuda"})
@@ -249,6 +269,6 @@ def _generators(transform: SumTransform, gradients: Sequence[Tensor]) -> list[to
 
 def _elsewhere() -> NonFiniteGradientError:
     return NonFiniteGradientError(
-        "losses and gradients must be finite on every rank; found that they are not on another one. Nothing was "
+        "losses and gradients must be finite on every rank; found a non-finite value on another rank. Nothing was "
         "updated."
     )

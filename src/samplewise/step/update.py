@@ -1,4 +1,4 @@
-"""What one update did. Nothing here waits for a device until it is read."""
+"""Results of an update, and totals of several. Values are copied from the device only when they are read."""
 
 from __future__ import annotations
 
@@ -18,40 +18,42 @@ from samplewise.transforms.numbers import PerSample, together
 
 
 class Mask(Protocol):
+    """Flag on the device: whether the update was finite and was applied."""
+
     well: Tensor
 
     def check(self) -> None:
-        """Raises unless all was finite."""
+        """Raise unless all values were finite."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How an update ended."""
+    """Result of applying an update."""
 
     skipped: bool
-    lr: list[Any]  # of each of the optimizer's groups
+    lr: list[Any]  # one for each of the optimizer's parameter groups
     norm: Callable[[], Tensor]
-    mask: Mask | None = None  # if it is left to the device whether the update is made
+    mask: Mask | None = None  # set if the device decides whether the update is skipped
 
 
 class Update:
-    """One update of the parameters.
+    """Results of one parameter update.
 
-    index     0, 1, 2, ...; of a skipped update the index that is still to be given
-    samples   how many it is made of; where several ranks train together, those of all
-    skipped   whether it was left out because of NaN or infinity
-    lr        the learning rate it was made with; a tuple if the optimizer's groups differ
-    seconds   of computation; waiting for data is not counted
-    phases    the same in parts: forward, gradients, optimizer; or compiled. Times of the host: on an accelerator the
-              part that waits for a result is charged with what came before
+    index     0, 1, 2, ...; a skipped update has the index of the next update that is applied
+    samples   number of samples of the update, over all ranks
+    skipped   True if the update was skipped because of NaN or infinity
+    lr        learning rate of the update; a tuple if the optimizer's parameter groups differ
+    seconds   computation time; waiting for data is not included
+    phases    `seconds` by phase: forward, gradients, optimizer; or compiled. These are times of the host: on an
+              accelerator, the phase that waits for a result includes the work queued before it
     loss      Σ losses / Σ counts, the true mean of the window, over all ranks
-    losses    (samples,) as returned by the loss function, in the order they came
-    norms     (samples,) of the samples' own gradients, before any transform
-    weights   (samples,) the coefficients they were summed with, or a dict name -> (samples,)
-    grad_norm of the update's gradient, before `max_grad_norm`
-    own       how many of the samples are this rank's: losses, norms, weights and columns are of those
-    columns   name -> (samples,) what the loss function returned beside the losses; what the batches hold under the keys
-              of `step.columns`, and then "epoch", too
+    losses    (samples,) losses as returned by the loss function, in the order of the samples
+    norms     (samples,) norms of the per-sample gradients, before any transform
+    weights   (samples,) coefficients of the per-sample gradients in the sum, or a dict name -> (samples,)
+    grad_norm norm of the update's gradient, before `max_grad_norm`
+    own       number of samples on this rank: losses, norms, weights and columns have that many rows
+    columns   name -> (samples,) columns returned by the loss function; columns of the batches under the keys of
+              `step.columns`, and with these also "epoch"
     """
 
     __slots__ = ("_agreed", "_asked_late", "_outcome", "_parts", "index", "noted", "phases", "samples", "updates")
@@ -64,12 +66,17 @@ class Update:
         parts: list[Part],
         asked_late: Callable[[Update], Tensor],
         noted: Sequence[Noted] = (),
-        updates: int = 1,  # more, where several were made at once
+        updates: int = 1,  # more for a block of compiled updates
         agreed: Agreement | None = None,
     ):
         self._agreed = agreed
-        self.index, self.samples, self.updates = index, samples, updates
-        self._outcome, self._parts, self._asked_late, self.noted = outcome, parts, asked_late, noted
+        self.index = index
+        self.samples = samples
+        self.updates = updates
+        self._outcome = outcome
+        self._parts = parts
+        self._asked_late = asked_late
+        self.noted = noted
         self.phases: dict[str, float] = {}
 
     @property
@@ -96,10 +103,11 @@ class Update:
         return sum(len(part) for part in self._parts)
 
     def sums(self) -> tuple[Tensor | float, Tensor | float]:
-        """Σ losses and Σ counts, over all ranks, still on the device."""
+        """Σ losses and Σ counts over all ranks, without copying them from the device."""
         if self._agreed is not None:
-            known = not self.skipped
-            return (self._agreed.losses, self._agreed.counts) if known else (nan, self._agreed.samples)
+            if self.skipped:
+                return nan, self._agreed.samples
+            return self._agreed.losses, self._agreed.counts
         return total_loss(self._parts), total(self._parts, shares=False)
 
     @property
@@ -122,18 +130,18 @@ class Update:
 
     @property
     def said(self) -> dict[str, Tensor]:
-        """Those of the loss function."""
+        """Columns returned by the loss function, name -> (samples,)."""
         found = [p.columns or {} for p in self._known_parts()]
         other = next((columns for columns in found if columns.keys() != found[0].keys()), None)
         if other is not None:
             raise LossesError(
-                "loss_fn must return the same columns for every piece of a window; found "
+                "loss_fn must return the same columns for every microbatch of a window; found "
                 f"{' and '.join(', '.join(columns) or 'none' for columns in (found[0], other))}. Fill in NaN."
             )
         return {name: cat([columns[name] for columns in found]) for name in found[0]}
 
     def knows(self, *names: str) -> bool:
-        """Whether the batches of all its samples were asked for these columns."""
+        """True if these batch columns were recorded for all samples of the update."""
         return bool(self.noted) and all(name in each.values for name in names for each in self.noted)
 
     @property
@@ -142,7 +150,7 @@ class Update:
         return float(self._outcome.norm())
 
     def _known_parts(self) -> list[Part]:
-        """Where the check for NaN and infinity was left on the device, this is the time to read it."""
+        """The parts; first raises for non-finite values if that check was left on the device."""
         if self._outcome.mask is not None:
             self._outcome.mask.check()
         return self._parts
@@ -153,9 +161,9 @@ class Update:
 
 
 class Totals:
-    """What `step.run` did: updates, skipped, samples, seconds, and the mean loss, which leaves out skipped updates."""
+    """Totals of `step.run`: updates, skipped, samples, seconds, and the mean loss without skipped updates."""
 
-    KEPT = 1000  # parts, before they are added up
+    KEPT = 1000  # number of parts that are kept before they are summed
 
     def __init__(self) -> None:
         self.updates = self.skipped = self.samples = 0
@@ -172,7 +180,8 @@ class Totals:
         self.seconds += update.seconds
         self._mask = update._outcome.mask
         if update._agreed is not None and not update.skipped:
-            self._sum, self._count = self._sum + update._agreed.losses, self._count + update._agreed.counts
+            self._sum = self._sum + update._agreed.losses
+            self._count = self._count + update._agreed.counts
         elif not update.skipped:
             self._parts += update._parts
         if len(self._parts) > self.KEPT:

@@ -1,4 +1,4 @@
-"""The update that is being put together."""
+"""Window: the samples accumulated for the next update, and the counters of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from samplewise.transforms.numbers import PerSample, together
 
 @dataclass
 class Counters:
-    """What a step has done in all. `samples` have gone into an update or into the open window."""
+    """Totals of a step since its creation. `samples`: samples in updates and in the open window."""
 
     samples: int = 0
     microbatches: int = 0
@@ -28,32 +28,32 @@ class Counters:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks have of a window, together."""
+    """Sums of a window over all ranks."""
 
-    skips: float  # ranks that have found something not finite, and may leave the update out
+    skips: float  # number of ranks that found a non-finite value and may skip the update
     samples: int
-    ended: int  # ranks that have no more
-    losses: float  # their sum
-    counts: float
+    ended: int  # number of ranks whose loader has ended
+    losses: float  # Σ losses
+    counts: float  # Σ counts
     denominators: float
-    odd: float  # ranks with counts below zero
+    odd: float  # number of ranks with negative counts
 
 
 @dataclass(slots=True)
 class Window:
-    """Gradient sums are in `.grad`; here is what they are made of."""
+    """Per-sample results of the samples whose gradient sum is in `.grad`."""
 
     parts: list[Part] = field(default_factory=list)
-    waiting: list[Any] = field(default_factory=list)  # pieces, where a transform must see the window as a whole
-    sized: bool = True  # whether it is known how many samples those have
+    waiting: list[Any] = field(default_factory=list)  # deferred microbatches, if a transform needs the whole window
+    sized: bool = True  # whether the number of samples in `waiting` is known
     samples: int = 0
     seconds: float = 0.0
-    divided: bool = False  # whether the sums are means already
-    begun: bool = False  # whether anything may have been changed for it
-    failure: Exception | None = None  # why it will be skipped
-    noted: list[Noted] = field(default_factory=list)  # of its batches, if anything is asked for
-    share: int | None = None  # how many samples this rank is to bring, if there are others
-    agreed: Agreement | None = None  # what all ranks have, and have looked at together
+    divided: bool = False  # whether `.grad` already holds the mean instead of the sum
+    begun: bool = False  # whether gradients or buffers may have changed since the last update
+    failure: Exception | None = None  # why the update will be skipped
+    noted: list[Noted] = field(default_factory=list)  # batch columns, if any are recorded
+    share: int | None = None  # number of samples that this rank must add, if there are several ranks
+    agreed: Agreement | None = None  # sums over all ranks, already checked for non-finite values
 
     @property
     def open(self) -> bool:
@@ -65,16 +65,16 @@ class Window:
 
     @property
     def others(self) -> int:
-        """Samples of other ranks."""
+        """Number of samples on other ranks."""
         return 0 if self.agreed is None else self.agreed.samples - self.samples
 
     @property
     def unseen(self) -> list[Part]:
-        """Parts that have not been looked at for what is not finite."""
+        """Parts that are not checked for non-finite values yet."""
         return self.parts if self.agreed is None else []
 
     def state(self) -> dict[str, PerSample]:
-        """The numbers of its samples, joined."""
+        """Per-sample results of all parts, concatenated."""
         columns = {name: [getattr(p, name) for p in self.parts] for name in Part.__slots__}
         return {name: together(values) for name, values in columns.items() if values and values[0] is not None}
 
@@ -83,7 +83,7 @@ class Window:
 
 
 def opened(parts: dict[str, Any], failure: list[str], noted: list[dict[str, Any]]) -> Window:
-    """A window from its state."""
+    """Window restored from its state."""
     if not parts:
         return Window()
     part = Part(**parts)
@@ -95,19 +95,23 @@ def opened(parts: dict[str, Any], failure: list[str], noted: list[dict[str, Any]
 
 
 def empty(like: Tensor) -> Part:
-    """Of a rank that has no samples."""
+    """Part with 0 samples, for a rank that has none in the window."""
     wide = torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32
     none = torch.zeros(0, dtype=wide, device=like.device)
     return Part(none, norms=none)
 
 
 def nothing_known(samples: int, beside: Sequence[Part]) -> Part:
-    """For a window that is skipped before its losses are known. It has the columns of the parts beside it."""
+    """Part filled with NaN, for a window that is skipped before its losses are computed. It has the same fields and
+    columns as the other parts of the window, `beside`.
+    """
     unknown = torch.full((samples,), torch.nan)
     if not beside:
         return Part(unknown, norms=unknown)
 
     def none_of(values: PerSample | None) -> Any:
-        return dict.fromkeys(values, unknown) if isinstance(values, dict) else None if values is None else unknown
+        if isinstance(values, dict):
+            return dict.fromkeys(values, unknown)
+        return None if values is None else unknown
 
     return Part(*(none_of(getattr(beside[0], name)) for name in Part.__slots__))

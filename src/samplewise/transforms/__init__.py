@@ -1,1 +1,1 @@
-"""Coefficients per sample, between "each sample's gradient is known" and "they are summed"; noise on the sum."""
+"""Transforms of per-sample gradients: one coefficient per sample before the sum, and noise on the sum."""

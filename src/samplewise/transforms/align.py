@@ -1,4 +1,4 @@
-"""Samples weighed by how far their gradients agree with a reference."""
+"""`align`: weight samples by the agreement of their gradients with a reference direction."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from samplewise.transforms.transform import SampleTransform, quotient
 def align(
     reference: Direction | Callable[[], Direction], by: str = "cosine", renormalise: bool = False
 ) -> SampleTransform:
-    """Weighs samples by the dot product of their gradient with a reference; those that point away get nothing.
+    """Weight samples by the dot product of their gradient with a reference; a negative product gives weight 0.
 
     reference: a dict name -> tensor, or a function that returns one and is called once per window, such as
     lambda: sw.gradients(loss_fn(model, clean), model).mean().
-    by: "cosine", the dot product of the directions; or "dot", the dot product as it is.
+    by: "cosine" (default), the cosine of the angle between both; or "dot", the unnormalised dot product.
+    renormalise: divide the update by Σ weight × count instead of Σ counts.
     """
     if by not in ("cosine", "dot"):
         raise ValueError(f"by must be 'cosine' or 'dot'; found {by!r}.")

@@ -1,4 +1,4 @@
-"""Transforms one after the other."""
+"""Chains of transforms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ask = Callable[[SampleTransform, Numbers], PerSample]
 
 @dataclass(frozen=True, repr=False)
 class Stage:
-    """Transforms of samples, or of groups, in order."""
+    """Transforms of samples or of groups, applied in order."""
 
     transforms: tuple[SampleTransform, ...] = ()
 
@@ -34,7 +34,7 @@ class Stage:
 
     @property
     def measures(self) -> bool:
-        """Whether it must know anything of the gradients themselves."""
+        """True if a transform needs norms or dot products of gradients."""
         return "norms" in self.needs or bool(self.references)
 
     @property
@@ -47,23 +47,26 @@ class Stage:
 
     @property
     def counts_places(self) -> bool:
-        """Whether it matters where in the window a sample stands."""
+        """True if a transform depends on the positions of samples in the window."""
         return any(t.positions is not None for t in self.transforms)
 
     def weigh(self, parts: Sequence[Numbers], ask: Ask = SampleTransform.__call__) -> list[Numbers]:
-        """The parts of a window with their coefficients. Each transform sees what the one before it left; `ask` puts
-        the question to one that must see the window as a whole.
+        """The parts of a window with their coefficients. Each transform gets the results of the previous one. `ask`
+        calls a transform that needs the whole window.
         """
         parts = list(parts)
         for t in self.transforms:
-            found = split(ask(t, joined(parts)), [len(p) for p in parts]) if t.window else [t(p) for p in parts]
+            if t.window:
+                found = split(ask(t, joined(parts)), [len(p) for p in parts])
+            else:
+                found = [t(p) for p in parts]
             parts = [p.scaled(c, t.renormalises) for p, c in zip(parts, found, strict=True)]
         return parts
 
 
 @dataclass(frozen=True, repr=False)
 class Chain:
-    """What happens between "each sample's gradient is known" and "divided": str() says it as a formula."""
+    """Sequence of transforms between per-sample gradients and the division by the denominator. str() is its formula."""
 
     transforms: tuple[Transform, ...]
     samples: Stage
@@ -73,16 +76,17 @@ class Chain:
 
     @property
     def weighs(self) -> bool:
-        """Whether samples have coefficients."""
+        """True if samples or groups have coefficients."""
         return bool(self.samples.transforms or self.grouping)
 
     @property
     def measures(self) -> bool:
-        """Whether it must know the gradients of single samples or groups."""
+        """True if a transform needs norms or dot products of gradients of single samples or groups."""
         return self.samples.measures or self.groups.measures
 
     @property
     def window(self) -> bool:
+        """True if the whole window must be computed before its gradients are summed."""
         return self.grouping is not None or self.samples.window
 
     @property
@@ -90,13 +94,16 @@ class Chain:
         return [*self.samples.references, *self.groups.references]
 
     def directions(self, parameters: Mapping[str, Tensor]) -> dict[Reference, dict[str, Tensor]]:
+        """Direction of each reference, as a dict from parameter name to tensor."""
         return {r: r.direction(parameters) for r in self.references}
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.transforms))})"
 
     def __str__(self) -> str:
-        gradient, below, lines = "g", ["count"], list[str]()
+        gradient = "g"
+        below = ["count"]
+        lines: list[str] = []
         symbols = (f"c{k}" for k in count(1))
         for t in self.transforms:
             if isinstance(t, Grouping):
@@ -112,27 +119,28 @@ class Chain:
 
 
 def chain(*transforms: Transform | Chain | Callable[..., Any]) -> Chain:
-    """One transform after the other. A plain function is a `weight`."""
-    flat = [
-        t for given in transforms for t in (given.transforms if isinstance(given, Chain) else (as_transform(given),))
-    ]
+    """Combine transforms into one, applied in order. A plain function is a `weight`."""
+    flat: list[Transform] = []
+    for given in transforms:
+        flat += given.transforms if isinstance(given, Chain) else [as_transform(given)]
     before, grouping, after, on_sum = _stages(flat)
     if grouping is not None and any(t.by_parameter for t in before):
         raise TransformError(
-            f"what comes before {grouping} must have one coefficient per sample; found one per parameter. "
+            f"transforms before {grouping} must give one coefficient per sample; found one per parameter. "
             "Put clip(by='parameter') after it."
         )
     return Chain(tuple(flat), Stage(tuple(before)), grouping, Stage(tuple(after)), tuple(on_sum))
 
 
 def as_chain(transforms: Any) -> Chain:
-    """What a `Step` was given as its transforms."""
+    """Chain from the `transforms` argument of `Step`: a transform, or an iterable of transforms."""
     if isinstance(transforms, Iterable):
         return chain(*transforms)
     return chain(transforms)
 
 
 def as_transform(given: Any) -> Transform:
+    """The transform itself, or `weight` of a function."""
     if isinstance(given, (SampleTransform, SumTransform, Grouping)):
         return given
     if callable(given):
@@ -146,7 +154,9 @@ def as_transform(given: Any) -> Transform:
 def _stages(
     flat: Sequence[Transform],
 ) -> tuple[list[SampleTransform], Grouping | None, list[SampleTransform], list[SumTransform]]:
-    """In the only order there is: samples, groups, the sum."""
+    """Split into transforms of samples, grouping, transforms of groups, transforms of the sum; raise for any other
+    order.
+    """
     before: list[SampleTransform] = []
     after: list[SampleTransform] = []
     on_sum: list[SumTransform] = []
@@ -157,11 +167,11 @@ def _stages(
             continue
         if on_sum:
             raise TransformError(
-                f"{t} acts on single gradients and must come before the sum; found it after {on_sum[0]}. Swap them."
+                f"{t} acts on per-sample gradients and must come before the sum; found it after {on_sum[0]}. Swap them."
             )
         if isinstance(t, Grouping):
             if grouping is not None:
-                raise TransformError(f"a chain can group once; found {grouping} and {t}. Keep one.")
+                raise TransformError(f"a chain must have at most one group(); found {grouping} and {t}. Keep one.")
             grouping = t
         else:
             _check_batch_is_there(t, grouping)
@@ -171,4 +181,4 @@ def _stages(
 
 def _check_batch_is_there(t: SampleTransform, grouping: Grouping | None) -> None:
     if grouping is not None and "batch" in t.needs:
-        raise TransformError(f"{t} looks into the batch and must come before {grouping}; found it after. Swap them.")
+        raise TransformError(f"{t} reads the batch and must come before {grouping}; found it after. Swap them.")

@@ -1,4 +1,4 @@
-"""Gradients no longer than a bound."""
+"""`clip`: bound the norm of each sample's gradient."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from samplewise.transforms.transform import SampleTransform, positive
 
 
 def clip(max_norm: float, by: str | None = None, mode: str = "flat", gamma: float = 0.01) -> SampleTransform:
-    """Scales down each sample's gradient that is longer than `max_norm`: c = min(1, max_norm / norm).
+    """Clip each sample's gradient to norm `max_norm`: c = min(1, max_norm / norm).
 
-    by="parameter": each parameter's part of it by itself, so that the whole is no longer than
+    by="parameter": clip the gradient of each parameter separately; the norm of the whole gradient is then at most
     max_norm × √(number of parameters).
-    mode="automatic": c = max_norm / (norm + gamma), so that every gradient comes out just below `max_norm`, small ones
-    excepted.
+    mode="automatic": c = max_norm / (norm + gamma); every gradient then has a norm just below `max_norm`, except
+    gradients that are not large compared with gamma.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be zero or positive; found {max_norm!r}.")

@@ -1,4 +1,4 @@
-"""`check_transform`: what holds for every transform, for authors of new ones."""
+"""`check_transform`: conformance test for new transforms."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ NAMES = ("weight", "bias")
 
 
 def check_transform(transform: Any, batch: Any = None) -> None:
-    """Raises TransformError, with what was found, unless the transform
+    """Check that a transform satisfies the contract of transforms; raise TransformError with the difference if not.
 
-    - answers with one finite coefficient per sample, for one sample and for gradients of zero too,
-    - answers for a part of the samples as it does for all of them, unless it says that it needs the window,
-    - does not care about the order of samples,
-    - answers the same when asked again, and leaves what it was given as it was.
+    A transform of samples must
 
-    Or, if it acts on the sum: changes it in place, keeping it finite. `batch` is for those that look into it.
+    - return one finite coefficient per sample, also for one sample and for zero gradients,
+    - return the same coefficients for a subset of the samples, unless it has window=True,
+    - not depend on the order of samples, unless it has `positions`,
+    - return the same coefficients when it is called again, and not modify its input.
+
+    A transform of the sum must change the sum in place and keep it finite. A grouping must return one key per sample,
+    the same in any part of a batch.
+
+    batch: needed only by transforms that read the batch.
     """
     if isinstance(transform, Chain):
         for each in transform.transforms:
@@ -38,30 +43,31 @@ def check_transform(transform: Any, batch: Any = None) -> None:
     if isinstance(transform, SumTransform):
         return _check_sum(transform)
     if (isinstance(transform, Grouping) or "batch" in transform.needs) and length(batch) is None:
-        raise TransformError(f"{transform} looks into the batch: check_transform(transform, batch) needs one.")
+        raise TransformError(
+            f"{transform} reads the batch and needs one; found none. Call check_transform(transform, batch)."
+        )
     if isinstance(transform, Grouping):
         return _check_keys(transform, batch)
     return _check_sample(transform, batch, length(batch) or transform.positions or 7)
 
 
 def _check_sample(transform: SampleTransform, batch: Any, samples: int) -> None:
-    whole, given = _numbers(transform, batch, samples), _numbers(transform, batch, samples)
+    whole = _numbers(transform, batch, samples)
+    given = _numbers(transform, batch, samples)
     kept = copy.deepcopy(batch)
     answer = transform(whole)
-    _same(transform, transform(whole), answer, "the same when it is asked again")
+    _same(transform, transform(whole), answer, "when it is called again")
     if not _untouched(whole, given, batch, kept):
-        raise TransformError(f"{transform} must leave the numbers it is given as they are; found them changed.")
+        raise TransformError(f"{transform} must not modify its input; found changed values. Copy before changing.")
     transform(replace(whole, raw_norms=_each(whole.raw_norms, torch.zeros_like)))
     transform(_at(whole, [0]))
     order = [*range(1, samples), 0]
     if transform.positions is None:
-        _same(
-            transform, transform(_at(whole, order)), _each(answer, lambda a: a[order]), "whatever the order of samples"
-        )
+        _same(transform, transform(_at(whole, order)), _each(answer, lambda a: a[order]), "for any order of samples")
     if not transform.window:
         half = list(range(samples // 2, samples))
         part = _at(whole, half)
-        _same(transform, transform(part), _each(answer, lambda a: a[half]), "for a part of the samples as for all")
+        _same(transform, transform(part), _each(answer, lambda a: a[half]), "for a subset of the samples")
 
 
 def _check_sum(transform: SumTransform) -> None:
@@ -77,15 +83,18 @@ def _check_sum(transform: SumTransform) -> None:
 
 
 def _check_keys(transform: Grouping, batch: Any) -> None:
-    keys, total = transform.keys(batch), length(batch)
+    keys = transform.keys(batch)
+    total = length(batch)
     if len(keys) != total:
-        raise TransformError(f"{transform} must give one key per sample; found {len(keys)} for {total} samples.")
+        raise TransformError(f"{transform} must return one key per sample; found {len(keys)} for {total} samples.")
     if transform.keys(cut(batch, 1, total)) != keys[1:]:
-        raise TransformError(f"{transform} must give a sample the same key in any part of a batch; found another.")
+        raise TransformError(
+            f"{transform} must return the same key for a sample in any part of a batch; found different keys."
+        )
 
 
 def _numbers(transform: SampleTransform, batch: Any, samples: int) -> Numbers:
-    """Everyday numbers, and of these what the transform has asked for."""
+    """Random per-sample values between 0 and 3, restricted to what the transform declares in `needs`."""
     generator = torch.Generator().manual_seed(0)
 
     def some() -> Tensor:
@@ -125,7 +134,9 @@ def _each(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _same(transform: SampleTransform, found: PerSample, wanted: PerSample, when: str) -> None:
     if not _equal(found, wanted):
-        raise TransformError(f"{transform} must answer {when}; found {found} for {wanted}.")
+        raise TransformError(
+            f"{transform} must return the same coefficients {when}; found {found} instead of {wanted}."
+        )
 
 
 def _untouched(whole: Numbers, given: Numbers, batch: Any, kept: Any) -> bool:

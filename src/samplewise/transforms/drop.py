@@ -1,4 +1,4 @@
-"""Samples left out of the sum."""
+"""`drop`: leave samples out of the sum."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from samplewise.transforms.transform import SampleTransform
 
 
 def drop(largest: int = 0, smallest: int = 0, quantile: float | None = None, by: str = "norms") -> SampleTransform:
-    """Leaves out samples of the window and averages over the rest.
+    """Drop samples of the window, and average over the rest.
 
-    largest, smallest: how many, counted from either end; quantile: those above this quantile of the window.
-    by: "norms" of the gradients, or "losses".
+    largest, smallest: number of samples with the largest or smallest values to drop (default 0).
+    quantile: drop samples with values above this quantile of the window.
+    by: values to compare: "norms" of the gradients (default), or "losses".
     """
     for name, number in (("largest", largest), ("smallest", smallest)):
         if not isinstance(number, int) or number < 0:
-            raise ValueError(f"{name} must be a whole number of samples, zero or more; found {number!r}.")
+            raise ValueError(f"{name} must be an integer number of samples, 0 or more; found {number!r}.")
     if quantile is not None and not 0 < quantile < 1:
         raise ValueError(f"quantile must lie between 0 and 1; found {quantile!r}.")
     if not (largest or smallest or quantile):
@@ -50,7 +51,7 @@ def drop(largest: int = 0, smallest: int = 0, quantile: float | None = None, by:
 
 
 def _quantile(values: Tensor, q: float) -> Tensor:
-    """As torch.quantile, which stops at 16 million values."""
+    """Quantile with linear interpolation, like torch.quantile, which is limited to 16 million values."""
     ordered = values.sort().values
     place = q * (len(ordered) - 1)
     below = int(place)

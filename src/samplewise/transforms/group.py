@@ -1,4 +1,4 @@
-"""Samples of one group taken together."""
+"""`group`: sum the gradients of samples with the same key."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from samplewise.transforms.transform import Grouping, function_name
 
 
 def group(key: Hashable | Callable[[Any], Any]) -> Grouping:
-    """Sums the gradients of samples of one group (a user, a document, the augmentations of one image); the transforms
-    after it see groups: chain(group("user"), clip(1.0)) bounds what each user contributes to an update.
+    """Sum the gradients of samples of one group (a user, a document, the augmentations of one image). Transforms after
+    it act on groups: chain(group("user"), clip(1.0)) bounds the contribution of each user to an update.
 
-    key: where in the batch the groups' names or numbers are (a name, or the place in a tuple), or a function of the
-    batch that returns them, one per sample.
+    key: key of the batch under which the group keys are (a name, or the index in a tuple), or a function of the batch
+    that returns them; one name or number per sample.
     """
 
     def keys(batch: Any) -> list[Any]:
         found = key(batch) if callable(key) else pick(batch, key)
         found = found.tolist() if isinstance(found, Tensor) else list(found)
         if found and isinstance(found[0], list):
-            raise TransformError(f"group({key!r}) needs one name or number per sample; found a table.")
+            raise TransformError(f"group({key!r}) must have one name or number per sample; found a list for a sample.")
         if any(k != k for k in found):
-            raise TransformError(f"group({key!r}) needs names or numbers that equal themselves; found NaN.")
+            raise TransformError(f"group({key!r}) must have keys that can be compared; found NaN.")
         return found
 
     name = function_name(key) if callable(key) else repr(key)

@@ -1,4 +1,4 @@
-"""Noise on the sum."""
+"""`noise`: Gaussian noise on the sum of gradients."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from samplewise.transforms.transform import SumTransform
 
 
 def noise(std: float, generator: torch.Generator | None = None) -> SumTransform:
-    """Adds Gaussian noise of standard deviation `std` to every element of the sum, once per update, before it is
-    divided by the number of samples. Several ranks that train together add it once, drawn as rank 0 draws it.
+    """Add Gaussian noise of standard deviation `std` to every element of the sum, once per update, before the sum is
+    divided by the number of samples. With several ranks it is added once, with the random state of rank 0.
 
-    This is no privacy guarantee by itself: that takes clipping, samples drawn at random, an accountant, and a random
-    generator that cannot be guessed.
+    Noise alone is no privacy guarantee: that also needs clipping, random sampling, an accountant, and a random
+    generator that cannot be predicted.
     """
     if not std >= 0:
         raise ValueError(f"std must be zero or positive; found {std!r}.")

@@ -1,4 +1,4 @@
-"""Gradients of one length."""
+"""`normalize`: give every sample's gradient the same norm."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from samplewise.transforms.transform import SampleTransform, positive, quotient
 
 
 def normalize(norm: float | str = 1.0) -> SampleTransform:
-    """Gives every sample's gradient the same length, so that directions alone count; a gradient of zero stays zero.
+    """Scale every sample's gradient to the same norm, so that only directions count. A zero gradient stays zero.
 
-    norm: the length, or "mean" for the mean length over the window, which keeps the scale of the update.
+    norm: the norm (default 1.0), or "mean" for the mean norm of the window, which keeps the scale of the update.
     """
     if norm == "mean":
 

@@ -1,6 +1,6 @@
-"""What a transform may see: a few numbers per sample, as the transforms before it left them.
+"""Per-sample results that transforms get, with the coefficients of the transforms before.
 
-How microbatches combine: every number here is concatenated.
+The results of microbatches are combined by concatenation.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ PerSample = Tensor | dict[str, Tensor]  # (B,), or name of a parameter -> (B,)
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of some samples. `norms` and `dots` are those of the gradients as scaled so far."""
+    """Per-sample results of B samples, or of B groups. `norms` and `dots` include the coefficients so far."""
 
-    losses: Tensor  # as returned by the loss function
-    counts: Tensor  # each sample's own denominator
-    batch: Any = None  # what the loss function was given
-    places: Tensor | None = None  # of these samples, or groups, in the window
-    raw_norms: PerSample | None = None
-    raw_dots: Mapping[Any, PerSample] = field(default_factory=dict)  # by the reference
-    coefficients: PerSample | None = None  # the product so far; None is one
-    shares: Tensor | None = None  # each sample's share of the denominator; None is its count
-    columns: dict[str, Tensor] | None = None  # what the loss function returned beside; of no interest to transforms
+    losses: Tensor  # (B,) as returned by the loss function
+    counts: Tensor  # (B,) denominator of each sample
+    batch: Any = None  # the batch passed to the loss function
+    places: Tensor | None = None  # (B,) positions of these samples, or groups, in the window
+    raw_norms: PerSample | None = None  # gradient norms before any transform
+    raw_dots: Mapping[Any, PerSample] = field(default_factory=dict)  # reference -> dot products before any transform
+    coefficients: PerSample | None = None  # product of the coefficients so far; None: 1
+    shares: Tensor | None = None  # (B,) terms of the denominator; None: the counts
+    columns: dict[str, Tensor] | None = None  # columns returned by the loss function; not used by transforms
 
     def __len__(self) -> int:
         return len(self.losses)
 
     @property
     def norms(self) -> Tensor:
+        """(B,) gradient norms, times the coefficients so far."""
         scaled = _times(self.raw_norms, self.coefficients)
         if isinstance(scaled, Tensor):
             return scaled.abs()
@@ -43,42 +44,46 @@ class Numbers:
 
     @property
     def norms_by_parameter(self) -> dict[str, Tensor]:
+        """Parameter name -> (B,) gradient norms, times the coefficients so far."""
         scaled = _times(self.raw_norms, self.coefficients)
         assert isinstance(scaled, dict)
         return {name: norms.abs() for name, norms in scaled.items()}
 
     def dots(self, reference: object) -> Tensor:
+        """(B,) dot products of gradients and reference, times the coefficients so far."""
         scaled = _times(self.raw_dots[reference], self.coefficients)
         return scaled if isinstance(scaled, Tensor) else torch.stack(list(scaled.values())).sum(0)
 
     @property
     def weights(self) -> Tensor:
-        """The coefficients, where there is one for all parameters."""
+        """(B,) coefficients so far. Requires one coefficient per sample, not one per parameter."""
         return torch.ones_like(self.losses) if self.coefficients is None else one_each(self.coefficients)
 
     @property
     def unscaled_norms(self) -> Tensor | None:
+        """(B,) gradient norms before any transform; None if they are not known."""
         return None if self.raw_norms is None else replace(self, coefficients=None).norms
 
     @property
     def denominators(self) -> Tensor:
+        """(B,) terms of the denominator."""
         return self.counts if self.shares is None else self.shares
 
     def scaled(self, coefficients: PerSample, renormalises: bool) -> Numbers:
-        """After one more transform. One that renormalises takes its coefficients into the denominator as well."""
+        """Results after one more transform. A renormalising transform multiplies the denominators as well."""
         shares = self.denominators * one_each(coefficients) if renormalises else self.shares
         product = coefficients if self.coefficients is None else _times(coefficients, self.coefficients)
         return replace(self, coefficients=product, shares=shares)
 
 
 def one_each(values: PerSample) -> Tensor:
-    """Where a dict by parameter cannot be."""
+    """Narrow the type to a tensor (B,): coefficients per parameter cannot occur here."""
     assert isinstance(values, Tensor)
     return values
 
 
 def joined(parts: Sequence[Numbers]) -> Numbers:
-    """The numbers of all samples of a window. Batches stay behind: transforms of a window see numbers alone."""
+    """Results of all parts, concatenated. Batches are left out: transforms of a whole window do not get them."""
     if len(parts) == 1:
         return parts[0]
     return Numbers(
@@ -94,12 +99,12 @@ def joined(parts: Sequence[Numbers]) -> Numbers:
 
 
 def as_table(numbers: Numbers) -> Tensor:
-    """(B, numbers of a sample) in float64, which holds them all: what ranks tell each other."""
+    """Table (B, values per sample) in float64, which represents all values exactly, for the exchange between ranks."""
     return torch.stack([column.double() for column in _flat(numbers)], 1)
 
 
 def from_table(table: Tensor, places: Tensor, like: Numbers) -> Numbers:
-    """The numbers of other samples, from a table of the same columns."""
+    """Inverse of `as_table`: results from a table with the same columns as those of `like`."""
     columns = iter([column.to(mine.dtype) for column, mine in zip(table.unbind(1), _flat(like), strict=True)])
 
     def filled(values: PerSample | None) -> Any:
@@ -107,7 +112,7 @@ def from_table(table: Tensor, places: Tensor, like: Numbers) -> Numbers:
             return {name: next(columns) for name in values}
         return None if values is None else next(columns)
 
-    return Numbers(  # in the order of `_flat`
+    return Numbers(  # must have the order of `_flat`
         losses=filled(like.losses),
         counts=filled(like.counts),
         raw_norms=filled(like.raw_norms),
@@ -120,8 +125,13 @@ def from_table(table: Tensor, places: Tensor, like: Numbers) -> Numbers:
 
 def _flat(numbers: Numbers) -> list[Tensor]:
     several = numbers.losses, numbers.counts, numbers.raw_norms, numbers.coefficients, numbers.shares
-    known = [values for values in (*several, *numbers.raw_dots.values()) if values is not None]
-    return [column for values in known for column in (values.values() if isinstance(values, dict) else [values])]
+    columns: list[Tensor] = []
+    for values in (*several, *numbers.raw_dots.values()):
+        if isinstance(values, dict):
+            columns += values.values()
+        elif values is not None:
+            columns.append(values)
+    return columns
 
 
 def rows_of(values: PerSample, rows: Tensor | slice) -> PerSample:
@@ -129,7 +139,7 @@ def rows_of(values: PerSample, rows: Tensor | slice) -> PerSample:
 
 
 def split(found: PerSample, sizes: list[int]) -> list[PerSample]:
-    """One answer for a window as the answers for its parts."""
+    """Split the coefficients of a window into those of its parts."""
     if isinstance(found, Tensor):
         return list(found.split(sizes))
     pieces = {name: values.split(sizes) for name, values in found.items()}
@@ -149,7 +159,9 @@ def _columns(parts: Sequence[Numbers]) -> dict[str, Tensor] | None:
 
 def _times(values: PerSample | None, factor: PerSample | None) -> PerSample:
     if values is None:
-        raise TransformError("a transform must declare the numbers it needs; found that it reads norms without.")
+        raise TransformError(
+            "a transform must declare the values it reads; found that it reads norms without needs={'norms'}."
+        )
     if factor is None:
         return values
     if isinstance(values, Tensor) and isinstance(factor, Tensor):

@@ -1,4 +1,4 @@
-"""The direction that samples are compared with."""
+"""Reference direction with which per-sample gradients are compared."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Direction = Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A direction in the space of parameters, made anew for every window."""
+    """Direction in parameter space, recomputed for every window if `source` is a function."""
 
     source: Direction | Callable[[], Direction]
-    unit: bool  # of length one
+    unit: bool  # whether the direction is scaled to norm 1
 
     def __post_init__(self) -> None:
         if not callable(self.source) and not isinstance(self.source, Mapping):
@@ -28,12 +28,13 @@ class Reference:
             )
 
     def direction(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parameter name -> tensor of the parameter's shape; zero if the direction to be scaled is zero."""
         given = self.source() if callable(self.source) else self.source
         missing = [name for name, p in parameters.items() if name not in given or given[name].shape != p.shape]
         if missing:
             raise TransformError(
-                f"the reference must have a tensor like every trained parameter; found none for {missing[0]!r}. "
-                "Make it with sw.gradients(losses, model).mean()."
+                "the reference must have a tensor of the same name and shape for every trained parameter; found none "
+                f"for {missing[0]!r}. Compute it with sw.gradients(losses, model).mean()."
             )
         direction = {name: given[name].detach() for name in parameters}
         if not self.unit:

@@ -1,5 +1,5 @@
-"""What a transform is. The type says the stage: a `SampleTransform` answers with one coefficient per sample, before
-gradients are summed; a `SumTransform` changes the sum.
+"""Types of transforms, one per stage: a `SampleTransform` returns one coefficient per sample, before gradients are
+summed; a `Grouping` sums samples of one group; a `SumTransform` changes the sum.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ NEEDS = ("losses", "counts", "norms", "batch")
 
 @dataclass(frozen=True, repr=False)
 class SampleTransform:
-    """Coefficients for samples, from the numbers it needs and nothing else."""
+    """Transform that returns coefficients (B,) for samples, computed from the values that it declares in `needs`."""
 
-    name: str  # as it is written: clip(1.0)
-    formula: str  # what it multiplies a gradient {g} with
+    name: str  # as in code: clip(1.0)
+    formula: str  # the coefficient of a gradient {g}
     answer: Callable[[Numbers], PerSample] = field(repr=False)
-    needs: frozenset[str] = frozenset()  # of losses, counts, norms, batch
-    reference: Reference | None = None  # whose dot products it needs
-    window: bool = False  # must see all samples of the window at once
-    by_parameter: bool = False  # answers with a dict, name -> (B,)
-    renormalises: bool = False  # its coefficients count in the denominator too
-    positions: int | None = None  # if it depends on a sample's place in the window: how many places it knows
+    needs: frozenset[str] = frozenset()  # subset of losses, counts, norms, batch
+    reference: Reference | None = None  # direction whose dot products it needs
+    window: bool = False  # whether it needs all samples of the window at once
+    by_parameter: bool = False  # whether it returns a dict, name -> (B,)
+    renormalises: bool = False  # whether its coefficients also multiply the counts in the denominator
+    positions: int | None = None  # number of window positions it has values for; None: independent of the position
 
     def __call__(self, numbers: Numbers) -> PerSample:
-        """The coefficients, checked."""
+        """Coefficients, after a check of type, shape and finiteness."""
         found = self.answer(numbers)
         if not self.by_parameter:
             return self._checked(found, len(numbers), "one coefficient per sample")
         if not isinstance(found, Mapping):
-            raise TransformError(f"{self} must answer with a dict name -> (B,); found {type(found).__name__}.")
+            raise TransformError(f"{self} must return a dict name -> (B,); found {type(found).__name__}.")
         return {
             name: self._checked(c, len(numbers), f"one coefficient per sample for {name!r}")
             for name, c in found.items()
         }
 
     def needed(self, numbers: Numbers) -> Numbers:
-        """What it needs of them, and nothing that somebody else has asked for."""
+        """`numbers` restricted to the values that this transform needs."""
         return Numbers(
             numbers.losses,
             numbers.counts,
@@ -60,14 +60,12 @@ class SampleTransform:
     def _checked(self, found: Any, samples: int, what: str) -> Tensor:
         if not isinstance(found, Tensor) or found.shape != (samples,):
             kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise TransformError(f"{self} must answer with {what}, a tensor of shape ({samples},); found {kind}.")
+            raise TransformError(f"{self} must return {what}, a tensor of shape ({samples},); found {kind}.")
         found = found.detach()
         found = found if found.is_floating_point() else found.to(torch.get_default_dtype())
         if not all_finite(found):
             bad = int((~found.isfinite()).nonzero()[0])
-            raise TransformError(
-                f"{self} must answer with finite coefficients; found {found[bad].item()} at sample {bad}."
-            )
+            raise TransformError(f"{self} must return finite coefficients; found {found[bad].item()} at sample {bad}.")
         return found
 
     def __repr__(self) -> str:
@@ -76,13 +74,13 @@ class SampleTransform:
 
 @dataclass(frozen=True, repr=False)
 class SumTransform:
-    """Acts on the sum of all gradients, in place, once per update and before it is divided."""
+    """Transform of the sum of all gradients, in place, once per update, before the division by the denominator."""
 
     name: str
-    formula: str  # what it adds
+    formula: str  # the term that it adds
     act: Callable[[list[Tensor]], None] = field(repr=False)
-    additive: bool = False  # whether it adds something that does not depend on the sum
-    generator: torch.Generator | None = None  # where it draws random numbers from; None: torch's own, if at all
+    additive: bool = False  # whether it only adds values that do not depend on the sum
+    generator: torch.Generator | None = None  # source of its random numbers; None: torch's default generators
 
     def __repr__(self) -> str:
         return self.name
@@ -90,10 +88,10 @@ class SumTransform:
 
 @dataclass(frozen=True, repr=False)
 class Grouping:
-    """Sums the gradients of samples with the same key. What comes after it sees groups instead of samples."""
+    """Sum of the gradients of samples with the same key. Transforms after it act on groups instead of samples."""
 
     name: str
-    keys: Callable[[Any], list[Any]] = field(repr=False)  # of a batch: one per sample
+    keys: Callable[[Any], list[Any]] = field(repr=False)  # batch -> one key per sample
 
     def __repr__(self) -> str:
         return self.name
@@ -103,16 +101,18 @@ Transform = SampleTransform | SumTransform | Grouping
 
 
 def positive(name: str, value: float) -> float:
+    """The value, if it is positive; otherwise raise ValueError."""
     if not value > 0:
         raise ValueError(f"{name} must be positive; found {value!r}.")
     return value
 
 
 def quotient(numerator: float | Tensor, denominator: Tensor) -> Tensor:
-    """With 0/0 = 0, and x/0 = 0 too: where there is no gradient nothing is to be scaled."""
+    """numerator / denominator, and 0 if the denominator is 0: a zero gradient needs no scaling."""
     return torch.where(denominator > 0, numerator / denominator, 0.0)
 
 
 def function_name(function: Callable[..., Any]) -> str:
+    """Name of a function for formulas; "function" for a lambda."""
     name = getattr(function, "__name__", type(function).__name__)
     return "function" if name == "<lambda>" else name

@@ -1,4 +1,4 @@
-"""Coefficients that the user gives: a function, a tensor, or something in the batch."""
+"""`weight`: sample weights from a function, a tensor, or a column of the batch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def weight(
     renormalise: bool = False,
     window: bool = False,
 ) -> SampleTransform:
-    """Multiplies each sample's gradient with a weight.
+    """Multiply each sample's gradient by a weight.
 
-    by: a function that asks by the names of its arguments for what it needs, of losses, counts, norms and batch, and
-    returns (B,); or a tensor, one value for each sample of the window in order; or the key of the batch where the
-    weights are (a name, or the place in a tuple).
-    index: with a tensor: the key of the batch where the samples' numbers are; sample i is weighed by[number of i].
-    renormalise: divide the update by the sum of weight × count instead of the sum of counts.
-    window: the function must see the numbers of the whole window at once (ranks, quantiles).
+    by: a function that returns weights (B,), whose argument names select its inputs from losses, counts, norms and
+    batch; or a tensor with one value for each sample of the window, in order; or the key of the batch under which the
+    weights are (a name, or the index in a tuple).
+    index: with a tensor: key of the batch under which the sample indices are; the weight of a sample is by[its index].
+    renormalise: divide the update by Σ weight × count instead of Σ counts.
+    window: call the function with the values of the whole window at once (for ranks or quantiles).
     """
     if callable(by):
         name, needs, answer = _asking(by, window)
@@ -38,9 +38,9 @@ def weight(
     else:
         name, needs, answer = repr(by), frozenset({"batch"}), lambda numbers: _as_weights(numbers, by)
     if index is not None and not isinstance(by, Tensor):
-        raise TransformError("index= says where to look a tensor's values up; found no tensor. Leave it out.")
+        raise TransformError("index= must be used with a tensor of weights; found no tensor. Leave it out.")
     if window and not callable(by):
-        raise TransformError("window=True is for functions; found none. Leave it out.")
+        raise TransformError("window=True must be used with a function; found none. Leave it out.")
     options = (", renormalise=True" if renormalise else "") + (", window=True" if window else "")
     return SampleTransform(
         name=f"weight({name}{options})",
@@ -60,18 +60,21 @@ def _formula(name: str, needs: frozenset[str]) -> str:
 
 
 def _asking(function: Callable[..., Any], window: bool) -> tuple[str, frozenset[str], Callable[[Numbers], PerSample]]:
-    """A function's arguments are its needs."""
+    """Name, needs and answer of a weight function. Its argument names are its needs."""
     parameters = inspect.signature(function).parameters.values()
-    asked = [p.name for p in parameters if p.default is p.empty or p.name in NEEDS]  # defaults are its own affair
+    asked = [p.name for p in parameters if p.default is p.empty or p.name in NEEDS]  # others keep their defaults
     unknown = [name for name in asked if name not in NEEDS]
     if unknown or not asked:
         found = f"{unknown[0]!r}" if unknown else "no argument"
         raise TransformError(
-            f"a weight function asks by argument name for {', '.join(NEEDS)}; found {found}. "
-            "Write, say, def soft(losses): return torch.exp(-losses)."
+            f"the arguments of a weight function must be among {', '.join(NEEDS)}; found {found}. "
+            "Write, for example, def soft(losses): return torch.exp(-losses)."
         )
     if window and "batch" in asked:
-        raise TransformError("a function of the whole window sees numbers, not batches; found the argument 'batch'.")
+        raise TransformError(
+            "a weight function with window=True must not use batches; found the argument 'batch'. Use losses, counts "
+            "or norms."
+        )
 
     def answer(numbers: Numbers) -> PerSample:
         return function(**{need: getattr(numbers, need) for need in asked})
@@ -80,6 +83,7 @@ def _asking(function: Callable[..., Any], window: bool) -> tuple[str, frozenset[
 
 
 def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Callable[[Numbers], PerSample]]:
+    """Name, needs and answer of a tensor of weights, by position in the window or by sample index."""
     if values.dim() != 1:
         raise TransformError(f"weights must be one number per sample; found a tensor of shape {tuple(values.shape)}.")
     name = f"tensor of {len(values)}" + (f", index={index!r}" if index is not None else "")
@@ -92,7 +96,7 @@ def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Calla
             return values[places].to(numbers.losses.device)
         except (IndexError, TypeError, ValueError) as error:
             raise TransformError(
-                f"batch[{index!r}] must hold the samples' numbers, from 0 to {len(values) - 1}; found that {error}."
+                f"batch[{index!r}] must hold sample indices from 0 to {len(values) - 1}; found: {error}."
             ) from None
 
     def in_order(numbers: Numbers) -> PerSample:
@@ -112,6 +116,4 @@ def _as_weights(numbers: Numbers, key: Hashable) -> Tensor:
     try:
         return found if isinstance(found, Tensor) else torch.as_tensor(found, dtype=numbers.losses.dtype)
     except (TypeError, ValueError, RuntimeError):
-        raise TransformError(
-            f"batch[{key!r}] must hold one number per sample to weigh by; found {type(found).__name__}."
-        ) from None
+        raise TransformError(f"batch[{key!r}] must hold one weight per sample; found {type(found).__name__}.") from None
