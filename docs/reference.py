@@ -16,8 +16,9 @@ from typing import Any, get_overloads
 
 import samplewise
 from samplewise import diagnostics
-from samplewise.engine.rules import conformance
-from samplewise.loop import callbacks, events, loggers
+from samplewise.integrations import loggers
+from samplewise.loop import callbacks, events
+from samplewise.testing import rules
 
 TARGET = Path(__file__).with_name("reference.md")
 
@@ -45,7 +46,7 @@ def page() -> str:
     parts += [entry(name, each) for name, each in classes(callbacks)]
     parts += ["### Events", text(events), "## Loggers", f"In `{loggers.__name__}`. {text(loggers)}"]
     parts += [entry(name, each) for name, each in classes(loggers)]
-    parts += ["## Gradient rules", f"In `{conformance.__name__}`.", entry("check_rule", conformance.check_rule)]
+    parts += ["## Gradient rules", "In `samplewise.testing`.", entry("check_rule", rules.check_rule)]
     parts += ["## Errors and warnings", text(samplewise.errors)]
     parts += ["\n".join(f"- `sw.{name}`: {getattr(samplewise, name).__doc__}" for name in errors())]
     return "\n\n".join(parts) + "\n"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from samplewise import ranks
+from samplewise.distributed import collectives
 
 Message = tuple[str, int]  # the collective, and the bytes that one rank passes to it
 
@@ -44,7 +44,7 @@ class Update:
     """
 
     model: Model
-    ranks: int
+    collectives: int
     window: int  # samples of all ranks, distributed evenly
     window_transforms: Sequence[int] = ()
     by_place: bool = False  # weight(tensor)
@@ -101,7 +101,7 @@ class Update:
 
 
 def meeting() -> list[Message]:
-    return [("all_reduce", 8 * ranks.ROOM)]
+    return [("all_reduce", 8 * collectives.ROOM)]
 
 
 def gathering(count: int) -> list[Message]:
@@ -130,7 +130,7 @@ def buckets(tensors: Sequence[int], counted: Sequence[int] | None = None) -> lis
     filled: list[int] = []
     sizes: list[int] = []
     for size, count in zip(tensors, counted or tensors, strict=True):
-        if not filled or filled[-1] + size > ranks.BUCKET:
+        if not filled or filled[-1] + size > collectives.BUCKET:
             filled.append(0)
             sizes.append(0)
         filled[-1] += size
@@ -225,9 +225,14 @@ def memory(model: Model, size: int, sharded: bool) -> dict[str, float]:
     """Bytes of a rank in float32 with Adam, without activations, which do not depend on the number of ranks."""
     one = float(model.size * model.element)
     if not sharded:
-        return {"parameters": one, "gradients": one, "optimizer": 2 * one, "buckets": min(one, 3 * ranks.BUCKET)}
+        return {"parameters": one, "gradients": one, "optimizer": 2 * one, "buckets": min(one, 3 * collectives.BUCKET)}
     part = one / size
-    return {"parameters": one + part, "gradients": one + part, "optimizer": 2 * part, "buckets": min(one, ranks.BUCKET)}
+    return {
+        "parameters": one + part,
+        "gradients": one + part,
+        "optimizer": 2 * part,
+        "buckets": min(one, collectives.BUCKET),
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- tables

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from samplewise.zoo import noise
+from samplewise.testing.zoo import noise
 
 
 def loss_fn(model, batch):

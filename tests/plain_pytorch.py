@@ -1,4 +1,4 @@
-"""One forward and backward pass of a zoo case in plain PyTorch, without the engine and without samplewise.zoo.judge."""
+"""One forward and backward pass of a zoo case in plain PyTorch, without the engine."""
 
 import re
 

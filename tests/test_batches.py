@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from samplewise.batches import cut, length, pick, take
+from samplewise.core.batches import cut, length, pick, take
 from samplewise.errors import BatchError
 
 Pair = namedtuple("Pair", "x y")

@@ -9,7 +9,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.criteria import _COUNTING, Criterion
+from samplewise.core.criteria import _COUNTING, Criterion
 
 # Torch's own word on KLDivLoss(): what it is compared with says it, not the step.
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")

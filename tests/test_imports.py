@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ENGINE = Path(__file__).parents[1] / "src" / "samplewise" / "engine"
-ALLOWED = ("torch", "samplewise.errors", "samplewise.ranks", "samplewise.engine")
+ALLOWED = ("torch", "samplewise.errors", "samplewise.distributed.collectives", "samplewise.engine")
 
 
 def _imported(path: Path):

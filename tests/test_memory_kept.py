@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.memory import OverBudget, bounded, kept_for_backward
+from samplewise.core.memory import OverBudget, bounded, kept_for_backward
 
 X = torch.ones(10, 6)  # 240 bytes
 

@@ -2,7 +2,7 @@
 
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.store import ProjectedStore as ProjectedStore
-from samplewise.checking import check as check
+from samplewise.check import check as check
 from samplewise.diagnostics.fisher import fisher as fisher
 from samplewise.diagnostics.noise import NoiseScale as NoiseScale
 from samplewise.diagnostics.noise import noise_scale as noise_scale
@@ -34,15 +34,15 @@ from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.scan import scan as scan
+from samplewise.step.fsdp import fsdp as fsdp
+from samplewise.step.functional_optim import sgd as sgd
 from samplewise.step.microbatch import auto as auto
-from samplewise.step.rules import sgd as sgd
-from samplewise.step.shards import fsdp as fsdp
 from samplewise.step.step import Step as Step
 from samplewise.step.update import Update as Update
+from samplewise.testing.transforms import check_transform as check_transform
 from samplewise.transforms.align import align as align
 from samplewise.transforms.chain import chain as chain
 from samplewise.transforms.clip import clip as clip
-from samplewise.transforms.conformance import check_transform as check_transform
 from samplewise.transforms.drop import drop as drop
 from samplewise.transforms.group import group as group
 from samplewise.transforms.noise import noise as noise

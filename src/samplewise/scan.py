@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.batches import cut, length
+from samplewise.core.batches import cut, length
+from samplewise.core.losses import LossFn, as_loss_fn, per_sample
+from samplewise.core.memory import bounded, free_memory, is_out_of_memory
+from samplewise.core.snapshot import snapshot
 from samplewise.engine.gradients import Gradients, gradients
-from samplewise.losses import LossFn, as_loss_fn, per_sample
-from samplewise.memory import bounded, free_memory, is_out_of_memory
-from samplewise.replay import snapshot
 
 
 def scan(

@@ -6,10 +6,10 @@ import pytest
 from notices import wait_for_notices
 from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
-from samplewise import patience
 from samplewise.cli import costs
+from samplewise.core import slow_notice
 from samplewise.step.compiled import compiling
-from samplewise.step.compiled.problems import CannotCompile
+from samplewise.step.compiled.errors import CannotCompile
 
 GRAPHS = """
 class Graph:
@@ -34,7 +34,7 @@ def _busy(*_):
 def _quick(monkeypatch):
     """Without compiling, which takes seconds: `test_as_a_process` does it."""
     monkeypatch.setattr(costs, "ROUNDS", 3)
-    monkeypatch.setattr(patience, "PATIENCE", 60.0)
+    monkeypatch.setattr(slow_notice, "PATIENCE", 60.0)
     monkeypatch.setattr(compiling, "trace_backward", _busy)
 
 
@@ -114,7 +114,7 @@ def test_an_empty_loader(recipe):
 
 
 def test_it_says_what_takes_so_long(recipe, monkeypatch):
-    monkeypatch.setattr(patience, "PATIENCE", 0.05)
+    monkeypatch.setattr(slow_notice, "PATIENCE", 0.05)
     waiting = "def data():\n    from notices import wait_for_notices; wait_for_notices()\n"
     result = command("doctor", recipe(HEALTHY.replace("def data():\n", waiting)))
     assert "... building the model and fetching a batch\n" in result.stderr
@@ -129,7 +129,7 @@ def test_as_a_process(recipe):
 
 
 def test_it_says_that_it_compiles(recipe, monkeypatch):
-    monkeypatch.setattr(patience, "PATIENCE", 0.0)
+    monkeypatch.setattr(slow_notice, "PATIENCE", 0.0)
     monkeypatch.setattr(compiling, "trace_backward", lambda *_: wait_for_notices() or _busy())
     result = command("doctor", recipe(HEALTHY))
     assert result.stderr.splitlines().count("... compiling an update of 1 sample") == 1

@@ -7,7 +7,7 @@ import pytest
 from recipes import HEALTHY, command, one_line, process
 
 from samplewise.errors import TrainingWarning
-from samplewise.loop.store import Checkpoints
+from samplewise.loop.checkpoint.store import Checkpoints
 from samplewise.step.compiled.compiling import Compiling
 
 ACCURACY = "\n\ndef metrics():\n    return {'accuracy': lambda out, batch: (out.argmax(1) == batch[1]).float()}\n"

@@ -13,7 +13,7 @@ from torch import nn
 
 from samplewise.cli import zoo
 from samplewise.engine.rules import RULES, Rule, elementwise
-from samplewise.zoo import CASES, PRECISIONS, Case, noise, squared_loss
+from samplewise.testing.zoo import CASES, PRECISIONS, Case, noise, squared_loss
 
 FEW = ("linear_on_vectors", "conv1d", "lstm_batch_first", "batch_mean_subtracted")
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise import ranks
+from samplewise.distributed import collectives
 
 SAMPLES = 17
 
@@ -89,15 +89,15 @@ TRANSFORMS = {
 
 def wrapped(model, how):
     """On ranks: a model that rank 0 must give to the others, or one that was."""
-    if not ranks.active():
+    if not collectives.active():
         return model, None
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(ranks.rank())
+            p.add_(collectives.rank())
     if how == "ddp":
         return DistributedDataParallel(model), None
     if how == "sharded":
-        ranks.copies(list(model.parameters()))
+        collectives.broadcast_bucketed_(list(model.parameters()))
         for module in (model[0], model[3], model):
             fully_shard(module)
         return model, None
@@ -106,7 +106,7 @@ def wrapped(model, how):
 
 def own_batches(batch, parts=None):
     """This rank's samples in batches of so many."""
-    own = [part[ranks.rank() :: ranks.size()] for part in (parts or data())]
+    own = [part[collectives.rank() :: collectives.size()] for part in (parts or data())]
     return list(zip(*(part.split(batch) for part in own), strict=True))
 
 

@@ -13,11 +13,10 @@ from test_loop_trainer import going_on, loader, parameters, trainer
 from torch.distributed.checkpoint import state_dict_saver
 
 import samplewise as sw
-from samplewise import ranks
+from samplewise.distributed import collectives
 from samplewise.errors import CheckpointError, CheckpointWarning
-from samplewise.loop import store
 from samplewise.loop.callbacks import ModelCheckpoint
-from samplewise.loop.checkpoint import directory
+from samplewise.loop.checkpoint import directory, store
 from samplewise.loop.checkpoint.shards import ShardWriter
 
 
@@ -94,7 +93,7 @@ def failing(run, where):
 
     place, name, rank = {"data": (ShardWriter, "write_data", 1), "rest": (directory.file, "write", 0)}[where]
     original = getattr(place, name)
-    if ranks.rank() == rank:
+    if collectives.rank() == rank:
         setattr(place, name, fail)
     try:
         trainer(run, [ModelCheckpoint(every="2up")]).fit(loader(), updates=4)
@@ -119,7 +118,7 @@ class Odd(torch.optim.SGD):
     """Has another state on each rank."""
 
     def state_dict(self):
-        return {**super().state_dict(), "rank": ranks.rank()}
+        return {**super().state_dict(), "rank": collectives.rank()}
 
 
 def odd(run):
@@ -282,8 +281,8 @@ def resuming(run):
 
 
 def elsewhere(run):
-    trainer(run / str(ranks.rank())).fit(loader(), updates=1)
-    trainer(run / str(ranks.rank())).fit(loader(), updates=2, resume=True)
+    trainer(run / str(collectives.rank())).fit(loader(), updates=1)
+    trainer(run / str(collectives.rank())).fit(loader(), updates=2, resume=True)
 
 
 def test_ranks_that_do_not_share_a_disk(two, tmp_path):

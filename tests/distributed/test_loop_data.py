@@ -22,11 +22,11 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from samplewise import ranks
+from samplewise.distributed import collectives
 from samplewise.errors import BatchError, CheckpointError
-from samplewise.loop.dealing import Divided, Share
-from samplewise.loop.feed import Feed, Place
-from samplewise.loop.sources import described
+from samplewise.loop.data.adapters import described
+from samplewise.loop.data.loader import DataPosition, ResumableLoader
+from samplewise.loop.data.sharding import RankShard, ShardedBatches
 
 SAMPLES = 23
 
@@ -121,7 +121,7 @@ MOVABLE = [name for name in LOADERS if "state" not in name]  # where others can 
 
 
 def of(name, rank=0, size=1):
-    return Feed(LOADERS[name](), seed=5, share=Share(rank, size))
+    return ResumableLoader(LOADERS[name](), seed=5, share=RankShard(rank, size))
 
 
 def read(feed, epoch=0, batches=None):
@@ -159,7 +159,7 @@ def test_a_rank_goes_on_in_the_middle(name):
     whole = of(name, 1, 2)
     places, batches = [], []
     for batch, _ in whole.epoch(0):
-        places.append(whole.here(0) if places else Place())
+        places.append(whole.here(0) if places else DataPosition())
         batches.append(batch[0])
         last = whole.here(0)
     for done in range(1, len(batches)):
@@ -194,8 +194,8 @@ def test_another_number_of_ranks_goes_on(name, before, after, monkeypatch):
         assert seen == alone[: len(seen)]
         rest = []
         for rank in range(after):
-            monkeypatch.setattr(ranks, "size", lambda: after)
-            monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(collectives, "size", lambda: after)
+            monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
             feed = of(name, rank, after)
             feed.load(state, 0)
             rest.append(read(feed))
@@ -205,7 +205,7 @@ def test_another_number_of_ranks_goes_on(name, before, after, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in LOADERS if name not in MOVABLE])
 def test_where_only_as_many_can_go_on(name, monkeypatch):
     _, state, feed = used(name, 1, 1)
-    monkeypatch.setattr(ranks, "size", lambda: 2)
+    monkeypatch.setattr(collectives, "size", lambda: 2)
     kind = described(feed._source.kind)
     message = (
         f"inside an epoch, a run with {kind} must be resumed with the number of ranks it was saved with, 1; found 2. "
@@ -214,7 +214,7 @@ def test_where_only_as_many_can_go_on(name, monkeypatch):
     with pytest.raises(CheckpointError, match=re.escape(message)):
         of(name, 0, 2).load(state, 0)
     fresh = of(name, 0, 2)
-    fresh.load({"place": vars(Place())}, 1)  # between epochs it makes no difference
+    fresh.load({"place": vars(DataPosition())}, 1)  # between epochs it makes no difference
     assert len(read(fresh, 1)) == len(range(0, SAMPLES, 2))
 
 
@@ -241,13 +241,13 @@ def test_any_number_of_ranks_goes_on_after_any_sample(samples, used, before, aft
 
     def feed(rank, size, batch):
         loader = DataLoader(Numbers(samples), batch_size=batch, shuffle=True)
-        return Feed(loader, seed=5, share=Share(rank, size))
+        return ResumableLoader(loader, seed=5, share=RankShard(rank, size))
 
     order = read(feed(0, 1, 1))
     used = min(used, samples)
     own = [len(range(rank, used, before)) for rank in range(before)]
     kind = feed(0, 1, 1)._source.kind
-    places = [Place(n // sizes[0], n % sizes[0], None, kind, 0, n - n % sizes[0]) for n in own]
+    places = [DataPosition(n // sizes[0], n % sizes[0], None, kind, 0, n - n % sizes[0]) for n in own]
     there = feed(0, before, sizes[0])
     assert there._used(places) == used
     there.go_to(places[0])
@@ -255,8 +255,8 @@ def test_any_number_of_ranks_goes_on_after_any_sample(samples, used, before, aft
     rest = []
     for rank in range(after):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranks, "size", lambda: after)
-            patch.setattr(ranks, "rank", lambda rank=rank: rank)
+            patch.setattr(collectives, "size", lambda: after)
+            patch.setattr(collectives, "rank", lambda rank=rank: rank)
             other = feed(rank, after, sizes[1] if after != before else sizes[0])
             other.load(state, 0)
             rest.append(read(other))
@@ -275,33 +275,33 @@ class WorkersShare(IterableDataset):
 
 def test_a_stream_with_workers_is_divided_in_each_of_them():
     loader = DataLoader(WorkersShare(), batch_size=3, num_workers=2)
-    shares = [read(Feed(loader, 0, share=Share(rank, 2))) for rank in range(2)]
+    shares = [read(ResumableLoader(loader, 0, share=RankShard(rank, 2))) for rank in range(2)]
     assert sorted(number for share in shares for number, _ in share) == list(range(SAMPLES))
     assert all(len(share) >= SAMPLES // 2 - 1 for share in shares)
 
 
 def test_ranks_with_samples_of_their_own_stay_as_many(monkeypatch):
-    monkeypatch.setattr(ranks, "size", lambda: 2)
+    monkeypatch.setattr(collectives, "size", lambda: 2)
     _, state, _ = used("in order", 1, 1)
     with pytest.raises(CheckpointError, match=r"inside an epoch, .* must be resumed with the number of ranks it"):
-        Feed(LOADERS["in order"](), seed=5).load(state, 0)
+        ResumableLoader(LOADERS["in order"](), seed=5).load(state, 0)
 
 
 def test_drop_last_leaves_no_rank_with_less():
     loader = DataLoader(Samples(), batch_size=4, drop_last=True)
-    shares = [read(Feed(loader, 0, share=Share(rank, 2))) for rank in range(2)]
+    shares = [read(ResumableLoader(loader, 0, share=RankShard(rank, 2))) for rank in range(2)]
     assert [len(share) for share in shares] == [8, 8]  # as one process with batches of 8
     assert [number for number, _ in in_turn(shares)] == list(range(16))
 
 
 def test_rows_of_a_share():
-    share = Share(1, 3, start=5)  # 6, 9, 12, ...
+    share = RankShard(1, 3, start=5)  # 6, 9, 12, ...
     own = [number for place in range(0, 30, 4) for number in (place + row for row in share.rows(place, 4))]
     assert own == list(range(6, 32, 3))
 
 
 def test_small_ready_made_batches_are_refused_but_for_the_last():
-    divided = Divided(Share(1, 2))
+    divided = ShardedBatches(RankShard(1, 2))
     assert divided.part(torch.arange(2)).tolist() == [1]
     assert divided.part(torch.arange(1)) is None  # there may be no more
     message = (
@@ -314,7 +314,7 @@ def test_small_ready_made_batches_are_refused_but_for_the_last():
 
 def test_batches_that_cannot_be_cut_go_to_one_rank_each():
     batches = [{"graph": object(), "number": number} for number in range(5)]
-    shares = [list(Divided(Share(rank, 2)).of(batches)) for rank in range(2)]
+    shares = [list(ShardedBatches(RankShard(rank, 2)).of(batches)) for rank in range(2)]
     assert shares == [batches[::2], batches[1::2]]
 
 
@@ -326,13 +326,13 @@ def test_samplers_that_divide_by_themselves_are_refused():
         "repeated samples."
     )
     with pytest.raises(BatchError, match=re.escape(message)):
-        Feed(loader, 0, share=Share(0, 2))
-    Feed(loader, 0)
+        ResumableLoader(loader, 0, share=RankShard(0, 2))
+    ResumableLoader(loader, 0)
     split = Stream()
     split._distributed = "by node"
     message = "found a Stream that has been split by node. Pass it without the split, or pass Trainer("
     with pytest.raises(BatchError, match=re.escape(message)):
-        Feed(DataLoader(split), 0, share=Share(0, 2))
+        ResumableLoader(DataLoader(split), 0, share=RankShard(0, 2))
 
 
 # ------------------------------------------------------------------------------------------------- orders that differ
@@ -342,7 +342,7 @@ class OwnOrder:
     """A sampler that draws from where nobody can seed it."""
 
     def __iter__(self):
-        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(ranks.rank())).tolist())
+        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(collectives.rank())).tolist())
 
     def __len__(self):
         return SAMPLES
@@ -350,19 +350,19 @@ class OwnOrder:
 
 class OwnStream(IterableDataset):
     def __iter__(self):
-        return iter([(100 * ranks.rank() + i, 0.0) for i in range(SAMPLES)])
+        return iter([(100 * collectives.rank() + i, 0.0) for i in range(SAMPLES)])
 
 
 def looked(kind):
     loader = {
         "sampler": lambda: DataLoader(Samples(), batch_size=4, sampler=OwnOrder()),
         "stream": lambda: DataLoader(OwnStream(), batch_size=4),
-        "list": lambda: [(torch.arange(4) + ranks.rank(), torch.zeros(4))],
+        "list": lambda: [(torch.arange(4) + collectives.rank(), torch.zeros(4))],
         "fine": LOADERS["shuffled"],
         "fine stream": LOADERS["a stream"],
         "fine list": ready_made,
     }[kind]()
-    feed = Feed(loader, 0, share=Share(ranks.rank(), ranks.size()))
+    feed = ResumableLoader(loader, 0, share=RankShard(collectives.rank(), collectives.size()))
     feed.look(0)
     return read(feed)
 

@@ -15,8 +15,8 @@ from torch.distributed import HashStore
 
 from samplewise.cli.main import app
 from samplewise.errors import DistributedError
+from samplewise.loop.checkpoint.store import Checkpoints
 from samplewise.loop.rendezvous import agreed_name
-from samplewise.loop.store import Checkpoints
 
 SCRIPT = Path(__file__).with_name("script.py")
 RECIPE = """

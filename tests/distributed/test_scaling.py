@@ -8,7 +8,7 @@ import pytest
 from spread_models import TRANSFORMS, data, loss_fn, net, own_batches, wrapped
 
 import samplewise as sw
-from samplewise import ranks
+from samplewise.distributed import collectives
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "scaling.py"
 PAGE = SCRIPT.with_suffix(".md")
@@ -25,7 +25,7 @@ def exchanged(transforms, how):
     made = TRANSFORMS[transforms](getattr(model, "module", model))
     step = sw.Step(model, sw.sgd(0.1), loss_fn, 6, transforms=made, strategy=strategy, audit=False)
     step([part[:3] for part in own_batches(17)[0]])
-    with ranks.counted() as traffic:
+    with collectives.counted() as traffic:
         step([part[3:6] for part in own_batches(17)[0]])
     return dict(traffic.calls), dict(traffic.bytes)
 

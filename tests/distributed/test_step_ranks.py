@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise import ranks
+from samplewise.distributed import collectives
 
 OTHER = "DistributedError: rank 1 of 2 failed: {} This rank stopped because of it. See the traceback of rank 1."
 
@@ -94,12 +94,12 @@ def half(overflows):
     model, strategy = wrapped(nn.Linear(4, 2), "plain")
 
     def losses(model, batch):
-        factor = 1e8 if overflows.pop() and ranks.rank() == 1 else 1.0
+        factor = 1e8 if overflows.pop() and collectives.rank() == 1 else 1.0
         return model(batch).float().square().sum(1) * factor
 
     step = sw.Step(model, sgd(model, 1e-3), losses, precision="16-mixed", strategy=strategy, audit=False)
     step.precision.scale = 256.0
-    torch.manual_seed(ranks.rank())
+    torch.manual_seed(collectives.rank())
     done = [step(torch.randn(3, 4))[0].skipped for _ in range(3)]
     return done, step.precision.scale, flat(model).tolist()
 
@@ -115,7 +115,7 @@ def test_the_loss_scale_is_the_same_on_all_ranks(two):
 
 def failing(where, transforms):
     model, strategy = wrapped(net(), "plain")
-    here = ranks.rank() == 1
+    here = collectives.rank() == 1
 
     def losses(model, batch):
         if here and where == "loss" and 11 in batch[2].tolist():
@@ -133,7 +133,7 @@ def failing(where, transforms):
         for _ in step.over(batches()):
             pass
     finally:
-        ranks.together()  # the ranks are still in step
+        collectives.barrier()  # the ranks are still in step
         assert not step.open
 
 
@@ -150,7 +150,7 @@ def dying():
     model, strategy = wrapped(net(), "plain")
 
     def losses(model, batch):
-        if ranks.rank() == 1 and 11 in batch[2].tolist():
+        if collectives.rank() == 1 and 11 in batch[2].tolist():
             os.kill(os.getpid(), signal.SIGKILL)
         return loss_fn(model, batch)
 
@@ -188,22 +188,22 @@ def test_models_that_nobody_shares_are_refused(two):
 def differing(what):
     model = net()
     if what == "settings":
-        sw.Step(model, sgd(model), loss_fn, samples=4 + ranks.rank(), strategy="ddp")
+        sw.Step(model, sgd(model), loss_fn, samples=4 + collectives.rank(), strategy="ddp")
     elif what == "strategies":
-        sw.Step(model, sgd(model), loss_fn, strategy=("ddp", sw.fsdp())[ranks.rank()])
+        sw.Step(model, sgd(model), loss_fn, strategy=("ddp", sw.fsdp())[collectives.rank()])
     elif what == "models":
-        model = nn.Linear(3 + ranks.rank(), 2)
+        model = nn.Linear(3 + collectives.rank(), 2)
         sw.Step(model, sgd(model), loss_fn, strategy="ddp")
     elif what == "orders":
         parameters = list(model.parameters())
-        optimizer = torch.optim.SGD(parameters[:: (1, -1)[ranks.rank()]], lr=0.1)
+        optimizer = torch.optim.SGD(parameters[:: (1, -1)[collectives.rank()]], lr=0.1)
         sw.Step(model, optimizer, loss_fn, strategy="ddp")
     elif what == "rates":
-        sw.Step(model, sgd(model, lr=0.1 + ranks.rank()), loss_fn, strategy="ddp")
+        sw.Step(model, sgd(model, lr=0.1 + collectives.rank()), loss_fn, strategy="ddp")
     else:
         model = DistributedDataParallel(model)
         with torch.no_grad():
-            model.module[3].bias[1] += ranks.rank()
+            model.module[3].bias[1] += collectives.rank()
         sw.Step(model, sgd(model), loss_fn)
 
 
@@ -233,7 +233,7 @@ def test_ranks_that_differ_are_refused(two, what, message):
 
 def made_on_one(what):
     """A step that rank 1 cannot make."""
-    model, bad = net(), ranks.rank() == 1
+    model, bad = net(), collectives.rank() == 1
     if what == "settings":
         sw.Step(model, sgd(model), loss_fn, -1 if bad else 4, strategy="ddp")
     elif what == "model":
@@ -258,7 +258,7 @@ def test_a_step_that_one_rank_cannot_make_ends_all(two, what, message):
     assert own.startswith(message)
     assert other.startswith("DistributedError: rank 1 of 2 failed: ")
     assert message in other
-    assert two.run(ranks.size) == [2, 2]  # they are still in step
+    assert two.run(collectives.size) == [2, 2]  # they are still in step
 
 
 def refused_wrapper(what):
@@ -298,7 +298,7 @@ def test_wrappers_that_would_exchange_something_else_are_refused(two, what, mess
 
 def own_reference():
     model, strategy = wrapped(net(), "plain")
-    mine = [part[ranks.rank() :][:3] for part in data()]
+    mine = [part[collectives.rank() :][:3] for part in data()]
     reference = sw.align(lambda: sw.gradients(loss_fn(model, mine), model).mean())
     sw.Step(model, sgd(model), loss_fn, 6, transforms=[reference], strategy=strategy).run(own_batches(3))
 
@@ -343,7 +343,7 @@ def test_a_wrapper_used_in_between_takes_no_part(two, options):
 
 
 def with_batch_norm(how):
-    torch.manual_seed(ranks.rank())
+    torch.manual_seed(collectives.rank())
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     model, strategy = (DistributedDataParallel(model), None) if how == "ddp" else (model, "ddp")
     with warnings.catch_warnings():
@@ -389,7 +389,7 @@ class Routed(nn.Module):
 def routed(batch):
     model = Routed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-    strategy = "ddp" if ranks.active() else None
+    strategy = "ddp" if collectives.active() else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sw.TrainingWarning)  # of the third layer
         sw.Step(model, optimizer, lambda m, b: m.losses(b), 4, strategy=strategy).run(own_batches(batch))
@@ -426,7 +426,7 @@ def uneven(samples):
     """Rank 0 has one sample, and rank 1 the rest."""
     model, strategy = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, samples, strategy=strategy, audit=False)
-    mine = slice(0, 1) if ranks.rank() == 0 else slice(1, None)
+    mine = slice(0, 1) if collectives.rank() == 0 else slice(1, None)
     batches = list(zip(*(part[mine].split(2) for part in data()), strict=True))
     return [(u.samples, u.own) for u in step.over(batches)], flat(model).tolist()
 
@@ -442,7 +442,7 @@ def by_hand():
     model, strategy = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, strategy=strategy, audit=False)
     first = [part[:5] for part in data()]
-    if ranks.rank() == 1 or not ranks.active():
+    if collectives.rank() == 1 or not collectives.active():
         step.accumulate(first)
     update = step.apply()
     told = update.samples, update.own, len(update.losses), update.losses.dtype
@@ -491,7 +491,7 @@ def going_on(interrupted, exchanged=False):
     step(batches[0])
     if interrupted:
         everyones, own = step.state_dict(window=False), step.window_state()
-        own = ranks.everyone(own)[1 - ranks.rank()] if exchanged else own
+        own = collectives.all_gather_object(own)[1 - collectives.rank()] if exchanged else own
         step = made()
         step.load_state_dict(everyones)
         step.load_window_state(own)
@@ -511,13 +511,13 @@ def test_ranks_go_on_with_their_windows(two):
 
 def made_too_early(updates, compile):
     model = net()
-    active, ranks.active = ranks.active, lambda: False
+    active, collectives.active = collectives.active, lambda: False
     try:
         step = sw.Step(model, sgd(model), loss_fn, compile=compile)
         for _ in range(updates):
             step(own_batches(3)[0])
     finally:
-        ranks.active = active
+        collectives.active = active
     step(own_batches(3)[0])
 
 
@@ -538,10 +538,12 @@ def test_a_step_that_was_made_for_one_process(two, updates, compile):
 def beside():
     model, strategy = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, 6, strategy=strategy, compile=True, audit=False)
-    if ranks.rank() == 0:
+    if collectives.rank() == 0:
         step.record.add("norms")  # a matter of each rank
-    norms = [update.norms for update in step.over(own_batches(3))] if ranks.rank() == 0 else step.run(own_batches(3))
-    return step.compiled, flat(model).tolist(), len(norms) if ranks.rank() == 0 else norms.samples
+    norms = (
+        [update.norms for update in step.over(own_batches(3))] if collectives.rank() == 0 else step.run(own_batches(3))
+    )
+    return step.compiled, flat(model).tolist(), len(norms) if collectives.rank() == 0 else norms.samples
 
 
 def test_what_ranks_may_do_on_their_own(two):
@@ -555,7 +557,7 @@ def noisy():
     """Noise from torch's own generator: that of rank 0, and everybody's own random numbers go on."""
     model, strategy = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, 6, transforms=[sw.noise(1.0)], strategy=strategy, audit=False)
-    torch.manual_seed(7 + ranks.rank())
+    torch.manual_seed(7 + collectives.rank())
     step.run(own_batches(3))
     return flat(model), torch.rand(1).item()
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.zoo import noise
+from samplewise.testing.zoo import noise
 
 WEIGHTS = torch.tensor([0.5, -1.0, 0.0, 2.0, 1.0])
 

@@ -6,7 +6,7 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.zoo import CASES, noise
+from samplewise.testing.zoo import CASES, noise
 
 MIXING = {
     "minus the mean": lambda g: g - g.mean(0),

@@ -7,7 +7,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSequenceClassification
 
 import samplewise as sw
-from samplewise.zoo import (
+from samplewise.testing.zoo import (
     CORE,
     EXACT,
     SINGLE,

@@ -8,10 +8,10 @@ from torch import nn
 
 from samplewise.engine.cut import find_cut
 from samplewise.engine.graph import Edge, Graph
-from samplewise.engine.interaction import Constants
-from samplewise.engine.layouts import Place, inner_at, locate, proofs
+from samplewise.engine.independence import Constants
+from samplewise.engine.layouts import SampleDim, inner_at, locate, proofs
 from samplewise.engine.probe import MIXED, probe
-from samplewise.zoo import CASES, Net, noise, wanted
+from samplewise.testing.zoo import CASES, Net, noise, wanted
 
 
 @pytest.mark.parametrize("B", daily([2, 7], [7]))
@@ -35,7 +35,7 @@ def test_locate_and_back():
         for samples in (2, 3):
             for dim, size in enumerate(shape):
                 for post in (p for p in range(1, size + 1) if size % (p * samples) == 0):
-                    inner = inner_at(Place(dim, post), shape, samples)
+                    inner = inner_at(SampleDim(dim, post), shape, samples)
                     assert inner is not None
                     assert locate(inner, shape, samples) == (dim, post)
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import samplewise as sw
-from samplewise.zoo import noise
+from samplewise.testing.zoo import noise
 
 SAMPLES = 64
 

@@ -6,9 +6,9 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import passes
+from samplewise.engine import backward
 from samplewise.engine.probe import _switches
-from samplewise.zoo import Net, noise
+from samplewise.testing.zoo import Net, noise
 
 SMALL = {torch.float32: (1e-7, 1e-9, 1e-12, 1e-18), torch.float64: (1e-12, 1e-16, 1e-20, 1e-40)}
 
@@ -97,7 +97,7 @@ def test_codes_are_new_in_every_probe(monkeypatch):
         seen.append(None if weights is None else tuple(weights.tolist()))
         return kept(graph, edges, weights, create_graph)
 
-    kept = passes.gradients_at
+    kept = backward.gradients_at
     monkeypatch.setattr("samplewise.engine.probe.gradients_at", spying)
     layer, x = nn.Linear(4, 3), noise(12, 4)
     checks = []

@@ -7,14 +7,14 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine import graph, saved
+from samplewise.engine.grads.indexed import VIEWS as VIEWS_OF_PARAMETERS
 from samplewise.engine.graph import Graph, operation
-from samplewise.engine.interaction import BATCH_NORMS, REDUCTIONS
+from samplewise.engine.independence import BATCH_NORMS, REDUCTIONS
 from samplewise.engine.layouts import MOVERS, VIEWS
-from samplewise.engine.relabelled import VIEWS as VIEWS_OF_PARAMETERS
+from samplewise.engine.parameter_side import UNCHANGED
 from samplewise.engine.rules import RULES
-from samplewise.engine.sides import UNCHANGED
 from samplewise.errors import SamplesInteractError
-from samplewise.zoo import noise
+from samplewise.testing.zoo import noise
 
 OTHERS = {"CheckpointFunction", "CompiledFunction", "AccumulateGrad", "Index", "Embedding", "Linear"}
 NAMES = sorted(

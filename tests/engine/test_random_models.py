@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.zoo import (
+from samplewise.testing.zoo import (
     SECOND_ORDER,
     Net,
     assert_agrees,

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.zoo import CASES, SINGLE, Net, assert_agrees, noise, probe_for, rows_of, squared_loss, wanted
+from samplewise.testing.zoo import CASES, SINGLE, Net, assert_agrees, noise, probe_for, rows_of, squared_loss, wanted
 
 
 def small():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.zoo import noise
+from samplewise.testing.zoo import noise
 
 THREADS = 4
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samplewise as sw
-from samplewise.zoo import (
+from samplewise.testing.zoo import (
     CASES,
     CORE,
     SINGLE,

@@ -10,7 +10,7 @@ from daily import daily
 from torch import nn
 
 import samplewise as sw
-from samplewise.zoo import CASES, INDEPENDENT, INTERACTING, noise, other_losses, probe_for, squared_loss, wanted
+from samplewise.testing.zoo import CASES, INDEPENDENT, INTERACTING, noise, other_losses, probe_for, squared_loss, wanted
 
 QUESTIONS = {
     "norms": lambda g, p: g.norms(),

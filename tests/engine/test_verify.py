@@ -9,7 +9,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.engine import layouts, verify
 from samplewise.engine.graph import Graph
-from samplewise.zoo import Net, noise
+from samplewise.testing.zoo import Net, noise
 
 
 @pytest.fixture(autouse=True)

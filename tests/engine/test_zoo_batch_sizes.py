@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import samplewise as sw
-from samplewise.zoo import CASES, CORE, EXACT, INDEPENDENT, SINGLE, assert_agrees, probe_for, rows_of, wanted
+from samplewise.testing.zoo import CASES, CORE, EXACT, INDEPENDENT, SINGLE, assert_agrees, probe_for, rows_of, wanted
 
 REPRESENTATIVE = (
     "linear_on_sequences",

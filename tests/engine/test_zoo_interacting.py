@@ -5,7 +5,7 @@ import torch
 from daily import daily
 
 import samplewise as sw
-from samplewise.zoo import INTERACTING, QUANTITIES, assert_agrees, other_losses, probe_for, rows_of, wanted
+from samplewise.testing.zoo import INTERACTING, QUANTITIES, assert_agrees, other_losses, probe_for, rows_of, wanted
 
 each = pytest.mark.parametrize("case", INTERACTING, ids=lambda case: case.name)
 

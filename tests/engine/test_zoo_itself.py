@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from samplewise.zoo import CASES, DEFAULT_B, INDEPENDENT, INTERACTING, rows_of, wanted
+from samplewise.testing.zoo import CASES, DEFAULT_B, INDEPENDENT, INTERACTING, rows_of, wanted
 
 each = pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 

@@ -8,7 +8,7 @@ from daily import daily
 from plain_pytorch import not_run_reason
 
 import samplewise as sw
-from samplewise.zoo import (
+from samplewise.testing.zoo import (
     BF16,
     CASES,
     CORE,

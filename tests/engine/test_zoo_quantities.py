@@ -5,7 +5,7 @@ import torch
 from daily import daily
 
 import samplewise as sw
-from samplewise.zoo import (
+from samplewise.testing.zoo import (
     CASES,
     CORE,
     DEFAULT_B,

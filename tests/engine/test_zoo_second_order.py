@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import samplewise as sw
-from samplewise.zoo import (
+from samplewise.testing.zoo import (
     CASES,
     INDEPENDENT,
     QUANTITIES,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.report.run import Run
+from samplewise.report.run import RunLog
 
 N = 22
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
@@ -284,7 +284,7 @@ def test_types_and_parts(tmp_path):
     names = sorted(path.name for path in (tmp_path / "samples").iterdir())
     assert names == [f"part-{k:06d}.parquet" for k in range(len(names))] and len(names) == 4
     assert pq.read_table(tmp_path / "samples").num_rows == 2 * N  # by whoever reads Parquet
-    assert Run(tmp_path).samples().num_rows == 2 * N
+    assert RunLog(tmp_path).samples().num_rows == 2 * N
 
 
 def test_a_million_visits_are_small(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from recorded_run import loader, trainer
 
 import samplewise as sw
-from samplewise.ledger.files import Parts, numbered, path_of, visits_in
+from samplewise.ledger.files import LedgerParts, numbered, path_of, visits_in
 
 GAP = "a ledger must have each part once, and the parts must be numbered without a gap; found "
 SKIPPED = "The other parts are read."
@@ -22,7 +22,7 @@ ROWS = 3
 
 
 def write_part(run, number, rank=0, size=1):
-    parts = Parts(run, number, rank, size)
+    parts = LedgerParts(run, number, rank, size)
     path_of(run, number, rank, size).parent.mkdir(parents=True, exist_ok=True)
     first = 100 * number + 10 * rank
     parts.write(pa.table({"id": range(first, first + ROWS), "update": [number] * ROWS, "loss": [1.0] * ROWS}))
@@ -132,7 +132,7 @@ def test_names_that_no_ledger_writes_are_ignored(run, name):
     shutil.copy(path_of(run, 0), run / "samples" / name)
     assert [part.number for part in numbered(run)] == [0, 1]
     assert skipped(run) == (2 * ROWS, []) and visits_in(run) == 2 * ROWS
-    Parts(run, 1).open()
+    LedgerParts(run, 1).open()
     assert (run / "samples" / name).exists() and not path_of(run, 1).exists()
 
 
@@ -168,7 +168,7 @@ def test_a_directory_named_like_a_part_is_not_removed(run):
         f"{path_of(run, 2)}, which cannot be removed: .*\\. Move it out of the folder\\.$"
     )
     with pytest.raises(sw.LedgerError, match=message):
-        Parts(run, 1).open()
+        LedgerParts(run, 1).open()
     assert (path_of(run, 2) / "notes.txt").read_text() == "mine"
 
 
@@ -176,7 +176,7 @@ def test_a_directory_named_like_a_part_is_not_removed(run):
 def test_resuming_with_more_parts_than_there_are(run, count):
     more = "" if count == 3 else f" (and {count - 3:,} more after it)"
     with pytest.raises(sw.LedgerError) as error:
-        Parts(run, count).open()
+        LedgerParts(run, count).open()
     assert str(error.value) == (
         f"a ledger must have all parts it had at the checkpoint to be resumed; found no {path_of(run, 2)}{more}. "
         "Restore the folder from a copy, or start a new run directory."

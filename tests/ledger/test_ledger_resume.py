@@ -13,7 +13,7 @@ import torch
 from recorded_run import loader, trainer
 
 import samplewise as sw
-from samplewise.loop import store
+from samplewise.loop.checkpoint import store
 
 SCRIPT = Path(__file__).with_name("recorded_run.py")
 EPOCHS = 4

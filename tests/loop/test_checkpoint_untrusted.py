@@ -16,9 +16,8 @@ from small import loader, make, parameters
 
 import samplewise as sw
 from samplewise.errors import CheckpointError, CheckpointWarning
-from samplewise.loop import store
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
-from samplewise.loop.checkpoint import file
+from samplewise.loop.checkpoint import file, store
 from samplewise.loop.checkpoint.encoding import DTYPES
 from samplewise.loop.checkpoint.trainer_state import check_resumable
 

@@ -16,7 +16,9 @@ from daily import daily
 
 SCRIPT = Path(__file__).with_name("killed.py")
 TIMES = ("seconds", "samples_per_second", "phases", "memory")
-LOADERS = daily(["plain", "stateful"], ["plain"])  # test_feed.py resumes stateful loaders in one process, each day
+LOADERS = daily(
+    ["plain", "stateful"], ["plain"]
+)  # test_data_loader.py resumes stateful loaders in one process, each day
 
 
 @contextlib.contextmanager

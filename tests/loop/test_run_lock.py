@@ -18,7 +18,7 @@ from small import loader, log, make, parameters
 import samplewise as sw
 from samplewise.errors import CheckpointError
 from samplewise.loop import run_lock
-from samplewise.loop.run_lock import Holder, RunLock
+from samplewise.loop.run_lock import LockHolder, RunLock
 
 SCRIPT = Path(__file__).with_name("holding.py")
 IN_USE = "a run directory must be used by one training at a time; found that .* is in use by "
@@ -47,7 +47,7 @@ def contents(directory):
 def locked_by(run, **changes):
     """Writes the lock of another process, which is this one with some changes."""
     run.mkdir(exist_ok=True)
-    holder = dataclasses.replace(Holder.this_process(), **changes)
+    holder = dataclasses.replace(LockHolder.this_process(), **changes)
     (run / "run.lock").write_bytes(holder.encode())
     return holder
 
@@ -153,7 +153,9 @@ def test_a_damaged_lock_file_is_no_lock(tmp_path, monkeypatch, content):
 def test_a_lock_file_that_is_just_being_written(tmp_path):
     """It was created, and its content comes a moment later."""
     (tmp_path / "run.lock").touch()
-    holder = dataclasses.replace(Holder.this_process(), pid=os.getppid(), started=run_lock._start_time(os.getppid()))
+    holder = dataclasses.replace(
+        LockHolder.this_process(), pid=os.getppid(), started=run_lock._start_time(os.getppid())
+    )
     writer = threading.Timer(0.2, (tmp_path / "run.lock").write_bytes, [holder.encode()])
     writer.start()
     with pytest.raises(CheckpointError, match=f"{IN_USE}process {os.getppid()} "):
@@ -204,7 +206,7 @@ def test_a_dead_process_elsewhere(tmp_path, hasty, changes, seconds):
 
 
 def test_waiting_for_a_sign_of_life_is_announced(tmp_path, hasty, monkeypatch, capfd):
-    monkeypatch.setattr("samplewise.patience.PATIENCE", 0.1)
+    monkeypatch.setattr("samplewise.core.slow_notice.PATIENCE", 0.1)
     locked_by(tmp_path, host="other", machine="other")
     assert trains(tmp_path)
     assert "waiting up to 2 s for a heartbeat of process" in capfd.readouterr().err
@@ -303,7 +305,7 @@ def test_it_is_released_after_a_signal(tmp_path, number):
 
 def test_it_is_released_when_something_cannot_be_closed(tmp_path, monkeypatch):
     trainer = make(tmp_path)
-    monkeypatch.setattr("samplewise.loop.feed.Feed.close", lambda self: 1 / 0)
+    monkeypatch.setattr("samplewise.loop.data.loader.Feed.close", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(loader(), epochs=1)
     assert free(tmp_path)
@@ -379,7 +381,9 @@ def test_a_directory_that_cannot_be_written_to(tmp_path, monkeypatch, error):
 
 
 def test_a_full_disk_leaves_no_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(Holder, "encode", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        LockHolder, "encode", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(CheckpointError, match="No space left on device"):
         make(tmp_path).fit(loader(), epochs=1)
     assert list(tmp_path.iterdir()) == []

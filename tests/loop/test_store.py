@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from samplewise import CheckpointError, CheckpointWarning, files
+from samplewise import CheckpointError, CheckpointWarning
+from samplewise.core import atomic_io
 from samplewise.loop.checkpoint import file
-from samplewise.loop.store import Checkpoints, read, write
+from samplewise.loop.checkpoint.store import Checkpoints, read, write
 
 
 def same(a, b) -> bool:
@@ -256,7 +257,7 @@ class FullDisk:
 
 def full_at_write(monkeypatch, room):
     opened = builtins.open
-    monkeypatch.setattr(files, "open", lambda *args: FullDisk(opened(*args), room), raising=False)
+    monkeypatch.setattr(atomic_io, "open", lambda *args: FullDisk(opened(*args), room), raising=False)
 
 
 def full_at_sync(monkeypatch, _):
@@ -565,14 +566,14 @@ def test_without_safetensors(tmp_path, monkeypatch):
 
 
 def test_importing_samplewise_needs_no_safetensors():
-    code = "import sys; sys.modules['safetensors'] = None; import samplewise, samplewise.loop.store"
+    code = "import sys; sys.modules['safetensors'] = None; import samplewise, samplewise.loop.checkpoint.store"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 SAVES_FOR_EVER = """
 import sys, torch
 from pathlib import Path
-from samplewise.loop.store import Checkpoints
+from samplewise.loop.checkpoint.store import Checkpoints
 checkpoints = Checkpoints(Path(sys.argv[1]))
 found = checkpoints.latest()
 update = found[0]["update"] if found else 0

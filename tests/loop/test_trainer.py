@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise import patience
+from samplewise.core import slow_notice
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
+from samplewise.loop.checkpoint.store import read
 from samplewise.loop.metrics import accuracy
 from samplewise.loop.progress import make_progress
-from samplewise.loop.store import read
 from samplewise.step.compiled import compiling
-from samplewise.step.compiled.problems import CannotCompile
+from samplewise.step.compiled.errors import CannotCompile
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(30) % 3
@@ -377,7 +377,7 @@ def test_what_takes_long_is_told_among_the_lines(progress, capsys, monkeypatch):
         wait_for_notices()
         raise CannotCompile("it was too slow")
 
-    monkeypatch.setattr(patience, "PATIENCE", 0.0)
+    monkeypatch.setattr(slow_notice, "PATIENCE", 0.0)
     monkeypatch.setattr(compiling, "trace_backward", slowly)
     model = nn.Linear(6, 3)
     step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=10, compile=True)

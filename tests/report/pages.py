@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pyarrow as pa
 
-from samplewise.ledger.files import Parts
+from samplewise.ledger.files import LedgerParts
 
 ABOUT = {
     "name": "digits",
@@ -51,7 +51,7 @@ def write_run(directory, lines=WHOLE, about=ABOUT, after=""):
 
 def write_ledger(directory, *parts):
     """Each part as columns."""
-    to = Parts(directory, 0)
+    to = LedgerParts(directory, 0)
     to.open()
     for columns in parts:
         to.write(pa.table(columns))

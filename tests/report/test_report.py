@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 import pytest
 from pages import WHOLE, train, validation
 
-from samplewise import errors, files
+from samplewise import errors
+from samplewise.core import atomic_io
 from samplewise.ledger import files as ledger
 from samplewise.ledger import visits
 from samplewise.report import charts, page
@@ -310,7 +311,7 @@ def imported(path):
             yield node.module
 
 
-OURS = (ledger, visits, errors, files)
+OURS = (ledger, visits, errors, atomic_io)
 
 
 @pytest.mark.parametrize(

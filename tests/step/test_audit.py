@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.step import evaluation
+from samplewise.step import forward
 
 CLIP = [sw.clip(1.0)]
 transforms = pytest.mark.parametrize("transforms", [(), CLIP], ids=["plain", "clip"])
@@ -121,12 +121,12 @@ def test_targets_mixed_from_the_beginning(transforms):
 
 def test_a_wrong_owner_in_the_engine(monkeypatch):
     """Gradients given to the neighbour."""
-    right = evaluation.gradients_of
+    right = forward.gradients_of
     step = make(mlp(), transforms=CLIP, audit=1)
     updates = step.over(batches())
     next(updates)
     monkeypatch.setattr(
-        evaluation, "gradients_of", lambda losses, *rest, **options: right(losses.roll(1), *rest, **options)
+        forward, "gradients_of", lambda losses, *rest, **options: right(losses.roll(1), *rest, **options)
     )
     with pytest.raises(sw.SamplesInteractError, match=r"gradient of sample \d of 8 differs by"):
         next(updates)

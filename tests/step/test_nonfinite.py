@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import samplewise as sw
-from samplewise.step import finish
+from samplewise.step import apply
 
 NAN, INF = float("nan"), float("inf")
 GOOD, BAD = 0.5, NAN  # targets
@@ -429,7 +429,7 @@ def test_samples_that_are_all_dropped_later_on():
 @pytest.fixture
 def masked(monkeypatch):
     """As on an accelerator, where nobody waits for the check: the optimizer leaves the update out by itself."""
-    monkeypatch.setattr(finish, "_can_mask", lambda optimizer, device: True)
+    monkeypatch.setattr(apply, "_can_mask", lambda optimizer, device: True)
 
     def make(loss_fn=squares, **options):
         training = Training(loss_fn, "fused", **options)

@@ -6,7 +6,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.step.compiled import compiling
-from samplewise.step.compiled.problems import CannotCompile
+from samplewise.step.compiled.errors import CannotCompile
 
 BATCH = torch.randn(6, 4), torch.randn(6, 1)
 

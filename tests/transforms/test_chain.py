@@ -5,7 +5,7 @@ import torch
 
 import samplewise as sw
 from samplewise.transforms.chain import as_chain
-from samplewise.transforms.numbers import Numbers
+from samplewise.transforms.stats import Numbers
 
 
 def soft(losses):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import samplewise as sw
-from samplewise.transforms.numbers import Numbers
 from samplewise.transforms.reference import Reference
+from samplewise.transforms.stats import Numbers
 
 
 def given(*norms, losses=None, **options):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import samplewise as sw
-from samplewise.transforms.numbers import Numbers
+from samplewise.transforms.stats import Numbers
 
 LOSSES = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
 BATCH = {"x": torch.zeros(3, 2), "w": torch.tensor([0.5, 0.25, 4.0]), "i": torch.tensor([4, 0, 2])}

@@ -8,8 +8,20 @@ import torch
 from torch import nn
 
 from samplewise.engine.rules import RULES, Rule, elementwise
-from samplewise.zoo import BF16, CASES, FP32, FP64, PRECISIONS, Case, Disagreement, judge, noise, squared_loss, trial
-from samplewise.zoo.judge import tally
+from samplewise.testing.zoo import (
+    BF16,
+    CASES,
+    FP32,
+    FP64,
+    PRECISIONS,
+    Case,
+    Disagreement,
+    judge,
+    noise,
+    squared_loss,
+    trial,
+)
+from samplewise.testing.zoo.judge import tally
 
 CPU = torch.device("cpu")
 OFF = {("Addmm", 0): Rule(lambda use: elementwise.summed(use, 1.5 * use.gradient))}

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.losses import LossFn
 from samplewise.engine.gradients import Gradients
-from samplewise.losses import LossFn
-from samplewise.measuring import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
+from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
 from samplewise.scan import scan
 
 

@@ -21,12 +21,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from samplewise.batches import cut, length
+from samplewise.core.atomic_io import absolute
+from samplewise.core.batches import cut, length
+from samplewise.core.losses import LossFn
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import StoreError
-from samplewise.files import absolute
-from samplewise.losses import LossFn
-from samplewise.measuring import check_order, evaluating
+from samplewise.eval_pass import check_order, evaluating
 from samplewise.scan import scan
 
 FORMAT = 1

@@ -9,8 +9,8 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from samplewise.engine.table import render
-from samplewise.memory import kept_for_backward
+from samplewise.core.memory import kept_for_backward
+from samplewise.core.text import render
 
 ROUNDS = 30
 LONGEST = 5.0  # seconds of measuring, after FEWEST rounds

@@ -15,19 +15,19 @@ import torch
 import typer
 from torch import nn
 
-from samplewise.batches import cut, length
-from samplewise.checking import check
+from samplewise.check import check
 from samplewise.cli.arguments import Device, device_named
 from samplewise.cli.costs import PLAIN, Costs, Key, advice, measured, memory_is, microseconds, table, three_digits
 from samplewise.cli.recipe import Recipe, RecipeError, blaming
 from samplewise.cli.zoo import examine, precision_named
+from samplewise.core.batches import cut, length
+from samplewise.core.losses import as_loss_fn, per_sample
+from samplewise.core.memory import free_memory
+from samplewise.core.slow_notice import telling
 from samplewise.engine.gradients import gradients
 from samplewise.errors import SamplewiseError
 from samplewise.loop.devices import moved
-from samplewise.losses import as_loss_fn, per_sample
-from samplewise.memory import free_memory
-from samplewise.patience import telling
-from samplewise.step.mistakes import listed, training_batch_norms
+from samplewise.step.checks import listed, training_batch_norms
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip
 
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[Any, ...]] = {PLAIN: (), "with sw.clip(1.0)": (clip(1.0),
 
 
 @dataclass
-class Patient:
+class RecipeCheck:
     """Recipe under examination: its model, its loss, one batch, and the issues found so far."""
 
     recipe: Recipe
@@ -119,7 +119,7 @@ def _consulted(recipe: Path, where: torch.device) -> bool:
     return well and not patient.complaints
 
 
-def _examined(recipe: Recipe) -> Patient:
+def _examined(recipe: Recipe) -> RecipeCheck:
     with _telling("building the model and fetching a batch"):
         model, (loader, _) = recipe.model(), recipe.data()
         with blaming(recipe.path):
@@ -131,13 +131,13 @@ def _examined(recipe: Recipe) -> Patient:
             batch = batch if samples is None else cut(batch, 0, samples)
             first = next(model.parameters(), None)
             batch = batch if first is None else moved(batch, first.device)
-            return Patient(recipe, model, recipe.loss(), batch, samples, total)
+            return RecipeCheck(recipe, model, recipe.loss(), batch, samples, total)
 
 
 # --- the sections -----------------------------------------------------------------------------------------------------
 
 
-def _check(patient: Patient) -> bool:
+def _check(patient: RecipeCheck) -> bool:
     """Compare the engine with one backward pass per sample; True if the gradients agree.
 
     Runs on the device on which the recipe puts the model, because some accelerators have no float64.
@@ -152,7 +152,7 @@ def _check(patient: Patient) -> bool:
     return well
 
 
-def _plan(patient: Patient) -> None:
+def _plan(patient: RecipeCheck) -> None:
     typer.echo("\nGradient plan")
     with _noting(patient), _telling("planning"), torch.random.fork_rng(devices=[]):
         model, _, loss = patient.twin()
@@ -160,7 +160,7 @@ def _plan(patient: Patient) -> None:
         typer.echo(gradients(losses, model).explain())
 
 
-def _first_update(patient: Patient) -> None:
+def _first_update(patient: RecipeCheck) -> None:
     typer.echo("\nFirst update")
     before = patient.told
     for kind, transforms in KINDS.items():
@@ -172,7 +172,7 @@ def _first_update(patient: Patient) -> None:
         typer.echo("no warnings")
 
 
-def _measure(patient: Patient, where: torch.device) -> Costs:
+def _measure(patient: RecipeCheck, where: torch.device) -> Costs:
     """Measure updates of each kind and microbatch size; combinations that are refused are left out."""
     typer.echo("\nTime and memory per update")
     keys = _keys(patient)
@@ -185,12 +185,12 @@ def _measure(patient: Patient, where: torch.device) -> Costs:
     return costs
 
 
-def _keys(patient: Patient) -> list[Key]:
+def _keys(patient: RecipeCheck) -> list[Key]:
     pieces = [size for size in dict.fromkeys(((patient.samples or 0) // 2, (patient.samples or 0) // 4)) if size]
     return [(kind, size) for kind in KINDS for size in (None, *pieces)]
 
 
-def _ready(patient: Patient, kind: str, microbatch: int | None) -> Step | None:
+def _ready(patient: RecipeCheck, kind: str, microbatch: int | None) -> Step | None:
     """A step that has made one update, or None if the update is refused."""
     model, optimizer, loss = patient.twin()
     try:
@@ -201,7 +201,7 @@ def _ready(patient: Patient, kind: str, microbatch: int | None) -> Step | None:
     return step
 
 
-def _one_by_one(patient: Patient) -> None:
+def _one_by_one(patient: RecipeCheck) -> None:
     """Measure updates of one sample, eager and compiled, on copies; print the reason if they cannot be compiled.
 
     Updates of one sample gain the most from compilation.
@@ -227,7 +227,7 @@ def _one_by_one(patient: Patient) -> None:
         typer.echo(f"uncompiled: {how}")
 
 
-def _alone(patient: Patient, compile: bool) -> Step:
+def _alone(patient: RecipeCheck, compile: bool) -> Step:
     """A step after two passes over the batch; its first update is never compiled."""
     model, optimizer, loss = patient.twin()
     step = Step(model, optimizer, loss, samples=1, audit=False, compile=compile)
@@ -237,7 +237,7 @@ def _alone(patient: Patient, compile: bool) -> Step:
     return step
 
 
-def _how_many(patient: Patient) -> str:
+def _how_many(patient: RecipeCheck) -> str:
     if patient.samples is None:
         return "a batch that cannot be sliced"
     if patient.of == patient.samples:
@@ -248,7 +248,7 @@ def _how_many(patient: Patient) -> str:
 # --- the advice -------------------------------------------------------------------------------------------------------
 
 
-def _advise(patient: Patient, well: bool, costs: Costs) -> None:
+def _advise(patient: RecipeCheck, well: bool, costs: Costs) -> None:
     typer.echo("\nAdvice")
     lines = [*_about_samples(patient, well), *advice(costs, patient.samples, patient.of, free_memory(patient.model))]
     if patient.complaints:
@@ -259,7 +259,7 @@ def _advise(patient: Patient, well: bool, costs: Costs) -> None:
         typer.echo(f"- {line}")
 
 
-def _about_samples(patient: Patient, well: bool) -> list[str]:
+def _about_samples(patient: RecipeCheck, well: bool) -> list[str]:
     norms = training_batch_norms([patient.model])
     if norms:
         return [
@@ -273,7 +273,7 @@ def _about_samples(patient: Patient, well: bool) -> list[str]:
 
 
 @contextmanager
-def _noting(patient: Patient, kind: str = "") -> Iterator[None]:
+def _noting(patient: RecipeCheck, kind: str = "") -> Iterator[None]:
     """Report warnings and samplewise errors raised in the block as issues."""
     refusal = None
     with warnings.catch_warnings(record=True) as caught:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 import typer
 
-from samplewise.engine.table import render
-from samplewise.zoo import CASES, PRECISIONS, Case, Precision, Verdict, judge
-from samplewise.zoo.judge import NOT_RUN, OUTCOMES, REFUSED, RIGHT, WRONG, tally
+from samplewise.core.text import render
+from samplewise.testing.zoo import CASES, PRECISIONS, Case, Verdict, ZooPrecision, judge
+from samplewise.testing.zoo.judge import NOT_RUN, OUTCOMES, REFUSED, RIGHT, WRONG, tally
 
 EVERY = 50  # cases between two progress lines, without a terminal
 LEGEND = """
@@ -20,7 +20,7 @@ not run  PyTorch itself fails on the model, on this machine and in this precisio
 """
 
 
-def precision_named(name: str | None, device: torch.device) -> Precision:
+def precision_named(name: str | None, device: torch.device) -> ZooPrecision:
     """Precision for the value of --dtype; default fp64, or fp32 on a device without float64."""
     if name not in (*PRECISIONS, None):
         raise typer.BadParameter(f"must be one of {', '.join(PRECISIONS)}; found {name!r}.", param_hint="--dtype")
@@ -37,7 +37,7 @@ def precision_named(name: str | None, device: torch.device) -> Precision:
     return precision
 
 
-def examine(precision: Precision, device: torch.device) -> bool:
+def examine(precision: ZooPrecision, device: torch.device) -> bool:
     """Judge every case and print the results; True if something was compared and nothing was wrong."""
     typer.echo(f"Zoo: {len(CASES)} small models on {device}, {precision.describe(device)}\n")
     with _one_thread(), _progress(len(CASES)) as judged:

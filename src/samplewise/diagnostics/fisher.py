@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.losses import LossFn
-from samplewise.measuring import evaluating
+from samplewise.core.losses import LossFn
+from samplewise.eval_pass import evaluating
 from samplewise.scan import scan
 
 

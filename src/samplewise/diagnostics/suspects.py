@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.batches import pick
+from samplewise.core.batches import pick
+from samplewise.core.losses import LossFn
+from samplewise.core.text import render
 from samplewise.diagnostics.scores import ADDED_UP, SCORES, ClassGradients, Piece
 from samplewise.engine.gradients import Gradients
-from samplewise.engine.table import render
 from samplewise.errors import BatchError
+from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
 from samplewise.ledger.files import arrow
 from samplewise.ledger.visits import SCORES as OF_VISITS
 from samplewise.ledger.visits import Visits, ranks, recommended, scored, suspicion
-from samplewise.losses import LossFn
-from samplewise.measuring import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
 from samplewise.scan import scan
 
 RECOMMENDED = "margin"  # by the measurements in docs/diagnostics.md

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samplewise.distributed.fsdp import is_sharded, whole_parameters
 from samplewise.engine.finite import all_finite
-from samplewise.engine.sharded import is_sharded, whole_parameters
 from samplewise.errors import LossesError, NonFiniteLossError, ParameterError
 
 Weights = Tensor | Mapping[str, Tensor]

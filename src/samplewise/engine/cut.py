@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from samplewise.engine.graph import Edge, Graph, Node
-from samplewise.engine.interaction import Constants, refuse_batch_norm, refuse_sample_data, sample_data
+from samplewise.engine.independence import Constants, refuse_batch_norm, refuse_sample_data, sample_data
 from samplewise.engine.layouts import proofs
 from samplewise.engine.probe import MIXED, probe
 from samplewise.engine.saved import saved_tensor_names

@@ -11,19 +11,19 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from samplewise import ranks
-from samplewise.engine import rowwise
+from samplewise.core.text import render
+from samplewise.distributed import collectives
+from samplewise.distributed.ddp import inner, refuse_replicas
+from samplewise.distributed.fsdp import is_sharded
 from samplewise.engine.arguments import Weights, check_direction, check_losses, named_parameters, weights_by_name
 from samplewise.engine.finite import finite_numbers, finite_tensors, traced
-from samplewise.engine.forms import Form
+from samplewise.engine.grads import by_rows
+from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.by_rows import as_matrix, root
 from samplewise.engine.graph import Graph, graph_alive, is_accumulate_grad
-from samplewise.engine.interaction import Constants
+from samplewise.engine.independence import Constants
 from samplewise.engine.plan import Planner
-from samplewise.engine.replicas import inner, refuse_replicas
-from samplewise.engine.rowwise import as_matrix, root
-from samplewise.engine.sharded import is_sharded
-from samplewise.engine.sources import AsRows, OnePass, Reference, Source
-from samplewise.engine.table import render
+from samplewise.engine.strategies import BackwardStrategy, GradStrategy, LoopStrategy, RowsStrategy
 from samplewise.errors import ParameterError
 
 STRATEGIES = ("fused", "twice", "full", "reference")
@@ -103,7 +103,7 @@ class Gradients:
         self._parameters = graph.wanted
         self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
         self._sharded = False  # True for fully_shard: torch averages over ranks in an ordinary backward pass
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, GradStrategy] = {}
         self._known_norms: dict[str, Tensor] | None = None
         self._lock = threading.RLock()  # serializes calls from threads that share this object
 
@@ -160,7 +160,7 @@ class Gradients:
         parts = self._ask(lambda form, _: form.faint_norms(lost))
         for name, found in faint.items():
             if name == "":
-                again: Tensor | None = rowwise.scaled_norms(torch.stack(list(parts.values()), 1))
+                again: Tensor | None = by_rows.scaled_norms(torch.stack(list(parts.values()), 1))
             else:
                 again = parts.get(name)
             if again is not None:
@@ -226,7 +226,7 @@ class Gradients:
     def mean(self, reduce: bool = False) -> dict[str, Tensor]:
         """Mean of per-sample gradients, name -> sum_i g_i / B; with reduce=True, over the samples of all ranks."""
         sums = self.sum(reduce=reduce)
-        samples = ranks.meet(len(self))[0] if reduce else len(self)
+        samples = collectives.all_reduce_scalars(len(self))[0] if reduce else len(self)
         return {name: total / samples for name, total in sums.items()}
 
     def second_moment(self) -> dict[str, Tensor]:
@@ -343,28 +343,28 @@ class Gradients:
             self._graph.check_losses_unchanged()
             yield
 
-    def _ask(self, question: Callable[[Form, str], Tensor], release: bool = False) -> dict[str, Tensor]:
+    def _ask(self, question: Callable[[PerSampleGrad, str], Tensor], release: bool = False) -> dict[str, Tensor]:
         """Call question(form, name) for each parameter in the graph; return the results by name."""
         answers: dict[str, Tensor] = {}
         with self._exactly():
             self._source().each(lambda name, form: answers.update({name: question(form, name)}), release)
         return answers
 
-    def _source(self, strategy: str | None = None) -> Source:
+    def _source(self, strategy: str | None = None) -> GradStrategy:
         strategy = strategy or self._strategy
         if strategy not in self._sources:
             self._sources[strategy] = self._make_source(strategy)
         return self._sources[strategy]
 
-    def _make_source(self, strategy: str) -> Source:
+    def _make_source(self, strategy: str) -> GradStrategy:
         if strategy == "reference" or len(self) == 1:
-            return Reference(self._graph, self._create_graph)
-        source = OnePass(self._planner, self._create_graph, keep=strategy == "fused")
-        return AsRows(source) if strategy == "full" else source
+            return LoopStrategy(self._graph, self._create_graph)
+        source = BackwardStrategy(self._planner, self._create_graph, keep=strategy == "fused")
+        return RowsStrategy(source) if strategy == "full" else source
 
-    def _forms(self) -> dict[str, Form]:
+    def _forms(self) -> dict[str, PerSampleGrad]:
         """All representations at once, by name. Rows and pairs of samples need them kept."""
-        forms: dict[str, Form] = {}
+        forms: dict[str, PerSampleGrad] = {}
         with self._exactly():
             self._source("fused" if self._strategy == "twice" else None).each(forms.__setitem__)
         return forms
@@ -397,13 +397,13 @@ class Gradients:
             return sum((parts[name] for name in self.names if name in parts), start=self._zeros(*more))
 
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._create_graph and ranks.active():
+        if self._create_graph and collectives.active():
             raise ParameterError(
                 "reduce=True needs create_graph=False, because the sum over ranks is not differentiable; "
                 "found create_graph=True. Leave out one of the two."
             )
-        ranks.together()
-        ranks.totals(list(sums.values()))
+        collectives.barrier()
+        collectives.all_reduce_bucketed_(list(sums.values()))
         return sums
 
     def _like_parameters(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:

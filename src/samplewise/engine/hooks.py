@@ -14,11 +14,11 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from samplewise.engine.backward import backward_past, foreign_hooks
 from samplewise.engine.finite import traced
-from samplewise.engine.forms import Form
+from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.graph import Edge, Graph
-from samplewise.engine.passes import backward_past, foreign_hooks
-from samplewise.engine.plan import FormMaker, Plan
+from samplewise.engine.plan import GradBuilder, Plan
 from samplewise.errors import GraphError
 
 _generator = torch.Generator().manual_seed(0)
@@ -67,9 +67,9 @@ def _compare(plan: Plan) -> bool:
     sums: dict[str, Tensor] = {}
     sizes: dict[str, float] = {}
     every = torch.arange(graph.samples, device=graph.losses.device)
-    maker = FormMaker(plan, differentiable=False)
+    maker = GradBuilder(plan, differentiable=False)
 
-    def visit(name: str, form: Form) -> None:
+    def visit(name: str, form: PerSampleGrad) -> None:
         sums[name] = form.sum(weights)
         sizes[name] = float((form.faint_norms(every) * weights).sum())
 

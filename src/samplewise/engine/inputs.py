@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.arguments import check_losses
+from samplewise.engine.backward import gradients_at
 from samplewise.engine.graph import Edge, Graph, graph_alive
 from samplewise.engine.layouts import proofs
-from samplewise.engine.passes import gradients_at
 from samplewise.engine.probe import MIXED, probe
 from samplewise.engine.tags import Regular
 from samplewise.engine.verify import verify

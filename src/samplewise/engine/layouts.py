@@ -19,14 +19,14 @@ from samplewise.engine.graph import Edge, Graph, Node, numel, scalar
 Shape = tuple[int, ...]
 
 
-class Place(NamedTuple):
+class SampleDim(NamedTuple):
     """Position of the samples in a gradient: dimension, and consecutive entries of it per sample."""
 
     dim: int
     post: int
 
 
-Mover = Callable[[Node, Place, Shape, list[Shape | None]], list[Place | None]]
+Mover = Callable[[Node, SampleDim, Shape, list[Shape | None]], list[SampleDim | None]]
 MOVERS: dict[str, Mover] = {}
 VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"}
 
@@ -45,7 +45,7 @@ def moves(*operations: str) -> Callable[[Mover], Mover]:
     return register
 
 
-def locate(inner: int, shape: Shape, samples: int) -> Place | None:
+def locate(inner: int, shape: Shape, samples: int) -> SampleDim | None:
     """Place of the samples in a tensor of this shape, for a `tags.Regular` with this `inner`; None if there is none."""
     stride = 1
     if 0 in shape:
@@ -56,12 +56,12 @@ def locate(inner: int, shape: Shape, samples: int) -> Place | None:
             and inner * samples <= stride * shape[dim]
             and shape[dim] % (inner // stride * samples) == 0
         ):
-            return Place(dim, inner // stride)
+            return SampleDim(dim, inner // stride)
         stride *= shape[dim]
     return None
 
 
-def inner_at(place: Place | None, shape: Shape, samples: int) -> int | None:
+def inner_at(place: SampleDim | None, shape: Shape, samples: int) -> int | None:
     """Inverse of `locate`: `inner` of samples at this place; None if the place does not fit the shape."""
     if place is None or not 0 <= place.dim < len(shape) or shape[place.dim] % (place.post * samples):
         return None
@@ -129,61 +129,61 @@ ELEMENTWISE = """
 
 
 @moves(*ELEMENTWISE.split())
-def elementwise(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def elementwise(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     return [_broadcast(place, shape, child) for child in children]
 
 
-def _broadcast(place: Place, shape: Shape, child: Shape | None) -> Place | None:
+def _broadcast(place: SampleDim, shape: Shape, child: Shape | None) -> SampleDim | None:
     if child is None:
         return None
     dim = place.dim - len(shape) + len(child)
-    return Place(dim, place.post) if dim >= 0 and child[dim] == shape[place.dim] else None
+    return SampleDim(dim, place.post) if dim >= 0 and child[dim] == shape[place.dim] else None
 
 
 # --- moving dimensions ---------------------------------------------------------------------------------------------
 
 
 @moves("T", "Transpose")
-def transpose(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def transpose(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     has_dims = hasattr(node, "_saved_dim0")  # "T" saves none
     swap = (scalar(node, "dim0"), scalar(node, "dim1")) if has_dims else (0, 1)
     a, b = (d % len(shape) for d in swap)
-    return [Place({a: b, b: a}.get(place.dim, place.dim), place.post)]
+    return [SampleDim({a: b, b: a}.get(place.dim, place.dim), place.post)]
 
 
 @moves("Permute")
-def permute(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
-    return [Place(scalar(node, "dims")[place.dim] % len(shape), place.post)]
+def permute(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    return [SampleDim(scalar(node, "dims")[place.dim] % len(shape), place.post)]
 
 
 @moves("Select", "Unbind")
-def restore_dim(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def restore_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     removed = scalar(node, "dim") % (len(shape) + 1)
-    return [Place(place.dim + (place.dim >= removed), place.post)]
+    return [SampleDim(place.dim + (place.dim >= removed), place.post)]
 
 
 @moves("Stack")
-def drop_dim(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def drop_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     added = scalar(node, "dim") % len(shape)
-    moved = None if place.dim == added else Place(place.dim - (place.dim > added), place.post)
+    moved = None if place.dim == added else SampleDim(place.dim - (place.dim > added), place.post)
     return [moved] * len(children)
 
 
 @moves(
     "Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Slice", "Split", "SplitWithSizes", "UnsafeSplit", "Cat", "Glu"
 )
-def along_one_dim(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def along_one_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     return [None if scalar(node, "dim") % len(shape) == place.dim else place] * len(children)
 
 
 @moves("Repeat")
-def repeat(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def repeat(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # Repeating multiplies the size of a dimension: if the size is unchanged, the dimension was not repeated.
     return elementwise(node, place, shape, children)
 
 
 @moves("ConstantPadNd")
-def constant_pad(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def constant_pad(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # `pad` lists (before, after) of each dimension, last dimension first. The size alone is no proof: padding of 1
     # before and -1 after keeps it.
     pad = scalar(node, "pad")
@@ -192,7 +192,7 @@ def constant_pad(node: Node, place: Place, shape: Shape, children: list[Shape | 
 
 
 @moves("Sum", "Mean", "Amax", "Amin", "Max", "Min", "Logsumexp", "LinalgVectorNorm", "Norm", "Var", "Std", "Prod")
-def reduce(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def reduce(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     if not hasattr(node, "_saved_dim") or children[0] is None:
         return [None] * len(children)
     saved = scalar(node, "dim")
@@ -202,14 +202,14 @@ def reduce(node: Node, place: Place, shape: Shape, children: list[Shape | None])
     kept = [d for d in range(ndim) if d not in reduced]
     if scalar(node, "keepdim"):
         return [place if place.dim in kept else None]
-    return [Place(kept[place.dim], place.post)]
+    return [SampleDim(kept[place.dim], place.post)]
 
 
 # --- products ------------------------------------------------------------------------------------------------------
 
 
 @moves("Mm", "Addmm", "Bmm", "Baddbmm")
-def product(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def product(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     rows, columns = len(shape) - 2, len(shape) - 1
     left = place if place.dim != columns else None
     right = place if place.dim != rows else None
@@ -218,12 +218,12 @@ def product(node: Node, place: Place, shape: Shape, children: list[Shape | None]
 
 
 @moves("Mv")
-def matrix_vector(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def matrix_vector(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     return [place, None]
 
 
 @moves("Convolution")
-def convolution(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def convolution(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     return [place if place.dim == 0 else None, None, None]
 
 
@@ -233,9 +233,9 @@ def convolution(node: Node, place: Place, shape: Shape, children: list[Shape | N
     "ScaledDotProductEfficientAttention",
     "ScaledDotProductCudnnAttention",
 )
-def attention(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def attention(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # Only the batch dimension: with grouped-query attention, keys and queries have different numbers of heads.
-    moved: list[Place | None] = [None] * len(children)
+    moved: list[SampleDim | None] = [None] * len(children)
     for position, child in enumerate(children[:3]):
         if place.dim == 0 and child is not None and child[0] == shape[0]:
             moved[position] = place
@@ -246,21 +246,21 @@ def attention(node: Node, place: Place, shape: Shape, children: list[Shape | Non
 
 
 @moves("NativeLayerNorm", "FusedRmsNorm")
-def last_dims_norm(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def last_dims_norm(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     inside = place.dim >= len(shape) - len(scalar(node, "normalized_shape"))
     return [None if inside else place] + [None] * (len(children) - 1)
 
 
 @moves("NativeGroupNorm")
-def group_norm(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def group_norm(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     return [place if place.dim == 0 else None, None, None]
 
 
 @moves("NativeBatchNorm", "CudnnBatchNorm")
-def batch_norm(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def batch_norm(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # Statistics are per channel: samples in the channel dimension (instance norm) are independent even in training.
     if place.dim == 1:
-        return [place, Place(0, place.post), Place(0, place.post)]
+        return [place, SampleDim(0, place.post), SampleDim(0, place.post)]
     return [None if scalar(node, "training") else place, None, None]
 
 
@@ -272,7 +272,7 @@ IMAGES = """
 
 
 @moves(*IMAGES.split())
-def images(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def images(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     batched = (
         children[0] is not None
         and len(children[0]) == len(shape)
@@ -284,13 +284,13 @@ def images(node: Node, place: Place, shape: Shape, children: list[Shape | None])
 
 
 @moves("NllLoss", "NllLoss2D")
-def nll_loss(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def nll_loss(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     return [place if place.dim == 0 else None] * len(children)
 
 
 @moves("MkldnnRnnLayer")
-def recurrent_layer(node: Node, place: Place, shape: Shape, children: list[Shape | None]) -> list[Place | None]:
+def recurrent_layer(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # Outputs: sequence (T, N, h) or last states (N, h). Operands: input (T, N, i), four weights, first states (N, h).
     if place.dim != len(shape) - 2:
         return [None] * len(children)
-    return [Place(1, place.post), None, None, None, None, Place(0, place.post), Place(0, place.post)]
+    return [SampleDim(1, place.post), None, None, None, None, SampleDim(0, place.post), SampleDim(0, place.post)]

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.cut import Cut, find_cut, probed_cut
-from samplewise.engine.forms import Dense, Form
-from samplewise.engine.generic import Masked, Pullback
+from samplewise.engine.grads.base import DenseGrad, PerSampleGrad
+from samplewise.engine.grads.generic import GenericGrad, Pullback
 from samplewise.engine.graph import Edge, Graph, Node
-from samplewise.engine.interaction import Constants
+from samplewise.engine.independence import Constants
+from samplewise.engine.parameter_side import carried, combined, ways_down
 from samplewise.engine.rules import RULES, Rule, Use
-from samplewise.engine.saved import Reader, Saved, Versions
-from samplewise.engine.sides import carried, combined, ways_down
+from samplewise.engine.saved import Saved, SavedTensorReader, Versions
 from samplewise.errors import GraphError
 
 
@@ -37,7 +37,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Row:
+class ExplainRow:
     """One line of the table of `explain`."""
 
     parameter: str
@@ -65,7 +65,7 @@ class Plan:
     def edges_of(self, node: Node) -> list[Edge]:
         return [Edge(node, slot) for slot in self.graph.used_slots(node)]
 
-    def reader(self) -> Reader:
+    def reader(self) -> SavedTensorReader:
         """Reader of all saved tensors that the rules of this plan need."""
         wishes: dict[Node, tuple[str, ...]] = {}
         for node, routes in self.by_node.items():
@@ -78,16 +78,16 @@ class Plan:
                 for below in route.chain or ():
                     if self.graph.operations[below] == "Embedding":
                         wishes[below] = ("indices",)
-        return Reader(wishes.items())
+        return SavedTensorReader(wishes.items())
 
-    def row(self, name: str, form: Form) -> Row:
+    def row(self, name: str, form: PerSampleGrad) -> ExplainRow:
         """Line of `explain` for one parameter."""
         routes = self.by_name[name]
         operations = dict.fromkeys(self.graph.operations[r.node] for r in routes)
         kinds = dict.fromkeys(str(self.cut.tags[e]) for r in routes for e in self.edges_of(r.node))
         ownership = f"{', '.join(kinds)} ({'proven' if self.cut.proven else 'probed'})"
         count = f" x{len(routes)}" if len(routes) > 1 else ""
-        return Row(name, form.shape, ", ".join(operations) + count, ownership, form.describe())
+        return ExplainRow(name, form.shape, ", ".join(operations) + count, ownership, form.describe())
 
 
 def make_plan(graph: Graph, cut: Cut) -> Plan:
@@ -132,7 +132,7 @@ class Planner:
         return self._plan
 
 
-class FormMaker:
+class GradBuilder:
     """Convert gradients at the cut into representations of per-sample gradients, node by node.
 
     `visit(name, form)` is called for each parameter as soon as all of its uses have been added.
@@ -143,14 +143,14 @@ class FormMaker:
         self.differentiable = differentiable
         self.reader = plan.reader()
         self.versions = Versions()  # version counters of the tensors that representations refer to
-        self.pending: dict[str, list[Form]] = {}
+        self.pending: dict[str, list[PerSampleGrad]] = {}
 
-    def add(self, node: Node, gradients: dict[int, Tensor], visit: Callable[[str, Form], None]) -> None:
+    def add(self, node: Node, gradients: dict[int, Tensor], visit: Callable[[str, PerSampleGrad], None]) -> None:
         saved = self.reader.take(node)
         # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
         kept = [tensor for name, tensor in saved.items() if not name.startswith("weight")]
         self.versions.remember([*kept, *gradients.values()])
-        operands: dict[int, tuple[Form, Pullback]] = {}
+        operands: dict[int, tuple[PerSampleGrad, Pullback]] = {}
         for route in self.plan.by_node[node]:
             if route.operand not in operands:
                 form = self._operand(route, gradients, saved)
@@ -163,17 +163,17 @@ class FormMaker:
             if len(waiting) == len(self.plan.by_name[name]):
                 visit(name, combined(self.pending.pop(name)))
 
-    def _operand(self, route: Route, gradients: dict[int, Tensor], saved: Saved) -> Form:
+    def _operand(self, route: Route, gradients: dict[int, Tensor], saved: Saved) -> PerSampleGrad:
         graph = self.plan.graph
         shape = route.entry.shape
         if not gradients:
-            return Dense(torch.zeros(graph.samples, *shape, dtype=route.entry.dtype, device=graph.losses.device))
+            return DenseGrad(torch.zeros(graph.samples, *shape, dtype=route.entry.dtype, device=graph.losses.device))
         tags = {slot: self.plan.cut.tags[Edge(route.node, slot)] for slot in gradients}
         use = Use(route.node, route.operand, route.entry, shape, graph.samples, gradients, tags, saved)
         form = route.rule.form(use) if route.rule is not None else None
-        return Masked(use, self.differentiable) if form is None else form
+        return GenericGrad(use, self.differentiable) if form is None else form
 
-    def _carry(self, form: Form, pullback: Pullback, route: Route) -> Form:
+    def _carry(self, form: PerSampleGrad, pullback: Pullback, route: Route) -> PerSampleGrad:
         """Convert the representation of an operand into that of the parameter below it."""
         operations = None if route.chain is None else [self.plan.graph.operations[node] for node in route.chain]
 

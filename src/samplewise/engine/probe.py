@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samplewise.engine.backward import gradients_at
 from samplewise.engine.graph import Edge, Graph
-from samplewise.engine.passes import gradients_at
 from samplewise.errors import NonFiniteGradientError
 
 NOBODY, UNKNOWN, MIXED = -1, -2, -3

@@ -73,7 +73,7 @@ class Versions:
             raise GraphError(MODIFIED)
 
 
-class Reader:
+class SavedTensorReader:
     """Reader of saved tensors of given nodes. A checkpointed block is recomputed once, when its first node is read."""
 
     def __init__(self, wishes: Iterable[tuple[Node, tuple[str, ...]]]):

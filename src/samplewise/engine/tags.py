@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.graph import numel
-from samplewise.engine.layouts import Place, inner_at, locate
+from samplewise.engine.layouts import SampleDim, inner_at, locate
 
 
-class Rows(Protocol):
+class RowGather(Protocol):
     """Assignment of rows to samples; converts (rows, *features) to (samples, tokens, *features), padded with zeros."""
 
     def gather(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class RegularRows:
+class RegularGather:
     """Rows in the order (outer, samples, inner)."""
 
     samples: int
@@ -41,7 +41,7 @@ class RegularRows:
 
 
 @dataclass(frozen=True)
-class RaggedRows:
+class RaggedGather:
     """Rows in any order, with any number of rows per sample."""
 
     slots: Tensor  # (samples, tokens): row numbers; the total number of rows marks padding
@@ -58,13 +58,13 @@ class Regular:
     samples: int
     inner: int
 
-    def rows(self, shape: tuple[int, ...], row_dims: int) -> Rows | None:
+    def rows(self, shape: tuple[int, ...], row_dims: int) -> RowGather | None:
         """Assignment of rows (the first `row_dims` dims of `shape`) to samples; None if samples share a row."""
         count, width = numel(shape[:row_dims]), numel(shape[row_dims:])
         if self.inner % width:
             return None
         inner = self.inner // width
-        return RegularRows(self.samples, count // (self.samples * inner), inner)
+        return RegularGather(self.samples, count // (self.samples * inner), inner)
 
     def only(self, gradient: Tensor, sample: int) -> Tensor:
         """Copy of the gradient with all elements of other samples set to zero."""
@@ -84,12 +84,12 @@ class Irregular:
     samples: int
     owner: Tensor
 
-    def rows(self, shape: tuple[int, ...], row_dims: int) -> Rows | None:
+    def rows(self, shape: tuple[int, ...], row_dims: int) -> RowGather | None:
         owner = self.owner.reshape(numel(shape[:row_dims]), numel(shape[row_dims:]))
         of_row = owner.amax(1)
         if not ((owner == of_row[:, None]) | (owner < 0)).all():
             return None
-        return RaggedRows(_slots(of_row, self.samples))
+        return RaggedGather(_slots(of_row, self.samples))
 
     def only(self, gradient: Tensor, sample: int) -> Tensor:
         return torch.where(self.owner == sample, gradient, 0)
@@ -143,11 +143,11 @@ def permuted(tag: Tag, shape: tuple[int, ...], dims: tuple[int, ...]) -> Tag | N
     place = locate(tag.inner, shape, tag.samples)
     if place is None:
         return None
-    inner = inner_at(Place(dims.index(place.dim), place.post), tuple(shape[d] for d in dims), tag.samples)
+    inner = inner_at(SampleDim(dims.index(place.dim), place.post), tuple(shape[d] for d in dims), tag.samples)
     return None if inner is None else Regular(tag.samples, inner)
 
 
-def sequences_of(tag: Tag, shape: tuple[int, ...]) -> Rows | None:
+def sequences_of(tag: Tag, shape: tuple[int, ...]) -> RowGather | None:
     """Assignment of the n sequences of a gradient (t, n, h) to samples; None if samples share a sequence."""
     turned = permuted(tag, shape, (1, 0, 2))
     return None if turned is None else turned.rows((shape[1], shape[0], shape[2]), 1)

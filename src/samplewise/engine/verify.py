@@ -18,14 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from samplewise.engine.backward import backward_past, foreign_hooks
 from samplewise.engine.graph import Edge, Graph, Node
-from samplewise.engine.passes import backward_past, foreign_hooks
 from samplewise.engine.tags import Regular
 
 ENOUGH = 2  # number of samples with a non-zero block that verify an edge
 MOST_REMEMBERED = 10_000  # cached graph structures; the cache is cleared when it is full
 
-Place = tuple[int, int]  # position of the node in the graph, output slot
+EdgeKey = tuple[int, int]  # position of the node in the graph, output slot
 
 
 @dataclass
@@ -34,10 +34,10 @@ class _Record:
 
     hooks: int  # number of hooks registered at that time: a new hook requires another verification
     holds: bool
-    seen: dict[Place, set[int]]  # samples that had a non-zero block, by edge
+    seen: dict[EdgeKey, set[int]]  # samples that had a non-zero block, by edge
 
     @property
-    def pending(self) -> set[Place]:
+    def pending(self) -> set[EdgeKey]:
         return {place for place, samples in self.seen.items() if len(samples) < ENOUGH}
 
 
@@ -80,7 +80,7 @@ def _key(graph: Graph, tags: Mapping[Edge, Regular]) -> int:
     return hash((graph.fingerprint, tuple(_place(graph, edge) for edge in tags)))
 
 
-def _place(graph: Graph, edge: Edge) -> Place:
+def _place(graph: Graph, edge: Edge) -> EdgeKey:
     return graph.index[edge.node], edge.slot
 
 

@@ -15,8 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from samplewise.core.atomic_io import whole
 from samplewise.errors import LedgerError, LedgerWarning
-from samplewise.files import whole
 
 FORMAT = "samplewise ledger"
 VERSION = 1
@@ -81,14 +81,14 @@ def _if_whole(entry: Path | str, damaged: str) -> list[Any]:
         return []
 
 
-class Part(NamedTuple):
+class LedgerPart(NamedTuple):
     """Files of one part that are in the folder."""
 
     number: int
     files: dict[tuple[int, int], Path]  # by (number of ranks that wrote the part, rank)
 
 
-def numbered(run: Path) -> list[Part]:
+def numbered(run: Path) -> list[LedgerPart]:
     """Parts in the folder of a run, sorted by number. Files with other names are ignored."""
     found: dict[int, dict[tuple[int, int], Path]] = {}
     for path in (run / FOLDER).iterdir() if (run / FOLDER).is_dir() else ():
@@ -100,7 +100,7 @@ def numbered(run: Path) -> list[Part]:
         size = int(match[3] or 1)
         if rank < size and path.name == path_of(run, number, rank, size).name:
             found.setdefault(number, {})[size, rank] = path
-    return [Part(number, files) for number, files in sorted(found.items())]
+    return [LedgerPart(number, files) for number, files in sorted(found.items())]
 
 
 def _in_order(run: Path, end: int | None = None) -> Iterator[list[Path | str]]:
@@ -120,7 +120,7 @@ def _in_order(run: Path, end: int | None = None) -> Iterator[list[Path | str]]:
         yield [_none(path_of(run, expected), end - expected)]
 
 
-def _of_ranks(run: Path, part: Part) -> list[Path | str]:
+def _of_ranks(run: Path, part: LedgerPart) -> list[Path | str]:
     """Files of a part, one per rank; a string in place of files that are missing or contradict each other."""
     size, *others = sorted({size for size, _ in part.files}, reverse=True)
     if others:
@@ -206,7 +206,7 @@ def together(tables: list[Any], run: str | Path) -> Any:
         ) from why
 
 
-class Parts:
+class LedgerParts:
     """Writer of the parts of a ledger. `count`: number of parts so far. Each of `size` ranks writes a file per part."""
 
     def __init__(self, run: Path, count: int, rank: int = 0, size: int = 1):

@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from samplewise import ranks
+from samplewise.core.atomic_io import absolute
+from samplewise.core.snapshot import random_state
+from samplewise.distributed import collectives
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
-from samplewise.files import absolute
-from samplewise.ledger.files import FOLDER, Parts, agreed, arrow, numbered, parts, samples, together
+from samplewise.ledger.files import FOLDER, LedgerParts, agreed, arrow, numbered, parts, samples, together
 from samplewise.ledger.previews import items_within, write_previews
 from samplewise.ledger.rows import table_of
 from samplewise.ledger.visits import visited
-from samplewise.replay import random_state
 from samplewise.step.update import Update
 
 TOGETHER = 512  # updates converted to rows at a time
@@ -70,7 +70,7 @@ class Ledger:
         self._resumes = False
         self._rehearses = False
         self._item: Callable[[Any], Any] | None = show if callable(show) else None
-        self._parts: Parts | None = None
+        self._parts: LedgerParts | None = None
         self._count = 0  # of parts in the loaded state
         self._schema = arrow().schema([])
         self._forget()
@@ -127,7 +127,7 @@ class Ledger:
     def samples(self) -> Any:
         """Rows recorded so far, of all ranks, as a pyarrow table: see `sw.samples`. Every rank must call it."""
         self.flush()
-        ranks.together()
+        collectives.barrier()
         return samples(self._place() if self._parts is None else self._parts.run)
 
     def _gather(self) -> None:
@@ -152,13 +152,13 @@ class Ledger:
 
     def _open(self, place: Path, clear: bool) -> None:
         """Continue after the parts of the loaded state. `clear`: without a loaded state, remove existing parts."""
-        self._parts = Parts(place, self._count, ranks.rank(), ranks.size())
-        if ranks.rank() == 0:
+        self._parts = LedgerParts(place, self._count, collectives.rank(), collectives.size())
+        if collectives.rank() == 0:
             self._clean(self._parts, clear)
-        ranks.together()
+        collectives.barrier()
         self._resumes = False
 
-    def _clean(self, parts: Parts, clear: bool) -> None:
+    def _clean(self, parts: LedgerParts, clear: bool) -> None:
         there = len(numbered(parts.run))
         if there and not self._resumes and not clear:
             self._parts = None
@@ -196,8 +196,8 @@ class Ledger:
         if self._rehearses or self._item is None or self._parts is None or not (self._parts.count or self._added):
             return
         self.flush()
-        ranks.together()
-        if ranks.rank() == 0:
+        collectives.barrier()
+        if collectives.rank() == 0:
             self._write_previews(self._parts.run, self._item)
 
     def _write_previews(self, run: Path, item: Callable[[Any], Any]) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.files import whole
+from samplewise.core.atomic_io import whole
 from samplewise.ledger.indexed import Indexed
 from samplewise.ledger.visits import SCORES, recommended, suspicion
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samplewise.errors import LedgerError
 from samplewise.ledger.files import arrow
-from samplewise.step.columns import Column, Noted
+from samplewise.step.batch_columns import BatchColumns, Column
 from samplewise.step.update import Update
 
 OWN = ("id", "epoch", "update", "loss", "norm", "weight")
@@ -49,7 +49,7 @@ def table_of(updates: Sequence[Update], epochs: Sequence[int | None], norms: boo
     return arrow().table({name: _array(name, values) for name, values in {**columns, **of_batches}.items()})
 
 
-def _named(pieces: Sequence[tuple[Noted, Any]]) -> list[str]:
+def _named(pieces: Sequence[tuple[BatchColumns, Any]]) -> list[str]:
     return list(dict.fromkeys(name for piece, _ in pieces for name in piece.values))
 
 

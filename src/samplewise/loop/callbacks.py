@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samplewise.loop.checkpoint.schema import COUNT, NUMBER, Kind, check
-from samplewise.loop.contents import savable
+from samplewise.loop.checkpoint.state import savable
 from samplewise.loop.durations import duration
 
 MODEL_FILE = Kind(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.batches import leaves, map_leaves
+from samplewise.core.batches import leaves, map_leaves
 
 
 def resolve(device: str | torch.device) -> torch.device:

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise import ranks
-from samplewise.batches import length
+from samplewise.core.batches import length
+from samplewise.distributed import collectives
 from samplewise.errors import BatchError, LossesError
 from samplewise.loop.devices import moved
 
 TAKEN = ("kind", "epoch", "update", "loss", "train_loss")
 
 
-class Quotient:
+class WeightedMean:
     """Σ values / Σ counts, accumulated in float64 (float32 on MPS) on the device of the values, without host sync."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Quotient:
 
     def value(self) -> float:
         """Return the quotient over all ranks; NaN if the count is 0. Collective."""
-        total, count = ranks.meet(self._total, self._count)
+        total, count = collectives.all_reduce_scalars(self._total, self._count)
         return total / count if count else float("nan")
 
 
@@ -59,7 +59,7 @@ class Mean:
 
     def __init__(self, function: Callable[[Any, Any], Any]):
         self.function = function
-        self._sums = Quotient()
+        self._sums = WeightedMean()
 
     def update(self, outputs: Any, batch: Any) -> None:
         found = _wide(torch.as_tensor(self.function(outputs, batch)))
@@ -75,10 +75,10 @@ class Mean:
         return self._sums.value()
 
     def reset(self) -> None:
-        self._sums = Quotient()
+        self._sums = WeightedMean()
 
 
-class Given:
+class MetricAdapter:
     """Adapter for an object with update, compute and reset, such as a torchmetrics metric.
 
     Its `update` is called with (outputs, y) for batches (x, y), or with (outputs, batch) if it has an argument `batch`.
@@ -107,10 +107,10 @@ class Given:
         self.metric.reset()
 
 
-class Gathered:
+class GatheredMetric:
     """Metric without support for several ranks: `compute` updates it with the batches of all ranks, on each rank."""
 
-    def __init__(self, given: Given, device: torch.device):
+    def __init__(self, given: MetricAdapter, device: torch.device):
         self._given = given
         self._device = device
         self._seen: list[Any] = []
@@ -119,7 +119,7 @@ class Gathered:
         self._seen.append(moved((outputs, self._given.wanted(batch)), torch.device("cpu")))
 
     def compute(self) -> Any:
-        for together in zip_longest(*ranks.everyone(self._seen)):
+        for together in zip_longest(*collectives.all_gather_object(self._seen)):
             for seen in together:
                 if seen is not None:
                     self._given.metric.update(*moved(seen, self._device))
@@ -133,7 +133,7 @@ class Gathered:
 class Synchronised:
     """torchmetrics metric, which synchronizes its state over ranks; every rank must have at least one batch."""
 
-    def __init__(self, given: Given, name: str):
+    def __init__(self, given: MetricAdapter, name: str):
         self._given = given
         self._name = name
         self._fed = False
@@ -143,12 +143,12 @@ class Synchronised:
         self._fed = True
 
     def compute(self) -> Any:
-        empty = int(ranks.meet(not self._fed)[0])
+        empty = int(collectives.all_reduce_scalars(not self._fed)[0])
         if empty:
             raise BatchError(
                 f"every rank must have at least one batch for metric {self._name!r}, since torchmetrics cannot "
-                f"synchronize a metric without data; found {empty} of {ranks.size()} ranks without a batch. Use more "
-                "samples, or a function (outputs, batch)."
+                f"synchronize a metric without data; found {empty} of {collectives.size()} ranks without a batch. Use "
+                "more samples, or a function (outputs, batch)."
             )
         return self._given.compute()
 
@@ -157,7 +157,7 @@ class Synchronised:
         self._given.reset()
 
 
-Metric = Mean | Given | Gathered | Synchronised
+Metric = Mean | MetricAdapter | GatheredMetric | Synchronised
 
 
 def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Metric]:
@@ -167,8 +167,8 @@ def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Me
         if name in TAKEN:
             raise ValueError(f"a metric must not use a field name of the log; found {name!r}. Choose another name.")
         if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
-            given = Given(metric, device)
-            found[name] = _of_ranks(given, name, device) if ranks.active() else given
+            given = MetricAdapter(metric, device)
+            found[name] = _of_ranks(given, name, device) if collectives.active() else given
         elif callable(metric):
             found[name] = Mean(metric)
         else:
@@ -179,9 +179,9 @@ def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Me
     return found
 
 
-def _of_ranks(given: Given, name: str, device: torch.device) -> Metric:
+def _of_ranks(given: MetricAdapter, name: str, device: torch.device) -> Metric:
     known = any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(given.metric).__mro__)
-    return Synchronised(given, name) if known else Gathered(given, device)
+    return Synchronised(given, name) if known else GatheredMetric(given, device)
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -201,7 +201,7 @@ def _named(name: str, value: Any) -> dict[str, float]:
     return {key: number for part, one in parts for key, number in _named(f"{name}/{part}", one).items()}
 
 
-class Outputs:
+class OutputRecorder:
     """Context manager that records the outputs of the model when the loss function calls it."""
 
     def __init__(self, model: nn.Module):

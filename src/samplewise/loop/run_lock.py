@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from samplewise.core.slow_notice import telling
 from samplewise.errors import CheckpointError
-from samplewise.patience import telling
 
 NAME = "run.lock"
 HEARTBEAT = 10.0  # seconds between two updates of the modification time
@@ -42,7 +42,7 @@ ATTEMPTS = 100  # attempts to create the lock file while other processes create 
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """Process that holds a lock, as written to the lock file."""
 
     host: str
@@ -53,13 +53,13 @@ class Holder:
     token: str  # unique id of each acquisition
 
     @classmethod
-    def this_process(cls) -> Holder:
+    def this_process(cls) -> LockHolder:
         pid = os.getpid()
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         return cls(socket.gethostname(), _machine(), pid, _start_time(pid), since, uuid.uuid4().hex)
 
     @classmethod
-    def parse(cls, content: bytes) -> Holder | None:
+    def parse(cls, content: bytes) -> LockHolder | None:
         """Return the holder in the content of a lock file; None if it cannot be parsed."""
         try:
             fields = json.loads(content)
@@ -102,14 +102,14 @@ class RunLock:
     def __init__(self, directory: Path):
         self._directory = directory
         self._path = directory / NAME
-        self._own: Holder | None = None
+        self._own: LockHolder | None = None
         self._lost = False
         self._released = threading.Event()
         self._heart: threading.Thread | None = None
 
     def acquire(self) -> None:
         """Create the lock file; raise CheckpointError with the name of the holder if another process holds it."""
-        own = Holder.this_process()
+        own = LockHolder.this_process()
         _held.add(own.token)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -155,12 +155,12 @@ class RunLock:
         _held.discard(own.token)
         with suppress(OSError):  # a file that stays is taken over later, as that of a dead process
             found = LockFile.read(self._path)
-            if found is not None and Holder.parse(found.content) == own:
+            if found is not None and LockHolder.parse(found.content) == own:
                 self._path.unlink()
 
     # --- acquiring -------------------------------------------------------------------------------------------------
 
-    def _claim(self, own: Holder) -> None:
+    def _claim(self, own: LockHolder) -> None:
         for _ in range(ATTEMPTS):
             if _create(self._path, own.encode()):
                 return
@@ -168,7 +168,7 @@ class RunLock:
             if found is None:  # released in the meantime
                 time.sleep(POLL)
                 continue
-            holder = Holder.parse(found.content)
+            holder = LockHolder.parse(found.content)
             if self._is_held(found, holder):
                 raise CheckpointError(
                     f"a run directory must be used by one training at a time; found that {self._directory} is in use "
@@ -178,7 +178,7 @@ class RunLock:
                 return
         raise FileExistsError(f"{self._path} can be neither read as a lock file nor created")
 
-    def _is_held(self, found: LockFile, holder: Holder | None) -> bool:
+    def _is_held(self, found: LockFile, holder: LockHolder | None) -> bool:
         if holder is None:
             self._shows_life(found, SETTLING)
             return False
@@ -205,7 +205,7 @@ class RunLock:
                 return True
         return False
 
-    def _take_over(self, stale: LockFile, own: Holder) -> bool:
+    def _take_over(self, stale: LockFile, own: LockHolder) -> bool:
         """Replace a dead holder's lock, if it is still there and no other process is doing so."""
         guard = self._path.with_name(f".{NAME}.takeover")
         if not _create(guard, b""):
@@ -231,10 +231,10 @@ class RunLock:
         while own is not None and not self._released.wait(HEARTBEAT):
             self._touch(own)
 
-    def _touch(self, own: Holder) -> None:
+    def _touch(self, own: LockHolder) -> None:
         try:
             found = LockFile.read(self._path)
-            if found is None or Holder.parse(found.content) != own:
+            if found is None or LockHolder.parse(found.content) != own:
                 self._lost = True
             else:
                 os.utime(self._path)  # without a time argument, so that the clock of the file server is used
@@ -273,7 +273,7 @@ def _now(directory: Path) -> int:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def _is_alive(holder: Holder) -> bool | None:
+def _is_alive(holder: LockHolder) -> bool | None:
     """Return True if the holder's process exists; None if this machine cannot decide it."""
     if not holder.machine or not holder.started or holder.machine != _machine():
         return None

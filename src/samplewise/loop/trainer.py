@@ -12,32 +12,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from samplewise import ranks
-from samplewise.criteria import Criterion
-from samplewise.engine.replicas import inner
+from samplewise.core.atomic_io import absolute
+from samplewise.core.criteria import Criterion
+from samplewise.core.losses import per_sample
+from samplewise.core.snapshot import modes
+from samplewise.distributed import collectives
+from samplewise.distributed.ddp import inner
 from samplewise.errors import BatchError, CheckpointError
-from samplewise.files import absolute
-from samplewise.loop.about import about
 from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.loop.checkpoint.state import check_resumed, check_savable, kinds, load, own_window, state_of, whole
 from samplewise.loop.checkpoint.trainer_state import fitting
-from samplewise.loop.contents import check_resumed, check_savable, kinds, load, own_window, state_of, whole
-from samplewise.loop.costs import Clock, LayerNorms, peak_memory
-from samplewise.loop.dealing import Share
+from samplewise.loop.data.loader import DataPosition, ResumableLoader
+from samplewise.loop.data.rng import load_random_states, random_states, reseed, seed_of, seeded
+from samplewise.loop.data.sharding import RankShard
 from samplewise.loop.devices import moved
-from samplewise.loop.distributed import by_all, join
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
-from samplewise.loop.feed import Feed, Place
-from samplewise.loop.leaving import Leaving
-from samplewise.loop.metrics import Outputs, Quotient, as_metrics, joined, results
-from samplewise.loop.nested import only_fit_of
+from samplewise.loop.launch import by_all, join
+from samplewise.loop.meters import LossMeter
+from samplewise.loop.metrics import OutputRecorder, WeightedMean, as_metrics, joined, results
+from samplewise.loop.nested_fit import only_fit_of
+from samplewise.loop.profiling import LayerGradNorms, PhaseTimer, peak_memory
 from samplewise.loop.progress import Progress, Silent, make_progress
-from samplewise.loop.run import Run
-from samplewise.loop.running import Running
-from samplewise.loop.seeding import load_random_states, random_states, reseed, seed_of, seeded
-from samplewise.losses import per_sample
-from samplewise.replay import modes
-from samplewise.step.slices import Slices
+from samplewise.loop.run_dir import RunDirectory
+from samplewise.loop.run_metadata import about
+from samplewise.loop.stopping import StopController
+from samplewise.step.batch_cursor import BatchCursor
 from samplewise.step.step import Step
 from samplewise.step.update import Update
 
@@ -61,7 +61,7 @@ class Trainer:
     timeout: seconds after which the rendezvous and collectives fail, if the trainer initializes the process group.
     """
 
-    @ranks.telling()
+    @collectives.errors_on_all_ranks()
     def __init__(
         self,
         step: Step,
@@ -97,20 +97,20 @@ class Trainer:
         # ModelCheckpoint comes last, so that it saves the other callbacks after they have handled an event.
         callbacks = sorted(callbacks, key=lambda c: isinstance(c, ModelCheckpoint))
         if self.run is not None:
-            callbacks = [LayerNorms(), *callbacks]
+            callbacks = [LayerGradNorms(), *callbacks]
             if not any(isinstance(c, ModelCheckpoint) for c in callbacks):
                 callbacks.append(ModelCheckpoint())
         self._listeners = Listeners(callbacks, trainer=self, step=step, model=self.model)
         self._progress: Progress = Silent()
-        self._leaving = Leaving(step)
-        self._share = None if sharded else Share(ranks.rank(), ranks.size())
-        self._files = None if self.run is None or fast_dev_run else Run(self.run)
+        self._leaving = StopController(step)
+        self._share = None if sharded else RankShard(collectives.rank(), collectives.size())
+        self._files = None if self.run is None or fast_dev_run else RunDirectory(self.run)
         self.loader: Iterable[Any] | None = None  # loader of the last call of fit
-        self._feed: Feed | None = None
-        self._validation: Feed | None = None
+        self._feed: ResumableLoader | None = None
+        self._validation: ResumableLoader | None = None
         self._epoch = step.counters.epochs
-        self._running = Running()
-        self._clock = Clock()
+        self._running = LossMeter()
+        self._clock = PhaseTimer()
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Trainer:
             feed = self._open(loader, resume)
             if self.fast_dev_run:
                 until = Duration(epochs=self._epoch + 1)
-            shown = self._wants_progress and ranks.rank() == 0
+            shown = self._wants_progress and collectives.rank() == 0
             self._progress = make_progress(shown, self._expected(until), self.step.counters.updates)
             self._listeners.tell("on_fit_start")
             self._clock.start()
@@ -186,16 +186,16 @@ class Trainer:
             self.step.samples = samples
             self.step.tail = tail
 
-    def _batches(self, feed: Feed) -> Iterator[Any]:
+    def _batches(self, feed: ResumableLoader) -> Iterator[Any]:
         """Return the batches of the rest of the epoch. Collective."""
         with self._leaving.fetching():
             feed.look(self._epoch)  # not in the generator: it is collective, and ranks pull batches independently
         return self._slices(feed)
 
-    def _slices(self, feed: Feed) -> Iterator[Any]:
+    def _slices(self, feed: ResumableLoader) -> Iterator[Any]:
         batches = self._leaving.until_left(feed.epoch(self._epoch, back=not self.step.open), feed)
         for batch, used in self._clock.waiting(batches):
-            yield Slices(moved(batch, self.device), used, feed.number)
+            yield BatchCursor(moved(batch, self.device), used, feed.number)
 
     def _expected(self, until: Duration) -> int | None:
         """Number of updates at the end of the training, for the progress bar; None if unknown."""
@@ -210,7 +210,7 @@ class Trainer:
     def _next_epoch(self) -> None:
         assert self._feed is not None
         self._epoch += 1
-        self._feed.go_to(Place())
+        self._feed.go_to(DataPosition())
 
     def _note(self, update: Update) -> None:
         """Record an update: data position, meters, timer and, every `log_every` updates, a log line."""
@@ -235,7 +235,7 @@ class Trainer:
         """
         if self._running.unread:
             self._write_progress()
-        if not (self._running.begun or ranks.meet(self.step.open)[0]):
+        if not (self._running.begun or collectives.all_reduce_scalars(self.step.open)[0]):
             raise BatchError(
                 f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
                 f"epoch {self._epoch}, and tail='drop'. Use a smaller samples=, or tail='update' or tail='carry'."
@@ -267,7 +267,7 @@ class Trainer:
         self.write("end", update=self.step.counters.updates, reason=reason)
         if self._files is not None:
             self._files.finish()
-        ranks.together()  # no rank exits before all are done
+        collectives.barrier()  # no rank exits before all are done
 
     # --- files -----------------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class Trainer:
         state = {"model": whole(self.model.state_dict()), "update": self.step.counters.updates}
         return self._run_files().save_aside(name, state)
 
-    def _run_files(self) -> Run:
+    def _run_files(self) -> RunDirectory:
         if self._files is None:
             raise CheckpointError("a checkpoint needs a run directory; found none. Use Trainer(..., run='runs/name').")
         return self._files
@@ -342,14 +342,14 @@ class Trainer:
             parts["loss"] = self.step.loss_fn
         return parts
 
-    def _open(self, loader: Iterable[Any], resume: bool) -> Feed:
+    def _open(self, loader: Iterable[Any], resume: bool) -> ResumableLoader:
         """Open the loader and the run directory, and resume from the newest checkpoint if asked. Collective."""
         if self._feed is None:
             first = 1 if self.fast_dev_run else self.overfit
-            self._feed = Feed(loader, self.seed, first, saved=self._files is not None, share=self._share)
+            self._feed = ResumableLoader(loader, self.seed, first, saved=self._files is not None, share=self._share)
             self._epoch = self.step.counters.epochs
-            if ranks.rank():  # random numbers, for example of dropout, must differ from those of rank 0
-                reseed(seed_of(self.seed, ranks.rank()))
+            if collectives.rank():  # random numbers, for example of dropout, must differ from those of rank 0
+                reseed(seed_of(self.seed, collectives.rank()))
         self.step.counters.epochs = self._epoch  # higher by 1 after a stop in validation, which is repeated
         self.loader = loader
         self._feed.use(loader)
@@ -362,12 +362,12 @@ class Trainer:
     @contextmanager
     def _closing(self) -> Iterator[None]:
         """Handle signals and errors; close loaders, files and progress bar on exit."""
-        self._leaving = Leaving(self.step)
+        self._leaving = StopController(self.step)
         with self._leaving.at_signals():
             try:
                 yield
             except BaseException as error:
-                ranks.tell(error)
+                collectives.announce_error(error)
                 self._listeners.tell("on_error", error=error)
                 raise
             finally:
@@ -384,12 +384,12 @@ class Trainer:
         Modules are in eval mode during the call; their modes are restored. With several ranks all must call it: each
         evaluates its shard of the samples, and all get the result.
         """
-        with ranks.telling():
+        with collectives.errors_on_all_ranks():
             return self._evaluated(self._validation_batches(loader))
 
     def _evaluated(self, batches: Iterable[Any]) -> dict[str, float]:
-        sums = Quotient()
-        outputs = Outputs(self.model)
+        sums = WeightedMean()
+        outputs = OutputRecorder(self.model)
         for metric in self._metrics.values():
             metric.reset()
         with self._looking(), outputs:
@@ -401,14 +401,14 @@ class Trainer:
                 for metric in self._metrics.values():
                     metric.update(outputs.last(), batch)
         # Broadcast from rank 0: bit-identical values, so that callbacks on all ranks decide alike.
-        return ranks.told({"loss": sums.value(), **results(self._metrics)})
+        return collectives.broadcast_object({"loss": sums.value(), **results(self._metrics)})
 
     def _validation_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of epoch 0 of a loader, with the same random numbers in each call."""
         if self._validation is None:
-            self._validation = Feed(loader, self.seed, apart=True, share=self._share)
+            self._validation = ResumableLoader(loader, self.seed, apart=True, share=self._share)
         self._validation.use(loader)
-        self._validation.go_to(Place())
+        self._validation.go_to(DataPosition())
         self._validation.look(0)
         for batch, _ in self._validation.epoch(0):
             yield moved(batch, self.device)

@@ -11,7 +11,7 @@ from samplewise.report import settings, training
 from samplewise.report.html import NOTHING, Section, aligned, columns, fact, pairs, quiet, shortened, table, text
 from samplewise.report.page import page, warned, write
 from samplewise.report.previews import Preview, Previews, as_html, read_previews
-from samplewise.report.run import Curve, Run, read_run
+from samplewise.report.run import Curve, RunLog, read_run
 from samplewise.report.samples import Samples, read_samples
 
 MOST_CARDS = 24  # suspects shown as cards
@@ -23,7 +23,7 @@ class Compared(NamedTuple):
     """One of the compared runs."""
 
     name: str  # unique
-    run: Run
+    run: RunLog
     charts: training.Charts
     samples: Samples
     previews: Previews
@@ -34,7 +34,7 @@ def write_comparison(runs: Sequence[Path], to: Path | None = None, reload: float
     return write(comparison([read_run(Path(run)) for run in runs], reload), Path(to or "comparison.html"))
 
 
-def comparison(runs: Sequence[Run], reload: float | None = None) -> str:
+def comparison(runs: Sequence[RunLog], reload: float | None = None) -> str:
     """HTML page that compares several runs. `reload`: seconds after which the page reloads itself."""
     compared = [
         Compared(name, run, training.charts(run), read_samples(run), read_previews(run))
@@ -53,7 +53,7 @@ def comparison(runs: Sequence[Run], reload: float | None = None) -> str:
     return page(title, f'<ul class="states quiet">{states}</ul>\n', [warned(said), *sections], reload=reload)
 
 
-def names(runs: Sequence[Run]) -> list[str]:
+def names(runs: Sequence[RunLog]) -> list[str]:
     """Unique names of runs: with the directory if names are equal, and with a number if these are equal, too."""
     counts = Counter(run.name for run in runs)
     placed = [run.name if counts[run.name] == 1 else f"{run.name} ({run.directory})" for run in runs]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from samplewise.report.charts import Frame, shares
 from samplewise.report.html import Section, aligned, columns, figure, table
-from samplewise.report.run import Curve, Line, Run, curve, is_number
+from samplewise.report.run import Curve, Line, RunLog, curve, is_number
 from samplewise.report.training import drawn
 
 STRETCHES = 100  # intervals of the run in the chart of phases
@@ -22,7 +22,7 @@ class Spent(NamedTuple):
     seconds: dict[str, float]  # by phase
 
 
-def cost(run: Run) -> Section:
+def cost(run: RunLog) -> Section:
     spent = _spent(run.train)
     frame = Frame(*run.span)
     timed = [{"update": s.update, "ms": 1e3 * sum(s.seconds.values()) / s.updates} for s in spent]

@@ -7,12 +7,12 @@ from typing import Any
 
 from samplewise.report.charts import Frame, lines, spans_decades
 from samplewise.report.html import Section, aligned, beside, figure, quiet, table
-from samplewise.report.run import Curve, Run, points
+from samplewise.report.run import Curve, RunLog, points
 
 MOST = 12  # layers in the chart
 
 
-def layers(run: Run) -> Section:
+def layers(run: RunLog) -> Section:
     curves = _curves(run)
     if not curves:
         return Section("Layers", "")
@@ -32,7 +32,7 @@ def layers(run: Run) -> Section:
     return Section("Layers", beside(chart, _table(shown) + (quiet(note) if left else "")))
 
 
-def _curves(run: Run) -> list[Curve]:
+def _curves(run: RunLog) -> list[Curve]:
     """One curve per layer, in the order of the model."""
     values: dict[str, list[tuple[Any, Any]]] = {}
     for line in run.layers:

@@ -7,12 +7,12 @@ from statistics import median
 
 from samplewise.report.charts import Frame, lines
 from samplewise.report.html import Section, beside, figure, quiet, text
-from samplewise.report.run import Curve, Run, curve
+from samplewise.report.run import Curve, RunLog, curve
 
 FAR = 4.0  # ratio of batch size and noise scale from which the text recommends another batch size
 
 
-def noise(run: Run) -> Section:
+def noise(run: RunLog) -> Section:
     if not run.noise:
         return Section("Noise scale", "")
     scale = _positive(curve(run.noise, "scale", "noise scale"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from samplewise.report.charts import Band, Frame, bands, spans_decades
 from samplewise.report.html import Section, beside, figure, quiet
-from samplewise.report.run import Run
+from samplewise.report.run import RunLog
 from samplewise.report.samples import Samples
 
 
-def norms(run: Run, samples: Samples) -> Section:
+def norms(run: RunLog, samples: Samples) -> Section:
     title = "Gradient norms over time"
     if not samples.norms:
         return Section(title, "")

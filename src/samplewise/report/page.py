@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from samplewise.files import whole
+from samplewise.core.atomic_io import whole
 from samplewise.report import settings, training
 from samplewise.report.cost import cost
 from samplewise.report.html import Section, package_file, text
@@ -15,7 +15,7 @@ from samplewise.report.layers import layers
 from samplewise.report.noise import noise
 from samplewise.report.norms import norms
 from samplewise.report.previews import read_previews
-from samplewise.report.run import Run, read_run
+from samplewise.report.run import RunLog, read_run
 from samplewise.report.samples import read_samples
 from samplewise.report.scatter import scatter
 
@@ -40,7 +40,7 @@ def write(page: str, to: Path) -> Path:
     return to
 
 
-def report(run: Run, reload: float | None = None) -> str:
+def report(run: RunLog, reload: float | None = None) -> str:
     """HTML page of a run."""
     samples = read_samples(run)
     previews = read_previews(run)

@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import Any
 
 from samplewise.report.html import pairs, shortened, text
-from samplewise.report.run import Run
+from samplewise.report.run import RunLog
 
 VERSION = 1
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -60,7 +60,7 @@ class Previews:
         return shown
 
 
-def read_previews(run: Run) -> Previews:
+def read_previews(run: RunLog) -> Previews:
     """Previews of a run; empty without previews.json, and with a warning if it cannot be read."""
     path = run.directory / "previews.json"
     if not path.exists():

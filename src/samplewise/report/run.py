@@ -30,7 +30,7 @@ class Curve(NamedTuple):
 
 
 @dataclass
-class Run:
+class RunLog:
     """Lines of a log by kind, in the order of the log, and warnings about lines that were left out.
 
     In a train line, `update` and `samples` count from the start of the run, `skipped` and `seconds` from the previous
@@ -107,14 +107,14 @@ def points(found: Iterable[tuple[Any, Any]]) -> list[Point]:
     return [(float(x), float(y)) for x, y in found if is_number(x) and isfinite(x) and is_number(y)]
 
 
-def read_run(directory: Path) -> Run:
+def read_run(directory: Path) -> RunLog:
     """Read run.json and log.jsonl of a run directory; what cannot be read becomes a warning in `left_out`."""
     if not directory.is_dir():
         raise FileNotFoundError(
             f"a report needs a run directory; found none at {directory}. Pass the directory that the training wrote to."
         )
     log = directory / "log.jsonl"
-    run = Run(directory)
+    run = RunLog(directory)
     if not log.is_file() and not numbered(directory):
         raise FileNotFoundError(
             f"a run directory must contain log.jsonl; found none in {directory}. "
@@ -128,7 +128,7 @@ def read_run(directory: Path) -> Run:
     return run
 
 
-def _read_about(run: Run) -> None:
+def _read_about(run: RunLog) -> None:
     path = run.directory / "run.json"
     if not path.is_file():
         run.left_out.append("There is no run.json: name, versions and settings are not known.")
@@ -142,7 +142,7 @@ def _read_about(run: Run) -> None:
     run.about = about or {}
 
 
-def _read_log(run: Run, log: Path) -> None:
+def _read_log(run: RunLog, log: Path) -> None:
     ends: list[Line] = []
     names = ("train", "validation", "epoch", "lr", "layers", "noise")
     kinds = {"end": ends} | {name: getattr(run, name) for name in names}

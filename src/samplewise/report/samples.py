@@ -14,7 +14,7 @@ from samplewise.ledger.files import numbered, parts, visits_in
 from samplewise.ledger.visits import SCORES, Visits, recommended, suspicion
 from samplewise.report.html import shortened
 from samplewise.report.reading import Repeats, Spread
-from samplewise.report.run import Curve, Run
+from samplewise.report.run import Curve, RunLog
 
 MOST_SUSPECTS = 200
 MOST_NAMED = 10  # ids in the warning about samples without finite score
@@ -53,7 +53,7 @@ class Samples:
         return [str(one) for one in ids]
 
 
-def read_samples(run: Run) -> Samples:
+def read_samples(run: RunLog) -> Samples:
     """Read the ledger of a run; errors become warnings."""
     said: list[str] = []
     seen = Visits()
@@ -85,7 +85,7 @@ def _never_finite(known: int, unknown: Any) -> list[str]:
     return [f"{count} never had a finite loss or norm and are not shown: {named}{more}"]
 
 
-def _read(run: Run, said: list[str], readers: Sequence[Visits | Repeats | Spread]) -> None:
+def _read(run: RunLog, said: list[str], readers: Sequence[Visits | Repeats | Spread]) -> None:
     """Pass each readable part of the ledger to the readers; add a warning for each part that cannot be read."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

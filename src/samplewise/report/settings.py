@@ -6,13 +6,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from samplewise.report.html import Section, columns, facts, number, text
-from samplewise.report.run import Run, is_number
+from samplewise.report.run import RunLog, is_number
 from samplewise.report.training import better, extreme, measured
 
 TILES = 6  # headline figures
 
 
-def tiles(run: Run, samples: int | None) -> str:
+def tiles(run: RunLog, samples: int | None) -> str:
     """Headline figures at the top of the page: updates, epochs, samples, best values."""
     epochs = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
     shown = [("updates", f"{run.reached('update'):,}"), ("epochs", f"{len(epochs):,}")]
@@ -24,7 +24,7 @@ def tiles(run: Run, samples: int | None) -> str:
     return f'<dl class="tiles">{"".join(entries)}</dl>\n' if run.lines else ""
 
 
-def configuration(run: Run) -> Section:
+def configuration(run: RunLog) -> Section:
     """Content of run.json; each nested object becomes a table of its own."""
     inner = {name: value for name, value in run.about.items() if isinstance(value, dict) and value}
     known = {name: value for name, value in run.about.items() if name != "name" and not isinstance(value, dict)}
@@ -34,7 +34,7 @@ def configuration(run: Run) -> Section:
     return Section("Configuration", columns("".join(tables)))
 
 
-def warnings(run: Run) -> list[str]:
+def warnings(run: RunLog) -> list[str]:
     """Warning if the run was written by another version of samplewise."""
     wrote: Any = run.about.get("samplewise")
     try:

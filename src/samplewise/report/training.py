@@ -9,7 +9,7 @@ from typing import Any
 
 from samplewise.report.charts import MOST_POINTS, Frame, lines
 from samplewise.report.html import Section, aligned, columns, figure, number, quiet, table, text
-from samplewise.report.run import Curve, Line, Run, curve, is_number
+from samplewise.report.run import Curve, Line, RunLog, curve, is_number
 
 LOWER_IS_BETTER = set("loss error err mse rmse mae nll ce bce perplexity ppl bpb wer cer fid brier ece regret".split())
 HIGHER_IS_BETTER = set(
@@ -21,7 +21,7 @@ MOST_EPOCHS = 200  # rows of the table
 Charts = dict[str, list[Curve]]  # by title
 
 
-def state(run: Run) -> str:
+def state(run: RunLog) -> str:
     """Sentence about the end of the run."""
     if run.end:
         return f"Ended at update {run.reached('update'):,}: {run.end.get('reason', 'no reason given')}"
@@ -30,7 +30,7 @@ def state(run: Run) -> str:
     return "Nothing logged yet"
 
 
-def charts(run: Run) -> Charts:
+def charts(run: RunLog) -> Charts:
     """Charts of the numbers in the log, by title; numbers without any value have no chart."""
     metrics = {f"Validation: {name}": [curve(run.validation, name, f"validation {name}")] for name in run.metrics()}
     found = {
@@ -61,7 +61,7 @@ def not_finite(drawn: Curve) -> str:
     return f"{drawn.name}: {bad:,} of {len(drawn.points):,} values are NaN or infinite and left out of the curve."
 
 
-def curves(run: Run, found: Charts) -> Section:
+def curves(run: RunLog, found: Charts) -> Section:
     missing = "" if run.metrics() else quiet("This run has no validation.")
     content = figures(found, run.span)
     return Section("Curves", content + missing if content else quiet("No data to draw yet."))
@@ -87,13 +87,13 @@ def drawn(prefix: str, title: str, curves: Sequence[Curve], frame: Frame, log: b
 # -------------------------------------------------------------------------------- best values
 
 
-def measured(run: Run) -> list[Curve]:
+def measured(run: RunLog) -> list[Curve]:
     """Curves that have a best value: train loss and validation metrics."""
     train = curve(run.train, "loss", "train loss")
     return [train, *(curve(run.validation, name, f"validation {name}") for name in run.metrics())]
 
 
-def best(run: Run) -> Section:
+def best(run: RunLog) -> Section:
     found = measured(run)
     rows = [
         (drawn.name, which, number(value), f"{update:,.0f}", number(drawn.points[-1][1]))
@@ -127,7 +127,7 @@ def extreme(drawn: Curve, which: str) -> Sequence[tuple[float, float]]:
 # ------------------------------------------------------------------------------------- epochs
 
 
-def epochs(run: Run) -> Section:
+def epochs(run: RunLog) -> Section:
     every = sorted({line["epoch"] for line in run.lines if is_number(line.get("epoch")) and isfinite(line["epoch"])})
     found = _spread(every, MOST_EPOCHS)
     train = _last_of_epoch(run.train)
@@ -166,7 +166,7 @@ def _seconds_of_epoch(lines: Iterable[Line]) -> dict[Any, Line]:
     return {epoch: {"seconds": seconds} for epoch, seconds in sums.items()}
 
 
-def skipped(run: Run) -> Section:
+def skipped(run: RunLog) -> Section:
     noted = [(update, count) for update, count in curve(run.train, "skipped").finite if count > 0]
     if not noted:
         return Section("Skipped updates", quiet("None." if run.train else "Nothing logged yet."))

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samplewise.batches import cut, length
+from samplewise.core.batches import cut, length
+from samplewise.core.memory import is_out_of_memory
+from samplewise.core.snapshot import modes, snapshot
 from samplewise.engine.graph import Graph
 from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import LossesError, SamplesInteractError
-from samplewise.memory import is_out_of_memory
-from samplewise.replay import modes, snapshot
-from samplewise.step.evaluation import Evaluation
-from samplewise.step.mistakes import look_at_strangers, warn
+from samplewise.step.checks import look_at_strangers, warn
+from samplewise.step.forward import LossEvaluator
 
 FEW = 8  # number of samples in the first comparison: enough to detect interaction
 
@@ -33,7 +33,7 @@ class Audit:
     `own_gradients`: transforms use per-sample gradients, so that interacting samples are an error.
     """
 
-    def __init__(self, evaluation: Evaluation, every: int | bool | None, own_gradients: bool):
+    def __init__(self, evaluation: LossEvaluator, every: int | bool | None, own_gradients: bool):
         if not (every is None or every is False or (type(every) is int and every > 0)):
             raise ValueError(f"audit must be a positive number of updates, None or False; found {every!r}.")
         self.evaluation = evaluation

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.batches import cut, length
-from samplewise.memory import free_memory, is_out_of_memory
-from samplewise.replay import snapshot
-from samplewise.step.parameters import Trained
+from samplewise.core.batches import cut, length
+from samplewise.core.memory import free_memory, is_out_of_memory
+from samplewise.core.snapshot import snapshot
+from samplewise.step.parameters import TrainedParameters
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def auto(memory: int | None = None) -> Auto:
 class Microbatch:
     """Microbatch size of a step. `size`: samples per microbatch; None: as they arrive."""
 
-    def __init__(self, given: int | str | Auto | None, modules: Sequence[nn.Module], trained: Trained):
+    def __init__(self, given: int | str | Auto | None, modules: Sequence[nn.Module], trained: TrainedParameters):
         given = auto() if given == "auto" else given
         if not (given is None or isinstance(given, Auto) or (type(given) is int and given > 0)):
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from samplewise.errors import ParameterError
 
 
-class Trained:
+class TrainedParameters:
     """The optimizer's parameters, with their names in the modules: `owned` as the optimizer holds them, `named` as the
     autograd graph contains them. Both are equal unless the optimizer holds shards. `leaves`: id of a shard -> name and
     whole parameter.

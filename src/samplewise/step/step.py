@@ -11,26 +11,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from samplewise import ranks
-from samplewise.engine.replicas import inner
+from samplewise.core.losses import as_loss_fn
+from samplewise.distributed import collectives
+from samplewise.distributed.ddp import inner
 from samplewise.errors import BatchError, DistributedError
-from samplewise.losses import as_loss_fn
+from samplewise.step.amp import MixedPrecision
+from samplewise.step.apply import UpdateApplier
+from samplewise.step.arguments import check_options, check_scheduler
 from samplewise.step.audit import Audit
-from samplewise.step.columns import Noted, note
+from samplewise.step.batch_columns import BatchColumns, note
+from samplewise.step.batch_cursor import BatchCursor
 from samplewise.step.compiled.compiling import Compiling
-from samplewise.step.evaluation import Evaluation
-from samplewise.step.finish import Finish
-from samplewise.step.maker import Maker
+from samplewise.step.distributed_window import DistributedWindow, team_of
+from samplewise.step.forward import LossEvaluator
+from samplewise.step.functional_optim import Rule, as_optimizer
 from samplewise.step.microbatch import Auto, Microbatch
-from samplewise.step.options import check_options, check_scheduler
-from samplewise.step.parameters import Trained
-from samplewise.step.precision import Precision
-from samplewise.step.rules import Rule, as_optimizer
-from samplewise.step.slices import Slices
-from samplewise.step.spread import Strategy
-from samplewise.step.team import Team, team_of
+from samplewise.step.parameters import TrainedParameters
+from samplewise.step.strategy import Strategy
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import Counters, Window
+from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.chain import as_chain
 
 
@@ -76,7 +76,7 @@ class Step:
     If an exception is raised, the open window is discarded, and parameters, optimizer and buffers are as before it.
     """
 
-    @ranks.telling()
+    @collectives.errors_on_all_ranks()
     def __init__(
         self,
         model: nn.Module,
@@ -120,12 +120,12 @@ class Step:
         self._team = team = team_of(model, strategy, modules, self.settings, optimizer)
         everything = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, everything if team is None else team.spread.owned(everything))
-        self._trained = Trained(optimizer, modules, None if team is None else team.spread.leaves)
-        self.precision = Precision(precision)
+        self._trained = TrainedParameters(optimizer, modules, None if team is None else team.spread.leaves)
+        self.precision = MixedPrecision(precision)
         self._microbatch = Microbatch(microbatch, modules, self._trained)
         losses = self.loss_fn if team is None else team.spread.around(self.loss_fn)
-        self._evaluation = Evaluation(modules, self._trained, losses, self.precision, self._microbatch.budget)
-        self._finish = Finish(
+        self._evaluation = LossEvaluator(modules, self._trained, losses, self.precision, self._microbatch.budget)
+        self._finish = UpdateApplier(
             self._trained,
             optimizer,
             scheduler,
@@ -137,7 +137,7 @@ class Step:
         )
         self._audit = Audit(self._evaluation, audit, self.transforms.measures)
         parts = self._evaluation, self._microbatch, self._finish, self._audit
-        self._maker = Maker(*parts, self.transforms, self.record)
+        self._maker = WindowBuilder(*parts, self.transforms, self.record)
         self._compiling = Compiling(
             compile if team is None else False,
             self._evaluation,
@@ -150,7 +150,7 @@ class Step:
         )
         if team is not None:
             team.check_alike(self._trained, optimizer)
-        self._rest: Slices | None = None  # the current batch, until all of its samples are used
+        self._rest: BatchCursor | None = None  # the current batch, until all of its samples are used
         self._alone = False  # inside run(): the caller does not see single updates, so compiled code may run in blocks
         self._made_compiled = False
 
@@ -213,12 +213,12 @@ class Step:
         """Number of samples consumed from the current batch; 0 if no partly used batch is left."""
         return 0 if self._rest is None else self._rest.taken
 
-    @ranks.telling()
+    @collectives.errors_on_all_ranks()
     def join(self) -> None:
         """Attach a process group that was initialized after this step was created, as with strategy="ddp". Call it
         before the first update. No effect with one process or if the step already has a group.
         """
-        if self._team is None and ranks.active():
+        if self._team is None and collectives.active():
             if self._strategy not in (None, "ddp"):
                 raise DistributedError(
                     f"the process group must exist before a step with strategy={self._strategy!r} is created; found "
@@ -256,7 +256,7 @@ class Step:
         yield from self._use_up()
         try:
             for number, batch in enumerate(loader):
-                self._rest = batch if isinstance(batch, Slices) else Slices(batch, number=number)
+                self._rest = batch if isinstance(batch, BatchCursor) else BatchCursor(batch, number=number)
                 yield from self._use_up()
             if self._team is not None:
                 yield from self._until_all_have_ended(self._team)
@@ -286,7 +286,7 @@ class Step:
         batch or `flush`.
         """
         updates = list(self._use_up())
-        self._rest = Slices(batch)
+        self._rest = BatchCursor(batch)
         return updates + list(self._use_up())
 
     def flush(self) -> Update | None:
@@ -301,7 +301,7 @@ class Step:
 
     def accumulate(self, batch: Any) -> None:
         """Add a batch of any size to the window without making an update."""
-        rest = Slices(batch)
+        rest = BatchCursor(batch)
         try:
             while not rest.empty:
                 self._maker.add(*rest.take(self._microbatch.size))
@@ -346,7 +346,7 @@ class Step:
             "microbatch": self._microbatch.size,
             "compiling": self._compiling.state_dict(),
             "dealt": [] if self._team is None else [self._team.size, self._team.dealt],
-            "window": self._maker.state_dict() if window else Maker.NO_WINDOW,
+            "window": self._maker.state_dict() if window else WindowBuilder.NO_WINDOW,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -388,7 +388,7 @@ class Step:
             if update is not None:
                 yield update
 
-    def _compiled(self, rest: Slices) -> Iterator[Update]:
+    def _compiled(self, rest: BatchCursor) -> Iterator[Update]:
         """Make as many updates as possible with compiled code. Inside run(), a block of updates is one `Update`."""
         self._maker.check_alone()
         make = self._compiling.blocks if self._alone else self._compiling.updates
@@ -405,7 +405,7 @@ class Step:
             if self._rest is not rest or self._window.open:
                 return
 
-    def _noted(self, rest: Slices, start: int) -> list[Noted]:
+    def _noted(self, rest: BatchCursor, start: int) -> list[BatchColumns]:
         """Batch columns of the rows consumed since row `start`."""
         return [note(rest.batch, self.columns, self.counters.epochs, slice(start, rest.taken))]
 
@@ -435,7 +435,7 @@ class Step:
         share = self.samples if self._team is None else self._team.share(self._window, self.samples)
         return share - self._window.samples
 
-    def _add_next(self, rest: Slices) -> None:
+    def _add_next(self, rest: BatchCursor) -> None:
         window = self._window
         limit = min(self._room(), self._microbatch.size or inf)
         piece, size = rest.take(None if limit == inf else int(limit))
@@ -455,7 +455,7 @@ class Step:
             found = f"{window.samples} samples after a batch that cannot be cut"
             raise BatchError(_UNCUT.format(samples=self.samples, found=found))
 
-    def _check_not_empty(self, rest: Slices, error: BaseException | None = None) -> None:
+    def _check_not_empty(self, rest: BatchCursor, error: BaseException | None = None) -> None:
         """Raise BatchError if the batch has no samples. Called only after a failure: checking each batch would cost
         microseconds.
         """
@@ -482,11 +482,11 @@ class Step:
 
     # --- several ranks ---------------------------------------------------------------------------------------------
 
-    def _meet(self, team: Team, ended: bool = False) -> Update | None:
+    def _meet(self, team: DistributedWindow, ended: bool = False) -> Update | None:
         """Make the update if all ranks together have its samples; otherwise return None."""
         return self._maker.update() if team.meet(self._window, self.samples, self.tail, ended) else None
 
-    def _until_all_have_ended(self, team: Team) -> Iterator[Update]:
+    def _until_all_have_ended(self, team: DistributedWindow) -> Iterator[Update]:
         """Take part in the collectives of each window after this rank's loader has ended, until all loaders have."""
         while True:
             update = self._meet(team, ended=True)
@@ -501,7 +501,7 @@ class Step:
             if all_ended:
                 return
 
-    def _all_end(self, team: Team) -> Update | None:
+    def _all_end(self, team: DistributedWindow) -> Update | None:
         """Make an update from the samples of all ranks; None if no rank has any. Every rank must call it."""
         try:
             return self._maker.update() if team.meet(self._window, None, "update", ended=True) else None

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from samplewise.errors import LossesError
-from samplewise.step.columns import Column, Noted, columns_of
-from samplewise.step.parts import Part, cat, total, total_loss
+from samplewise.step.batch_columns import BatchColumns, Column, columns_of
+from samplewise.step.microbatch_stats import MicrobatchStats, cat, total, total_loss
 from samplewise.step.window import Agreement
-from samplewise.transforms.numbers import PerSample, together
+from samplewise.transforms.stats import PerSample, together
 
 
-class Mask(Protocol):
+class SkipCheck(Protocol):
     """Flag on the device: whether the update was finite and was applied."""
 
     well: Tensor
@@ -33,7 +33,7 @@ class Outcome:
     skipped: bool
     lr: list[Any]  # one for each of the optimizer's parameter groups
     norm: Callable[[], Tensor]
-    mask: Mask | None = None  # set if the device decides whether the update is skipped
+    mask: SkipCheck | None = None  # set if the device decides whether the update is skipped
 
 
 class Update:
@@ -63,9 +63,9 @@ class Update:
         index: int,
         samples: int,
         outcome: Outcome,
-        parts: list[Part],
+        parts: list[MicrobatchStats],
         asked_late: Callable[[Update], Tensor],
-        noted: Sequence[Noted] = (),
+        noted: Sequence[BatchColumns] = (),
         updates: int = 1,  # more for a block of compiled updates
         agreed: Agreement | None = None,
     ):
@@ -149,7 +149,7 @@ class Update:
         self._known_parts()
         return float(self._outcome.norm())
 
-    def _known_parts(self) -> list[Part]:
+    def _known_parts(self) -> list[MicrobatchStats]:
         """The parts; first raises for non-finite values if that check was left on the device."""
         if self._outcome.mask is not None:
             self._outcome.mask.check()
@@ -168,8 +168,8 @@ class Totals:
     def __init__(self) -> None:
         self.updates = self.skipped = self.samples = 0
         self.seconds = 0.0
-        self._mask: Mask | None = None
-        self._parts: list[Part] = []
+        self._mask: SkipCheck | None = None
+        self._parts: list[MicrobatchStats] = []
         self._sum: Tensor | float = 0.0
         self._count: Tensor | float = 0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from samplewise.transforms.numbers import Numbers, PerSample
 from samplewise.transforms.reference import Direction, Reference
+from samplewise.transforms.stats import Numbers, PerSample
 from samplewise.transforms.transform import SampleTransform, quotient
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from samplewise.errors import TransformError
-from samplewise.transforms.numbers import Numbers, PerSample, joined, split
 from samplewise.transforms.reference import Reference
+from samplewise.transforms.stats import Numbers, PerSample, joined, split
 from samplewise.transforms.transform import Grouping, SampleTransform, SumTransform, Transform
 from samplewise.transforms.weight import weight
 

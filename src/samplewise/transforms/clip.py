@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.transforms.numbers import Numbers, PerSample
+from samplewise.transforms.stats import Numbers, PerSample
 from samplewise.transforms.transform import SampleTransform, positive
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samplewise.batches import pick
+from samplewise.core.batches import pick
 from samplewise.errors import TransformError
 from samplewise.transforms.transform import Grouping, function_name
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samplewise.transforms.numbers import Numbers, PerSample
+from samplewise.transforms.stats import Numbers, PerSample
 from samplewise.transforms.transform import SampleTransform, positive, quotient
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from samplewise.engine.finite import all_finite
 from samplewise.errors import TransformError
-from samplewise.transforms.numbers import Numbers, PerSample
 from samplewise.transforms.reference import Reference
+from samplewise.transforms.stats import Numbers, PerSample
 
 NEEDS = ("losses", "counts", "norms", "batch")
 

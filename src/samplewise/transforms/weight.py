@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.batches import pick
+from samplewise.core.batches import pick
 from samplewise.errors import TransformError
-from samplewise.transforms.numbers import Numbers, PerSample
+from samplewise.transforms.stats import Numbers, PerSample
 from samplewise.transforms.transform import NEEDS, SampleTransform, function_name
 
 

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.engine import rowwise
-from samplewise.engine.forms import Dense, Form, total
+from samplewise.engine.grads import by_rows
+from samplewise.engine.grads.base import DenseGrad, PerSampleGrad, total
+from samplewise.engine.grads.factored import FactoredGrad, Term, checked_pairs
 from samplewise.engine.graph import Node, scalar
-from samplewise.engine.outer import Outer, Term, checked_pairs
 from samplewise.engine.rules.use import Use, summed
 
 # Patch size (elements under the kernel) below which a grouped convolution has too little work per group.
@@ -36,7 +36,7 @@ WIDE_PATCH = 512
 CHUNK = 2**20
 
 
-class Settings(NamedTuple):
+class ConvolutionSettings(NamedTuple):
     """Settings saved by the convolution node."""
 
     stride: tuple[int, ...]
@@ -52,12 +52,12 @@ class Settings(NamedTuple):
         return not self.transposed and self.groups == 1
 
 
-def _settings(node: Node) -> Settings:
-    names: Any = Settings._fields
-    return Settings(*(scalar(node, name) for name in names))
+def _settings(node: Node) -> ConvolutionSettings:
+    names: Any = ConvolutionSettings._fields
+    return ConvolutionSettings(*(scalar(node, name) for name in names))
 
 
-def kernel(use: Use) -> Form | None:
+def kernel(use: Use) -> PerSampleGrad | None:
     """Rule for the weight of a convolution."""
     g = use.gradient
     x = use.tensor("input")
@@ -65,28 +65,28 @@ def kernel(use: Use) -> Form | None:
     rows = use.tag.rows(tuple(g.shape), 1)
     if rows is None or g.is_complex() or g.dim() != weight.dim():
         return None
-    form = Convolution(rows.gather(x), rows.gather(g), weight.detach(), _settings(use.node))
-    kept = form if form.prefers_factors else Dense(*form.parts(0, form.samples))
-    return ChannelsLast(kept) if form.channels_last else kept
+    form = ConvolutionGrad(rows.gather(x), rows.gather(g), weight.detach(), _settings(use.node))
+    kept = form if form.prefers_factors else DenseGrad(*form.parts(0, form.samples))
+    return ChannelsLastGrad(kept) if form.channels_last else kept
 
 
-def bias(use: Use) -> Form | None:
+def bias(use: Use) -> PerSampleGrad | None:
     """Rule for the bias of a convolution."""
     return summed(use, use.gradient, (1, *use.shape, *(1,) * (use.gradient.dim() - 2)))
 
 
-class Convolution(Form):
+class ConvolutionGrad(PerSampleGrad):
     """Per-sample gradients of a weight from x (b, n, i, ...) and g (b, n, o, ...).
 
     Rows are (o, i, k), or (o, k, i) if `channels_last`.
     """
 
-    dot = rowwise.dot
-    gram = rowwise.gram
-    sum_of_squares = rowwise.sum_of_squares
-    project = rowwise.project
+    dot = by_rows.dot
+    gram = by_rows.gram
+    sum_of_squares = by_rows.sum_of_squares
+    project = by_rows.project
 
-    def __init__(self, x: Tensor, g: Tensor, weight: Tensor, settings: Settings):
+    def __init__(self, x: Tensor, g: Tensor, weight: Tensor, settings: ConvolutionSettings):
         self.x = x
         self.g = g
         self.weight = weight
@@ -159,13 +159,13 @@ class Convolution(Form):
         assert isinstance(term.left, Tensor) and isinstance(term.right, Tensor)
         return torch.bmm(term.left.transpose(1, 2), term.right, out=out).view(stop - start, *self.shape)
 
-    def _factors(self, start: int, stop: int) -> Outer:
+    def _factors(self, start: int, stop: int) -> FactoredGrad:
         """Factors of the gradients: left (b, np, o), right (b, np, ik)."""
         x = self.x[start:stop]
         g = self.g[start:stop]
         patches = _patches(x.flatten(0, 1), self.weight.shape[2:], self.settings, self.channels_last)
         right = patches.unflatten(0, x.shape[:2]).flatten(1, 2)
-        return Outer([Term(g.flatten(3).transpose(2, 3).flatten(1, 2), right)], self.shape)
+        return FactoredGrad([Term(g.flatten(3).transpose(2, 3).flatten(1, 2), right)], self.shape)
 
     def squared_norms(self) -> Tensor:
         step = max(1, CHUNK // (self.positions * self.patch))
@@ -203,7 +203,7 @@ class Convolution(Form):
             yield tuple(slice(f, f + (n - 1) * s + 1, s) for f, n, s in zip(firsts, out, stride, strict=True))
 
     def _some_norms(self, samples: Tensor) -> Tensor:
-        return rowwise.squared_norms(Convolution(self.x[samples], self.g[samples], self.weight, self.settings))
+        return by_rows.squared_norms(ConvolutionGrad(self.x[samples], self.g[samples], self.weight, self.settings))
 
     def sum(self, weights: Tensor | None) -> Tensor:
         along = (-1,) + (1,) * (self.g.dim() - 1)
@@ -215,12 +215,12 @@ class Convolution(Form):
         return f"factors, {self.positions} positions"
 
 
-class ChannelsLast(Form):
+class ChannelsLastGrad(PerSampleGrad):
     """Per-sample gradients with rows (o, k, i), presented in the parameter's layout (o, i, k)."""
 
-    project = rowwise.project
+    project = by_rows.project
 
-    def __init__(self, source: Form):
+    def __init__(self, source: PerSampleGrad):
         o, *kernel, i = source.shape
         super().__init__(source.samples, (o, i, *kernel), source.row_size, source.step)
         self.source = source
@@ -234,8 +234,8 @@ class ChannelsLast(Form):
     def dot(self, direction: Tensor) -> Tensor:
         return self.source.dot(direction.movedim(1, -1))
 
-    def gram(self, other: Form) -> Tensor:
-        return self.source.gram(other.source) if isinstance(other, ChannelsLast) else rowwise.gram(self, other)
+    def gram(self, other: PerSampleGrad) -> Tensor:
+        return self.source.gram(other.source) if isinstance(other, ChannelsLastGrad) else by_rows.gram(self, other)
 
     def sum(self, weights: Tensor | None) -> Tensor:
         return _first(self.source.sum(weights))
@@ -252,7 +252,7 @@ def _first(tensor: Tensor) -> Tensor:
     return tensor.movedim(-1, 1).contiguous()
 
 
-def _patches(x: Tensor, kernel_size: Sequence[int], settings: Settings, channels_last: bool) -> Tensor:
+def _patches(x: Tensor, kernel_size: Sequence[int], settings: ConvolutionSettings, channels_last: bool) -> Tensor:
     """Input patch of each output position, (n, i, ...) -> (n, p, i * k), or (n, p, k * i) with channels last."""
     windows = _padded(x, settings, channels_last)
     for d, size in enumerate(kernel_size):
@@ -266,7 +266,7 @@ def _patches(x: Tensor, kernel_size: Sequence[int], settings: Settings, channels
     return windows.permute(0, 1, *places, *positions).flatten(2 + dims).flatten(1, 1 + dims).transpose(1, 2)
 
 
-def _padded(x: Tensor, settings: Settings, channels_last: bool = False) -> Tensor:
+def _padded(x: Tensor, settings: ConvolutionSettings, channels_last: bool = False) -> Tensor:
     """Zero-pad the spatial dims of (n, i, ...); with channels last, the result has channels contiguous in memory."""
     sides = [side for p in reversed(settings.padding) for side in (p, p)]
     if channels_last:

@@ -10,44 +10,44 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from samplewise.engine.forms import Form
+from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.graph import scalar
 from samplewise.engine.rules.use import Use, summed
 
 
-def passed_on(use: Use) -> Form | None:
+def passed_on(use: Use) -> PerSampleGrad | None:
     """Rule for operands whose gradient is the output's gradient."""
     return summed(use, use.gradient)
 
 
-def added(use: Use) -> Form | None:
+def added(use: Use) -> PerSampleGrad | None:
     alpha = scalar(use.node, "alpha")
     return summed(use, use.gradient if alpha == 1 else use.gradient * alpha)
 
 
-def subtracted(use: Use) -> Form | None:
+def subtracted(use: Use) -> PerSampleGrad | None:
     return summed(use, use.gradient * -scalar(use.node, "alpha"))
 
 
-def times_other(use: Use) -> Form | None:
+def times_other(use: Use) -> PerSampleGrad | None:
     return _meeting(use, "other", torch.mul)
 
 
-def times_self(use: Use) -> Form | None:
+def times_self(use: Use) -> PerSampleGrad | None:
     return _meeting(use, "self", torch.mul)
 
 
-def divided(use: Use) -> Form | None:
+def divided(use: Use) -> PerSampleGrad | None:
     rounds = getattr(use.node, "_saved_rounding_mode", None) is not None
     return None if rounds else _meeting(use, "other", torch.div)
 
 
-def _meeting(use: Use, name: str, operation: Callable[[Tensor, Tensor], Tensor]) -> Form | None:
+def _meeting(use: Use, name: str, operation: Callable[[Tensor, Tensor], Tensor]) -> PerSampleGrad | None:
     if not isinstance(use.saved[name], Tensor):  # the other operand is a Python number
         return None
     return summed(use, operation(use.gradient, use.tensor(name)))
 
 
-def prelu_slope(use: Use) -> Form | None:
+def prelu_slope(use: Use) -> PerSampleGrad | None:
     x = use.tensor("self")
     return summed(use, torch.where(x > 0, 0, use.gradient * x))

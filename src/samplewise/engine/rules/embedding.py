@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.engine.forms import Form
+from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.factored import FactoredGrad, OneHot, Term
 from samplewise.engine.graph import Node, scalar
-from samplewise.engine.outer import OneHot, Outer, Term
 from samplewise.engine.rules.use import Use
 
 
-def table(use: Use) -> Form | None:
+def table(use: Use) -> PerSampleGrad | None:
     """Rule for the table of an embedding."""
     index = use.saved["indices"]
     g = use.gradient
@@ -22,11 +22,11 @@ def table(use: Use) -> Form | None:
     return looked_up(use.node, rows.gather(index.reshape(-1)), rows.gather(g.reshape(-1, width)), use.shape)
 
 
-def looked_up(node: Node, index: Tensor, gradient: Tensor, shape: tuple[int, ...]) -> Outer | None:
+def looked_up(node: Node, index: Tensor, gradient: Tensor, shape: tuple[int, ...]) -> FactoredGrad | None:
     """Gradients of a table of this shape from index (b, t) and gradient (b, t, i); None with scale_grad_by_freq."""
     if scalar(node, "scale_grad_by_freq"):  # frequencies are counted over the whole batch: computed by `generic`
         return None
     padding = scalar(node, "padding_idx")
     if padding >= 0:
         gradient = torch.where((index == padding)[:, :, None], 0, gradient)
-    return Outer([Term(OneHot(index, shape[0]), gradient)], shape)
+    return FactoredGrad([Term(OneHot(index, shape[0]), gradient)], shape)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.engine.forms import Dense, Form
+from samplewise.engine.grads.base import DenseGrad, PerSampleGrad
 from samplewise.engine.graph import scalar
 from samplewise.engine.rules.use import Use, summed
 
 
-def layer_norm_scale(use: Use) -> Form | None:
+def layer_norm_scale(use: Use) -> PerSampleGrad | None:
     x, mean, rstd, g = use.tensor("input"), use.tensor("result1"), use.tensor("result2"), use.gradient
     if torch.is_grad_enabled():
         return summed(use, g * _normalised(x, mean, rstd, tuple(range(-len(use.shape), 0))))
@@ -26,14 +26,14 @@ def layer_norm_scale(use: Use) -> Form | None:
     mean, rstd = (rows.gather(t.reshape(-1))[:, None] for t in (mean, rstd))
     # Sum over tokens of g * (x - mean) * rstd, computed as in the kernel: two products with a row of tokens.
     scale = torch.bmm(rstd, g * x) - torch.bmm(mean * rstd, g)
-    return Dense(scale.reshape(use.samples, *use.shape))
+    return DenseGrad(scale.reshape(use.samples, *use.shape))
 
 
-def layer_norm_shift(use: Use) -> Form | None:
+def layer_norm_shift(use: Use) -> PerSampleGrad | None:
     return summed(use, use.gradient)
 
 
-def group_norm_scale(use: Use) -> Form | None:
+def group_norm_scale(use: Use) -> PerSampleGrad | None:
     if not torch.is_grad_enabled():
         return _of_images(use, _each_image(use, 1))
     x = use.tensor("input")
@@ -44,16 +44,16 @@ def group_norm_scale(use: Use) -> Form | None:
     return summed(use, g * normal.view(x.shape), _channels(use))
 
 
-def group_norm_shift(use: Use) -> Form | None:
+def group_norm_shift(use: Use) -> PerSampleGrad | None:
     if not torch.is_grad_enabled():
         return _of_images(use, _each_image(use, 2))
     return summed(use, use.gradient, _channels(use))
 
 
-def _of_images(use: Use, values: Tensor) -> Form | None:
+def _of_images(use: Use, values: Tensor) -> PerSampleGrad | None:
     """Gradients from values (n, c), one row per image, summed over the images of each sample."""
     rows = use.tag.rows(tuple(use.gradient.shape), 1)
-    return None if rows is None else Dense(rows.gather(values).sum(1))
+    return None if rows is None else DenseGrad(rows.gather(values).sum(1))
 
 
 def _each_image(use: Use, operand: int) -> Tensor:
@@ -79,7 +79,7 @@ def _each_image(use: Use, operand: int) -> Tensor:
     return use.saved["each image"][operand].view(use.saved["input"].shape[:2])
 
 
-def batch_norm_scale(use: Use) -> Form | None:
+def batch_norm_scale(use: Use) -> PerSampleGrad | None:
     if scalar(use.node, "training"):
         return None
     x = use.tensor("input")
@@ -89,7 +89,7 @@ def batch_norm_scale(use: Use) -> Form | None:
     return summed(use, use.gradient * normal, _channels(use))
 
 
-def batch_norm_shift(use: Use) -> Form | None:
+def batch_norm_shift(use: Use) -> PerSampleGrad | None:
     return summed(use, use.gradient, _channels(use))
 
 

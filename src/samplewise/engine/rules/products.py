@@ -8,62 +8,62 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.engine.forms import ByRows, Dense, Form
+from samplewise.engine.grads.base import DenseGrad, PerSampleGrad, RowwiseGrad
+from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.graph import scalar
-from samplewise.engine.outer import Outer, Term
 from samplewise.engine.rules.use import Use, summed
 from samplewise.engine.tags import Tag, permuted
 
 
-def right_operand(use: Use, left: str, scale: float = 1) -> Form | None:
+def right_operand(use: Use, left: str, scale: float = 1) -> PerSampleGrad | None:
     """Gradients of W in mm(a, W): outer products of the rows of a with the rows of the output's gradient."""
     return _outer(use.tag, use.tensor(left), use.gradient, use.shape, scale)
 
 
-def left_operand(use: Use, right: str, scale: float = 1) -> Form | None:
+def left_operand(use: Use, right: str, scale: float = 1) -> PerSampleGrad | None:
     """Gradients of W in mm(W, a): outer products of the columns of the output's gradient with the columns of a."""
     tag = permuted(use.tag, tuple(use.gradient.shape), (1, 0))
     form = _outer(tag, use.tensor(right).T, use.gradient.T, (use.shape[1], use.shape[0]), scale)
     return form.transposed() if form is not None else None
 
 
-def _outer(tag: Tag | None, a: Tensor, g: Tensor, shape: tuple[int, ...], scale: float) -> Outer | None:
+def _outer(tag: Tag | None, a: Tensor, g: Tensor, shape: tuple[int, ...], scale: float) -> FactoredGrad | None:
     rows = tag.rows(tuple(g.shape), 1) if tag is not None else None
     if rows is None or a.is_complex() or g.is_complex():
         return None
-    return Outer([Term(rows.gather(a), rows.gather(g if scale == 1 else g * scale))], shape)
+    return FactoredGrad([Term(rows.gather(a), rows.gather(g if scale == 1 else g * scale))], shape)
 
 
-def mm_left(use: Use) -> Form | None:
+def mm_left(use: Use) -> PerSampleGrad | None:
     return left_operand(use, "mat2")
 
 
-def mm_right(use: Use) -> Form | None:
+def mm_right(use: Use) -> PerSampleGrad | None:
     return right_operand(use, "self")
 
 
-def addmm_bias(use: Use) -> Form | None:
+def addmm_bias(use: Use) -> PerSampleGrad | None:
     beta = scalar(use.node, "beta")
     return summed(use, use.gradient if beta == 1 else use.gradient * beta)
 
 
-def addmm_left(use: Use) -> Form | None:
+def addmm_left(use: Use) -> PerSampleGrad | None:
     return left_operand(use, "mat2", scalar(use.node, "alpha"))
 
 
-def addmm_right(use: Use) -> Form | None:
+def addmm_right(use: Use) -> PerSampleGrad | None:
     return right_operand(use, "mat1", scalar(use.node, "alpha"))
 
 
-def mv_vector(use: Use) -> Form | None:
+def mv_vector(use: Use) -> PerSampleGrad | None:
     """Rule for w in mv(a, w): rows of a, weighted by the elements of the output's gradient."""
     rows = use.tag.rows(tuple(use.gradient.shape), 1)
     if rows is None or use.gradient.is_complex():
         return None
-    return Dense(torch.einsum("bt,bti->bi", rows.gather(use.gradient), rows.gather(use.tensor("self"))))
+    return DenseGrad(torch.einsum("bt,bti->bi", rows.gather(use.gradient), rows.gather(use.tensor("self"))))
 
 
-class Batched(ByRows):
+class BatchedProductGrad(RowwiseGrad):
     """Gradients of W in bmm(a, W) with samples in the rows, from left (b, t, h, o) and right (b, t, h, i)."""
 
     def __init__(self, left: Tensor, right: Tensor):
@@ -79,7 +79,7 @@ class Batched(ByRows):
         return torch.einsum("btho,bthi->hoi", self.left, right)
 
 
-def bmm_right(use: Use) -> Form | None:
+def bmm_right(use: Use) -> PerSampleGrad | None:
     """Rule for W in bmm(a, W)."""
     a = use.tensor("self")
     g = use.gradient
@@ -90,5 +90,5 @@ def bmm_right(use: Use) -> Form | None:
     a = rows.gather(a.transpose(0, 1))
     g = rows.gather(g.transpose(0, 1))
     if use.shape[0] == 1:
-        return Outer([Term(a[:, :, 0], g[:, :, 0])], use.shape)
-    return Batched(a, g)
+        return FactoredGrad([Term(a[:, :, 0], g[:, :, 0])], use.shape)
+    return BatchedProductGrad(a, g)

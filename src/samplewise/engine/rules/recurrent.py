@@ -14,53 +14,53 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from samplewise.engine.forms import Dense, Form
+from samplewise.engine.grads.base import DenseGrad, PerSampleGrad
+from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.graph import scalar
-from samplewise.engine.outer import Outer, Term
 from samplewise.engine.rules.use import Use
-from samplewise.engine.tags import RegularRows, Rows, sequences_of
+from samplewise.engine.tags import RegularGather, RowGather, sequences_of
 
 LSTM = 2
 READS = ("input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_", "result0")
 
 
-def input_weights(use: Use) -> Form | None:
+def input_weights(use: Use) -> PerSampleGrad | None:
     return _weights(use, lambda: _in_order(use, use.saved["input"]))
 
 
-def hidden_weights(use: Use) -> Form | None:
+def hidden_weights(use: Use) -> PerSampleGrad | None:
     return _weights(use, lambda: _earlier(_in_order(use, use.saved["result0"]), use.saved["hx_"]))
 
 
-def _weights(use: Use, activation: Callable[[], Tensor]) -> Form | None:
+def _weights(use: Use, activation: Callable[[], Tensor]) -> PerSampleGrad | None:
     rows = _sequences(use)
     if rows is None:
         return None
     left, right = (_tokens(rows, x) for x in (_gate_gradient(use), activation()))
-    return Outer([Term(left, right)], use.shape)
+    return FactoredGrad([Term(left, right)], use.shape)
 
 
-def biases(use: Use) -> Form | None:
+def biases(use: Use) -> PerSampleGrad | None:
     rows = _sequences(use)
-    return None if rows is None else Dense(_tokens(rows, _gate_gradient(use)).sum(1))
+    return None if rows is None else DenseGrad(_tokens(rows, _gate_gradient(use)).sum(1))
 
 
-def _tokens(rows: Rows, x: Tensor) -> Tensor:
+def _tokens(rows: RowGather, x: Tensor) -> Tensor:
     """Sample-major tokens, (t, n, i) -> (b, sequences of b times t, i)."""
     return rows.gather(x.transpose(0, 1)).flatten(1, 2)
 
 
-def _sequences(use: Use) -> Rows | None:
+def _sequences(use: Use) -> RowGather | None:
     """Assignment of the n sequences to samples; None if not an LSTM, packed, in grad mode, or if outputs disagree."""
     plain = scalar(use.node, "mode") == LSTM and not scalar(use.node, "batch_sizes")
     if not plain or torch.is_grad_enabled():
         return None
     readings = [_of_sequences(use, slot) for slot in use.gradients]
-    alike = all(isinstance(r, RegularRows) and r == readings[0] for r in readings)
+    alike = all(isinstance(r, RegularGather) and r == readings[0] for r in readings)
     return readings[0] if alike or len(readings) == 1 else None
 
 
-def _of_sequences(use: Use, slot: int) -> Rows | None:
+def _of_sequences(use: Use, slot: int) -> RowGather | None:
     shape = tuple(use.gradients[slot].shape)
     tag = use.tags[slot]
     return sequences_of(tag, shape) if slot == 0 else tag.rows(shape, len(shape) - 1)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.engine.forms import Dense, Form
+from samplewise.engine.grads.base import DenseGrad, PerSampleGrad
 from samplewise.engine.graph import Edge, Node
 from samplewise.engine.layouts import locate
 from samplewise.engine.saved import Saved
@@ -47,7 +47,7 @@ class Use:
 class Rule(NamedTuple):
     """Function that converts a use to per-sample gradients, or returns None for a use that it does not support."""
 
-    form: Callable[[Use], Form | None]
+    form: Callable[[Use], PerSampleGrad | None]
     reads: tuple[str, ...] = ()  # names of the saved tensors it needs
 
 
@@ -56,7 +56,7 @@ def accumulable(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Form | None:
+def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> PerSampleGrad | None:
     """Gradients of a broadcast operand: `values`, in the layout of the output's gradient, summed within each sample.
 
     `shape` is the operand's shape with size 1 for the dims it was broadcast along. Default: aligned to the right.
@@ -65,7 +65,7 @@ def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Fo
         return None
     target = use.shape if shape is None else shape
     rows = _by_sample(use.tag, values, target)
-    return None if rows is None else Dense(rows.reshape(use.samples, *use.shape))
+    return None if rows is None else DenseGrad(rows.reshape(use.samples, *use.shape))
 
 
 def _by_sample(tag: Tag, values: Tensor, target: tuple[int, ...]) -> Tensor | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.engine.sharded import in_parts
+from samplewise.distributed.fsdp import in_parts
 
 DEEPEST = 100  # levels; the JSON parser fails at about 300, and a state that contains itself is infinite
 DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise import files
-from samplewise.engine.sharded import in_parts
+from samplewise.core import atomic_io
+from samplewise.distributed.fsdp import in_parts
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.encoding import (
     STRICT,
@@ -67,7 +67,7 @@ def write(path: Path, state: dict[Any, Any], *, snapshot: bool = True) -> str:
     header, order = _layout({"format": FORMAT, "version": str(VERSION), "state": text, "sha256": digest}, tensors)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
     try:
-        with files.whole(path, aside) as file:
+        with atomic_io.whole(path, aside) as file:
             file.write(header)
             for tensor in order:
                 file.write(_memory(tensor))

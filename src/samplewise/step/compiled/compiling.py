@@ -17,25 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.batches import cut, leaves
+from samplewise.core.batches import cut, leaves
+from samplewise.core.slow_notice import telling
 from samplewise.errors import TrainingWarning
-from samplewise.patience import telling
-from samplewise.step.compiled.cohorts import Cohorts
-from samplewise.step.compiled.formulas import formula_of
+from samplewise.step.accumulate import WeightedAccumulator
+from samplewise.step.apply import UpdateApplier
+from samplewise.step.batch_cursor import BatchCursor
+from samplewise.step.compiled.batch_signature import has_rows, signature
+from samplewise.step.compiled.errors import CannotCompile
 from samplewise.step.compiled.guards import Guards
-from samplewise.step.compiled.problems import CannotCompile
+from samplewise.step.compiled.kernel_replay import CHUNK
+from samplewise.step.compiled.optim_buckets import OptimBuckets
+from samplewise.step.compiled.optim_formulas import formula_of
 from samplewise.step.compiled.program import Program
-from samplewise.step.compiled.recording import CHUNK
-from samplewise.step.compiled.rows import has_rows, signature
 from samplewise.step.compiled.tracing import Tensors, trace_backward
-from samplewise.step.compiled.trial import agrees
-from samplewise.step.compiled.whole import Whole
-from samplewise.step.evaluation import Evaluation
-from samplewise.step.finish import Finish
+from samplewise.step.compiled.update_fn import CompiledUpdate
+from samplewise.step.compiled.verify import agrees
+from samplewise.step.forward import LossEvaluator
 from samplewise.step.microbatch import Microbatch
-from samplewise.step.parts import Part
-from samplewise.step.slices import Slices
-from samplewise.step.summing import Weighted
+from samplewise.step.microbatch_stats import MicrobatchStats
 from samplewise.transforms.chain import Chain
 
 AUTO_AFTER = 1000  # one-sample updates before "auto" compiles: training is then likely to last
@@ -43,7 +43,7 @@ SHAPES = 4  # maximum number of sample shapes that are compiled
 CHANGES = 8  # maximum number of recompilations after changes of the model or the optimizer
 
 
-Made = tuple[Part, int, int, float, list[Any], float]
+Made = tuple[MicrobatchStats, int, int, float, list[Any], float]
 """Result of one or several updates: (per-sample results, number of samples, number of updates, gradient norm of the
 last update, learning rates, seconds).
 """
@@ -55,8 +55,8 @@ class Compiling:
     def __init__(
         self,
         mode: bool | str,
-        evaluation: Evaluation,
-        finish: Finish,
+        evaluation: LossEvaluator,
+        finish: UpdateApplier,
         microbatch: Microbatch,
         chain: Chain,
         record: set[str],
@@ -109,7 +109,7 @@ class Compiling:
 
     # --- running updates -------------------------------------------------------------------------------------------
 
-    def updates(self, rest: Slices, samples: int | None) -> Iterator[Made]:
+    def updates(self, rest: BatchCursor, samples: int | None) -> Iterator[Made]:
         """Run compiled updates one by one, until the batch is used up or the next update must be uncompiled."""
         size = samples or rest.left
         end = rest.rows or 0
@@ -123,7 +123,7 @@ class Compiling:
             if not self._hold() or len(self.record) != records:
                 return
 
-    def blocks(self, rest: Slices, samples: int | None) -> Iterator[Made]:
+    def blocks(self, rest: BatchCursor, samples: int | None) -> Iterator[Made]:
         """Run compiled updates in blocks of up to CHUNK; the caller runs no code between the updates of a block."""
         size = samples or rest.left
         end = rest.rows or 0
@@ -138,7 +138,7 @@ class Compiling:
             if made[2] < wanted or (self.finish.scheduler is not None and not self._hold()):
                 return
 
-    def _make(self, program: Program, rest: Slices) -> Made | None:
+    def _make(self, program: Program, rest: BatchCursor) -> Made | None:
         started = perf_counter()
         if self._guards is None or self._guards.renumbered():
             self._era += 1
@@ -156,7 +156,7 @@ class Compiling:
         rest.skip(program.whole.samples)
         return program.part(results), program.count, 1, program.norm(), self._rates, perf_counter() - started
 
-    def _make_many(self, program: Program, rest: Slices, updates: int) -> Made | None:
+    def _make_many(self, program: Program, rest: BatchCursor, updates: int) -> Made | None:
         started = perf_counter()
         rates = self.finish.rates()
         made, results = program.many(rest.taken, updates)
@@ -178,7 +178,7 @@ class Compiling:
 
     # --- compiling -------------------------------------------------------------------------------------------------
 
-    def _program_for(self, rest: Slices, size: int) -> Program | None:
+    def _program_for(self, rest: BatchCursor, size: int) -> Program | None:
         """Return the verified program for the next update, compiling it if needed; None: run uncompiled."""
         if not 0 < size <= rest.left:
             return None
@@ -211,7 +211,7 @@ class Compiling:
         self._known.append(shape)
         return True
 
-    def _compiled(self, rest: Slices, size: int, record: frozenset[str]) -> Program:
+    def _compiled(self, rest: BatchCursor, size: int, record: frozenset[str]) -> Program:
         self._check_settings(size)
         example = cut(rest.batch, rest.taken, rest.taken + size, rest.rows)
         self.evaluation.trained.clear()
@@ -224,7 +224,7 @@ class Compiling:
         self._rates = self.finish.rates()
         return program
 
-    def _agrees(self, program: Program, rest: Slices, size: int, record: frozenset[str]) -> bool:
+    def _agrees(self, program: Program, rest: BatchCursor, size: int, record: frozenset[str]) -> bool:
         """Verify the program on the next update. False: not decided, for example because the update is not finite."""
         example = cut(rest.batch, rest.taken, rest.taken + size, rest.rows)
         same = agrees(program, self.evaluation, self.finish, self.chain, record, example, rest.taken)
@@ -232,19 +232,27 @@ class Compiling:
             raise CannotCompile("compiled and uncompiled update differ")
         return same is True
 
-    def _traced(self, rest: Slices, size: int, example: Any, record: frozenset[str]) -> tuple[Guards, Tensors, Whole]:
+    def _traced(
+        self, rest: BatchCursor, size: int, example: Any, record: frozenset[str]
+    ) -> tuple[Guards, Tensors, CompiledUpdate]:
         evaluation = self.evaluation
         optimizer = self.finish.optimizer
         functions = [evaluation.loss_fn, *(t.answer for t in self.chain.samples.transforms)]
         guards = Guards(evaluation.modules, functions, optimizer)
         tensors = Tensors.of(evaluation)
         with guards.undisturbed():
-            backward = trace_backward(evaluation, Weighted(evaluation, self.chain, "norms" in record), tensors, example)
+            backward = trace_backward(
+                evaluation, WeightedAccumulator(evaluation, self.chain, "norms" in record), tensors, example
+            )
         formula = formula_of(optimizer)
         names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
-        cohorts = None if formula is None else Cohorts(formula, optimizer, names)
+        cohorts = None if formula is None else OptimBuckets(formula, optimizer, names)
         chosen = [has_rows(leaf, rest.rows) for leaf in leaves(rest.batch) if isinstance(leaf, Tensor)]
-        return guards, tensors, Whole(backward, cohorts, size, chosen, self.finish.max_grad_norm, self.finish.checks)
+        return (
+            guards,
+            tensors,
+            CompiledUpdate(backward, cohorts, size, chosen, self.finish.max_grad_norm, self.finish.checks),
+        )
 
     def _check_settings(self, size: int) -> None:
         """Raise CannotCompile for settings that are not supported or not faster when compiled."""

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from samplewise.batches import PLAIN
-from samplewise.replay import random_state
-from samplewise.step.compiled.formulas import hooks_of
-from samplewise.step.compiled.places import (
-    Kept,
+from samplewise.core.batches import PLAIN
+from samplewise.core.snapshot import random_state
+from samplewise.step.compiled.closure_state import (
+    ContainerSnapshot,
     generators_in,
     methods_of,
     of_a_library,
@@ -33,7 +32,8 @@ from samplewise.step.compiled.places import (
     things_in,
     within,
 )
-from samplewise.step.compiled.problems import CannotCompile
+from samplewise.step.compiled.errors import CannotCompile
+from samplewise.step.compiled.optim_formulas import hooks_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ANYWHERE = [getattr(nn_module, f"_global{name}") for name in HOOKS if hasattr(nn_module, f"_global{name}")]
@@ -78,7 +78,7 @@ class Guards:
         containers = within(found, self._modules)
         for container in containers:
             self._fixed.contents(container)
-        self._kept = [Kept(container) for container in (*map(vars, self._modules), *containers)]
+        self._kept = [ContainerSnapshot(container) for container in (*map(vars, self._modules), *containers)]
         self._generators = generators_in([*found, *(thing for each in containers for thing in things_in(each))])
         self._fixed.add("any({})", self._hooks)
         self._fixed.names(autocast=torch.is_autocast_enabled, autocast_type=torch.get_autocast_dtype)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from samplewise.batches import leaves
+from samplewise.core.batches import leaves
 from samplewise.step.compiled import inductor
-from samplewise.step.compiled.cells import cells
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
-from samplewise.step.compiled.recording import CHUNK, Recording, record
+from samplewise.step.compiled.kernel_replay import CHUNK, KernelReplay, record
+from samplewise.step.compiled.raw_view import cells
 from samplewise.step.compiled.tracing import Tensors
-from samplewise.step.compiled.whole import Inputs, Whole
-from samplewise.step.parts import Part
+from samplewise.step.compiled.update_fn import CompiledUpdate, Inputs
+from samplewise.step.microbatch_stats import MicrobatchStats
 
 NOMINAL = 64  # rows of the example batch that is compiled; real batches may have any number
 SMALL = 2**18  # parameters up to which one thread is faster than several
@@ -26,7 +26,7 @@ SMALL = 2**18  # parameters up to which one thread is faster than several
 class Program:
     """Compiled update that reads rows of a batch by index. With checks, a non-finite update changes nothing."""
 
-    def __init__(self, whole: Whole, tensors: Tensors, example: Any):
+    def __init__(self, whole: CompiledUpdate, tensors: Tensors, example: Any):
         self.whole = whole
         cohorts = whole.cohorts
         width = 0 if cohorts is None else cohorts.width
@@ -60,7 +60,7 @@ class Program:
         ]
         self._run = self._compile(bound._replace(batch=self._nominal(example)), tensors)
         self.tried = False
-        self._recording: Recording | None = None
+        self._recording: KernelReplay | None = None
         self._views: list[tuple[Tensor, ...]] = []  # rows for the results of the next updates, the next one last
 
     def record(self) -> None:
@@ -70,7 +70,7 @@ class Program:
         batch = [t.detach() for t in self._batch]  # distinct objects, in case a tensor occurs twice
         found = record(self._run, self._bound, batch) if self.whole.cohorts is not None else None
         if found is not None and self.whole.checks:
-            self._recording = Recording(*found, self._cells, batch)
+            self._recording = KernelReplay(*found, self._cells, batch)
 
     def _nominal(self, example: Any) -> list[Tensor]:
         given = [leaf for leaf in leaves(example) if isinstance(leaf, Tensor)]
@@ -139,7 +139,7 @@ class Program:
             return None
         return None if self.whole.checks and not isfinite(self._flag[0]) else results
 
-    def _replayed(self, recording: Recording, start: int, era: int) -> Sequence[Tensor] | None:
+    def _replayed(self, recording: KernelReplay, start: int, era: int) -> Sequence[Tensor] | None:
         cohorts = self.whole.cohorts
         assert cohorts is not None
         if era != self._era or cohorts.formula.ages:
@@ -174,9 +174,9 @@ class Program:
     def can_make_many(self) -> bool:
         return self._recording is not None
 
-    def part(self, results: Sequence[Tensor]) -> Part:
+    def part(self, results: Sequence[Tensor]) -> MicrobatchStats:
         """Per-sample results of an update, from the results of the compiled code."""
-        return Part(results[0]) if self._losses_only else self.whole.backward.part(results)
+        return MicrobatchStats(results[0]) if self._losses_only else self.whole.backward.part(results)
 
     def gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients by parameter name, if the optimizer performs the update (no formula)."""

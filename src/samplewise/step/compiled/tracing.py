@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from samplewise.batches import leaves, map_leaves
+from samplewise.core.batches import leaves, map_leaves
 from samplewise.engine.arguments import check_attached
 from samplewise.engine.gradients import gradients_of
 from samplewise.errors import SamplesMayInteractWarning
+from samplewise.step.accumulate import PerSampleAccumulator, as_part, counts_of
 from samplewise.step.compiled import inductor
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
-from samplewise.step.compiled.problems import CannotCompile
-from samplewise.step.evaluation import Evaluation
-from samplewise.step.parts import Part, total
-from samplewise.step.summing import OfNumbers, as_part, counts_of
-from samplewise.transforms.numbers import Numbers
+from samplewise.step.compiled.errors import CannotCompile
+from samplewise.step.forward import LossEvaluator
+from samplewise.step.microbatch_stats import MicrobatchStats, total
+from samplewise.transforms.stats import Numbers
 
 VIEWS = {
     getattr(torch.ops.aten, name).default
@@ -42,7 +42,7 @@ class Tensors:
     places: list[tuple[nn.Module, str, Tensor]]
 
     @classmethod
-    def of(cls, evaluation: Evaluation) -> Tensors:
+    def of(cls, evaluation: LossEvaluator) -> Tensors:
         trained = evaluation.trained.wanted()
         places = [
             (module, name, tensor)
@@ -83,13 +83,13 @@ class Backward:
     moving: list[int] = field(default_factory=list)
     factors: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def part(self, results: Sequence[Tensor]) -> Part:
+    def part(self, results: Sequence[Tensor]) -> MicrobatchStats:
         """Per-sample results, which are the first results of the graph."""
         known: dict[str, Any] = dict(zip(self.columns, results, strict=False))
         if self.weights_by_name:
             start = len(self.columns)
             known["weights"] = dict(zip(self.weights_by_name, results[start:], strict=False))
-        return Part(**known)
+        return MicrobatchStats(**known)
 
     @property
     def known(self) -> int:
@@ -101,7 +101,7 @@ class Backward:
         return dict(zip(self.reached, results[self.known :], strict=False))
 
 
-def trace_backward(evaluation: Evaluation, summing: OfNumbers, tensors: Tensors, piece: Any) -> Backward:
+def trace_backward(evaluation: LossEvaluator, summing: PerSampleAccumulator, tensors: Tensors, piece: Any) -> Backward:
     """Trace forward and backward pass of one window; `piece` is an example of its samples."""
     said: dict[str, Any] = {}
 
@@ -113,7 +113,7 @@ def trace_backward(evaluation: Evaluation, summing: OfNumbers, tensors: Tensors,
         with ExitStack() as stack:
             tensors.replaced(stack, list(wanted.values()), others)
             part, gradients = _computed(evaluation, summing, wanted, example)
-        columns = {name: column for name in Part.__slots__ if (column := getattr(part, name)) is not None}
+        columns = {name: column for name in MicrobatchStats.__slots__ if (column := getattr(part, name)) is not None}
         weights = columns.pop("weights") if isinstance(part.weights, dict) else {}
         said.update(columns=list(columns), weights=list(weights), reached=list(gradients), samples=len(part))
         return [*columns.values(), *weights.values(), *gradients.values()]
@@ -140,8 +140,8 @@ def trace_backward(evaluation: Evaluation, summing: OfNumbers, tensors: Tensors,
 
 
 def _computed(
-    evaluation: Evaluation, summing: OfNumbers, wanted: dict[str, Tensor], piece: Any
-) -> tuple[Part, dict[str, Tensor]]:
+    evaluation: LossEvaluator, summing: PerSampleAccumulator, wanted: dict[str, Tensor], piece: Any
+) -> tuple[MicrobatchStats, dict[str, Tensor]]:
     """Compute the per-sample results of a window and the gradients of its update, by parameter name."""
     losses, counts = evaluation.losses(piece)
     check_attached(losses)
@@ -149,7 +149,7 @@ def _computed(
         raise CannotCompile(f"losses are {losses.dtype}")
     reached = _reached(losses, wanted)
     if not (summing.chain.weighs or summing.record_norms):
-        part = Part(losses.detach(), counts)
+        part = MicrobatchStats(losses.detach(), counts)
         return part, _weighted(losses, reached, torch.ones_like(losses) / total([part]))
     numbers = Numbers(losses.detach(), counts_of(losses, counts), piece, torch.arange(len(losses)))
     g = None

@@ -1,0 +1,1 @@
+"""Helpers that need torch alone and know nothing of per-sample gradients."""

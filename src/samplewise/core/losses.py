@@ -1,0 +1,78 @@
+"""Protocol of loss functions: `loss_fn(model, batch)` returns losses (B,), or (losses, counts).
+
+The last element of a tuple may be a dict of columns, name -> (B,): further values to record per sample.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.core.criteria import Criterion, is_criterion
+from samplewise.errors import LossesError
+
+LossFn = Callable[[nn.Module, Any], Any]
+
+
+def as_loss_fn(loss_fn: Any) -> LossFn:
+    """Return loss_fn unchanged, or a torch criterion as a function that returns (losses, counts)."""
+    if is_criterion(loss_fn):
+        return Criterion(loss_fn)
+    if not callable(loss_fn) or (isinstance(loss_fn, nn.Module) and not _takes_the_model(loss_fn)):
+        raise TypeError(
+            f"loss_fn must be a function (model, batch) -> losses, one per sample, or a supported torch.nn criterion; "
+            f"found {type(loss_fn).__name__}. Write for example lambda model, batch: F.cross_entropy(model(batch[0]), "
+            "batch[1], reduction='none'); a loss module with its own weights takes (model, batch) in forward."
+        )
+    return loss_fn
+
+
+def _takes_the_model(module: nn.Module) -> bool:
+    """Test for a loss module by the name of the first argument: forward(self, model, batch)."""
+    arguments = list(inspect.signature(module.forward).parameters)
+    return len(arguments) >= 2 and arguments[0] == "model"
+
+
+def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:
+    """Split the result of a loss function into losses (B,) and counts (B,); counts are None if not returned."""
+    if not isinstance(result, tuple):
+        return result, None
+    first = result[:-1] if _has_columns(result) else result
+    if len(first) == 1 and first is not result:
+        return first[0], None
+    if len(first) != 2:
+        raise LossesError(
+            "loss_fn must return losses or (losses, counts), optionally followed by a dict of columns; found "
+            f"a tuple of {len(result)}."
+        )
+    losses, counts = first
+    if isinstance(losses, Tensor) and losses.dim() != 1:
+        return losses, None  # the caller checks losses and raises for this shape
+    if not isinstance(counts, Tensor) or not isinstance(losses, Tensor) or counts.shape != losses.shape:
+        found = f"shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
+        wanted = tuple(losses.shape) if isinstance(losses, Tensor) else "(B,)"
+        raise LossesError(f"counts must be a tensor like the losses, {wanted}, one per sample; found {found}.")
+    wide = losses.dtype if losses.dtype == torch.float64 else torch.float32  # integers would be divided in float32
+    return losses, counts.detach().to(wide)
+
+
+def columns_of(result: Any, losses: Tensor) -> dict[str, Tensor] | None:
+    """Return the columns of a loss function's result, detached; None if it has no columns."""
+    if not _has_columns(result):
+        return None
+    for name, values in result[-1].items():
+        if not isinstance(name, str) or not isinstance(values, Tensor) or values.shape != losses.shape:
+            found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise LossesError(
+                f"a column must have a name and be a tensor like the losses, {tuple(losses.shape)}, one value per "
+                f"sample; found {found} for {name!r}."
+            )
+    return {name: values.detach() for name, values in result[-1].items()}
+
+
+def _has_columns(result: Any) -> bool:
+    return isinstance(result, tuple) and len(result) > 1 and isinstance(result[-1], dict)

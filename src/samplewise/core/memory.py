@@ -1,0 +1,103 @@
+"""Memory budget for tensors saved for backward, and detection of out-of-memory errors."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+
+class OverBudget(Exception):
+    """The tensors saved for backward exceed the memory budget."""
+
+
+class SavedBytes:
+    """Counter of bytes saved for backward: `now` is the current number, `most` the peak.
+
+    Parameters and buffers are not counted. Several views of the same memory are counted once.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], budget: float = math.inf):
+        self.now = 0
+        self.most = 0
+        self._budget = budget
+        self._own = {t.untyped_storage().data_ptr() for m in modules for t in (*m.parameters(), *m.buffers())}
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}  # -> number of saved views, bytes of the largest
+
+    def hold(self, x: Tensor) -> _Held:
+        storage = x.untyped_storage()
+        if storage.data_ptr() in self._own:
+            return _Held(x)
+        # A view of a whole dataset counts only the bytes that it covers.
+        size = min(storage.nbytes(), x.numel() * x.element_size())
+        place = storage.data_ptr(), int(x.storage_offset())
+        holders, largest = self._places.get(place, (0, 0))
+        self._places[place] = holders + 1, max(largest, size)
+        self._grow(max(0, size - largest))
+        return _Held(x, partial(self._release, place))
+
+    def _release(self, place: tuple[int, int]) -> None:
+        holders, largest = self._places.pop(place)
+        if holders > 1:
+            self._places[place] = holders - 1, largest
+        else:
+            self.now -= largest
+
+    def _grow(self, size: int) -> None:
+        self.now += size
+        self.most = max(self.most, self.now)
+        if self.now > self._budget:
+            raise OverBudget
+
+
+class _Held:
+    """Saved tensor that calls `release` when the graph frees it.
+
+    Stored detached: an operation that saves its own output would otherwise form a reference cycle and never be freed.
+    Autograd attaches the tensor again on unpacking.
+    """
+
+    def __init__(self, tensor: Tensor, release: Callable[[], None] = lambda: None):
+        self.tensor = tensor.detach()
+        self._release = release
+
+    def __del__(self) -> None:
+        self._release()
+
+
+@contextmanager
+def kept_for_backward(*modules: nn.Module, budget: float = math.inf) -> Iterator[SavedBytes]:
+    """Count the bytes saved for backward inside the block, until they are freed.
+
+    Activations in checkpointed blocks are not counted, because they are recomputed and not saved.
+    """
+    kept = SavedBytes(modules, budget)
+    with torch.autograd.graph.saved_tensors_hooks(kept.hold, lambda held: held.tensor):
+        yield kept
+
+
+@contextmanager
+def bounded(budget: int, *modules: nn.Module) -> Iterator[None]:
+    """Raise OverBudget when tensors saved for backward take more than `budget` bytes, parameters not counted."""
+    with kept_for_backward(*modules, budget=budget):
+        yield
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Test for OverBudget, an accelerator's out-of-memory error, or the RuntimeError of the CPU allocator."""
+    return isinstance(error, (OverBudget, torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def free_memory(model: nn.Module) -> int:
+    """Free memory in bytes on the device of the model's first parameter."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,402 @@
+"""Collectives used by the library, with traffic counters and error propagation across ranks.
+
+Every collective of the library is one of these functions. Each call is counted, and a collective that fails or times
+out raises DistributedError. All ranks must call the same functions in the same order.
+
+    all_reduce_scalars(a, b)        sums of a few scalars in one small message; also transmits errors
+    barrier(error)                  transmits errors: an error of one rank is raised on all ranks
+    announce_error(error)           transmits an error without raising it on this rank
+    all_reduce_(tensor)             sum, in place
+    all_reduce_bucketed_(tensors)   sums of many tensors in large buckets, in place
+    broadcast_bucketed_(tensors)    broadcast of many tensors in large buckets, in place
+    reduce_scatter_rows(tensors)    each rank gets its rows of the sums
+    all_gather_rows(tensor)         rows of all ranks, ordered by rank; ranks may differ in the number of rows
+    all_gather_object(thing)        list of one picklable object per rank
+    broadcast_object(thing)         a picklable object of one rank
+    all_equal(thing)                test whether an object is equal on all ranks
+
+A rank that fails between two collectives calls `barrier(error)`; the other ranks raise in their next
+`all_reduce_scalars`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import pickle
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samplewise.errors import DistributedError
+
+BUCKET = 25 * 2**20  # bytes of a bucket
+ROOM = 8  # scalars per `all_reduce_scalars`; the first counts failed ranks. Fixed, so that any two calls match
+
+
+def active() -> bool:
+    """Test whether a process group with more than one rank is initialized."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """Rank of this process; 0 without a process group."""
+    return dist.get_rank() if active() else 0
+
+
+def size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if active() else 1
+
+
+def device(wanted: str = "cpu") -> torch.device:
+    """Device for tensors in collectives: of type `wanted` if a backend supports it, else of the first backend."""
+    config = dist.get_backend_config() if active() else "cpu:gloo"  # or "cpu:gloo,cuda:nccl", or "cuda:nccl"
+    kinds = [pair.partition(":")[0] for pair in config.split(",")]
+    kind = wanted if wanted in kinds else kinds[0]
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def all_reduce_(tensor: Tensor) -> Tensor:
+    """All-reduce (sum) of one tensor, in place."""
+    if active():
+        _collective("all_reduce", tensor, lambda moved: dist.all_reduce(moved))
+    return tensor
+
+
+def all_reduce_bucketed_(tensors: Sequence[Tensor]) -> None:
+    """All-reduce (sum) of many tensors in buckets, in place."""
+    _each_bucket(tensors, "all_reduce", lambda flat: dist.all_reduce(flat, async_op=True))
+
+
+def broadcast_bucketed_(tensors: Sequence[Tensor], source: int = 0) -> None:
+    """Broadcast of many tensors from rank `source` in buckets, in place."""
+    _each_bucket(tensors, "broadcast", lambda flat: dist.broadcast(flat, source, async_op=True))
+
+
+def _each_bucket(tensors: Sequence[Tensor], name: str, begin: Callable[[Tensor], Any]) -> None:
+    """Run one collective per bucket; the next bucket is filled while up to two are being sent."""
+    under_way: list[Callable[[], None]] = []
+    for bucket in _buckets(tensors) if active() else ():
+        under_way.append(_sent(bucket, name, begin))
+        if len(under_way) > 2:
+            under_way.pop(0)()
+    for arrived in under_way:
+        arrived()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Group tensors into buckets of one dtype and device each, in the same order on all ranks."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for kind in kinds.values():
+        bucket: list[Tensor] = []
+        filled = 0
+        for tensor in kind:
+            if bucket and filled + _bytes(tensor) > BUCKET:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(tensor)
+            filled += _bytes(tensor)
+        yield bucket
+
+
+def _sent(bucket: list[Tensor], name: str, begin: Callable[[Tensor], Any]) -> Callable[[], None]:
+    """Start the collective for one bucket; return a function that waits for it and copies the results back."""
+    flat = bucket[0].detach().view(-1) if len(bucket) == 1 and bucket[0].is_contiguous() else _flat(bucket)
+    note(name, _bytes(flat))
+    moved = flat.to(device(flat.device.type))
+    with explained(name):
+        work = begin(_handed_over(moved))
+
+    def arrived() -> None:
+        with explained(name), torch.no_grad():
+            work.wait()
+            if moved.data_ptr() != bucket[0].data_ptr():
+                parts = moved.split([tensor.numel() for tensor in bucket])
+                for tensor, part in zip(bucket, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+    return arrived
+
+
+def _flat(bucket: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+
+
+def reduce_scatter_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Reduce-scatter (sum) along dim 0: return for each tensor the rows of the sum that belong to this rank."""
+    found: dict[int, Tensor] = {}
+    for bucket in _buckets(tensors) if active() else ():
+        table = torch.cat([_by_owner(tensor) for tensor in bucket], 1)
+        note("reduce_scatter", _bytes(table))
+        moved = table.to(device(table.device.type))
+        mine = moved.new_empty(moved.shape[1])
+        with explained("reduce_scatter"):
+            dist.reduce_scatter_single(_handed_over(mine), _handed_over(moved.view(-1)))
+        rows = [-(-len(tensor) // size()) for tensor in bucket]
+        widths = [n * tensor[0].numel() for n, tensor in zip(rows, bucket, strict=True)]
+        for tensor, n, piece in zip(bucket, rows, mine.to(table.device).split(widths), strict=True):
+            own = own_rows(len(tensor))
+            found[id(tensor)] = piece.view(n, *tensor.shape[1:])[: own.stop - own.start]
+    return [found.get(id(tensor), tensor) for tensor in tensors]
+
+
+def own_rows(rows: int) -> slice:
+    """Rows of this rank in a tensor sharded along dim 0: equal shares, fewer (or none) for the last ranks."""
+    each = -(-rows // size())
+    start = min(rank() * each, rows)
+    return slice(start, min(start + each, rows))
+
+
+def _by_owner(tensor: Tensor) -> Tensor:
+    """Reshape to (ranks, elements per rank), padded with zeros."""
+    each = -(-len(tensor) // size())
+    padded = tensor.new_zeros(each * size(), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return padded.view(size(), -1)
+
+
+def all_gather_rows(tensor: Tensor) -> Tensor:
+    """All-gather along dim 0: rows of rank 0, then of rank 1, ...; ranks may differ in dim 0."""
+    return torch.cat(by_rank(tensor))
+
+
+def by_rank(tensor: Tensor) -> list[Tensor]:
+    """All-gather: list of the tensors of all ranks, which may differ in dim 0."""
+    if not active():
+        return [tensor]
+    lengths = _gather(torch.tensor([len(tensor)])).tolist()
+    padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor.detach()
+    rows = _gather(padded).split(max(lengths)) if max(lengths) else [padded] * len(lengths)
+    return [part[:length] for part, length in zip(rows, lengths, strict=True)]
+
+
+def copied(tensor: Tensor, source: int = 0) -> Tensor:
+    """Broadcast of one tensor from rank `source`, in place."""
+    if active():
+        _collective("broadcast", tensor, lambda moved: dist.broadcast(moved, source))
+    return tensor
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    """All-gather of tensors of equal shapes, concatenated along dim 0."""
+    found = tensor.new_empty(size() * len(tensor), *tensor.shape[1:])
+
+    def gather(moved: Tensor) -> None:
+        there = found.to(moved.device)
+        dist.all_gather_single(_handed_over(there), moved)
+        if there is not found:
+            found.copy_(there)
+
+    _collective("all_gather", tensor, gather, back=False)
+    return found
+
+
+# --- objects ---------------------------------------------------------------------------------------------------------
+
+
+def all_gather_object(thing: Any) -> list[Any]:
+    """All-gather of a picklable object; returns a list ordered by rank."""
+    return [_unpickled(said) for said in by_rank(_pickled(thing))] if active() else [thing]
+
+
+def broadcast_object(thing: Any, source: int = 0) -> Any:
+    """Broadcast of a picklable object from rank `source`; the argument of other ranks is ignored."""
+    if not active():
+        return thing
+    said = _pickled(thing if rank() == source else None)
+    length = int(copied(torch.tensor([len(said)]), source))
+    said = said if rank() == source else said.new_empty(length)
+    return _unpickled(copied(said, source))
+
+
+def all_equal(thing: Any) -> bool:
+    """Test whether an object is equal on all ranks."""
+    return all(other == thing for other in all_gather_object(thing))
+
+
+def _pickled(thing: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+
+
+def _unpickled(said: Tensor) -> Any:
+    said = said.cpu().contiguous()
+    return pickle.loads(ctypes.string_at(said.data_ptr(), len(said)))
+
+
+# --- scalars and errors ----------------------------------------------------------------------------------------------
+
+
+def all_reduce_scalars(*numbers: float | Tensor, error: Exception | None = None) -> list[float]:
+    """All-reduce (sum) of scalars; also transmits errors.
+
+    If a rank passes an error, every rank raises: the failed rank its own error, the others a DistributedError that
+    names the rank and contains the message. An error that the other ranks already know is raised at once.
+    """
+    if error is not None and (not active() or is_from_another_rank(error)):
+        raise error
+    if not active():
+        return [float(number) for number in numbers]
+    assert len(numbers) < ROOM
+    message = torch.zeros(ROOM, dtype=torch.float64, device=device())
+    for place, number in enumerate((float(error is not None), *numbers)):
+        message[place] = number
+    failed, *sums = all_reduce_(message).tolist()
+    if failed:
+        _raise(error)
+    return sums[: len(numbers)]
+
+
+def barrier(error: Exception | None = None) -> None:
+    """Barrier that transmits errors: raises on all ranks if any rank passes an error."""
+    all_reduce_scalars(error=error)
+
+
+def announce_error(error: BaseException) -> None:
+    """Transmit an error to the other ranks, unless they know it; does not raise it on this rank."""
+    if isinstance(error, Exception) and active():
+        with suppress(Exception):
+            barrier(error)
+
+
+@contextmanager
+def errors_on_all_ranks() -> Iterator[None]:
+    """Transmit an exception in the block to the other ranks, then raise it.
+
+    The other ranks raise in their next `all_reduce_scalars`, so one must follow the block on all ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        announce_error(error)
+        raise
+
+
+def _raise(error: Exception | None) -> None:
+    messages = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    raised = error
+    if raised is None:
+        culprit = next(number for number, message in enumerate(messages) if message is not None)
+        raised = DistributedError(
+            f"rank {culprit} of {len(messages)} failed: {_sentence(messages[culprit])} This rank stopped because of "
+            f"it. See the traceback of rank {culprit}."
+        )
+    raised.__dict__["_told"] = {message.partition(":")[0] for message in messages if message is not None}
+    raise raised
+
+
+def _sentence(message: str) -> str:
+    """First line of the message, ending with a period."""
+    return message.partition("\n")[0].rstrip(".") + "."
+
+
+def is_from_another_rank(error: Exception) -> bool:
+    """Test whether the other ranks know this error."""
+    return "_told" in error.__dict__
+
+
+def failures(error: Exception) -> set[str]:
+    """Type names of the errors that ranks transmitted when this one was raised; equal on all ranks."""
+    return error.__dict__.get("_told", set())
+
+
+# --- traffic counters, calls of collectives --------------------------------------------------------------------------
+
+
+@dataclass
+class Traffic:
+    """Collectives of this rank: number of calls and bytes sent, by name of the collective."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+
+_counting: list[Traffic] = []
+
+
+@contextmanager
+def counted() -> Iterator[Traffic]:
+    """Count the collectives of this rank inside the block."""
+    traffic = Traffic()
+    _counting.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _counting[:] = [other for other in _counting if other is not traffic]
+
+
+def note(name: str, count: int) -> None:
+    """Add one collective of `count` bytes to all open traffic counters."""
+    for traffic in _counting:
+        traffic.calls[name] += 1
+        traffic.bytes[name] += count
+
+
+def _collective(name: str, tensor: Tensor, call: Callable[[Tensor], object], back: bool = True) -> None:
+    """Run a collective on a device that the process group supports; copy the result back if `back`."""
+    note(name, _bytes(tensor))
+    moved = tensor.to(device(tensor.device.type))
+    with explained(name):
+        call(_handed_over(moved))
+    if back and moved is not tensor:
+        with torch.no_grad():
+            tensor.copy_(moved)
+
+
+_held: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _handed_over(tensor: Tensor) -> Tensor:
+    """Return an alias of the tensor; `drain_pending` waits until the process group has released all aliases."""
+    alias = tensor.detach()
+    _held[next(_numbers)] = alias
+    return alias
+
+
+@atexit.register
+def drain_pending(patience: float = 5.0) -> None:
+    """Wait up to `patience` seconds until the process group has released all tensors passed to collectives.
+
+    Its threads release tensors shortly after a message has arrived and need the interpreter for this. If the
+    interpreter is shutting down at that time, the process crashes.
+    """
+    until = time.monotonic() + patience
+    while _held and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Convert the RuntimeError of a collective (a rank died or timed out) to DistributedError."""
+    try:
+        yield
+    except RuntimeError as problem:
+        raised = DistributedError(
+            f"all {size()} ranks must take part in every collective; found that {name} failed on rank {rank()}: "
+            f"{_sentence(str(problem))} Look for a rank that died, left its loop early, or is blocked in another call; "
+            "init_process_group(timeout=...) sets how long ranks wait for each other."
+        )
+        raised.__dict__["_told"] = set()  # the others cannot be reached
+        raise raised from problem
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,1 @@
+"""Representations of the per-sample gradients of one parameter."""

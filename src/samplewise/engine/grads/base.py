@@ -1,0 +1,125 @@
+"""Representations of the per-sample gradients of one parameter, with the quantities computed from them.
+
+    DenseGrad      rows (b, *shape): for small parameters, or if rows are smaller than their factors
+    SummedGrad     sum of several representations, for a parameter with several uses
+    FactoredGrad   factors (see `factored`); other modules add representations that compute rows on demand
+
+Legend: b sample, k projected dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.grads import by_rows
+
+
+class PerSampleGrad(ABC):
+    """Per-sample gradients of one parameter: `samples` rows of shape `shape`.
+
+    `row_size` is the number of elements held in memory to compute one row, at least the size of the row. `step` is the
+    preferred number of rows per call of `rows`; by default as many as fit rowwise.CHUNK elements.
+    """
+
+    def __init__(self, samples: int, shape: tuple[int, ...], row_size: int = 0, step: int = 0):
+        self.samples = samples
+        self.shape = shape
+        self.row_size = max(row_size, self.width)
+        self.step = step or max(1, by_rows.CHUNK // max(self.row_size, 1))
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Gradients of samples start to stop - 1, (stop - start, *shape)."""
+
+    @abstractmethod
+    def squared_norms(self) -> Tensor:
+        """Squared L2 norm of each sample's gradient, (b,)."""
+
+    def faint_norms(self, samples: Tensor) -> Tensor:
+        """Norms of the given samples, (len(samples),) in float64, for gradients whose squares underflow."""
+        return by_rows.faint_norms(self, samples)
+
+    @abstractmethod
+    def dot(self, direction: Tensor) -> Tensor:
+        """Inner product of each sample's gradient with a tensor of the parameter's shape, (b,)."""
+
+    @abstractmethod
+    def gram(self, other: PerSampleGrad) -> Tensor:
+        """Inner products of all pairs of samples, (b, b of other)."""
+
+    @abstractmethod
+    def sum(self, weights: Tensor | None) -> Tensor:
+        """Sum over b of weights[b] times row b, in the parameter's shape; None means weights of one."""
+
+    @abstractmethod
+    def sum_of_squares(self, centre: Tensor | None) -> Tensor:
+        """Sum over b of (row b - centre)**2, in the parameter's shape; None means a centre of zero."""
+
+    @abstractmethod
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        """left[:, k] . row b . right[:, k] for each k, (b, k). Row b is viewed as a matrix (first dim, rest)."""
+
+    @property
+    def width(self) -> int:
+        """Number of elements of the parameter."""
+        return math.prod(self.shape)
+
+    def describe(self) -> str:
+        """Short name for the table of `Gradients.explain`."""
+        return type(self).__name__.lower()
+
+
+class RowwiseGrad(PerSampleGrad):
+    """Base class that computes every quantity from rows, except `sum`, which subclasses define."""
+
+    squared_norms = by_rows.squared_norms
+    dot = by_rows.dot
+    gram = by_rows.gram
+    sum_of_squares = by_rows.sum_of_squares
+    project = by_rows.project
+
+
+def total(tensors: Iterable[Tensor]) -> Tensor:
+    """Sum of one or more tensors."""
+    return reduce(add, tensors)
+
+
+class DenseGrad(RowwiseGrad):
+    """Rows kept in memory, in one or several tensors of the same number of samples; the last may have fewer."""
+
+    sum = by_rows.sum
+
+    def __init__(self, *parts: Tensor):
+        super().__init__(sum(len(part) for part in parts), tuple(parts[0].shape[1:]), step=len(parts[0]))
+        self.parts = parts
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        first = start // self.step
+        last = max(start, stop - 1) // self.step
+        if first == last:
+            return self.parts[first][start - first * self.step : stop - first * self.step]
+        return torch.cat(self.parts)[start:stop]
+
+
+class SummedGrad(RowwiseGrad):
+    """Sum of the representations of several uses of one parameter that cannot be merged into one."""
+
+    def __init__(self, forms: Sequence[PerSampleGrad]):
+        super().__init__(forms[0].samples, forms[0].shape, max(form.row_size for form in forms))
+        self.forms = forms
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return total(form.rows(start, stop) for form in self.forms)
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        return total(form.sum(weights) for form in self.forms)
+
+    def describe(self) -> str:
+        return " + ".join(form.describe() for form in self.forms)

@@ -1,0 +1,137 @@
+"""Quantities of per-sample gradients computed from their rows, a few samples at a time.
+
+The first argument is the representation (see `base`), so that a class can use these functions as methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Rows are computed in chunks of about this many elements: small enough for the allocator to reuse the same memory (new
+# pages cost more than the arithmetic), large enough that the overhead of calls is negligible.
+CHUNK = 2**21
+# Chunk size for Gram matrices, which need all pairs of samples: larger chunks mean fewer recomputations.
+GRAM_CHUNK = 2**25
+
+
+class HasRows(Protocol):
+    """Part of `PerSampleGrad` that the functions below need."""
+
+    samples: int
+    shape: tuple[int, ...]
+    row_size: int
+    step: int
+
+    def rows(self, start: int, stop: int) -> Tensor: ...
+
+
+def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Matrix shape (first dim, rest) of a parameter; vectors and scalars have one column."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def chunks(form: HasRows, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (slice of samples, rows) in chunks of `size` samples; default `form.step`."""
+    step = size or form.step
+    for start in range(0, form.samples, step):
+        part = slice(start, min(start + step, form.samples))
+        yield part, form.rows(part.start, part.stop)
+
+
+def squared_norms(form: HasRows) -> Tensor:
+    return torch.cat([flat_squared_norms(_flat(rows)) for _, rows in chunks(form)])
+
+
+def faint_norms(form: HasRows, samples: Tensor) -> Tensor:
+    """Norms (len(samples),) in float64 of the given samples, whose numbers must ascend."""
+    # The chunks are the same for all parameters, because some parameters share cached rows.
+    found = []
+    for start in range(0, form.samples, form.step):
+        here = samples[(samples >= start) & (samples < start + form.step)]
+        if len(here):
+            first, last = int(here[0]), int(here[-1])
+            found.append(scaled_norms(_flat(form.rows(first, last + 1)))[here - first])
+    return torch.cat(found)
+
+
+def scaled_norms(flat: Tensor) -> Tensor:
+    """Norms of rows, (b, p) -> (b,) in float64. Rows are scaled first, so that squares cannot under- or overflow."""
+    wide = (torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat).double()
+    largest = wide.detach().abs().amax(1, keepdim=True)
+    scale = torch.where(largest > 0, largest, 1)
+    return scale[:, 0] * root((wide / scale).square().sum(1))
+
+
+def root(squared: Tensor) -> Tensor:
+    """Square root with gradient zero at zero, where the true gradient is undefined."""
+    zero = squared == 0
+    return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
+
+
+def dot(form: HasRows, direction: Tensor) -> Tensor:
+    flat = direction.reshape(-1)
+    return torch.cat([_real_inner(_flat(rows), flat) for _, rows in chunks(form)])
+
+
+def gram(form: HasRows, other: HasRows) -> Tensor:
+    step = max(1, GRAM_CHUNK // max(form.row_size, 1))
+    return torch.cat([_against(_flat(rows), other, step) for _, rows in chunks(form, step)])
+
+
+def _against(rows: Tensor, other: HasRows, step: int) -> Tensor:
+    return torch.cat([_real_inner(rows, _flat(more).T) for _, more in chunks(other, step)], dim=1)
+
+
+def sum(form: HasRows, weights: Tensor | None) -> Tensor:
+    total: Tensor | int = 0
+    for part, rows in chunks(form):
+        total = total + _weighted(rows, None if weights is None else weights[part])
+    assert isinstance(total, Tensor)
+    return total
+
+
+def sum_of_squares(form: HasRows, centre: Tensor | None) -> Tensor:
+    total: Tensor | int = 0
+    for _, rows in chunks(form):
+        off = rows if centre is None else rows - centre
+        total = total + (off.abs() if off.is_complex() else off).square().sum(0)
+    assert isinstance(total, Tensor)
+    return total
+
+
+def project(form: HasRows, left: Tensor, right: Tensor) -> Tensor:
+    parts = []
+    for _, rows in chunks(form):
+        matrices = rows.reshape(len(rows), *as_matrix(form.shape))
+        parts.append(torch.einsum("boi,ok,ik->bk", matrices, left.to(rows.dtype), right.to(rows.dtype)))
+    return torch.cat(parts)
+
+
+def _flat(rows: Tensor) -> Tensor:
+    return rows.reshape(len(rows), -1)  # flatten(1) fails for the rows of a scalar
+
+
+def flat_squared_norms(flat: Tensor) -> Tensor:
+    """Squared norms of rows, (b, p) -> (b,)."""
+    # vector_norm needs no temporary of the rows' size, but its gradient at zero is NaN.
+    if flat.requires_grad:
+        return (torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat).square().sum(1)
+    return torch.linalg.vector_norm(flat, dim=1).square()
+
+
+def _real_inner(rows: Tensor, other: Tensor) -> Tensor:
+    """Product rows @ other; for complex numbers the real part of rows @ conj(other)."""
+    if rows.is_complex():
+        return (rows @ other.conj().to(rows.dtype)).real
+    return rows @ other.to(rows.dtype)
+
+
+def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return rows.sum(0)
+    return (_flat(rows).T @ weights.to(rows.dtype)).view(rows.shape[1:])

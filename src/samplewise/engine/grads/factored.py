@@ -1,0 +1,304 @@
+"""Factored per-sample gradients: the gradient of sample b is the sum over tokens t of left[b, t] x right[b, t].
+
+y = x W^T gives such gradients (left: gradient of the output, right: x), as does an embedding (left: unit vectors).
+
+Legend: b sample, t and s token, o and i the two dimensions of the parameter, k projected dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.finite import traced
+from samplewise.engine.grads import by_rows
+from samplewise.engine.grads.base import PerSampleGrad, total
+from samplewise.engine.grads.by_rows import as_matrix, flat_squared_norms, root
+
+# A sum below this fraction of the sum of absolute values of its terms has lost too many digits to cancellation.
+CANCELLED = 1e-3
+# Samples of weight zero are left out of a sum if at most this fraction of the samples remains.
+ENOUGH_LEFT = 0.75
+
+
+class OneHot(NamedTuple):
+    """Factor (b, t, size) whose row (b, t) is the unit vector with a one at positions[b, t]."""
+
+    positions: Tensor
+    size: int
+
+
+Factor = Tensor | OneHot
+
+
+class Term(NamedTuple):
+    """One sum over tokens of outer products left[b, t] x right[b, t]."""
+
+    left: Factor  # (b, t, o)
+    right: Factor  # (b, t, i)
+
+    @property
+    def tokens(self) -> int:
+        return _table(self.left).shape[1]
+
+    @property
+    def numbers_per_token(self) -> int:
+        return _stored(self.left) + _stored(self.right)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(factor.dtype for factor in (self.right, self.left) if isinstance(factor, Tensor))
+
+
+def _table(factor: Factor) -> Tensor:
+    return factor.positions if isinstance(factor, OneHot) else factor
+
+
+def _size(factor: Factor) -> int:
+    return factor.size if isinstance(factor, OneHot) else factor.shape[-1]
+
+
+def _stored(factor: Factor) -> int:
+    return 1 if isinstance(factor, OneHot) else factor.shape[-1]
+
+
+def _some(factor: Factor, samples: slice | Tensor) -> Factor:
+    return OneHot(factor.positions[samples], factor.size) if isinstance(factor, OneHot) else factor[samples]
+
+
+def _times(factor: Factor, matrix: Tensor) -> Tensor:
+    """Product of a factor (b, t, o) with a matrix (o, k): (b, t, k)."""
+    return matrix[factor.positions] if isinstance(factor, OneHot) else factor @ matrix
+
+
+def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
+    """Inner products of all pairs of tokens of the same sample, (b, t, s)."""
+    if isinstance(a, OneHot) and isinstance(b, OneHot):
+        return (a.positions[:, :, None] == b.positions[:, None, :]).to(dtype)
+    if isinstance(a, OneHot):
+        return _inner(b, a, dtype).transpose(1, 2)
+    if isinstance(b, OneHot):
+        return a.gather(2, b.positions[:, None, :].expand(-1, a.shape[1], -1))
+    return torch.bmm(a, b.transpose(1, 2))
+
+
+def _weighted(factor: Tensor, weights: Tensor | None) -> Tensor:
+    return factor if weights is None else factor * weights.to(factor.dtype)[:, None, None]
+
+
+def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
+    """Sum over b and t of weights[b] left[b, t] right[b, t], (o, i)."""
+    left, right = term
+    if isinstance(left, OneHot):
+        return _scatter_sum(left, right, weights)
+    if isinstance(right, OneHot):
+        return _scatter_sum(right, left, weights).T
+    if left.shape[-1] < right.shape[-1]:
+        left = _weighted(left, weights)
+    else:
+        right = _weighted(right, weights)
+    return left.flatten(0, 1).T @ right.flatten(0, 1)
+
+
+def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None) -> Tensor:
+    assert isinstance(values, Tensor)
+    flat = _weighted(values, weights).flatten(0, 1)
+    return flat.new_zeros(hot.size, flat.shape[1]).index_add_(0, hot.positions.flatten(), flat)
+
+
+def _term_rows(term: Term) -> Tensor:
+    """Rows (b, o, i) of one term."""
+    left, right = term
+    if isinstance(left, OneHot):
+        assert isinstance(right, Tensor)
+        return _scatter_rows(right.new_zeros(len(right), left.size, right.shape[2]), left, right)
+    if isinstance(right, OneHot):
+        return _term_rows(Term(right, left)).transpose(1, 2)
+    return torch.bmm(left.transpose(1, 2), right)
+
+
+def _scatter_rows(rows: Tensor, hot: OneHot, values: Tensor) -> Tensor:
+    """Add values (b, t, i) in place to the rows (b, o, i) at the positions of `hot` in dimension o."""
+    first = hot.size * torch.arange(len(rows), device=rows.device)[:, None]
+    rows.view(-1, rows.shape[2]).index_add_(0, (hot.positions + first).flatten(), values.flatten(0, 1))
+    return rows
+
+
+def _one_token(term: Term) -> bool:
+    return term.tokens == 1 and isinstance(term.left, Tensor) and isinstance(term.right, Tensor)
+
+
+class FactoredGrad(PerSampleGrad):
+    """Per-sample gradients as a sum of terms, each a sum over tokens of outer products; rows are computed on demand."""
+
+    def __init__(self, terms: Sequence[Term], shape: tuple[int, ...]):
+        super().__init__(_table(terms[0].left).shape[0], shape)
+        self.terms = _joined(terms)
+
+    @property
+    def tokens(self) -> int:
+        return sum(term.tokens for term in self.terms)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Shape (o, i) of the parameter as a matrix."""
+        return _size(self.terms[0].left), _size(self.terms[0].right)
+
+    def transposed(self) -> FactoredGrad:
+        return FactoredGrad([Term(t.right, t.left) for t in self.terms], self.matrix[::-1])
+
+    def some(self, samples: slice | Tensor) -> FactoredGrad:
+        return FactoredGrad([Term(_some(t.left, samples), _some(t.right, samples)) for t in self.terms], self.shape)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        first, *others = sorted(self.some(slice(start, stop)).terms, key=lambda t: isinstance(t.left, OneHot))
+        rows = _term_rows(first)
+        for term in others:  # rows are large: those of an embedding tied to the head are added in place
+            if isinstance(term.left, OneHot) and isinstance(term.right, Tensor) and rows.is_contiguous():
+                rows = _scatter_rows(rows, term.left, term.right)
+            else:
+                rows = rows + _term_rows(term)
+        return rows.reshape(stop - start, *self.shape)
+
+    def squared_norms(self) -> Tensor:
+        if len(self.terms) == 1 and _one_token(self.terms[0]):
+            left, right = self.terms[0]
+            assert isinstance(left, Tensor) and isinstance(right, Tensor)
+            return flat_squared_norms(left.flatten(1)) * flat_squared_norms(right.flatten(1))
+        return self._squared_norms_by_pairs()
+
+    def _squared_norms_by_pairs(self) -> Tensor:
+        pairs = []
+        for n, p in enumerate(self.terms):
+            for q in self.terms[n:]:
+                multiple = 1 if p is q else 2
+                pairs.append(multiple * _inner(p.left, q.left, p.dtype) * _inner(p.right, q.right, p.dtype))
+        flat = pairs[0] if len(pairs) == 1 else torch.cat([p.flatten(1) for p in pairs], 1)
+        return checked_pairs(flat, lambda lost: by_rows.squared_norms(self.some(lost)))
+
+    def faint_norms(self, samples: Tensor) -> Tensor:
+        """As `Form.faint_norms`. Factors are scaled to magnitude 1 in float64 before they are multiplied."""
+        terms = self.some(samples).terms
+        scale = torch.stack([_largest(term.left) * _largest(term.right) for term in terms]).amax(0)
+        scale = torch.where(scale > 0, scale, 1)
+        return scale * root(FactoredGrad([_divided(term, scale) for term in terms], self.shape).squared_norms())
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return total(_dot_term(term, direction.reshape(self.matrix)) for term in self.terms)
+
+    def gram(self, other: PerSampleGrad) -> Tensor:
+        if (
+            isinstance(other, FactoredGrad)
+            and len(self.terms) == len(other.terms) == 1
+            and _one_token(self.terms[0])
+            and _one_token(other.terms[0])
+        ):
+            (left, right), (left2, right2) = self.terms[0], other.terms[0]
+            assert (
+                isinstance(left, Tensor)
+                and isinstance(left2, Tensor)
+                and isinstance(right, Tensor)
+                and isinstance(right2, Tensor)
+            )
+            return (left[:, 0] @ left2[:, 0].T) * (right[:, 0] @ right2[:, 0].T)
+        return by_rows.gram(self, other)
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        kept = _worth_summing(weights)
+        if kept is not None and weights is not None:
+            return self.some(kept)._sum(weights[kept])
+        return self._sum(weights)
+
+    def _sum(self, weights: Tensor | None) -> Tensor:
+        return total(_summed_term(term, weights) for term in self.terms).reshape(self.shape)
+
+    def sum_of_squares(self, centre: Tensor | None) -> Tensor:
+        if centre is None and len(self.terms) == 1 and _one_token(self.terms[0]):
+            left, right = self.terms[0]
+            assert isinstance(left, Tensor) and isinstance(right, Tensor)
+            return (left[:, 0].square().T @ right[:, 0].square()).reshape(self.shape)
+        return by_rows.sum_of_squares(self, centre)
+
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        if self.matrix != as_matrix(self.shape):
+            return by_rows.project(self, left, right)
+        dtype = self.terms[0].dtype
+        left, right = left.to(dtype), right.to(dtype)
+        return total((_times(t.left, left) * _times(t.right, right)).sum(1) for t in self.terms)
+
+    def describe(self) -> str:
+        return f"factors, {self.tokens} token{'s' * (self.tokens != 1)}"
+
+
+def _largest(factor: Factor) -> Tensor:
+    """Largest absolute value of each sample, (b,) in float64."""
+    if isinstance(factor, OneHot):
+        return torch.ones(len(factor.positions), dtype=torch.float64, device=factor.positions.device)
+    return factor.detach().abs().flatten(1).amax(1).double()
+
+
+def _divided(term: Term, scale: Tensor) -> Term:
+    """The term in float64, divided by a scale (b,)."""
+    left, right = term
+    if isinstance(right, OneHot):
+        assert isinstance(left, Tensor)
+        return Term(left.double() / scale[:, None, None], right)
+    if isinstance(left, OneHot):
+        return Term(left, right.double() / scale[:, None, None])
+    largest = _largest(left)
+    share = torch.where(largest > 0, largest, 1)[:, None, None]
+    return Term(left.double() / share, right.double() * (share / scale[:, None, None]))
+
+
+def _worth_summing(weights: Tensor | None) -> Tensor | None:
+    """Samples with non-zero weight, if leaving out the others saves more than selecting them costs; else None."""
+    if weights is None or weights.requires_grad or weights.device.type != "cpu" or traced(weights):
+        return None  # on other devices, nonzero would be a host sync
+    kept = weights.nonzero().flatten()
+    return kept if len(kept) <= ENOUGH_LEFT * len(weights) else None
+
+
+def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sum over pairs of tokens of each sample, (b, ...) -> (b,).
+
+    Samples whose sum cancels are replaced by `exactly(samples)`. In a traced pass, which cannot branch on values, they
+    are NaN, so that the compiled update falls back to another computation.
+    """
+    dims = tuple(range(1, pairs.dim()))
+    found, size = pairs.sum(dims), pairs.detach().abs().sum(dims)
+    cancelled = found.detach() < CANCELLED * size
+    if traced(found):
+        return torch.where(cancelled, torch.nan, found)
+    lost = cancelled.nonzero().flatten()
+    return found.index_copy(0, lost, exactly(lost)) if len(lost) else found
+
+
+def _dot_term(term: Term, matrix: Tensor) -> Tensor:
+    left, right = term
+    if isinstance(right, OneHot):
+        left, right, matrix = right, left, matrix.T
+    assert isinstance(right, Tensor)
+    return torch.einsum("bti,bti->b", _times(left, matrix.to(right.dtype)), right)
+
+
+def _joined(terms: Sequence[Term]) -> list[Term]:
+    """Concatenate terms with the same kinds of factors along the tokens: the steps of an RNN become one sequence."""
+    kinds: dict[tuple[bool, bool], list[Term]] = {}
+    for term in terms:
+        kinds.setdefault((isinstance(term.left, OneHot), isinstance(term.right, OneHot)), []).append(term)
+    joined = []
+    for group in kinds.values():
+        left = _end_to_end([term.left for term in group])
+        right = _end_to_end([term.right for term in group])
+        joined.append(Term(left, right))
+    return joined
+
+
+def _end_to_end(factors: Sequence[Factor]) -> Factor:
+    if len(factors) == 1:
+        return factors[0]
+    tables = torch.cat([_table(f) for f in factors], dim=1)
+    return OneHot(tables, factors[0].size) if isinstance(factors[0], OneHot) else tables

@@ -1,0 +1,167 @@
+"""Representations for operations without a rule: the operation's own backward, called once per sample.
+
+Masked     gradient of one operand: calls the node's backward with the output gradient of one sample at a time
+Pushed     per-sample gradients of an operand, pulled back to a parameter through further operations by autograd
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.grads import by_rows
+from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
+from samplewise.engine.graph import Edge, Node, is_python_function, numel, operation
+from samplewise.engine.rules.use import Use, accumulable
+from samplewise.engine.saved import block_of, run_in_backward
+
+
+class GenericGrad(RowwiseGrad):
+    """Per-sample gradients of one operand from one call of the node's backward per sample."""
+
+    def __init__(self, use: Use, differentiable: bool):
+        super().__init__(use.samples, use.shape)
+        self.use = use
+        self.differentiable = differentiable
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return torch.stack([self._call(self._only(b)) for b in range(start, stop)])
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        if weights is None:
+            return self._call(self.use.gradients)
+        return by_rows.sum(self, weights)
+
+    def _only(self, sample: int) -> dict[int, Tensor]:
+        return {slot: self.use.tags[slot].only(g, sample) for slot, g in self.use.gradients.items()}
+
+    def _call(self, gradients: dict[int, Tensor]) -> Tensor:
+        with torch.set_grad_enabled(self.differentiable):
+            result = call(self.use.node, gradients)[self.use.operand]
+        return _settle(result, self.use)
+
+    def describe(self) -> str:
+        return "one sample at a time"
+
+
+def call(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
+    """Call the node's backward on output gradients (by output slot) and return the gradients of its operands.
+
+    Inside a backward pass a node computes only the gradients that this pass needs, and a tensor recomputed by an
+    activation checkpoint can be read only once per pass. In both cases the call runs in a separate backward pass.
+    """
+    if block_of(node) is None and torch._C._current_graph_task_id() == -1:
+        return _call_now(node, gradients)
+    results: list[tuple[Tensor | None, ...]] = []
+    grad_enabled = torch.is_grad_enabled()
+
+    def action() -> None:
+        with torch.set_grad_enabled(grad_enabled):
+            results.append(_call_now(node, gradients))
+
+    run_in_backward(action)
+    return results[0]
+
+
+def _call_now(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
+    slots = range(len(node._input_metadata))
+    if is_python_function(node):  # expects zeros where a C++ node takes None
+        return _as_tuple(node.apply(*(gradients[s] if s in gradients else Edge(node, s).zeros() for s in slots)))
+    return _as_tuple(node(*(gradients.get(s) for s in slots)))
+
+
+def _as_tuple(result: Tensor | tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _settle(result: Tensor | None, use: Use) -> Tensor:
+    """Convert a result as the autograd engine does: None to zeros, sparse to dense, broadcast dims summed."""
+    if result is None:
+        return accumulable(use.entry.zeros())
+    result = result.to_dense() if result.layout is not torch.strided else result
+    if result.is_complex() and not use.entry.dtype.is_complex:
+        result = result.real
+    return accumulable(result.sum_to_size(use.shape))
+
+
+class Pullback:
+    """Pull the gradients of one operand back to all parameters below it with autograd.
+
+    The last rows and sums are cached, so that all parameters share the backward passes.
+    """
+
+    def __init__(self, source: PerSampleGrad, entry: Edge, leaves: Sequence[Edge], differentiable: bool):
+        self.source = source
+        self.entry = entry
+        self.leaves = leaves
+        self.differentiable = differentiable
+        self.width = sum(numel(leaf.shape) for leaf in leaves)
+        self._rows: tuple[tuple[int, int], list[Tensor]] | None = None
+        self._sums: tuple[Tensor | None, list[Tensor]] | None = None
+
+    def rows(self, start: int, stop: int) -> list[Tensor]:
+        """Rows (stop - start, *shape) of each parameter."""
+        if self._rows is None or self._rows[0] != (start, stop):
+            self._rows = ((start, stop), self._make_rows(self.source.rows(start, stop)))
+        return self._rows[1]
+
+    def sums(self, weights: Tensor | None) -> list[Tensor]:
+        """Weighted sum over samples, for each parameter."""
+        if self._sums is None or self._sums[0] is not weights:
+            self._sums = (weights, self._push(self.source.sum(weights)))
+        return self._sums[1]
+
+    def _make_rows(self, rows: Tensor) -> list[Tensor]:
+        if self.source.width >= len(rows) or rows.is_complex():
+            return _stacked([self._push(row) for row in rows])
+        # The operand has fewer elements than there are samples, as for a regularizer: one pass per element.
+        unit = torch.eye(self.source.width, dtype=rows.dtype, device=rows.device)
+        jacobians = _stacked([self._push(u.view(self.source.shape)) for u in unit])
+        return [torch.tensordot(rows.reshape(len(rows), -1), jacobian, 1) for jacobian in jacobians]
+
+    def _push(self, gradient: Tensor) -> list[Tensor]:
+        return push(gradient, self.entry, self.leaves, self.differentiable)
+
+
+def _stacked(pushed: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.stack(rows) for rows in zip(*pushed, strict=True)]
+
+
+class PulledBackGrad(RowwiseGrad):
+    """Per-sample gradients of one parameter from a `Pullback`."""
+
+    def __init__(self, pullback: Pullback, number: int):
+        row_size = max(pullback.source.row_size, pullback.width)
+        super().__init__(pullback.source.samples, pullback.leaves[number].shape, row_size)
+        self.pullback = pullback
+        self.number = number
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.pullback.rows(start, stop)[self.number]
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        return self.pullback.sums(weights)[self.number]
+
+    def describe(self) -> str:
+        return f"{self.pullback.source.describe()}, through {operation(self.pullback.entry.node)}"
+
+
+def push(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentiable: bool) -> list[Tensor]:
+    """Pull one gradient back from `entry` to each of the leaves. Returns dense tensors; zeros if there is no path."""
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(
+        [entry.gradient_edge()],
+        [leaf.gradient_edge() for leaf in leaves],
+        [gradient.to(entry.dtype)],
+        retain_graph=True,
+        create_graph=differentiable,
+        allow_unused=True,
+    )
+    return [_dense(leaf, pushed) for leaf, pushed in zip(leaves, found, strict=True)]
+
+
+def _dense(leaf: Edge, pushed: Tensor | None) -> Tensor:
+    if pushed is None:
+        return accumulable(leaf.zeros())
+    return accumulable(pushed.to_dense() if pushed.layout is not torch.strided else pushed)

@@ -1,0 +1,123 @@
+"""Gradients of parameters that are only viewed before use: transposed, reshaped, sliced, permuted.
+
+Such operations move elements without changing their values. The index map is read from autograd: the numbers 1, 2, 3,
+... as gradient of the operand arrive at each element of the parameter as its position in the operand plus one, or as 0
+if the element is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.grads import by_rows
+from samplewise.engine.grads.base import PerSampleGrad, total
+from samplewise.engine.grads.factored import FactoredGrad
+from samplewise.engine.grads.generic import push
+from samplewise.engine.graph import Edge
+
+VIEWS = {
+    *"T Transpose Permute View UnsafeView ReshapeAlias Squeeze Unsqueeze Alias Clone ToCopy".split(),
+    *"Slice Select Split SplitWithSizes Unbind".split(),
+}
+
+
+def relabelled(form: PerSampleGrad, entry: Edge, leaf: Edge) -> PerSampleGrad | None:
+    """Gradients of the parameter from those of the operand; None if the operand's dtype cannot hold the indices."""
+    if entry.dtype.is_complex or form.width >= 1 / torch.finfo(entry.dtype).eps:
+        return None
+    count = torch.arange(1, form.width + 1, device=entry.device)
+    (pushed,) = push(count.view(form.shape).to(entry.dtype), entry, [leaf], differentiable=False)
+    places = pushed.long() - 1
+    if isinstance(form, FactoredGrad):
+        straight = count.view(form.matrix) - 1
+        if places.numel() == form.width and torch.equal(places.flatten(), straight.flatten()):
+            return FactoredGrad(form.terms, leaf.shape)
+        if places.numel() == form.width and torch.equal(places.flatten(), straight.T.flatten()):
+            return FactoredGrad(form.transposed().terms, leaf.shape)
+    return IndexedGrad(form, places)
+
+
+class IndexedGrad(PerSampleGrad):
+    """Re-indexed: element e of the parameter is element places[e] of the source, 0 if places[e] is -1."""
+
+    def __init__(self, source: PerSampleGrad, places: Tensor):
+        super().__init__(source.samples, tuple(places.shape), source.row_size)
+        self.source = source
+        self.places = places
+
+    project = by_rows.project
+    gram = by_rows.gram
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._seen(self.source.rows(start, stop))
+
+    def squared_norms(self) -> Tensor:
+        return self.source.squared_norms()
+
+    def faint_norms(self, samples: Tensor) -> Tensor:
+        return self.source.faint_norms(samples)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return self.source.dot(self._back(direction))
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        return self._seen(self.source.sum(weights)[None])[0]
+
+    def sum_of_squares(self, centre: Tensor | None) -> Tensor:
+        squares = self.source.sum_of_squares(None if centre is None else self._back(centre))
+        return self._seen(squares[None])[0]
+
+    def _seen(self, rows: Tensor) -> Tensor:
+        """Rows in the shape of the parameter, from rows in the shape of the source."""
+        flat = rows.reshape(len(rows), -1)[:, self.places.flatten().clamp_min(0)]
+        return torch.where(self.places < 0, 0, flat.view(len(rows), *self.shape))
+
+    def _back(self, tensor: Tensor) -> Tensor:
+        """Tensor in the shape of the source, from one in the shape of the parameter; unused elements are zero."""
+        used = self.places >= 0
+        return tensor.new_zeros(self.source.width).index_put((self.places[used],), tensor[used]).view(self.source.shape)
+
+    def describe(self) -> str:
+        return f"{self.source.describe()}, re-indexed"
+
+
+class BlockGrad(PerSampleGrad):
+    """Sum of uses of disjoint parts of one parameter, such as the q, k and v thirds of a projection."""
+
+    def __init__(self, parts: Sequence[IndexedGrad]):
+        super().__init__(parts[0].samples, parts[0].shape, max(part.row_size for part in parts))
+        self.parts = parts
+
+    project = by_rows.project
+    gram = by_rows.gram
+    sum_of_squares = by_rows.sum_of_squares
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return total(part.rows(start, stop) for part in self.parts)
+
+    def squared_norms(self) -> Tensor:
+        return total(part.squared_norms() for part in self.parts)
+
+    def faint_norms(self, samples: Tensor) -> Tensor:
+        return by_rows.scaled_norms(torch.stack([part.faint_norms(samples) for part in self.parts], 1))
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return total(part.dot(direction) for part in self.parts)
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        return total(part.sum(weights) for part in self.parts)
+
+    def describe(self) -> str:
+        return f"{len(self.parts)} blocks: {self.parts[0].source.describe()}"
+
+
+def as_blocks(forms: Sequence[PerSampleGrad]) -> BlockGrad | None:
+    """Merge re-indexed gradients into `BlockGrad`; None if one is of another kind or if two share an element."""
+    parts = [form for form in forms if isinstance(form, IndexedGrad)]
+    if len(parts) < len(forms):
+        return None
+    uses = total((part.places >= 0).int() for part in parts)  # number of parts that use each element
+    return None if (uses > 1).any() else BlockGrad(parts)

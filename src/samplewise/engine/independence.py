@@ -1,0 +1,145 @@
+"""Detection of interacting samples: the loss of one sample depends on the data of another.
+
+Rows of the Jacobian are exact even then, but "the gradient of a sample" is ambiguous, so it is an error by default.
+Below the cut (see `cut`) gradients of several samples are already mixed. If only parameters and constants enter there,
+samples are independent; if sample data enter there, they interact. The graph does not distinguish constants from data
+when neither requires a gradient, so shapes decide: an operand with one row per sample counts as data.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.finite import traced
+from samplewise.engine.graph import Edge, Graph, Node, is_accumulate_grad, is_python_function, scalar
+from samplewise.engine.saved import SavedTensorReader, saved_tensor_names
+from samplewise.errors import SamplesInteractError, SamplesMayInteractWarning
+
+BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
+REDUCTIONS = {"Mean", "Sum", "Var", "Std", "Cumsum", "Softmax", "LogSoftmax", "Amax", "Max", "Norm", "LinalgVectorNorm"}
+RULE = "the loss of a sample must not depend on other samples"
+REMEDY = "or pass interacting='allow' to get the rows of the Jacobian."
+
+
+def refuse_batch_norm(graph: Graph) -> None:
+    """Raise SamplesInteractError for batch normalization in training mode. Needs no backward pass."""
+    # A batch of one image is an instance norm: samples in its channels do not interact.
+    for node in graph.nodes:
+        if graph.operations[node] in BATCH_NORMS and scalar(node, "training") and Edge(node, 0).shape[0] > 1:
+            raise SamplesInteractError(
+                f"{RULE}; found {graph.operations[node]} in training mode{_whereabouts(graph, node)}, "
+                "which normalizes with the statistics of the whole batch. "
+                f"Put BatchNorm layers in eval mode, use GroupNorm, {REMEDY}"
+            )
+
+
+def refuse_sample_data(
+    graph: Graph, operands: Iterable[tuple[Node, int]], side: set[Node], data: list[tuple[Node, Tensor]]
+) -> None:
+    """Raise SamplesInteractError for sample data below the cut; warn if they are integers, which may be positions."""
+    for node, what in data:
+        mixing = _mixing_node(graph, operands, side, node)
+        found = f"{graph.operations[mixing]}{_whereabouts(graph, mixing)} mixes samples"
+        entering = f"of shape {tuple(what.shape)} enter below it ({graph.operations[node]}{_whereabouts(graph, node)})"
+        if what.is_floating_point() or what.is_complex():
+            raise SamplesInteractError(
+                f"{RULE}; found that {found}, and that sample data {entering}. "
+                f"Remove the operation that combines samples (a batch mean, in-batch negatives), {REMEDY}"
+            )
+        warnings.warn(
+            f"{found}, and integers {entering}: samples interact if these integers are sample data, "
+            "and do not if they are positions or other constants. Run sw.check to find out.",
+            SamplesMayInteractWarning,
+            stacklevel=6,
+        )
+
+
+class Constants:
+    """Parameters and buffers of the model, which are not sample data when they enter below the cut."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._tensors = list(tensors)
+        self._storages = {storage_of(tensor) for tensor in self._tensors}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """True for a view or an equal copy of one of the tensors. spectral_norm copies its vectors."""
+        if storage_of(tensor) in self._storages:
+            return True
+        return any(_is_copy(tensor, one) for one in self._tensors)
+
+
+def _is_copy(tensor: Tensor, one: Tensor) -> bool:
+    alike = one.shape == tensor.shape and one.dtype == tensor.dtype and one.device == tensor.device
+    return alike and not traced(tensor) and not traced(one) and torch.equal(one, tensor)
+
+
+def sample_data(graph: Graph, side: set[Node], constants: Constants) -> Iterator[tuple[Node, Tensor]]:
+    """Yield (node, tensor) for tensors below the cut without gradient, not in `constants`, with one row per sample."""
+    if not side:
+        return
+    below = graph.below(side)
+    savers = {node: _operand_names(node) for node in below if _operand_names(node) or _attributes(node)}
+    reader = SavedTensorReader(savers.items())
+    for node in savers:
+        # If every operand requires a gradient, a saved float tensor without one was computed from these operands.
+        open_ended = any(child is None for child, _ in graph.children[node])
+        for tensor in _tensors([*reader.take(node).values(), *_attributes(node)]):
+            if (open_ended or not tensor.is_floating_point()) and _may_be_data(tensor, graph.samples, constants):
+                yield node, tensor
+    for node in below:
+        other = is_accumulate_grad(node) and node not in graph.leaves
+        if other and _may_be_data(node.variable.detach(), graph.samples, constants):
+            yield node, node.variable
+
+
+def _operand_names(node: Node) -> tuple[str, ...]:
+    return tuple(name for name in saved_tensor_names(node) if not name.startswith("result"))
+
+
+def _attributes(node: Node) -> list[object]:
+    """Values that the forward of a Python function stored as attributes of `ctx`."""
+    return list(vars(node).values()) if is_python_function(node) else []
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    for value in values:
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, Tensor):
+                yield item
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identity of the tensor's storage, equal for all views of it. Works for traced tensors, too."""
+    return tensor.untyped_storage()._cdata
+
+
+def _may_be_data(tensor: Tensor, samples: int, constants: Constants) -> bool:
+    if tensor.requires_grad or tensor.dtype is torch.bool or tensor.dim() == 0:
+        return False
+    # A slice of sample data is recognized by the shape of its base tensor.
+    whole = (t for t in (tensor, tensor._base) if t is not None)
+    has_row_per_sample = any(samples in (t.shape[:-1] if t.dim() > 1 else t.shape) for t in whole)
+    return has_row_per_sample and tensor not in constants
+
+
+def _mixing_node(graph: Graph, operands: Iterable[tuple[Node, int]], side: set[Node], data: Node) -> Node:
+    """First operation above `data` that combines samples: a reduction just below the cut, or else the cut's node."""
+    for node, position in operands:
+        child = graph.children[node][position][0]
+        if child in side and data in graph.below([child]):
+            return child if graph.operations[child] in REDUCTIONS | BATCH_NORMS else node
+    return data
+
+
+def _whereabouts(graph: Graph, node: Node) -> str:
+    """Location of an operation for messages, from the nearest parameter: the graph does not record modules."""
+    own = [graph.leaves[child] for child, _ in graph.children[node] if child in graph.leaves]
+    if own:
+        return f" (module {own[0].rpartition('.')[0]!r})"
+    below = set(graph.below([node]))
+    named = [name for leaf, name in graph.leaves.items() if leaf in below]
+    return f" (downstream of parameter {named[0]!r})" if named else ""

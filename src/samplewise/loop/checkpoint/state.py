@@ -1,0 +1,104 @@
+"""State of a trainer in a checkpoint: collecting, loading, and checks on resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.distributed import collectives
+from samplewise.distributed.fsdp import in_parts
+from samplewise.errors import CheckpointError
+from samplewise.step.step import Step
+
+KINDS = ("optimizer", "scheduler")
+
+
+def savable(step: Step) -> bool:
+    """Return True if no rank holds samples that cannot be saved. Collective."""
+    return not collectives.all_reduce_scalars(step.waiting)[0]
+
+
+def check_savable(step: Step) -> None:
+    if not savable(step):
+        raise CheckpointError(
+            "an open window can be saved only as accumulated sums; found samples that are kept until the window is "
+            "full, because a transform needs all samples at once. Use tail='update' or tail='drop', or save inside "
+            "epochs: ModelCheckpoint(every='100up')."
+        )
+
+
+def state_of(part: Any) -> Any:
+    """Return the state dict of a part. With several ranks that of a Step omits the open window: see `own_window`."""
+    if isinstance(part, Step):
+        return part.state_dict(window=not collectives.active())
+    return part.state_dict()
+
+
+def own_window(step: Step) -> dict[str, Any]:
+    """Return {"own": this rank's part of the open window}, or {} for one process or no open window. Collective."""
+    begun = collectives.active() and collectives.all_reduce_scalars(step.open)[0]
+    return {"own": step.window_state()} if begun else {}
+
+
+def load(part: Any, state: Any) -> None:
+    """Load a state into a part. Tensors that are sharded over ranks receive this rank's shard."""
+    if collectives.active() and isinstance(part, nn.Module):
+        now = part.state_dict()
+        state = {name: _as_shared(value, now.get(name)) for name, value in state.items()}
+    elif collectives.active() and isinstance(part, torch.optim.Optimizer):
+        owners = [p for group in part.param_groups for p in group["params"]]
+        each = {}
+        for k, values in state["state"].items():
+            each[k] = {name: _as_shared(value, owners[k]) for name, value in values.items()}
+        state = {**state, "state": each}
+    part.load_state_dict(state)
+
+
+def _as_shared(value: Any, like: Any) -> Any:
+    if in_parts(like) and isinstance(value, Tensor) and value.shape == like.shape:
+        from torch.distributed.tensor import distribute_tensor  # slow to import; a sharded tensor has imported it
+
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return value
+
+
+def whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a model with sharded tensors gathered, on every rank."""
+    return {name: value.full_tensor() if in_parts(value) else value for name, value in state.items()}
+
+
+def kinds(parts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class names of optimizer and scheduler; "none" if there is none.
+
+    A state dict does not contain its class: torch would load that of another class, and be wrong or fail later.
+    """
+    return {name: type(parts[name]).__name__ if name in parts else "none" for name in KINDS}
+
+
+def check_resumed(state: Mapping[str, Any], parts: Mapping[str, Any], seed: int) -> None:
+    """Raise CheckpointError if seed, classes or number of ranks do not match the checkpoint."""
+    if state["trainer"]["seed"] != seed:
+        raise CheckpointError(
+            f"a run must be resumed with the seed it was saved with, {state['trainer']['seed']}; found {seed}."
+        )
+    for name, kind in kinds(parts).items():
+        if kind != state["kinds"][name]:
+            raise CheckpointError(
+                f"a run must be resumed with the {name} it was saved with, {state['kinds'][name]}; found {kind}. "
+                "Use the saved class, or start a new run directory."
+            )
+    owners = state.get("owners", collectives.size())
+    if owners != collectives.size():
+        raise CheckpointError(
+            f"a checkpoint with an open window of {owners} ranks must be resumed with the same number of ranks; "
+            f"found {collectives.size()}. Resume with {owners} ranks. To change the number of ranks, save inside "
+            "epochs: ModelCheckpoint(every='100up')."
+        )
+    if collectives.active() and state["step"]["window"]["parts"]:
+        raise CheckpointError(
+            "a checkpoint with an open window of one process must be resumed with one process; found "
+            f"{collectives.size()} ranks. Resume with one process until the next checkpoint."
+        )

@@ -1,0 +1,1 @@
+"""Data loading that can be resumed: loaders, adapters, sharding over ranks, random state."""

@@ -1,0 +1,181 @@
+"""Seeding of samplers, data sets and workers, with the global random state restored afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from samplewise.core.snapshot import random_state
+from samplewise.distributed import collectives
+from samplewise.loop.checkpoint.rng_state import load_random_state, random_state_dict
+
+
+def seed_of(*things: Any) -> int:
+    """Return a 32-bit seed: a hash of the `repr` of all arguments."""
+    return int.from_bytes(hashlib.sha256(repr(things).encode()).digest()[:4], "little")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global random generators of torch (all devices), Python and NumPy."""
+    torch.manual_seed(seed)
+    _seed_others(seed)
+
+
+def reseed(seed: int) -> None:
+    """Seed like `seed_everything`, but skip devices that are not initialized. Cheap enough for every sample."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    _seed_others(seed)
+
+
+def _seed_others(seed: int) -> None:
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global random generators inside the block, and restore their state afterwards."""
+    restore = random_state()
+    reseed(seed)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def random_states() -> dict[str, Any]:
+    """Return the random state for a checkpoint: of this process, or of all ranks. Collective."""
+    mine = random_state_dict()
+    return {"randoms": collectives.all_gather_object(mine)} if collectives.active() else {"random": mine}
+
+
+def load_random_states(state: dict[str, Any], seed: int) -> None:
+    """Restore the random state of this rank.
+
+    A rank that did not exist when the checkpoint was saved gets a seed derived from its rank.
+    """
+    there = state.get("randoms") or [state["random"]]
+    if collectives.rank() < len(there):
+        load_random_state(there[collectives.rank()])
+    else:
+        reseed(seed_of(seed, collectives.rank(), there[0]["torch"].tolist()))
+
+
+class Stream:
+    """Separate random state for blocks `with stream:`. Each block continues where the last one ended."""
+
+    def __init__(self, seed: int):
+        with seeded(seed):
+            self.state = random_state_dict()
+
+    def __enter__(self) -> None:
+        self._outside = random_state()
+        load_random_state(self.state)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.state = random_state_dict()
+        self._outside()
+
+
+def parts_of(root: Any) -> list[Any]:
+    """List an object and, recursively, its data sets and samplers."""
+    found: list[Any] = [root]
+    for part in found:
+        inside = vars(part) if hasattr(part, "__dict__") else {}
+        candidates = [inside.get(name) for name in ("sampler", "batch_sampler", "dataset")]
+        found += [new for new in candidates if new is not None and all(new is not old for old in found)]
+    return found
+
+
+def seed_generators(root: Any, seed: int) -> None:
+    """Seed the random generators that are attributes of an object, its data sets and its samplers."""
+    for part in parts_of(root):
+        for value in vars(part).values() if hasattr(part, "__dict__") else ():
+            _seed_generator(value, seed)
+
+
+def _seed_generator(value: Any, seed: int) -> None:
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    if isinstance(value, torch.Generator):
+        value.manual_seed(seed)
+    elif isinstance(value, random.Random) or (numpy is not None and isinstance(value, numpy.RandomState)):
+        value.seed(seed)
+    elif numpy is not None and isinstance(value, numpy.Generator):
+        value.bit_generator.state = type(value.bit_generator)(seed).state
+
+
+class Seeded(Dataset[Any]):
+    """Data set that seeds the random generators for each sample by (seed, epoch, index).
+
+    It changes the global random state. Outside of a worker process the caller restores it.
+    """
+
+    def __init__(self, dataset: Any, seed: int):
+        self.dataset = dataset
+        self.seed = seed
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared with persistent workers
+
+    def __getitem__(self, index: Any) -> Any:
+        seed = seed_of(self.seed, int(self.epoch), _name(index))
+        reseed(seed)
+        seed_generators(self.dataset, seed)
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class SeededWithState(Seeded):
+    """Seeded for a data set with `state_dict` and `load_state_dict`."""
+
+    def state_dict(self) -> Any:
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.dataset.load_state_dict(state)
+
+
+def seeded_samples(dataset: Any, seed: int) -> Seeded:
+    """Wrap a data set in Seeded or SeededWithState."""
+    kind = SeededWithState if hasattr(dataset, "state_dict") else Seeded
+    return kind(dataset, seed)
+
+
+class Unveiling:
+    """worker_init_fn that replaces the wrapper by the user's data set in `get_worker_info().dataset`.
+
+    then: the loader's own worker_init_fn, called afterwards.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None):
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # the info object is read-only
+        if self.then is not None:
+            self.then(worker)
+
+
+def _name(index: Any) -> Any:
+    """Return an index in a form whose `repr` is the same in every process."""
+    if hasattr(index, "tolist"):  # samplers may yield tensors or arrays
+        return index.tolist()
+    if repr(index) == object.__repr__(index):
+        raise TypeError(
+            f"an index must be a number, text, or an object with its own __repr__, from which the seed of its random "
+            f"augmentation is computed; found {index!r}. Give its class a __repr__."
+        )
+    return index

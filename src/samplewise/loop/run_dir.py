@@ -1,0 +1,150 @@
+"""Run directory: log, checkpoints, run.json and lock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from samplewise.distributed import collectives
+from samplewise.errors import CheckpointError
+from samplewise.loop.checkpoint import store
+from samplewise.loop.checkpoint.directory import Saver
+from samplewise.loop.checkpoint.trainer_state import check_resumable
+from samplewise.loop.launch import by_all
+from samplewise.loop.log import Log
+from samplewise.loop.run_lock import RunLock
+
+
+class RunDirectory:
+    """Files of a run. Call `open` before writing.
+
+    With several ranks, rank 0 writes the log and holds the lock; all ranks write checkpoints.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._lock = RunLock(directory)
+        self._log: Log | None = None
+        self._checkpoints: store.Checkpoints | None = None
+        self._saver: Saver | None = None
+        self._ours = False  # this object has written the files in the directory
+
+    def open(self, resume: bool, load: Callable[[dict[str, Any]], int]) -> None:
+        """Acquire the lock and open the log; with `resume`, load the newest checkpoint if there is one. Collective.
+
+        load: receives the state of the checkpoint and returns the length in bytes of the log that belongs to it.
+        """
+        by_all(self._lock.acquire if collectives.rank() == 0 else lambda: None)
+        self._checkpoints = by_all(lambda: store.Checkpoints(self.directory / "checkpoints"))
+        there = len(self._paths())
+        keep = None if self._ours else 0
+        if resume and there:
+            state = self._newest(there)
+            keep = by_all(lambda: load(state))
+        elif there and not self._ours:
+            raise CheckpointError(
+                f"a new run must have an unused directory; found checkpoints in {self.directory}. "
+                "Pass resume=True to continue that run, or choose another directory."
+            )
+        if collectives.rank() == 0:
+            self._log = Log(self.directory / "log.jsonl", keep)
+        if collectives.active() and self._saver is None:
+            self._saver = Saver()
+        self._ours = True
+
+    def _found(self) -> store.Checkpoints:
+        if self._checkpoints is None:
+            raise CheckpointError(
+                "checkpoints can be saved only while fit runs; found no running fit. Call save from a callback."
+            )
+        return self._checkpoints
+
+    def _paths(self) -> list[Path]:
+        """Return the paths of all checkpoints. Raises CheckpointError if ranks see different ones. Collective."""
+        paths = self._found().paths()
+        if not collectives.all_equal([path.name for path in paths]):
+            raise CheckpointError(
+                f"all ranks must see the same run directory; found that they see different checkpoints in "
+                f"{self.directory}. Use a directory on a shared file system."
+            )
+        return paths
+
+    def _newest(self, there: int) -> dict[str, Any]:
+        found = self._found().latest(_read_by_all)
+        if found is None:
+            raise CheckpointError(
+                f"resuming needs a readable checkpoint; found none among {there} in {self._found().directory}. "
+                "Restore one from a backup, or start a new run directory."
+            )
+        return found[0]
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise if the state could not be saved, before the training starts."""
+        store.check(state)
+
+    def describe(self, **about: Any) -> None:
+        """Write run.json."""
+        if collectives.rank() == 0:
+            (self.directory / "run.json").write_text(json.dumps({"name": self.directory.name, **about}, indent=1))
+
+    def write(self, **fields: Any) -> None:
+        """Append a line to the log, on rank 0."""
+        if self._log is not None:
+            self._lock.check()
+            self._log.write(**fields)
+
+    def save(self, state: Callable[[int], dict[str, Any]], update: int) -> Path:
+        """Save a checkpoint and return its path. Collective; with several ranks it is written in the background.
+
+        state: receives the length of the log in bytes and returns the state.
+        """
+        checkpoints = self._found()
+        by_all(self._lock.verify)
+        now = state(0 if self._log is None else self._log.position())
+        if self._saver is None:
+            return checkpoints.save(now, update)
+        path = checkpoints.path_of(update)
+        self._saver.save(path, now, then=lambda: checkpoints.remove_older_than(update))
+        return path
+
+    def save_aside(self, name: str, state: dict[str, Any]) -> Path:
+        """Write a state to `name`.ckpt next to the log, where it is not removed. Rank 0 writes."""
+        path = self.directory / f"{name}.ckpt"
+        if collectives.rank() == 0:
+            store.write(path, state)
+        return path
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on disk."""
+        if self._saver is not None:
+            self._saver.finish()
+            self._saver = None
+
+    def close(self) -> None:
+        """Close the log and release the lock, also after an error."""
+        log = self._log
+        self._log = None
+        self._checkpoints = None
+        with ExitStack() as closing:  # called in reverse order, even if one raises
+            closing.callback(self._lock.release)
+            if log is not None:
+                closing.callback(log.close)
+            if self._saver is not None:
+                closing.callback(self._saver.close)
+
+
+def _read_by_all(path: Path) -> dict[str, Any]:
+    """Read a checkpoint; raise CheckpointError on all ranks if any rank cannot read it. Collective."""
+    state: dict[str, Any] = {}
+    problem: CheckpointError | None = None
+    try:
+        state = store.read(path)
+        check_resumable(path, state)
+    except CheckpointError as why:
+        problem = why
+    if collectives.all_reduce_scalars(problem is not None)[0]:
+        raise problem or CheckpointError(f"{path} must be readable on all ranks; found that another rank failed.")
+    return state

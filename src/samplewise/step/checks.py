@@ -1,0 +1,119 @@
+"""Warnings and errors about common mistakes, checked once at the first update."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from samplewise.distributed import collectives
+from samplewise.errors import ParameterError, TrainingWarning, TransformError
+from samplewise.transforms.chain import Chain
+from samplewise.transforms.stats import PerSample
+
+SHOWN = 5
+MODEL = "model"
+
+
+def warn(message: str) -> None:
+    warnings.warn(message, TrainingWarning, stacklevel=2)
+
+
+def listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def look_at_modes(modules: Sequence[nn.Module]) -> None:
+    """Warn about modules in eval mode; of nested ones only the outermost is named. Frozen modules are exempt."""
+    asleep = [path for path, module in paths(modules) if not module.training and not _is_frozen(module)]
+    outermost = [path for path in asleep if not any(path.startswith(f"{other}.") for other in asleep)]
+    names = ["the model"] if MODEL in outermost else [path.removeprefix(f"{MODEL}.") for path in outermost]
+    if outermost:
+        warn(
+            f"modules are in eval mode while training: {listed(names)}. Their dropout is off, and their running "
+            "statistics are not updated. Call train() on them, unless this is intended."
+        )
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    """True if the module has parameters and all are frozen: eval mode is then intended."""
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
+
+
+def paths(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Path and module of every module, including the model ("model") and the loss module ("loss")."""
+    roots = zip((MODEL, "loss"), modules, strict=False)
+    return [(f"{root}.{name}".rstrip("."), module) for root, top in roots for name, module in top.named_modules()]
+
+
+def training_batch_norms(modules: Iterable[nn.Module]) -> list[str]:
+    """Names of BatchNorm modules in training mode."""
+    return [
+        name
+        for root in modules
+        for name, module in root.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    ]
+
+
+def look_at_batch_norm(modules: Iterable[nn.Module], sizes: Sequence[int]) -> None:
+    """Warn if BatchNorm in training mode normalises microbatches of one sample, or a window of several microbatches.
+    `sizes`: number of samples of each microbatch.
+    """
+    if len(sizes) == 1 and sizes[0] > 1:
+        return
+    names = training_batch_norms(modules)
+    if names and 1 in sizes:
+        warn(
+            f"BatchNorm in training mode gets microbatches of one sample: {listed(names)}. Its statistics are then "
+            "those of single samples. Use larger microbatches, call eval() on these modules, or use GroupNorm."
+        )
+    elif names:
+        warn(
+            f"BatchNorm in training mode gets a window in {len(sizes)} microbatches: {listed(names)}. Its statistics "
+            "are those of each microbatch, so that results depend on the microbatch size. Use microbatch=None with "
+            "batches of the window's size, call eval() on these modules, or use GroupNorm."
+        )
+
+
+def look_at_reach(trained: dict[str, Tensor], noise: bool) -> None:
+    """Warn about parameters of the optimizer that got no gradient; raise if none got one. No warning with noise on the
+    sum, which gives every parameter a gradient.
+    """
+    missed = [name for name, p in trained.items() if p.requires_grad and p.grad is None]
+    if missed and all(p.grad is None for p in trained.values()):
+        raise ParameterError(
+            f"the loss must reach a parameter of the optimizer; found that it reaches none of {listed(missed)}. "
+            "Check whether the optimizer was created from another model, or the model was copied afterwards."
+        )
+    if missed and not noise:
+        warn(
+            f"the optimizer has parameters that the loss does not reach: {listed(missed)}. They got no gradient in "
+            "the first update. Look for a detach(), an unused layer, or the wrong model."
+        )
+
+
+def look_at_strangers(strangers: dict[str, Tensor], reached: set[int]) -> None:
+    """Warn about parameters that the loss reaches and that the optimizer does not have. `reached`: ids of leaves."""
+    missed = [name for name, p in strangers.items() if id(p) in reached]
+    if missed:
+        warn(
+            f"the loss reaches parameters that the optimizer does not have: {listed(missed)}. They are not trained. "
+            "Add them to the optimizer, or freeze them with requires_grad_(False)."
+        )
+
+
+def look_at_weights(chain: Chain, weights: Sequence[PerSample | None], with_others: bool = False) -> None:
+    """Raise if all coefficients of the first update are zero, over all ranks: the gradient would be zero."""
+    columns: list[Tensor | None] = []
+    for found in weights:
+        columns += found.values() if isinstance(found, dict) else [found]
+    some = not columns or any(w is None or bool(w.any()) for w in columns)
+    if not (collectives.all_reduce_scalars(some)[0] if with_others else some):
+        raise TransformError(
+            f"at least one sample of the first update must have a nonzero weight; found none with {chain!r}. "
+            "Check the values that the weights are computed from."
+        )

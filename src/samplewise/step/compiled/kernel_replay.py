@@ -1,0 +1,203 @@
+"""Replay of the kernels of a compiled update from a loop in C.
+
+Inductor's wrapper is Python code: for every call it allocates intermediate tensors and reads the address of each. A
+small update takes longer there than in its kernels. One call is therefore recorded, with its kernels and the addresses
+of their arguments, and a loop in C runs the following updates. This is valid while all tensors keep their addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samplewise.step.compiled import inductor
+from samplewise.step.compiled.raw_view import cells
+
+CHUNK = 256  # maximum number of updates in one call, without checking guards in between
+
+Call = tuple[Any, tuple[Tensor, ...]]  # a kernel and its arguments
+
+
+class KernelReplay:
+    """Recorded call `run(inputs)`; the last inputs are the batch, which is read from the row stored in a cell."""
+
+    def __init__(
+        self, calls: Sequence[Call], results: Sequence[Tensor], small: Sequence[Tensor], batch: Sequence[Tensor]
+    ):
+        """`small`: tensors for first row, flag and scalars, which the loop writes and reads."""
+        # The job holds addresses of these tensors and kernels, so they are kept alive here.
+        self._calls = calls
+        self._results = results
+        self._small = small
+        self._drive = inductor.load_c(_source([len(given) for _, given in calls])).drive
+        self._drive.restype = ctypes.c_int64
+        self._drive.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+        self._arguments = [(ctypes.c_void_p * len(given))(*(t.data_ptr() for t in given)) for _, given in calls]
+        self._holes = []  # arguments that are tensors of the batch
+        for arguments, (_, given) in zip(self._arguments, calls, strict=True):
+            for k, tensor in enumerate(given):
+                self._holes += [(arguments, k, b) for b, wanted in enumerate(batch) if tensor is wanted]
+        self.table = torch.zeros(CHUNK, small[2].numel(), dtype=torch.float64)  # scalars of the next updates
+        self.numbers = cells(self.table)
+        self._columns: list[Tensor] = []
+        self._job = self._make_job()
+
+    def _make_job(self) -> Any:
+        start, flag, numbers = self._small
+        count = len(self._results)
+        self._sizes = (ctypes.c_int64 * count)(*(t.nbytes for t in self._results))
+        self._found = (ctypes.c_void_p * count)(*(t.data_ptr() for t in self._results))
+        self._kept = (ctypes.c_void_p * count)()
+        self._kernels = (ctypes.c_void_p * len(self._calls))(
+            *(inductor.address_of(kernel) for kernel, _ in self._calls)
+        )
+        self._given = (ctypes.c_void_p * len(self._calls))(*map(ctypes.addressof, self._arguments))
+        job = Job()
+        job.start = start.data_ptr()
+        job.flag = flag.data_ptr()
+        job.numbers = numbers.data_ptr()
+        job.table = self.table.data_ptr()
+        job.width = numbers.numel()
+        job.results = count
+        for name in ("sizes", "found", "kept", "kernels", "given"):
+            setattr(job, name, ctypes.addressof(getattr(self, f"_{name}")))
+        self._address = ctypes.addressof(job)
+        return job
+
+    def feed(self, batch: Sequence[Tensor]) -> None:
+        """Replace the addresses of the batch in the recorded arguments."""
+        for arguments, k, b in self._holes:
+            arguments[k] = batch[b].data_ptr()
+
+    def fresh_columns(self) -> list[Tensor]:
+        """Allocate tensors (CHUNK, ...) for the results of the next updates, one row per update."""
+        self._columns = [torch.empty(CHUNK, *t.shape, dtype=t.dtype) for t in self._results]
+        self._kept[:] = [column.data_ptr() for column in self._columns]
+        return self._columns
+
+    def __call__(self, start: int, step: int, updates: int, row: int) -> int:
+        """Run updates that start at rows `start`, `start + step`, ... of the batch.
+
+        Results are written to the columns from `row` on. Returns the number of updates run before one was not finite or
+        had an index out of range.
+        """
+        return self._drive(self._address, start, step, updates, row)
+
+
+class Job(ctypes.Structure):
+    """Arguments of the C loop; same fields as `struct Job` in SOURCE."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("start", "flag", "numbers", "table")),
+        *((name, ctypes.c_int64) for name in ("width", "results")),
+        *((name, ctypes.c_void_p) for name in ("sizes", "found", "kept", "kernels", "given")),
+    ]
+
+
+def record(
+    run: inductor.Compiled, bound: Sequence[Tensor], batch: Sequence[Tensor]
+) -> tuple[list[Call], Sequence[Tensor]] | None:
+    """Run once and return the kernel calls and the results; None if `run` does anything besides calling kernels."""
+    module = sys.modules.get(type(getattr(run, "__self__", None)).__module__)
+    kernels = {name: kernel for name, kernel in vars(module).items() if inductor.is_kernel(kernel)} if module else {}
+    calls: list[Call] = []
+    with _replaced(module, {name: _noting(kernel, calls) for name, kernel in kernels.items()}), Nothing() as others:
+        results = run([*bound, *batch])
+    given = [thing for _, things in calls for thing in things]
+    fit = calls and not others.seen and all(isinstance(thing, Tensor) for thing in given)
+    return (calls, results) if fit and _can_be_fed(given, results, batch) else None
+
+
+def _can_be_fed(given: Sequence[Tensor], results: Sequence[Tensor], batch: Sequence[Tensor]) -> bool:
+    """Test whether the recorded batch can be replaced and results can be copied.
+
+    Arguments and results must not be views of the batch's memory, and results must be contiguous.
+    """
+    memory = {t.untyped_storage().data_ptr() for t in batch}
+    known = {id(t) for t in batch}
+    strays = [t for t in given if id(t) not in known] + list(results)
+    fed = not any(t.untyped_storage().data_ptr() in memory for t in strays)
+    return fed and all(t.is_contiguous() for t in results)
+
+
+def _noting(kernel: Any, calls: list[Call]) -> Callable[..., None]:
+    def called(*given: Tensor) -> None:
+        calls.append((kernel, given))
+        kernel(*given)
+
+    return called
+
+
+@contextmanager
+def _replaced(module: Any, others: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in others}
+    try:
+        for name, other in others.items():
+            setattr(module, name, other)
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(module, name, original)
+
+
+class Nothing(TorchDispatchMode):
+    """Count dispatched torch operations, which a recording cannot contain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _source(arities: Sequence[int]) -> str:
+    """C++ source of the loop over updates; kernel k takes `arities[k]` arguments."""
+    calls = []
+    for k, arity in enumerate(arities):
+        types, values = ", ".join(["void*"] * arity), ", ".join(f"given[{k}][{a}]" for a in range(arity))
+        calls.append(f"((void (*)({types}))job->kernels[{k}])({values});")
+    return SOURCE.replace("CALLS", "\n            ".join(calls))
+
+
+SOURCE = r"""
+#include <stdint.h>
+#include <string.h>
+
+struct Job {
+    int64_t* start; double* flag; double* numbers; const double* table;
+    int64_t width, results;
+    const int64_t* sizes; const char** found; char** kept; void** kernels; void*** given;
+};
+
+static bool finite(const double* number) {  // by its bits: the compiler may be told that all numbers are
+    uint64_t bits;
+    memcpy(&bits, number, 8);
+    return ((bits >> 52) & 0x7ff) != 0x7ff;
+}
+
+extern "C" int64_t drive(Job* job, int64_t start, int64_t step, int64_t updates, int64_t row) {
+    void*** given = job->given;
+    for (int64_t u = 0; u < updates; u++) {
+        *job->start = start + u * step;
+        memcpy(job->numbers, job->table + u * job->width, job->width * 8);
+        try {
+            CALLS
+        } catch (...) {  // an index out of range: nothing has been written yet
+            return u;
+        }
+        if (!finite(job->flag)) return u;
+        for (int64_t r = 0; r < job->results; r++)
+            memcpy(job->kept[r] + (row + u) * job->sizes[r], job->found[r], job->sizes[r]);
+    }
+    return updates;
+}
+"""

@@ -1,0 +1,127 @@
+"""One complete update as a function of tensors; this function is compiled.
+
+rows → losses, gradients → max_grad_norm → optimizer formula → if all finite: write parameters and state in place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from samplewise.engine.grads.base import total
+from samplewise.step.compiled.decompositions import stored
+from samplewise.step.compiled.optim_buckets import OptimBuckets
+from samplewise.step.compiled.tracing import Backward
+
+
+class Inputs(NamedTuple):
+    """Inputs of the compiled code, in this order."""
+
+    trained: list[Tensor]
+    states: list[Tensor]
+    others: list[Tensor]
+    constants: list[Tensor]
+    cells: list[Tensor]  # first row, flag (squared gradient norm, or non-finite), scalars of the formula
+    batch: list[Tensor]
+
+    def flat(self) -> list[Tensor]:
+        """All tensors in one list."""
+        return [tensor for part in self for tensor in part]
+
+    def like(self, flat: Sequence[Tensor]) -> Inputs:
+        """Inputs with the tensors of `flat`, split as in this object."""
+        tensors = iter(flat)
+        return Inputs(*([next(tensors) for _ in part] for part in self))
+
+
+class Values(NamedTuple):
+    """Tensors that an update changes."""
+
+    trained: dict[str, Tensor]
+    states: dict[tuple[str, str], Tensor]
+    others: list[Tensor]
+
+
+@dataclass
+class CompiledUpdate:
+    """One update of `samples` rows. `chosen[k]` is True if tensor k of the batch has one row per sample."""
+
+    backward: Backward
+    cohorts: OptimBuckets | None  # None: gradients are returned and the optimizer performs the update
+    samples: int
+    chosen: list[bool]
+    max_grad_norm: float | None
+    checks: bool
+
+    def __call__(self, given: Inputs) -> tuple[Tensor, ...]:
+        start, flag, numbers = given.cells
+        states = {} if self.cohorts is None else dict(zip(self.cohorts.states, given.states, strict=True))
+        before = Values(dict(zip(self.backward.trained, given.trained, strict=True)), states, given.others)
+        moving = self.backward.moving
+        others = [t.clone() if k in moving else t for k, t in enumerate(given.others)]  # the model changes these
+        run: Any = fx.Interpreter(self.backward.graph).run
+        results = run(*given.trained, *others, *self._rows(given.batch, start), *given.constants)
+        known = [t.contiguous() for t in results[: self.backward.known]]
+        gradients, size = self._gradients(results)
+        doubts = [_doubt(name, t) for name, t in zip(self.backward.columns, known, strict=False)]
+        size = total([size, *doubts])
+        flag.copy_(size.reshape(1))
+        after = before._replace(others=others)
+        if self.cohorts is not None:
+            after = Values(*self.cohorts.apply(before.trained, gradients, states, numbers), others)
+        self._write(before, after, size)
+        return (*known, *(gradients.values() if self.cohorts is None else ()))
+
+    def _rows(self, batch: Sequence[Tensor], start: Tensor) -> list[Tensor]:
+        places = start if self.samples == 1 else start + torch.arange(self.samples)
+        row = torch.ops.aten._unsafe_index.Tensor  # no bounds check: batches have any number of rows
+        return [row(t, [places]) if rows else t for t, rows in zip(batch, self.chosen, strict=True)]
+
+    def _gradients(self, results: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Gradients after `max_grad_norm`, and their squared norm before it."""
+        gradients = self.backward.gradients(results)
+        square = self._square(gradients, results)
+        if self.max_grad_norm is not None:  # as in torch.nn.utils.clip_grad_norm_
+            scale = stored((self.max_grad_norm / (square.sqrt() + 1e-6)).clamp(max=1))
+            gradients = {name: g * scale.to(g.dtype) for name, g in gradients.items()}
+        return gradients, square
+
+    def _write(self, before: Values, after: Values, size: Tensor) -> None:
+        """Write new values in place if everything is finite.
+
+        Without checks, values are always written, but only after everything has been computed: an index may be out of
+        range.
+        """
+        fit = stored(size.isfinite() if self.checks else size.isnan() | (size >= 0))
+        pairs = zip(_all(before), _all(after), strict=True)
+        for old, new in [(old, new) for old, new in pairs if new is not old]:
+            old.copy_(torch.where(fit, new, old))
+
+    def _square(self, gradients: dict[str, Tensor], results: Sequence[Tensor]) -> Tensor:
+        """Squared norm of the gradient; for a column times a row, the product of their squared norms."""
+        squares = []
+        for name, g in gradients.items():
+            factors = [results[k] for k in self.backward.factors.get(name, ())] or [g]
+            sums = [_square(t) for t in factors]
+            squares.append(sums[0] * sums[1] if len(sums) == 2 else sums[0])
+        return total(square.double() for square in squares)
+
+
+def _all(values: Values) -> list[Tensor]:
+    return [*values.trained.values(), *values.states.values(), *values.others]
+
+
+def _doubt(column: str, values: Tensor) -> Tensor:
+    """Return NaN for an invalid column (non-finite values; counts: negative or summing to zero), else zero."""
+    if column == "counts":
+        return torch.where((values.min() < 0) | (values.sum() == 0), torch.nan, 0.0).double()
+    return (values * 0).sum().double()
+
+
+def _square(t: Tensor) -> Tensor:
+    t = torch.view_as_real(t) if t.is_complex() else t
+    return (t * t).sum()

@@ -1,0 +1,97 @@
+"""Verification of compiled code: one update is computed compiled and uncompiled, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.core.snapshot import snapshot
+from samplewise.errors import SamplewiseError
+from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
+from samplewise.step.apply import UpdateApplier
+from samplewise.step.compiled.program import Program
+from samplewise.step.forward import LossEvaluator
+from samplewise.step.window import Window
+from samplewise.transforms.chain import Chain
+
+# An optimizer can scale a gradient that consists of rounding errors up to a full step, so single parameters may differ;
+# with a wrong graph all parameters differ.
+APART = 0.1  # allowed difference, relative to the norm of the update
+LOSSES = 1e-3  # allowed difference of losses, absolute and relative
+
+
+@torch.no_grad()
+def agrees(
+    program: Program,
+    evaluation: LossEvaluator,
+    finish: UpdateApplier,
+    chain: Chain,
+    record: Collection[str],
+    piece: Any,
+    start: int,
+) -> bool | None:
+    """Test whether the update from row `start` is equal compiled and uncompiled; None if it is not finite.
+
+    Restores parameters, optimizer state, buffers and RNG.
+    """
+    state: list[Tensor] = []
+    for kept in getattr(finish.optimizer, "state", {}).values():
+        state += [t for t in kept.values() if isinstance(t, Tensor)]
+    touched = [*evaluation.trained.named.values(), *state]
+    before = [t.clone() for t in touched]
+    restore_model = snapshot(*evaluation.modules)
+
+    def undo() -> None:
+        restore_model()
+        for tensor, then in zip(touched, before, strict=True):
+            tensor.copy_(then)
+        evaluation.trained.clear()
+
+    try:
+        losses, gradients = _uncompiled(evaluation, finish, chain, record, piece)
+        step = program.whole.cohorts is not None
+        if step:
+            finish.optimizer.step()
+        expected = [t.clone() for t in (touched if step else gradients)]
+        undo()
+        program.record()
+        undo()
+        results = program(start, era=-2)
+        if results is None:
+            return None
+        found = [t.clone() for t in (touched if step else program.gradients(results).values())]
+    except SamplewiseError:
+        return None
+    finally:
+        undo()
+    same = torch.allclose(program.part(results).losses, losses, rtol=LOSSES, atol=LOSSES)
+    origin = before if step else [torch.zeros_like(t) for t in expected]
+    return same and _length(found, expected) <= APART * _length(expected, origin) + 1e-12
+
+
+def _uncompiled(
+    evaluation: LossEvaluator, finish: UpdateApplier, chain: Chain, record: Collection[str], piece: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute the update's gradients uncompiled into `.grad`; return losses and gradients."""
+    weighs = chain.weighs or "norms" in record
+    summing: Accumulator = (
+        WeightedAccumulator(evaluation, chain, "norms" in record) if weighs else PlainAccumulator(evaluation)
+    )
+    evaluation.trained.clear()
+    summing.begin()
+    with torch.enable_grad():
+        parts = summing.add([piece], 0)
+    finish.prepare(Window(parts=parts, samples=len(parts[0])))
+    return parts[0].losses, evaluation.trained.gradients()
+
+
+def _length(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Euclidean norm of the difference of two lists of tensors."""
+    return float(sum(_wide(x - y).abs().square().sum() for x, y in zip(a, b, strict=True))) ** 0.5
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)

@@ -1,0 +1,128 @@
+"""Losses and gradients of a microbatch, under the step's precision and memory budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from samplewise.core.batches import cut, length
+from samplewise.core.losses import LossFn, columns_of, per_sample
+from samplewise.core.memory import bounded
+from samplewise.core.snapshot import snapshot
+from samplewise.engine.arguments import check_attached
+from samplewise.engine.gradients import Gradients, gradients_of
+from samplewise.engine.independence import REMEDY
+from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
+from samplewise.step.amp import MixedPrecision
+from samplewise.step.parameters import TrainedParameters
+
+
+class LossEvaluator:
+    """Computes losses and per-sample gradients of microbatches for one model, loss function and set of trained
+    parameters.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        trained: TrainedParameters,
+        loss_fn: LossFn,
+        precision: MixedPrecision,
+        budget: int | None,
+    ):
+        self.modules = modules
+        self.trained = trained
+        self.loss_fn = loss_fn
+        self.precision = precision
+        self.budget = budget
+        self.model = modules[0]
+        self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
+        self.seconds = 0.0  # spent in forward passes of this window
+        self._coincidences: set[int] = set()  # graph structures in which a tensor has B rows only by coincidence
+        self._bare = precision.name is None and budget is None  # skip the context managers, which cost microseconds
+
+    def losses(self, piece: Any) -> tuple[Tensor, Tensor | None]:
+        """Losses (B,), attached to the autograd graph, and counts (B,), or None if the loss function returns none."""
+        started = perf_counter()
+        if self._bare:
+            result = self.loss_fn(self.model, piece)
+        else:
+            with (
+                self.precision.autocast(self.trained.device),
+                nullcontext() if self.budget is None else bounded(self.budget, *self.modules),
+            ):
+                result = self.loss_fn(self.model, piece)
+        losses, counts = per_sample(result)
+        check_attached(losses)
+        self.columns = columns_of(result, losses)
+        if self.columns is not None and get_proxy_mode() is not None:
+            raise LossesError("a loss function that returns columns in addition to losses cannot be compiled")
+        self.seconds += perf_counter() - started
+        return losses, counts
+
+    def gradients(self, losses: Tensor, piece: Any = None) -> Gradients:
+        """Gradients of every sample, times the loss scale. `piece`: the microbatch of the losses, used to find out
+        whether samples really interact.
+        """
+        scaled = losses * self.precision.scale if self.precision.scales else losses
+        g = self._ask(scaled)
+        if self._coincidences and g.wiring in self._coincidences:
+            return self._ask(scaled, interacting="allow")
+        try:
+            return _certain(g)
+        except (SamplesInteractError, SamplesMayInteractWarning) as doubt:
+            if self._is_coincidence(piece):
+                self._coincidences.add(g.wiring)
+                return self._ask(scaled, interacting="allow")
+            if isinstance(doubt, SamplesMayInteractWarning):
+                return self._ask(scaled)
+            raise SamplesInteractError(str(doubt).replace(f", {REMEDY}", ".")) from None
+
+    def _ask(self, losses: Tensor, interacting: str = "refuse") -> Gradients:
+        return gradients_of(losses, self.trained.wanted(), self.modules, interacting=interacting)
+
+    def _is_coincidence(self, piece: Any) -> bool:
+        """True if samples seem to interact only because an unrelated tensor has B rows (for example positional
+        embeddings of B tokens). With B - 1 samples, the check then passes.
+        """
+        total = length(piece)
+        if total is None or total < 3:
+            return False
+        restore = snapshot(*self.modules)
+        try:
+            _certain(self._ask(self.losses(cut(piece, 0, total - 1, total))[0]))
+        except (SamplesInteractError, SamplesMayInteractWarning):
+            return False
+        finally:
+            restore()
+        return True
+
+    def add_sum(self, losses: Tensor, weights: Tensor | None = None) -> None:
+        """Accumulate Σ w × gradient, times the loss scale, into `.grad`: one ordinary backward pass."""
+        scale = self.precision.scale
+        if weights is None:
+            torch.autograd.backward(losses, torch.full_like(losses, scale))
+        else:
+            torch.autograd.backward(losses, (weights * scale).to(losses.dtype))
+
+    def add_mean(self, losses: Tensor, counts: Tensor | None) -> None:
+        """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`. counts=None: 1 for each sample."""
+        scale = self.precision.scale
+        if counts is None:
+            torch.autograd.backward(losses, torch.full_like(losses, scale / len(losses)))
+        else:
+            torch.autograd.backward(losses, (scale / counts.sum()).to(losses.dtype).expand_as(losses))
+
+
+def _certain(g: Gradients) -> Gradients:
+    """Prepare `g`; raise also if samples may interact, where the engine only warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SamplesMayInteractWarning)
+        return g.prepare()

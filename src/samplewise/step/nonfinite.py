@@ -1,0 +1,73 @@
+"""Errors for non-finite losses, counts and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from samplewise.errors import NonFiniteGradientError, NonFiniteLossError, SamplewiseError
+from samplewise.step.microbatch_stats import MicrobatchStats, cat, total
+
+SKIP = "on_nonfinite='skip' skips such updates."
+
+
+def problem_of_losses(losses: Tensor, places: Tensor | None = None) -> NonFiniteLossError | None:
+    """Error for the first non-finite loss; None if all are finite. `places`: positions of the samples in the window."""
+    bad = (~losses.isfinite()).nonzero().flatten().tolist()
+    if not bad:
+        return None
+    place = bad[0] if places is None else int(places[bad[0]])
+    return NonFiniteLossError(
+        f"losses must be finite; found {losses[bad[0]].item()} at sample {place} of the window ({len(bad)} of "
+        f"{len(losses)} samples). Nothing was updated. Check those samples and the learning rate; {SKIP}"
+    )
+
+
+def problem_of_counts(parts: Sequence[MicrobatchStats]) -> NonFiniteLossError | None:
+    """Error for a negative or NaN count; None if there is none."""
+    counts = [p.counts for p in parts if p.counts is not None]
+    if not counts or cat(counts).min() >= 0:
+        return None
+    return NonFiniteLossError(
+        f"counts must be zero or positive; found {cat(counts).min().item():g}. Nothing was updated. "
+        "Return the denominator of each sample from the loss function."
+    )
+
+
+NO_DENOMINATOR = (
+    "the denominator of a window must not be zero; found that its counts, or the weights of its samples, sum to zero. "
+    "Nothing was updated. Check the counts returned by the loss function and the weights. If samples are dropped, the "
+    "last window of a loader may be too short: tail='drop' leaves it out."
+)
+
+
+def problem_of(parts: Sequence[MicrobatchStats], named: Mapping[str, Tensor]) -> SamplewiseError | None:
+    """Error for the first non-finite value of a window; None if only a sum overflowed although each value is finite.
+    Empty `parts`: losses and counts are already checked.
+    """
+    if parts:
+        problem = problem_of_losses(cat([p.losses for p in parts])) or problem_of_counts(parts)
+        if problem is not None or total(parts) == 0:
+            return problem or NonFiniteLossError(NO_DENOMINATOR)
+    broken = [n for n, p in named.items() if p.grad is not None and not p.grad.to_dense().isfinite().all()]
+    if broken:
+        return problem_of_gradients(f"in the gradient of {broken[0]!r} ({len(broken)} of {len(named)} parameters)")
+    return None
+
+
+def problem_of_gradients(where: str) -> NonFiniteGradientError:
+    return NonFiniteGradientError(
+        f"gradients must be finite; found NaN or infinity {where}, although every loss is finite. Nothing was updated. "
+        f"Look for a square root, norm, division or logarithm at zero; {SKIP}"
+    )
+
+
+def unread_problem(losses_are_fine: bool) -> SamplewiseError:
+    """Error for a non-finite update that was skipped on the device and not read yet."""
+    if losses_are_fine:
+        return problem_of_gradients("in an update after the last one that was read")
+    return NonFiniteLossError(
+        "losses must be finite; found NaN or infinity in an update after the last one that was read. That update was "
+        f"skipped. Check its samples and the learning rate; {SKIP}"
+    )

@@ -1,0 +1,93 @@
+"""Conformance suite for rules: call `check_rule` in the test of a new rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.engine.arguments import named_parameters
+from samplewise.engine.gradients import gradients
+from samplewise.engine.grads.base import total
+from samplewise.engine.reference import jacobian_rows
+from samplewise.engine.rules import RULES, Rule, Use
+
+Losses = Callable[[nn.Module], Tensor]
+
+
+def check_rule(
+    key: tuple[str, int], model: nn.Module, losses: Losses, tolerance: float = 1e-9, second_order: bool = True
+) -> None:
+    """Check the rule for `key` (operation, operand position); raise AssertionError if the rule is unused or wrong.
+
+    `losses(model)` returns losses (B,) whose graph uses the operand. Each quantity is compared with one backward pass
+    per sample: with the rule, without it, and with the samples in a shuffled order (rows then have irregular owners).
+    With second_order=True (default), the gradient of a penalty on the norms under create_graph is compared, too.
+    `tolerance` is relative to the largest element, and 100 times larger for second order.
+    """
+    shuffle = torch.randperm(len(losses(model)), generator=torch.Generator().manual_seed(0))
+    with _watched(key) as forms:
+        _compare(model, losses, tolerance)
+    assert forms, f"the losses must use the operand of the rule for {key}; found that the rule was not called"
+    assert any(form is not None for form in forms), f"the rule for {key} must return a result; found None for every use"
+    _compare(model, lambda m: losses(m)[shuffle], tolerance)
+    with mock.patch.dict(RULES):
+        del RULES[key]
+        _compare(model, losses, tolerance)
+    if second_order:
+        _compare_slopes(model, losses, tolerance)
+
+
+@contextmanager
+def _watched(key: tuple[str, int]) -> Iterator[list[object]]:
+    """Record the return values of a rule."""
+    answers: list[object] = []
+    rule = RULES[key]
+
+    def watching(use: Use) -> object:
+        answers.append(rule.form(use))
+        return answers[-1]
+
+    with mock.patch.dict(RULES, {key: Rule(watching, rule.reads)}):  # type: ignore[arg-type]
+        yield answers
+
+
+def _compare(model: nn.Module, losses: Losses, tolerance: float) -> None:
+    named = named_parameters(model)
+    rows = jacobian_rows(losses(model), named)
+    flat = torch.cat([row.flatten(1) if row.dim() > 1 else row[:, None] for row in rows.values()], 1)
+    weights = torch.linspace(-0.5, 1.5, len(flat), dtype=flat.dtype)
+    direction = {name: torch.cos(p.detach() * 3) for name, p in named.items()}
+    along = torch.cat([d.flatten() for d in direction.values()])
+    g = gradients(losses(model), model)
+    _close(g.norms(), flat.norm(dim=1), tolerance, "norms")
+    _close(g.dot(direction), flat @ along, tolerance, "dot")
+    _close(g.gram(), flat @ flat.T, tolerance, "gram")
+    full, summed, moment, spread = g.full(), g.sum(weights), g.second_moment(), g.variance()
+    for name, row in rows.items():
+        _close(full[name], row, tolerance, f"rows of {name}")
+        _close(summed[name], torch.tensordot(weights, row, 1), tolerance, f"sum of {name}")
+        _close(moment[name], row.square().sum(0), tolerance, f"second moment of {name}")
+        _close(spread[name], row.var(0), tolerance, f"variance of {name}")
+    _close(g.project(7), gradients(losses(model), model, strategy="reference").project(7), tolerance, "projection")
+
+
+def _compare_slopes(model: nn.Module, losses: Losses, tolerance: float) -> None:
+    named = named_parameters(model)
+    rows = jacobian_rows(losses(model), named, create_graph=True)
+    truth = total(row.square().sum() for row in rows.values())
+    found = gradients(losses(model), model, create_graph=True).norms().square().sum()
+    for name, ours, right in zip(named, _slopes(found, named), _slopes(truth, named), strict=True):
+        _close(ours, right, 100 * tolerance, f"gradient of the squared norms with respect to {name}")
+
+
+def _slopes(penalty: Tensor, named: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(penalty, list(named.values()), materialize_grads=True)
+
+
+def _close(found: Tensor, truth: Tensor, tolerance: float, what: str) -> None:
+    off = (found - truth).abs().max() / truth.abs().max().clamp_min(1e-12)
+    assert off <= tolerance, f"{what}: off by {off:.1e} of the largest element, allowed {tolerance:.0e}"

@@ -1,0 +1,112 @@
+"""Where the time went, how much memory it took, and how large each layer's gradient is; what a run was made with."""
+
+import json
+
+import pytest
+import torch
+from small import X, Y, loader, log, make
+from torch import nn
+
+import samplewise as sw
+from samplewise.loop.profiling import PhaseTimer, by_layer
+
+
+def test_phases_of_an_update_are_its_seconds():
+    model = nn.Linear(X.shape[1], 3)
+    step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), samples=6, microbatch=4, transforms=[sw.clip(1.0)])
+    for update in step.over([(X[:10].float(), Y[:10])]):
+        assert list(update.phases) == ["forward", "gradients", "optimizer"]
+        assert all(seconds > 0 for seconds in update.phases.values())
+        assert update.seconds == sum(update.phases.values())
+
+
+def test_a_window_that_was_given_up_costs_the_next_one_nothing(monkeypatch):
+    from samplewise.step import forward, window_builder
+
+    ticks = iter(range(1000))
+    monkeypatch.setattr(forward, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(window_builder, "perf_counter", lambda: next(ticks))
+    training = sw.Step(nn.Linear(X.shape[1], 3), sw.sgd(0.1), nn.CrossEntropyLoss(), audit=False)
+    good, bad = (X[:4].float(), Y[:4]), (X[:4].float() * torch.nan, Y[:4])
+    (first,) = training(good)
+    with pytest.raises(sw.NonFiniteLossError):
+        training(bad)
+    (second,) = training(good)
+    assert first.phases["forward"] == second.phases["forward"] == 1
+    assert second.phases == first.phases
+
+
+def test_the_log_tells_where_the_time_went(tmp_path):
+    make(tmp_path, log_every=2).fit(loader(), validate=loader(), epochs=2)
+    lines = [line for line in log(tmp_path, times=True) if line["kind"] == "train"]
+    for line in lines:
+        assert list(line["phases"]) == ["data", "forward", "gradients", "optimizer", "rest"]
+        assert all(seconds >= 0 for seconds in line["phases"].values())
+        assert sum(line["phases"][name] for name in ("forward", "gradients", "optimizer")) == pytest.approx(
+            line["seconds"]
+        )
+        assert line["memory"] > 1e6
+
+
+def test_waiting_for_data_is_apart_from_what_is_done_with_them(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("samplewise.loop.profiling.perf_counter", lambda: now[0])
+
+    def slow():
+        for batch in range(3):
+            now[0] += 2.0
+            yield batch
+
+    clock = PhaseTimer()
+    for _ in clock.waiting(slow()):
+        now[0] += 5.0
+    assert clock.read() == {"data": 6.0, "rest": 15.0}
+    assert clock.read() == {"rest": 0.0}
+
+
+def test_norms_of_layers(tmp_path):
+    trainer = make(tmp_path, log_every=2)
+    trainer.fit(loader(), updates=4)
+    lines = [line for line in log(tmp_path) if line["kind"] == "layers"]
+    assert [line["update"] for line in lines] == [2, 4]
+    squares = {name: p.grad.norm().item() ** 2 for name, p in trainer.model.named_parameters()}
+    for layer, norm in lines[-1]["norms"].items():
+        own = sum(total for name, total in squares.items() if name.rpartition(".")[0] in (layer, ""))
+        assert norm == pytest.approx(own**0.5, rel=1e-5)
+
+
+def test_many_layers_are_put_together():
+    norms = {f"blocks.{k}.{part}.weight": 1.0 for k in range(4) for part in "ab"} | {"scale": 2.0}
+    assert len(by_layer(norms, most=9)) == 9
+    assert by_layer(norms, most=8) == {**{f"blocks.{k}": pytest.approx(2**0.5) for k in range(4)}, "scale": 2.0}
+    assert by_layer(norms, most=3) == {"blocks": pytest.approx(8**0.5), "scale": 2.0}
+    assert len(by_layer({f"{k}.weight": 1.0 for k in range(9)}, most=3)) == 9  # they have nothing above them
+
+
+def test_no_gradients_no_line(tmp_path):
+    trainer = make(tmp_path, log_every=1)
+    trainer.fit(loader(), updates=1)
+    trainer.step.optimizer.step = lambda: [setattr(p, "grad", None) for p in trainer.model.parameters()]
+    trainer.fit(loader(), updates=2)
+    assert [line["update"] for line in log(tmp_path) if line["kind"] == "layers"] == [1]
+
+
+def test_what_a_run_was_made_with(tmp_path):
+    make(tmp_path).fit(loader(), epochs=1)
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert about["name"] == tmp_path.name
+    assert about["versions"]["torch"] == about["torch"] == torch.__version__
+    assert {"python", "samplewise"} < set(about["versions"]) and about["machine"]["threads"] == torch.get_num_threads()
+    settings = about["settings"]
+    assert settings["seed"] == 0 and settings["samples"] == 10 and settings["batch size"] == loader().batch_size
+    assert settings["optimizer"].startswith("SGD(lr=0.1")
+    assert settings["model"] and settings["loss"] and settings["tail"] == "update"
+    assert "max_grad_norm" not in settings  # was not asked for
+
+
+def test_sparse_gradients_have_norms(tmp_path):
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1))
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).squeeze(1))
+    sw.Trainer(step, tmp_path, progress=False, device="cpu", log_every=1).fit([torch.tensor([1, 1, 4])], epochs=1)
+    (line,) = [line for line in log(tmp_path) if line["kind"] == "layers"]
+    assert line["norms"]["0"] == pytest.approx(model[0].weight.grad.to_dense().norm().item())

@@ -1,0 +1,74 @@
+"""`sw.check`: what a doctor would say."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samplewise as sw
+from samplewise.testing.zoo import noise
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def classifier(*middle):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *middle, nn.Linear(8, 3)), (noise(5, 6).float(), torch.arange(5) % 3)
+
+
+def test_a_healthy_model():
+    model, batch = classifier(nn.Tanh())
+    found = sw.check(model, loss_fn, batch)
+    assert found.ok
+    assert [line.parameter for line in found.lines] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert "5 samples: ok" in str(found)
+    assert "3 samples recomputed alone" in str(found)
+
+
+def test_batch_norm_is_reported_as_refused():
+    model, batch = classifier(nn.BatchNorm1d(8))
+    found = sw.check(model, loss_fn, batch)
+    assert not found.ok
+    assert found.interacts
+    assert "module '1'" in str(found)
+
+
+def test_hidden_interaction_is_found_by_recomputing_alone():
+    """No gradient passes through the batch's mean, so that only a sample alone can tell."""
+    model, batch = classifier(nn.Tanh())
+    found = sw.check(model, lambda m, b: loss_fn(m, (b[0] - b[0].mean(0), b[1])), batch)
+    assert not found.ok
+    assert "alone: samples interact" in str(found)
+
+
+def test_random_losses_are_said_to_be_random():
+    model, batch = classifier(nn.Dropout())
+    found = sw.check(model, loss_fn, batch)
+    assert found.ok
+    assert "losses are random" in str(found)
+
+
+def test_unused_and_frozen_parameters_are_named():
+    model, batch = classifier(nn.Tanh())
+    model.extra = nn.Linear(2, 2)
+    model[0].bias.requires_grad_(False)
+    model.forward = lambda x: nn.functional.linear(torch.tanh(model[0](x)), model[2].weight, model[2].bias)
+    report = sw.check(
+        nn.ModuleList([model[0], model[2], model.extra]), lambda m, b: loss_fn(lambda x: m[1](m[0](x).tanh()), b), batch
+    )
+    assert report.ok
+    assert "no gradient for 2.weight, 2.bias" in str(report)
+    assert "1 frozen" in str(report)
+
+
+def test_a_rule_gone_wrong_is_reported(monkeypatch):
+    from samplewise.engine.rules import RULES, Rule
+    from samplewise.engine.rules.use import summed
+
+    monkeypatch.setitem(RULES, ("Addmm", 0), Rule(lambda use: summed(use, 1.001 * use.gradient)))
+    model, batch = classifier(nn.Tanh())
+    found = sw.check(model, loss_fn, batch)
+    assert not found.ok
+    assert [line.parameter for line in found.lines if not line.ok] == ["0.bias", "2.bias"]
+    assert "WRONG" in str(found)
