@@ -29,7 +29,7 @@ SECTIONS = {
     "Transforms": ["chain", "clip", "weight", "drop", "normalize", "align", "group", "noise", "check_transform"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
     "Attribution": ["influence", "ProjectedStore"],
-    "Trainer": ["Trainer"],
+    "Trainer": ["Trainer", "load_checkpoint"],
     "Ledger": ["Ledger", "Indexed", "samples"],
 }
 RESULTS = {"Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects]}
@@ -42,7 +42,7 @@ def page() -> str:
     for title, names in SECTIONS.items():
         parts += [f"## {title}", *(entry(f"sw.{name}", getattr(samplewise, name)) for name in names)]
         parts += [entry(kind.__name__, kind) for kind in RESULTS.get(title, ())]
-    parts += ["## Callbacks", f"In `{callbacks.__name__}`."]
+    parts += ["## Callbacks", "In `sw.callbacks`."]
     parts += [entry(name, each) for name, each in classes(callbacks)]
     parts += ["### Events", text(events), "## Loggers", f"In `{loggers.__name__}`. {text(loggers)}"]
     parts += [entry(name, each) for name, each in classes(loggers)]

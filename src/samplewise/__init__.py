@@ -32,6 +32,8 @@ from samplewise.errors import TransformError as TransformError
 from samplewise.ledger.files import samples as samples
 from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
+from samplewise.loop import callbacks as callbacks
+from samplewise.loop.checkpoint.load import load_checkpoint as load_checkpoint
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.scan import scan as scan
 from samplewise.step.fsdp import fsdp as fsdp
@@ -77,6 +79,7 @@ __all__ = [
     "Update",
     "align",
     "auto",
+    "callbacks",
     "chain",
     "check",
     "check_transform",
@@ -88,6 +91,7 @@ __all__ = [
     "group",
     "influence",
     "input_gradients",
+    "load_checkpoint",
     "noise",
     "noise_scale",
     "normalize",

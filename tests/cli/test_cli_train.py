@@ -74,7 +74,7 @@ def test_the_microbatch_may_be_found(recipe):
     assert command("train", recipe(HEALTHY), "--microbatch", "auto").exit_code == 0
 
 
-@pytest.mark.parametrize(("option", "mode"), [(["--compile"], True), (["--no-compile"], False), ([], "auto")])
+@pytest.mark.parametrize(("option", "mode"), [(["--compile"], True), (["--no-compile"], False), ([], False)])
 def test_compiling_is_handed_on(recipe, monkeypatch, option, mode):
     modes = []
     monkeypatch.setattr(Compiling, "due", lambda self, updates, samples: modes.append(self.mode))

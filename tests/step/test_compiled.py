@@ -362,12 +362,20 @@ def test_save_in_the_middle_and_resume_compiled_bit_for_bit_or_uncompiled():
         torch.testing.assert_close(c, a, rtol=1e-9, atol=1e-9)
 
 
+def test_nothing_is_compiled_by_default(monkeypatch):
+    monkeypatch.setattr(compiling, "AUTO_AFTER", 5)
+    model = net()
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, samples=1)
+    step.run([data(20)])
+    assert compiled_updates(step) == 0
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
     monkeypatch.setattr(compiling, "AUTO_AFTER", 5)
     for samples, expected in ((1, 1), (2, 0)):
         model = net()
-        step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, samples=samples)
-        assert step._compiling.mode == "auto"
+        step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, samples=samples, compile="auto")
         for k, _ in enumerate(step.over([data(20)])):
             assert k > 3 or not step._compiling._programs
         assert compiled_updates(step) == expected

@@ -53,13 +53,8 @@ def train(
     ] = 0,
     device: Device = "auto",
     compile: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile/--no-compile",
-            help="Compile each update into one graph. Default: only updates of one sample, after 1,000 of them.",
-            show_default=False,
-        ),
-    ] = None,
+        bool, typer.Option("--compile/--no-compile", help="Compile each update into one graph. Default: no.")
+    ] = False,
     processes: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Train with N processes (ranks): torchrun --nproc-per-node N."),
@@ -98,8 +93,7 @@ def train(
     optimizer = found.optimizer(model)
     metrics = found.metrics()
     with blaming(recipe):
-        how = "auto" if compile is None else compile
-        step = Step(model, optimizer, found.loss(), samples, pieces, transforms, compile=how, strategy="ddp")
+        step = Step(model, optimizer, found.loss(), samples, pieces, transforms, compile=compile, strategy="ddp")
         trainer = Trainer(step, place, metrics=metrics, device=where, seed=seed)
         reason = trainer.fit(loader, validation, None if updates else epochs or EPOCHS, updates, resume)
     _tell(reason, trainer, run)

@@ -64,9 +64,9 @@ class Step:
     on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore".
     audit: number of updates between two audits, in which one sample is computed alone and compared with its result in
     the batch. None: only at the first update. False: never.
-    compile: True compiles forward pass, backward pass, transforms and the optimizer's update into one graph, from the
-    second update on; "auto" does so only if updates have one sample, after 1,000 updates. If compilation is not
-    possible, the step continues uncompiled, and `step.compiled` gives the reason.
+    compile: False (default); True compiles forward pass, backward pass, transforms and the optimizer's update into one
+    graph, from the second update on; "auto" does so only if updates have one sample, after 1,000 updates. If
+    compilation is not possible, the step continues uncompiled, and `step.compiled` gives the reason.
     record: {"norms"} records `update.norms` if no transform needs them.
     strategy: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
     a DistributedDataParallel is recognised without `strategy`. "fsdp": each rank keeps a shard of every parameter, see
@@ -85,16 +85,16 @@ class Step:
         samples: int | None = None,
         microbatch: int | str | Auto | None = None,
         transforms: Any = (),
-        tail: str = "update",
-        precision: str | None = None,
-        max_grad_norm: float | None = None,
-        scheduler: Any = None,
         *,
+        tail: str = "update",
+        scheduler: Any = None,
+        max_grad_norm: float | None = None,
         on_nonfinite: str = "raise",
         audit: int | bool | None = None,
-        compile: bool | str = "auto",
-        record: Collection[str] = (),
+        precision: str | None = None,
+        compile: bool | str = False,
         strategy: Strategy = None,
+        record: Collection[str] = (),
     ):
         check_options(samples, tail, on_nonfinite, max_grad_norm, record)
         check_scheduler(scheduler, optimizer)

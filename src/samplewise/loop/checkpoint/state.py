@@ -90,6 +90,7 @@ def check_resumed(state: Mapping[str, Any], parts: Mapping[str, Any], seed: int)
                 f"a run must be resumed with the {name} it was saved with, {state['kinds'][name]}; found {kind}. "
                 "Use the saved class, or start a new run directory."
             )
+    _check_shapes(state, parts)
     owners = state.get("owners", collectives.size())
     if owners != collectives.size():
         raise CheckpointError(
@@ -102,3 +103,22 @@ def check_resumed(state: Mapping[str, Any], parts: Mapping[str, Any], seed: int)
             "a checkpoint with an open window of one process must be resumed with one process; found "
             f"{collectives.size()} ranks. Resume with one process until the next checkpoint."
         )
+
+
+def _check_shapes(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if names or shapes of the model differ: loading would overwrite a part of it first."""
+    if not isinstance(parts.get("model"), nn.Module) or not isinstance(state["model"], Mapping):
+        return
+    now = {name: tuple(value.shape) for name, value in parts["model"].state_dict().items() if isinstance(value, Tensor)}
+    saved = {name: tuple(value.shape) for name, value in state["model"].items() if isinstance(value, Tensor)}
+    for name in (*now, *saved):
+        if now.get(name) != saved.get(name):
+            raise CheckpointError(
+                f"a checkpoint must fit the model of the run that it is loaded into; found {name!r} with "
+                f"{_shape(saved.get(name))} in the checkpoint and {_shape(now.get(name))} in the model. "
+                "Use the model that the run was saved with, or start a new run directory."
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "no entry" if shape is None else f"shape {shape}"

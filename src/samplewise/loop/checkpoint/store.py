@@ -44,6 +44,24 @@ def check(state: dict[Any, Any]) -> None:
     encode(state)
 
 
+def newest(directory: Path, read: Callable[[Path], dict[Any, Any]]) -> tuple[dict[Any, Any], Path] | None:
+    """Return (state, path) of the newest readable checkpoint in a directory; None if there is none.
+
+    CheckpointWarning is issued for each newer one that cannot be read.
+    """
+    for _, path in _newest_first(directory):
+        try:
+            return read(path), path
+        except CheckpointError as why:
+            warnings.warn(f"{why} Trying the previous checkpoint.", CheckpointWarning, stacklevel=3)
+    return None
+
+
+def _newest_first(directory: Path) -> list[tuple[int, Path]]:
+    named = ((re.fullmatch(r"update-([0-9]{9,})\.ckpt", path.name), path) for path in directory.iterdir())
+    return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
+
+
 class Checkpoints:
     """Directory of checkpoints that keeps the newest `keep` of them, 2 by default, and those in `protect`.
 
@@ -79,25 +97,16 @@ class Checkpoints:
         CheckpointWarning is issued for each newer one that cannot be read.
         """
         self._remove_leftovers()
-        for _, path in self._newest_first():
-            try:
-                return read(path), path
-            except CheckpointError as why:
-                warnings.warn(f"{why} Trying the previous checkpoint.", CheckpointWarning, stacklevel=2)
-        return None
+        return newest(self.directory, read)
 
     def paths(self) -> list[Path]:
         """List the paths of all checkpoints, readable or not, newest first."""
-        return [path for _, path in self._newest_first()]
-
-    def _newest_first(self) -> list[tuple[int, Path]]:
-        named = ((re.fullmatch(r"update-([0-9]{9,})\.ckpt", path.name), path) for path in self.directory.iterdir())
-        return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
+        return [path for _, path in _newest_first(self.directory)]
 
     def remove_older_than(self, update: int) -> None:
         """Remove checkpoints before `update`, except the newest `keep - 1` of them and those in `protect`."""
         # Later checkpoints stay: they may still be needed after a run was resumed from an earlier one.
-        older = [path for number, path in self._newest_first() if number < update]
+        older = [path for number, path in _newest_first(self.directory) if number < update]
         protected = {path.resolve() for path in self.protect}
         _remove(path for path in older[self.keep - 1 :] if path.resolve() not in protected)
 
