@@ -28,7 +28,7 @@ from samplewise.engine.backward import gradients_at
 from samplewise.engine.graph import Edge, Graph
 from samplewise.errors import NonFiniteGradientError
 
-NOBODY, UNKNOWN, MIXED = -1, -2, -3
+NO_OWNER, UNKNOWN, MIXED = -1, -2, -3
 
 
 class Codes(NamedTuple):
@@ -49,7 +49,7 @@ class Probed(NamedTuple):
     """Result of a probe, one tensor per edge."""
 
     gradients: list[Tensor]  # gradients of losses.sum()
-    owners: list[Tensor]  # sample numbers, same shapes; NOBODY: zero, UNKNOWN: too small to decide, MIXED: shared
+    owners: list[Tensor]  # sample numbers, same shapes; NO_OWNER: zero, UNKNOWN: too small to decide, MIXED: shared
 
 
 def probe(graph: Graph, edges: Sequence[Edge]) -> Probed:
@@ -136,13 +136,15 @@ def _add_digit(owner: Tensor, plain: Tensor, coded: Tensor, scale: int, codes: C
     if plain.is_complex():
         parts = _digit(_real(plain), _real(coded), codes)
         digit = torch.where(
-            (parts[..., 0] == parts[..., 1]) | (parts[..., 1] == NOBODY),
+            (parts[..., 0] == parts[..., 1]) | (parts[..., 1] == NO_OWNER),
             parts[..., 0],
-            torch.where(parts[..., 0] == NOBODY, parts[..., 1], MIXED),
+            torch.where(parts[..., 0] == NO_OWNER, parts[..., 1], MIXED),
         )
     else:
         digit = _digit(plain, coded, codes)
-    return torch.where((owner < 0) | (digit < 0), torch.minimum(owner, digit).clamp_max(NOBODY), owner + scale * digit)
+    return torch.where(
+        (owner < 0) | (digit < 0), torch.minimum(owner, digit).clamp_max(NO_OWNER), owner + scale * digit
+    )
 
 
 def _digit(plain: Tensor, coded: Tensor, codes: Codes) -> Tensor:
@@ -154,7 +156,7 @@ def _digit(plain: Tensor, coded: Tensor, codes: Codes) -> Tensor:
     digit = torch.where(exact, digit, MIXED)
     denormal = (plain.abs() < tiny) & (coded.abs() < tiny * 2.0**codes.base)
     digit = torch.where(denormal, UNKNOWN, digit)
-    return torch.where((plain == 0) & (coded == 0), NOBODY, digit)
+    return torch.where((plain == 0) & (coded == 0), NO_OWNER, digit)
 
 
 def _is_power(mantissa: Tensor, device: torch.device) -> Tensor:
@@ -175,7 +177,7 @@ def _verified(owner: Tensor, plain: Tensor, coded: Tensor, drawn: Tensor, codes:
         near = torch.isclose(expected, coded.double(), rtol=1e-3, atol=0)
     near = near.all(-1) if plain.dim() > owner.dim() else near
     silent = (coded == 0).all(-1) if plain.dim() > owner.dim() else coded == 0
-    good = torch.where(known, near, (owner == UNKNOWN) | ((owner == NOBODY) & silent))
+    good = torch.where(known, near, (owner == UNKNOWN) | ((owner == NO_OWNER) & silent))
     return torch.where(good, owner, MIXED)
 
 

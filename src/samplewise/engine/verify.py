@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,9 +36,10 @@ class _Record:
     holds: bool
     seen: dict[EdgeKey, set[int]]  # samples that had a non-zero block, by edge
 
-    @property
-    def pending(self) -> set[EdgeKey]:
-        return {place for place, samples in self.seen.items() if len(samples) < ENOUGH}
+    pending: set[EdgeKey] = field(init=False)  # edges at which too few samples had a non-zero block
+
+    def __post_init__(self) -> None:
+        self.pending = {place for place, samples in self.seen.items() if len(samples) < ENOUGH}
 
 
 _records: dict[int, _Record] = {}
@@ -72,12 +73,14 @@ def verify_again(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None
 def _answer(graph: Graph, tags: Mapping[Edge, Regular], record: _Record) -> set[Edge] | None:
     if not record.holds:
         return None
-    pending = record.pending
-    return {edge for edge in tags if _place(graph, edge) in pending} if pending else set()
+    if not record.pending:
+        return set()
+    return {edge for edge in tags if _place(graph, edge) in record.pending}
 
 
 def _key(graph: Graph, tags: Mapping[Edge, Regular]) -> int:
-    return hash((graph.fingerprint, tuple(_place(graph, edge) for edge in tags)))
+    index = graph.index
+    return hash((graph.fingerprint, tuple([(index[edge.node], edge.slot) for edge in tags])))
 
 
 def _place(graph: Graph, edge: Edge) -> EdgeKey:
@@ -107,7 +110,7 @@ def _rounding(edge: Edge) -> tuple[float, float]:
 
 def _distinct_powers(graph: Graph) -> Iterator[Tensor]:
     """Yield weights (b,) for each pass. Any two samples have different powers of two in at least one pass."""
-    base = 8 if graph.losses.dtype is torch.float16 else 16
+    base = 8 if torch.float16 in graph.dtypes() else 16
     numbers = torch.randperm(graph.samples, generator=_generator)
     for digit in range(max(1, math.ceil(math.log(graph.samples, base) - 1e-12))):
         exponents = numbers // base**digit % base
