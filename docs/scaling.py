@@ -44,7 +44,7 @@ class Update:
     """
 
     model: Model
-    collectives: int
+    ranks: int
     window: int  # samples of all ranks, distributed evenly
     window_transforms: Sequence[int] = ()
     by_place: bool = False  # weight(tensor)

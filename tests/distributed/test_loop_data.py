@@ -247,7 +247,11 @@ def test_any_number_of_ranks_goes_on_after_any_sample(samples, used, before, aft
     used = min(used, samples)
     own = [len(range(rank, used, before)) for rank in range(before)]
     kind = feed(0, 1, 1)._source.kind
-    places = [DataPosition(n // sizes[0], n % sizes[0], None, kind, 0, n - n % sizes[0]) for n in own]
+    ends = [len(range(rank, samples, before)) for rank in range(before)]
+    places = []
+    for n, end in zip(own, ends, strict=True):
+        inside = 0 if n == end else n % sizes[0]  # a batch of which all samples are used lies behind the position
+        places.append(DataPosition(-(-(n - inside) // sizes[0]), inside, None, kind, 0, n - inside))
     there = feed(0, before, sizes[0])
     assert there._used(places) == used
     there.go_to(places[0])

@@ -526,7 +526,7 @@ def made_too_early(updates, compile):
 )
 def test_a_step_that_was_made_for_one_process(two, updates, compile):
     message = (
-        "DistributedError: the process group must exist before the step is created; found 2 ranks, and a step that was "
+        "DistributedError: the process group must exist before the step is created; found 2 ranks and a step that was "
         "created for one process. Call init_process_group() before Step(...)."
     )
     assert two.errors(made_too_early, updates, compile) == [message] * 2

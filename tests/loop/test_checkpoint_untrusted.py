@@ -723,8 +723,8 @@ def test_a_state_that_does_not_fit_is_named(run, name):
     store.write(newest(run), changed(state_of(run), place, value))
     log = (run / "log.jsonl").read_bytes()
     message = (
-        rf"^a checkpoint must fit the {what} of the run that it is loaded into; found (\w+: |'[\w.]+' with ).*\. Use the "
-        rf"{what} that the run was saved with, or start a new run directory\.$"
+        rf"^a checkpoint must fit the {what} of the run that it is loaded into; found (\w+: |'[\w.]+' with ).*\. Use "
+        rf"the {what} that the run was saved with, or start a new run directory\.$"
     )
     with pytest.raises(CheckpointError, match=message):
         make(run).fit(loader(), epochs=2, resume=True)

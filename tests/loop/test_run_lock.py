@@ -305,7 +305,7 @@ def test_it_is_released_after_a_signal(tmp_path, number):
 
 def test_it_is_released_when_something_cannot_be_closed(tmp_path, monkeypatch):
     trainer = make(tmp_path)
-    monkeypatch.setattr("samplewise.loop.data.loader.Feed.close", lambda self: 1 / 0)
+    monkeypatch.setattr("samplewise.loop.data.loader.ResumableLoader.close", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(loader(), epochs=1)
     assert free(tmp_path)
