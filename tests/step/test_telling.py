@@ -18,10 +18,10 @@ def made(**options):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(samples=1, compile=False), "compile=False"),
-        (dict(samples=2), "compile='auto' compiles only steps with samples=1"),
-        (dict(), "compile='auto' compiles only steps with samples=1"),
-        (dict(samples=1), "not compiled yet, after 6 updates"),
+        (dict(samples=1), "compile=False"),
+        (dict(samples=2, compile="auto"), "compile='auto' compiles only steps with samples=1"),
+        (dict(compile="auto"), "compile='auto' compiles only steps with samples=1"),
+        (dict(samples=1, compile="auto"), "not compiled yet, after 6 updates"),
         (dict(samples=6, compile=True), "not compiled yet, after 1 updates"),
     ],
 )
