@@ -97,9 +97,13 @@ class Pullback:
         self.entry = entry
         self.leaves = leaves
         self.differentiable = differentiable
-        self.width = sum(numel(leaf.shape) for leaf in leaves)
         self._rows: tuple[tuple[int, int], list[Tensor]] | None = None
         self._sums: tuple[Tensor | None, list[Tensor]] | None = None
+
+    @property
+    def width(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(numel(leaf.shape) for leaf in self.leaves)
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
         """Rows (stop - start, *shape) of each parameter."""
