@@ -7,6 +7,7 @@ Pushed     per-sample gradients of an operand, pulled back to a parameter throug
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ class Pullback:
         self._rows: tuple[tuple[int, int], list[Tensor]] | None = None
         self._sums: tuple[Tensor | None, list[Tensor]] | None = None
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Number of elements of all parameters."""
         return sum(numel(leaf.shape) for leaf in self.leaves)
