@@ -124,7 +124,7 @@ def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", au
         for update in step.over(own_batches(batch))
     ]
     parameters = torch.cat([p.detach().flatten() for p in inside.parameters()])  # whole, where they are sharded
-    return parameters, updates, copy.copy(step.counters), not step.open
+    return parameters, updates, copy.copy(step.counters), not step.has_pending_samples
 
 
 def assert_same(one, other):

@@ -47,7 +47,7 @@ def accuracy(outputs, batch):
 
 
 def parameters(trainer):
-    trainer.step.gather()  # the whole of them
+    trainer.step.unshard()  # the whole of them
     return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
 
 

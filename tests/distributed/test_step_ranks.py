@@ -78,7 +78,7 @@ def raising(transforms):
         step.run(own_batches(3))
     finally:
         assert torch.equal(flat(model), before)
-        assert not step.open
+        assert not step.has_pending_samples
 
 
 @pytest.mark.parametrize("transforms", ["plain", "clip", "drop"])
@@ -134,7 +134,7 @@ def failing(where, transforms):
             pass
     finally:
         collectives.barrier()  # the ranks are still in step
-        assert not step.open
+        assert not step.has_pending_samples
 
 
 @pytest.mark.parametrize("transforms", ["plain", "clip", "drop", "group"])
@@ -445,7 +445,7 @@ def by_hand():
     if collectives.rank() == 1 or not collectives.active():
         step.accumulate(first)
     update = step.apply()
-    told = update.samples, update.own, len(update.losses), update.losses.dtype
+    told = update.samples, update.local_samples, len(update.losses), update.losses.dtype
     with pytest.raises(sw.BatchError, match="an update must have samples; found none accumulated"):
         step.apply()
     assert step.flush() is None
@@ -496,7 +496,7 @@ def going_on(interrupted, exchanged=False):
         step.load_state_dict(everyones)
         step.load_window_state(own)
     updates = [*step(batches[1]), step.flush()]
-    return flat(model), [(update.samples, update.own, update.loss) for update in updates], step.counters
+    return flat(model), [(update.samples, update.local_samples, update.loss) for update in updates], step.counters
 
 
 def test_ranks_go_on_with_their_windows(two):

@@ -59,7 +59,7 @@ def test_compiled_and_then_changed():
 def test_lines_go_where_they_are_wanted_for_a_while():
     step, lines = made(), []
     printed = step._compiling.tell
-    with step.telling(lines.append):
+    with step.slow_compile_notice(lines.append):
         step._compiling.tell("compiling ...")
     assert lines == ["compiling ..."]
     assert step._compiling.tell is printed

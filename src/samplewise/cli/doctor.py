@@ -231,7 +231,7 @@ def _alone(patient: RecipeCheck, compile: bool) -> Step:
     """A step after two passes over the batch; its first update is never compiled."""
     model, optimizer, loss = patient.twin()
     step = Step(model, optimizer, loss, samples=1, audit=False, compile=compile)
-    with step.telling(lambda line: typer.echo(f"... {line.removesuffix(' ...')}", err=True)):
+    with step.slow_compile_notice(lambda line: typer.echo(f"... {line.removesuffix(' ...')}", err=True)):
         for _ in range(2):
             step(patient.batch)
     return step

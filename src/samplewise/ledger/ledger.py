@@ -97,8 +97,10 @@ class Ledger:
         if self._parts is None or self._resumes:
             self._open(self._place(), clear=False)
         assert self._parts is not None
-        ours = self._parts.size == 1 or bool(update.own or update.noted)  # False: all samples are of other ranks
-        if ours and not update.knows(*self.keys):
+        ours = self._parts.size == 1 or bool(
+            update.local_samples or update.noted
+        )  # False: all samples are of other ranks
+        if ours and not update.has_columns(*self.keys):
             raise LedgerError(
                 "an update must have the ids of all its samples to be recorded; found an update without some of them. "
                 "Call ledger.listen(step) before the first update, and do not add updates that were started earlier."

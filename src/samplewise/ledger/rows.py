@@ -68,8 +68,10 @@ def _rows(update: Update) -> int:
             found = f"a tensor of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
             raise LedgerError(f"ids must be a tensor (B,) or a list, one per sample; found {found}. {_WHERE}")
         rows += len(ids)
-    if rows != update.own and not update.skipped:
-        raise LedgerError(f"a batch must have one id for each loss; found {rows} ids for {update.own} losses. {_WHERE}")
+    if rows != update.local_samples and not update.skipped:
+        raise LedgerError(
+            f"a batch must have one id for each loss; found {rows} ids for {update.local_samples} losses. {_WHERE}"
+        )
     return rows
 
 
@@ -81,7 +83,7 @@ def _numbers(update: Update, rows: int, norms: bool) -> dict[str, Tensor]:
 
     The weights of a skipped update are 0; values that were not computed are NaN.
     """
-    said = update.said
+    said = update.loss_columns
     unknown = torch.full((rows,), torch.nan) if update.skipped or not norms else torch.empty(0)
     for name in said:
         if name in OWN:

@@ -45,7 +45,7 @@ class Listeners:
         for callback in self.callbacks:
             self._add(callback)
 
-    def tell(self, event: str, **what: Any) -> None:
+    def emit(self, event: str, **what: Any) -> None:
         """Call the methods of an event with the arguments that each asks for."""
         for call, asked in self._calls[event]:
             known = {**self._always, **what}

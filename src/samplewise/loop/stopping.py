@@ -88,12 +88,12 @@ class StopController:
             with self.fetching():
                 for batch in batches:
                     yield batch
-                    if self._interrupted and not (self._step.waiting or collectives.active()):
+                    if self._interrupted and not (self._step.has_deferred_samples or collectives.active()):
                         raise Left
         except (Exception, Left) as why:
             if not self._interrupted or collectives.active():  # several ranks stop together, after an update
                 raise
-            feed.mark(self._step.taken)  # samples in the open window must not come again
+            feed.mark(self._step.consumed)  # samples in the open window must not come again
             raise Left from why
 
     @contextmanager

@@ -89,7 +89,7 @@ class Trainer:
         self.run = None if run is None else absolute(run)
         self.device = join(device, timeout)
         self.model.to(self.device)
-        step.join()
+        step.attach_process_group()
         if isinstance(step.loss_fn, (nn.Module, Criterion)):
             step.loss_fn.to(self.device)
         self._metrics = as_metrics(metrics or {}, self.device)
@@ -134,7 +134,7 @@ class Trainer:
             only_fit_of(self.step),
             self._closing(),
             self._rehearsing(),
-            self.step.telling(lambda line: self._progress.line(line)),
+            self.step.slow_compile_notice(lambda line: self._progress.line(line)),
         ):
             until = duration(epochs, updates)
             feed = self._open(loader, resume)
@@ -142,22 +142,22 @@ class Trainer:
                 until = Duration(epochs=self._epoch + 1)
             shown = self._wants_progress and collectives.rank() == 0
             self._progress = make_progress(shown, self._expected(until), self.step.counters.updates)
-            self._listeners.tell("on_fit_start")
+            self._listeners.emit("on_fit_start")
             self._clock.start()
             self._leaving.agree()
             while self._goes_on(until):
                 epoch = self._epoch
-                self._listeners.tell("on_epoch_start", epoch=epoch)
+                self._listeners.emit("on_epoch_start", epoch=epoch)
                 with self._leaving.windows(feed):
                     for update in self.step.over(self._batches(feed)):
                         self._note(update)
-                        self._listeners.tell("on_update", update=update)
+                        self._listeners.emit("on_update", update=update)
                         self._leaving.agree()
                         if not self._goes_on(until):
                             break
                     if self.step.counters.epochs > epoch:  # otherwise the epoch was interrupted
                         metrics = self._end_of_epoch(validate)
-                        self._listeners.tell("on_epoch_end", epoch=epoch, metrics=metrics)
+                        self._listeners.emit("on_epoch_end", epoch=epoch, metrics=metrics)
                         self._leaving.agree()
             done = "fast_dev_run is done" if self.fast_dev_run else until.done()
             reason = self._leaving.reason or done
@@ -193,7 +193,7 @@ class Trainer:
         return self._slices(feed)
 
     def _slices(self, feed: ResumableLoader) -> Iterator[Any]:
-        batches = self._leaving.until_left(feed.epoch(self._epoch, back=not self.step.open), feed)
+        batches = self._leaving.until_left(feed.epoch(self._epoch, back=not self.step.has_pending_samples), feed)
         for batch, used in self._clock.waiting(batches):
             yield BatchCursor(moved(batch, self.device), used, feed.number)
 
@@ -215,7 +215,7 @@ class Trainer:
     def _note(self, update: Update) -> None:
         """Record an update: data position, meters, timer and, every `log_every` updates, a log line."""
         assert self._feed is not None
-        self._feed.mark(self.step.taken)
+        self._feed.mark(self.step.consumed)
         self._running.add(update)
         self._clock.add(update)
         if not update.skipped and self.step.counters.updates % self.log_every == 0:
@@ -235,7 +235,7 @@ class Trainer:
         """
         if self._running.unread:
             self._write_progress()
-        if not (self._running.begun or collectives.all_reduce_scalars(self.step.open)[0]):
+        if not (self._running.begun or collectives.all_reduce_scalars(self.step.has_pending_samples)[0]):
             raise BatchError(
                 f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
                 f"epoch {self._epoch}, and tail='drop'. Use a smaller samples=, or tail='update' or tail='carry'."
@@ -261,7 +261,7 @@ class Trainer:
     def _end(self, reason: str) -> None:
         """Run on_fit_end, write the last log lines, and wait for the checkpoint and for all ranks."""
         # ModelCheckpoint saves before the last lines are written, so that a resumed log does not contain them.
-        self._listeners.tell("on_fit_end", reason=reason)
+        self._listeners.emit("on_fit_end", reason=reason)
         if self._running.unread:
             self._write_progress()
         self.write("end", update=self.step.counters.updates, reason=reason)
@@ -275,7 +275,7 @@ class Trainer:
         """Write a line to the log and call `on_log` of the callbacks."""
         if self._files is not None:
             self._files.write(kind=kind, **fields)
-        self._listeners.tell("on_log", kind=kind, fields=fields)
+        self._listeners.emit("on_log", kind=kind, fields=fields)
 
     def save(self) -> Path:
         """Save a checkpoint from which the run can be resumed, and return its path. Call it while `fit` runs."""
@@ -302,7 +302,7 @@ class Trainer:
         parts = self._parts()
         states = by_all(lambda: {name: state_of(part) for name, part in parts.items()})
         states |= own_window(self.step)
-        own = {"epoch": self._epoch, **self._feed.state(self.step.taken), "log": log, "seed": self.seed}
+        own = {"epoch": self._epoch, **self._feed.state(self.step.consumed), "log": log, "seed": self.seed}
         return {**states, "trainer": own, "kinds": kinds(parts), **random_states()}
 
     def _load(self, state: dict[str, Any]) -> int:
@@ -368,7 +368,7 @@ class Trainer:
                 yield
             except BaseException as error:
                 collectives.announce_error(error)
-                self._listeners.tell("on_error", error=error)
+                self._listeners.emit("on_error", error=error)
                 raise
             finally:
                 with ExitStack() as closing:  # called in reverse order, even if one raises
@@ -438,7 +438,7 @@ class Trainer:
         if isinstance(self.step.loss_fn, nn.Module):
             modules.append(self.step.loss_fn)
         restore = modes(*modules)
-        self.step.gather()
+        self.step.unshard()
         try:
             for root in modules:
                 for module in root.modules():

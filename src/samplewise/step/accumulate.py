@@ -103,7 +103,7 @@ class PerSampleAccumulator(Accumulator):
     def directions(self) -> dict[Reference, dict[str, Tensor]]:
         """Direction of each reference, computed once per window at the first use."""
         if self._directions is None:
-            with self.evaluation.trained.set_aside():
+            with self.evaluation.trained.without_grads():
                 self._directions = self.chain.directions(self.evaluation.trained.wanted())
         return self._directions
 

@@ -22,7 +22,7 @@ from samplewise.core.snapshot import modes, snapshot
 from samplewise.engine.graph import Graph
 from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import LossesError, SamplesInteractError
-from samplewise.step.checks import look_at_strangers, warn
+from samplewise.step.checks import check_untracked, warn
 from samplewise.step.forward import LossEvaluator
 
 FEW = 8  # number of samples in the first comparison: enough to detect interaction
@@ -88,7 +88,7 @@ class Audit:
         except Exception as error:
             self._raise_unless_caused_here(error, piece, examine)
             problem = str(error).partition("\n")[0]
-        look_at_strangers(self.evaluation.trained.strangers(), reached)
+        check_untracked(self.evaluation.trained.untracked_parameters(), reached)
         if problem is not None and self.every and not self._excused:
             self._excused = True
             warn(f"the audit could not compute a sample alone in eval mode: {problem}")

@@ -25,7 +25,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def look_at_modes(modules: Sequence[nn.Module]) -> None:
+def check_modes(modules: Sequence[nn.Module]) -> None:
     """Warn about modules in eval mode; of nested ones only the outermost is named. Frozen modules are exempt."""
     asleep = [path for path, module in paths(modules) if not module.training and not _is_frozen(module)]
     outermost = [path for path in asleep if not any(path.startswith(f"{other}.") for other in asleep)]
@@ -59,7 +59,7 @@ def training_batch_norms(modules: Iterable[nn.Module]) -> list[str]:
     ]
 
 
-def look_at_batch_norm(modules: Iterable[nn.Module], sizes: Sequence[int]) -> None:
+def check_batch_norm(modules: Iterable[nn.Module], sizes: Sequence[int]) -> None:
     """Warn if BatchNorm in training mode normalises microbatches of one sample, or a window of several microbatches.
     `sizes`: number of samples of each microbatch.
     """
@@ -79,7 +79,7 @@ def look_at_batch_norm(modules: Iterable[nn.Module], sizes: Sequence[int]) -> No
         )
 
 
-def look_at_reach(trained: dict[str, Tensor], noise: bool) -> None:
+def check_reached(trained: dict[str, Tensor], noise: bool) -> None:
     """Warn about parameters of the optimizer that got no gradient; raise if none got one. No warning with noise on the
     sum, which gives every parameter a gradient.
     """
@@ -96,9 +96,9 @@ def look_at_reach(trained: dict[str, Tensor], noise: bool) -> None:
         )
 
 
-def look_at_strangers(strangers: dict[str, Tensor], reached: set[int]) -> None:
+def check_untracked(untracked: dict[str, Tensor], reached: set[int]) -> None:
     """Warn about parameters that the loss reaches and that the optimizer does not have. `reached`: ids of leaves."""
-    missed = [name for name, p in strangers.items() if id(p) in reached]
+    missed = [name for name, p in untracked.items() if id(p) in reached]
     if missed:
         warn(
             f"the loss reaches parameters that the optimizer does not have: {listed(missed)}. They are not trained. "
@@ -106,7 +106,7 @@ def look_at_strangers(strangers: dict[str, Tensor], reached: set[int]) -> None:
         )
 
 
-def look_at_weights(chain: Chain, weights: Sequence[PerSample | None], with_others: bool = False) -> None:
+def check_weights(chain: Chain, weights: Sequence[PerSample | None], with_others: bool = False) -> None:
     """Raise if all coefficients of the first update are zero, over all ranks: the gradient would be zero."""
     columns: list[Tensor | None] = []
     for found in weights:

@@ -28,9 +28,9 @@ class TrainedParameters:
         self.cleared = 0  # number of calls of clear(): shows whether `.grad` still belongs to an update
         self.named: dict[str, Tensor] = {}
         self.owned: dict[str, Tensor] = {}
-        self.follow()
+        self.refresh()
 
-    def follow(self) -> None:
+    def refresh(self) -> None:
         """Update `owned` and `named` if the number of the optimizer's parameters has changed."""
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
         if count != self._count:
@@ -75,7 +75,7 @@ class TrainedParameters:
                 p.grad = p.grad.to_dense()
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
+    def without_grads(self) -> Iterator[None]:
         """Context manager: `.grad` is None inside and is restored on exit, for backward passes of other code."""
         kept = [(p, p.grad) for p in self.named.values()]
         for p, _ in kept:
@@ -94,7 +94,7 @@ class TrainedParameters:
         for p in self.owned.values() if self._leaves else ():
             p.grad = None
 
-    def strangers(self) -> dict[str, Tensor]:
+    def untracked_parameters(self) -> dict[str, Tensor]:
         """Parameters of the modules that require gradients and that the optimizer does not have."""
         ours = {id(p) for p in self.named.values()}
         return {name: p for name, p in _names(self._modules) if p.requires_grad and id(p) not in ours}

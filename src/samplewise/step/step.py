@@ -199,22 +199,22 @@ class Step:
         return f"not compiled yet, after {self.counters.updates} updates"
 
     @property
-    def open(self) -> bool:
+    def has_pending_samples(self) -> bool:
         """True if the window holds samples that are not part of an update yet."""
         return self._window.open
 
     @property
-    def waiting(self) -> bool:
+    def has_deferred_samples(self) -> bool:
         """True if the open window holds samples that are not computed yet; `state_dict` does not contain them."""
         return bool(self._window.waiting)
 
     @property
-    def taken(self) -> int:
+    def consumed(self) -> int:
         """Number of samples consumed from the current batch; 0 if no partly used batch is left."""
         return 0 if self._rest is None else self._rest.taken
 
     @collectives.errors_on_all_ranks()
-    def join(self) -> None:
+    def attach_process_group(self) -> None:
         """Attach a process group that was initialized after this step was created, as with strategy="ddp". Call it
         before the first update. No effect with one process or if the step already has a group.
         """
@@ -230,13 +230,13 @@ class Step:
             self._maker.join(self._team)
             self._compiling.mode = False
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Unshard the model on every rank, for forward passes outside of an update such as validation."""
         if self._team is not None:
             self._team.spread.open()
 
     @contextmanager
-    def telling(self, tell: Callable[[str], None]) -> Iterator[None]:
+    def slow_compile_notice(self, tell: Callable[[str], None]) -> Iterator[None]:
         """Context manager that passes notices about slow compilation to `tell(line)` instead of printing them. `tell`
         is called from another thread.
         """
@@ -392,7 +392,7 @@ class Step:
         """Make as many updates as possible with compiled code. Inside run(), a block of updates is one `Update`."""
         self._maker.check_alone()
         make = self._compiling.blocks if self._alone else self._compiling.updates
-        self._trained.follow()
+        self._trained.refresh()
         self._trained.clear()
         start = rest.taken
         for made in make(rest, self.samples):

@@ -51,7 +51,8 @@ class Update:
     norms     (samples,) norms of the per-sample gradients, before any transform
     weights   (samples,) coefficients of the per-sample gradients in the sum, or a dict name -> (samples,)
     grad_norm norm of the update's gradient, before `max_grad_norm`
-    own       number of samples on this rank: losses, norms, weights and columns have that many rows
+    local_samples
+              number of samples on this rank: losses, norms, weights and columns have that many rows
     columns   name -> (samples,) columns returned by the loss function; columns of the batches under the keys of
               `step.columns`, and with these also "epoch"
     """
@@ -99,7 +100,7 @@ class Update:
         return float(losses / counts)
 
     @property
-    def own(self) -> int:
+    def local_samples(self) -> int:
         return sum(len(part) for part in self._parts)
 
     def sums(self) -> tuple[Tensor | float, Tensor | float]:
@@ -126,10 +127,10 @@ class Update:
 
     @property
     def columns(self) -> dict[str, Column]:
-        return {**columns_of(self.noted), **self.said}
+        return {**columns_of(self.noted), **self.loss_columns}
 
     @property
-    def said(self) -> dict[str, Tensor]:
+    def loss_columns(self) -> dict[str, Tensor]:
         """Columns returned by the loss function, name -> (samples,)."""
         found = [p.columns or {} for p in self._known_parts()]
         other = next((columns for columns in found if columns.keys() != found[0].keys()), None)
@@ -140,7 +141,7 @@ class Update:
             )
         return {name: cat([columns[name] for columns in found]) for name in found[0]}
 
-    def knows(self, *names: str) -> bool:
+    def has_columns(self, *names: str) -> bool:
         """True if these batch columns were recorded for all samples of the update."""
         return bool(self.noted) and all(name in each.values for name in names for each in self.noted)
 

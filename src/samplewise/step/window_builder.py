@@ -26,7 +26,7 @@ from samplewise.step.accumulate import Accumulator, PerSampleAccumulator, PlainA
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.audit import Audit
 from samplewise.step.batch_columns import BatchColumns, note
-from samplewise.step.checks import look_at_batch_norm, look_at_modes, look_at_reach, look_at_weights
+from samplewise.step.checks import check_batch_norm, check_modes, check_reached, check_weights
 from samplewise.step.distributed_window import DistributedWindow
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import Grouped
@@ -115,7 +115,7 @@ class WindowBuilder:
         if self.team is not None:
             self.team.spread.open()
         self.check_alone()
-        self.trained.follow()
+        self.trained.refresh()
         self.trained.clear()
         self._buffers.remember()
         if "norms" in self.record and not self._summing.knows_norms:
@@ -123,7 +123,7 @@ class WindowBuilder:
         self._summing.begin()
         self._recall = None
         if self._first:
-            look_at_modes(self.evaluation.modules)
+            check_modes(self.evaluation.modules)
             if not self._summing.knows_norms:
                 self._recall = LazyNorms(self.evaluation, self.microbatch)
         if piece is not None:
@@ -243,9 +243,9 @@ class WindowBuilder:
         """Check the first window for common mistakes; warn or raise."""
         pieces = [len(part) for part in window.parts if len(part)]
         if pieces:
-            look_at_batch_norm(self.evaluation.modules, pieces * (1 if self.team is None else self.team.size))
-        look_at_reach(self.trained.owned, noise=bool(self.chain.on_sum))
-        look_at_weights(self.chain, [part.weights for part in window.parts], self.team is not None)
+            check_batch_norm(self.evaluation.modules, pieces * (1 if self.team is None else self.team.size))
+        check_reached(self.trained.owned, noise=bool(self.chain.on_sum))
+        check_weights(self.chain, [part.weights for part in window.parts], self.team is not None)
 
     def tell(
         self,

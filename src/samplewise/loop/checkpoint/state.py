@@ -18,7 +18,7 @@ KINDS = ("optimizer", "scheduler")
 
 def savable(step: Step) -> bool:
     """Return True if no rank holds samples that cannot be saved. Collective."""
-    return not collectives.all_reduce_scalars(step.waiting)[0]
+    return not collectives.all_reduce_scalars(step.has_deferred_samples)[0]
 
 
 def check_savable(step: Step) -> None:
@@ -39,7 +39,7 @@ def state_of(part: Any) -> Any:
 
 def own_window(step: Step) -> dict[str, Any]:
     """Return {"own": this rank's part of the open window}, or {} for one process or no open window. Collective."""
-    begun = collectives.active() and collectives.all_reduce_scalars(step.open)[0]
+    begun = collectives.active() and collectives.all_reduce_scalars(step.has_pending_samples)[0]
     return {"own": step.window_state()} if begun else {}
 
 
