@@ -97,3 +97,14 @@ def _answer(function, arguments):
         return None, traceback.format_exc(), f"{type(error).__name__}: {error}"
     finally:
         torch.set_default_dtype(dtype)
+
+
+@contextlib.contextmanager
+def single_process():
+    """Hide the process group from samplewise inside the block, as before init_process_group."""
+    initialized = dist.is_initialized
+    dist.is_initialized = lambda: False
+    try:
+        yield
+    finally:
+        dist.is_initialized = initialized

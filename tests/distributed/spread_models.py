@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 
 SAMPLES = 17
 
@@ -89,15 +89,15 @@ TRANSFORMS = {
 
 def wrapped(model, how):
     """On ranks: a model that rank 0 must give to the others, or one that was."""
-    if not collectives.active():
+    if not current_group().distributed:
         return model, None
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(collectives.rank())
+            p.add_(current_group().rank)
     if how == "ddp":
         return DistributedDataParallel(model), None
     if how == "sharded":
-        collectives.broadcast_bucketed_(list(model.parameters()))
+        current_group().broadcast_bucketed_(list(model.parameters()))
         for module in (model[0], model[3], model):
             fully_shard(module)
         return model, None
@@ -106,7 +106,7 @@ def wrapped(model, how):
 
 def own_batches(batch, parts=None):
     """This rank's samples in batches of so many."""
-    own = [part[collectives.rank() :: collectives.size()] for part in (parts or data())]
+    own = [part[current_group().rank :: current_group().size] for part in (parts or data())]
     return list(zip(*(part.split(batch) for part in own), strict=True))
 
 

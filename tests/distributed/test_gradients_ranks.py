@@ -6,7 +6,7 @@ from spread_models import data, loss_fn, net, own_batches
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 
 
 def asked(wrap):
@@ -72,7 +72,7 @@ def test_backward_of_a_model_that_nobody_wraps_is_ones_own_affair(two):
 
 def names():
     model = DistributedDataParallel(net())
-    return collectives.all_gather_object(sw.gradients(loss_fn(model, data()), model).names)
+    return current_group().all_gather_object(sw.gradients(loss_fn(model, data()), model).names)
 
 
 def test_names_are_the_models(two):

@@ -13,7 +13,7 @@ from test_loop_trainer import going_on, loader, parameters, trainer
 from torch.distributed.checkpoint import state_dict_saver
 
 import samplewise as sw
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.checkpoint import directory, store
@@ -93,7 +93,7 @@ def failing(run, where):
 
     place, name, rank = {"data": (ShardWriter, "write_data", 1), "rest": (directory.file, "write", 0)}[where]
     original = getattr(place, name)
-    if collectives.rank() == rank:
+    if current_group().rank == rank:
         setattr(place, name, fail)
     try:
         trainer(run, [ModelCheckpoint(every="2up")]).fit(loader(), updates=4)
@@ -118,7 +118,7 @@ class Odd(torch.optim.SGD):
     """Has another state on each rank."""
 
     def state_dict(self):
-        return {**super().state_dict(), "rank": collectives.rank()}
+        return {**super().state_dict(), "rank": current_group().rank}
 
 
 def odd(run):
@@ -281,8 +281,8 @@ def resuming(run):
 
 
 def elsewhere(run):
-    trainer(run / str(collectives.rank())).fit(loader(), updates=1)
-    trainer(run / str(collectives.rank())).fit(loader(), updates=2, resume=True)
+    trainer(run / str(current_group().rank)).fit(loader(), updates=1)
+    trainer(run / str(current_group().rank)).fit(loader(), updates=2, resume=True)
 
 
 def test_ranks_that_do_not_share_a_disk(two, tmp_path):

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from samplewise.distributed import collectives
+from samplewise.distributed.group import SingleProcess, current_group
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.data.adapters import described
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
@@ -194,8 +194,8 @@ def test_another_number_of_ranks_goes_on(name, before, after, monkeypatch):
         assert seen == alone[: len(seen)]
         rest = []
         for rank in range(after):
-            monkeypatch.setattr(collectives, "size", lambda: after)
-            monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(SingleProcess, "size", after)
+            monkeypatch.setattr(SingleProcess, "rank", rank)
             feed = of(name, rank, after)
             feed.load(state, 0)
             rest.append(read(feed))
@@ -205,7 +205,7 @@ def test_another_number_of_ranks_goes_on(name, before, after, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in LOADERS if name not in MOVABLE])
 def test_where_only_as_many_can_go_on(name, monkeypatch):
     _, state, feed = used(name, 1, 1)
-    monkeypatch.setattr(collectives, "size", lambda: 2)
+    monkeypatch.setattr(SingleProcess, "size", 2)
     kind = described(feed._source.kind)
     message = (
         f"inside an epoch, a run with {kind} must be resumed with the number of ranks it was saved with, 1; found 2. "
@@ -259,8 +259,8 @@ def test_any_number_of_ranks_goes_on_after_any_sample(samples, used, before, aft
     rest = []
     for rank in range(after):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "size", lambda: after)
-            patch.setattr(collectives, "rank", lambda rank=rank: rank)
+            patch.setattr(SingleProcess, "size", after)
+            patch.setattr(SingleProcess, "rank", rank)
             other = feed(rank, after, sizes[1] if after != before else sizes[0])
             other.load(state, 0)
             rest.append(read(other))
@@ -285,7 +285,7 @@ def test_a_stream_with_workers_is_divided_in_each_of_them():
 
 
 def test_ranks_with_samples_of_their_own_stay_as_many(monkeypatch):
-    monkeypatch.setattr(collectives, "size", lambda: 2)
+    monkeypatch.setattr(SingleProcess, "size", 2)
     _, state, _ = used("in order", 1, 1)
     with pytest.raises(CheckpointError, match=r"inside an epoch, .* must be resumed with the number of ranks it"):
         ResumableLoader(LOADERS["in order"](), seed=5).load(state, 0)
@@ -346,7 +346,7 @@ class OwnOrder:
     """A sampler that draws from where nobody can seed it."""
 
     def __iter__(self):
-        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(collectives.rank())).tolist())
+        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(current_group().rank)).tolist())
 
     def __len__(self):
         return SAMPLES
@@ -354,19 +354,19 @@ class OwnOrder:
 
 class OwnStream(IterableDataset):
     def __iter__(self):
-        return iter([(100 * collectives.rank() + i, 0.0) for i in range(SAMPLES)])
+        return iter([(100 * current_group().rank + i, 0.0) for i in range(SAMPLES)])
 
 
 def looked(kind):
     loader = {
         "sampler": lambda: DataLoader(Samples(), batch_size=4, sampler=OwnOrder()),
         "stream": lambda: DataLoader(OwnStream(), batch_size=4),
-        "list": lambda: [(torch.arange(4) + collectives.rank(), torch.zeros(4))],
+        "list": lambda: [(torch.arange(4) + current_group().rank, torch.zeros(4))],
         "fine": LOADERS["shuffled"],
         "fine stream": LOADERS["a stream"],
         "fine list": ready_made,
     }[kind]()
-    feed = ResumableLoader(loader, 0, share=RankShard(collectives.rank(), collectives.size()))
+    feed = ResumableLoader(loader, 0, share=RankShard(current_group().rank, current_group().size))
     feed.look(0)
     return read(feed)
 

@@ -14,9 +14,9 @@ from script import main
 from torch.distributed import HashStore
 
 from samplewise.cli.main import app
+from samplewise.distributed.rendezvous import agreed_name
 from samplewise.errors import DistributedError
 from samplewise.loop.checkpoint.store import Checkpoints
-from samplewise.loop.rendezvous import agreed_name
 
 SCRIPT = Path(__file__).with_name("script.py")
 RECIPE = """

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import single_process
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import samplewise as sw
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.integrations.loggers import CSV
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
 from samplewise.loop.checkpoint.store import Checkpoints, read
@@ -35,7 +37,7 @@ def loader(samples=SAMPLES, **options):
 def trainer(
     run=None, callbacks=(), *, samples=6, lr=0.3, transforms=(), seed=1, dropout=0.0, strategy="ddp", **options
 ):
-    torch.manual_seed(7 + collectives.rank())  # the ranks' models are made equal by the step
+    torch.manual_seed(7 + current_group().rank)  # the ranks' models are made equal by the step
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), samples, transforms=transforms, strategy=strategy)
@@ -155,7 +157,7 @@ def test_torchmetrics_needs_a_batch_on_every_rank(two):
 def divided_before(run):
     """By torch's sampler, which repeats a sample where shares would not be equal."""
     made = trainer(run, samples=None, sharded=True)
-    sampler = DistributedSampler(data(), collectives.size(), collectives.rank(), shuffle=False)
+    sampler = DistributedSampler(data(), current_group().size, current_group().rank, shuffle=False)
     made.fit(DataLoader(data(), batch_size=4, sampler=sampler), epochs=1)
     return made.step.counters.samples, made.step.counters.updates, parameters(made)
 
@@ -188,7 +190,7 @@ def test_streams_without_a_length(two):
 def all_at_one_rank():
     """What is divided before may leave a rank with nothing."""
     made = trainer(sharded=True)
-    own = loader(batch_size=SAMPLES, shuffle=False) if collectives.rank() == 0 else []
+    own = loader(batch_size=SAMPLES, shuffle=False) if current_group().rank == 0 else []
     made.fit(own, validate=own, epochs=2)
     return parameters(made)
 
@@ -226,7 +228,7 @@ def wrapped(run, epochs):
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    shared = nn.parallel.DistributedDataParallel(model) if collectives.active() else model
+    shared = nn.parallel.DistributedDataParallel(model) if current_group().distributed else model
     made = sw.Trainer(
         sw.Step(shared, optimizer, nn.CrossEntropyLoss(), 6), run, progress=False, device="cpu", metrics={"a": accuracy}
     )
@@ -245,13 +247,10 @@ def test_a_wrapper_of_the_users_is_trained_saved_and_looked_at_without(two, tmp_
 
 def joined_later(strategy):
     """As under torchrun, where it is the trainer that joins the ranks."""
-    active, collectives.active = collectives.active, lambda: False
-    try:
+    with single_process():
         model = nn.Linear(5, 3).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         step = sw.Step(model, optimizer, nn.CrossEntropyLoss(), 6, strategy=strategy)
-    finally:
-        collectives.active = active
     made = sw.Trainer(step, progress=False, device="cpu")
     made.fit(loader(), updates=2)
     return parameters(made)
@@ -412,7 +411,7 @@ class Asks:
         self.rank, self.update, self.how = rank, update, how
 
     def on_update(self, trainer, update):
-        if collectives.rank() == self.rank and update.index == self.update:
+        if current_group().rank == self.rank and update.index == self.update:
             self.how(trainer)
 
 
@@ -451,7 +450,7 @@ class Killed(Dataset):
         return len(self.data)
 
     def __getitem__(self, i):
-        if i == self.number and collectives.rank() == 1:
+        if i == self.number and current_group().rank == 1:
             self.killed = True
             signal.raise_signal(signal.SIGTERM)
         if self.killed:
@@ -505,7 +504,7 @@ class Fails:
         setattr(self, event, self._fail)
 
     def _fail(self):
-        if collectives.rank() == 1:
+        if current_group().rank == 1:
             raise RuntimeError(f"out of memory in {self.event}")
 
 
@@ -528,9 +527,9 @@ def failing(run, where):
     callbacks = [Fails(where)] if where.startswith("on_") else []
     made = trainer(run, callbacks, metrics={"broken": broken} if where in ("validation", "evaluate") else None)
     if where == "trainer":
-        made = trainer(log_every=1 - collectives.rank())
+        made = trainer(log_every=1 - current_group().rank)
     if where == "arguments":
-        made.fit(loader(), epochs=("1ep", "one")[collectives.rank()])
+        made.fit(loader(), epochs=("1ep", "one")[current_group().rank])
     if where == "evaluate":
         made.evaluate(loader())
     if where == "data":
@@ -543,7 +542,7 @@ def failing(run, where):
 
 
 def broken(outputs, batch):
-    if collectives.rank() == 1:
+    if current_group().rank == 1:
         raise ValueError("a metric fails")
     return torch.ones(len(outputs))
 
@@ -565,4 +564,4 @@ def test_an_error_of_one_rank_ends_all_with_its_message(where, two, tmp_path):
     assert own.startswith(FAILURES[where])
     assert other.startswith("DistributedError: rank 1 of 2 failed: ")
     assert FAILURES[where] in other
-    assert two.run(collectives.size) == [2, 2]  # they are still in step
+    assert two.run(dist.get_world_size) == [2, 2]  # they are still in step

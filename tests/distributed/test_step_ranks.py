@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Ranks
+from ranks import Ranks, single_process
 from spread_models import assert_same, data, loss_fn, net, own_batches, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 
 OTHER = "DistributedError: rank 1 of 2 failed: {} This rank stopped because of it. See the traceback of rank 1."
 
@@ -94,12 +95,12 @@ def half(overflows):
     model, strategy = wrapped(nn.Linear(4, 2), "plain")
 
     def losses(model, batch):
-        factor = 1e8 if overflows.pop() and collectives.rank() == 1 else 1.0
+        factor = 1e8 if overflows.pop() and current_group().rank == 1 else 1.0
         return model(batch).float().square().sum(1) * factor
 
     step = sw.Step(model, sgd(model, 1e-3), losses, precision="16-mixed", strategy=strategy, audit=False)
     step.precision.scale = 256.0
-    torch.manual_seed(collectives.rank())
+    torch.manual_seed(current_group().rank)
     done = [step(torch.randn(3, 4))[0].skipped for _ in range(3)]
     return done, step.precision.scale, flat(model).tolist()
 
@@ -115,7 +116,7 @@ def test_the_loss_scale_is_the_same_on_all_ranks(two):
 
 def failing(where, transforms):
     model, strategy = wrapped(net(), "plain")
-    here = collectives.rank() == 1
+    here = current_group().rank == 1
 
     def losses(model, batch):
         if here and where == "loss" and 11 in batch[2].tolist():
@@ -133,7 +134,7 @@ def failing(where, transforms):
         for _ in step.over(batches()):
             pass
     finally:
-        collectives.barrier()  # the ranks are still in step
+        current_group().barrier()  # the ranks are still in step
         assert not step.has_pending_samples
 
 
@@ -150,7 +151,7 @@ def dying():
     model, strategy = wrapped(net(), "plain")
 
     def losses(model, batch):
-        if collectives.rank() == 1 and 11 in batch[2].tolist():
+        if current_group().rank == 1 and 11 in batch[2].tolist():
             os.kill(os.getpid(), signal.SIGKILL)
         return loss_fn(model, batch)
 
@@ -188,22 +189,22 @@ def test_models_that_nobody_shares_are_refused(two):
 def differing(what):
     model = net()
     if what == "settings":
-        sw.Step(model, sgd(model), loss_fn, samples=4 + collectives.rank(), strategy="ddp")
+        sw.Step(model, sgd(model), loss_fn, samples=4 + current_group().rank, strategy="ddp")
     elif what == "strategies":
-        sw.Step(model, sgd(model), loss_fn, strategy=("ddp", sw.fsdp())[collectives.rank()])
+        sw.Step(model, sgd(model), loss_fn, strategy=("ddp", sw.fsdp())[current_group().rank])
     elif what == "models":
-        model = nn.Linear(3 + collectives.rank(), 2)
+        model = nn.Linear(3 + current_group().rank, 2)
         sw.Step(model, sgd(model), loss_fn, strategy="ddp")
     elif what == "orders":
         parameters = list(model.parameters())
-        optimizer = torch.optim.SGD(parameters[:: (1, -1)[collectives.rank()]], lr=0.1)
+        optimizer = torch.optim.SGD(parameters[:: (1, -1)[current_group().rank]], lr=0.1)
         sw.Step(model, optimizer, loss_fn, strategy="ddp")
     elif what == "rates":
-        sw.Step(model, sgd(model, lr=0.1 + collectives.rank()), loss_fn, strategy="ddp")
+        sw.Step(model, sgd(model, lr=0.1 + current_group().rank), loss_fn, strategy="ddp")
     else:
         model = DistributedDataParallel(model)
         with torch.no_grad():
-            model.module[3].bias[1] += collectives.rank()
+            model.module[3].bias[1] += current_group().rank
         sw.Step(model, sgd(model), loss_fn)
 
 
@@ -233,7 +234,7 @@ def test_ranks_that_differ_are_refused(two, what, message):
 
 def made_on_one(what):
     """A step that rank 1 cannot make."""
-    model, bad = net(), collectives.rank() == 1
+    model, bad = net(), current_group().rank == 1
     if what == "settings":
         sw.Step(model, sgd(model), loss_fn, -1 if bad else 4, strategy="ddp")
     elif what == "model":
@@ -258,7 +259,7 @@ def test_a_step_that_one_rank_cannot_make_ends_all(two, what, message):
     assert own.startswith(message)
     assert other.startswith("DistributedError: rank 1 of 2 failed: ")
     assert message in other
-    assert two.run(collectives.size) == [2, 2]  # they are still in step
+    assert two.run(dist.get_world_size) == [2, 2]  # they are still in step
 
 
 def refused_wrapper(what):
@@ -298,7 +299,7 @@ def test_wrappers_that_would_exchange_something_else_are_refused(two, what, mess
 
 def own_reference():
     model, strategy = wrapped(net(), "plain")
-    mine = [part[collectives.rank() :][:3] for part in data()]
+    mine = [part[current_group().rank :][:3] for part in data()]
     reference = sw.align(lambda: sw.gradients(loss_fn(model, mine), model).mean())
     sw.Step(model, sgd(model), loss_fn, 6, transforms=[reference], strategy=strategy).run(own_batches(3))
 
@@ -343,7 +344,7 @@ def test_a_wrapper_used_in_between_takes_no_part(two, options):
 
 
 def with_batch_norm(how):
-    torch.manual_seed(collectives.rank())
+    torch.manual_seed(current_group().rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     model, strategy = (DistributedDataParallel(model), None) if how == "ddp" else (model, "ddp")
     with warnings.catch_warnings():
@@ -389,7 +390,7 @@ class Routed(nn.Module):
 def routed(batch):
     model = Routed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-    strategy = "ddp" if collectives.active() else None
+    strategy = "ddp" if current_group().distributed else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sw.TrainingWarning)  # of the third layer
         sw.Step(model, optimizer, lambda m, b: m.losses(b), 4, strategy=strategy).run(own_batches(batch))
@@ -426,9 +427,9 @@ def uneven(samples):
     """Rank 0 has one sample, and rank 1 the rest."""
     model, strategy = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, samples, strategy=strategy, audit=False)
-    mine = slice(0, 1) if collectives.rank() == 0 else slice(1, None)
+    mine = slice(0, 1) if current_group().rank == 0 else slice(1, None)
     batches = list(zip(*(part[mine].split(2) for part in data()), strict=True))
-    return [(u.samples, u.own) for u in step.over(batches)], flat(model).tolist()
+    return [(u.samples, u.local_samples) for u in step.over(batches)], flat(model).tolist()
 
 
 def test_windows_have_all_their_samples_wherever_those_are(two):
@@ -442,7 +443,7 @@ def by_hand():
     model, strategy = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, strategy=strategy, audit=False)
     first = [part[:5] for part in data()]
-    if collectives.rank() == 1 or not collectives.active():
+    if current_group().rank == 1 or not current_group().distributed:
         step.accumulate(first)
     update = step.apply()
     told = update.samples, update.local_samples, len(update.losses), update.losses.dtype
@@ -491,7 +492,7 @@ def going_on(interrupted, exchanged=False):
     step(batches[0])
     if interrupted:
         everyones, own = step.state_dict(window=False), step.window_state()
-        own = collectives.all_gather_object(own)[1 - collectives.rank()] if exchanged else own
+        own = current_group().all_gather_object(own)[1 - current_group().rank] if exchanged else own
         step = made()
         step.load_state_dict(everyones)
         step.load_window_state(own)
@@ -511,13 +512,10 @@ def test_ranks_go_on_with_their_windows(two):
 
 def made_too_early(updates, compile):
     model = net()
-    active, collectives.active = collectives.active, lambda: False
-    try:
+    with single_process():
         step = sw.Step(model, sgd(model), loss_fn, compile=compile)
         for _ in range(updates):
             step(own_batches(3)[0])
-    finally:
-        collectives.active = active
     step(own_batches(3)[0])
 
 
@@ -538,12 +536,14 @@ def test_a_step_that_was_made_for_one_process(two, updates, compile):
 def beside():
     model, strategy = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, 6, strategy=strategy, compile=True, audit=False)
-    if collectives.rank() == 0:
+    if current_group().rank == 0:
         step.record.add("norms")  # a matter of each rank
     norms = (
-        [update.norms for update in step.over(own_batches(3))] if collectives.rank() == 0 else step.run(own_batches(3))
+        [update.norms for update in step.over(own_batches(3))]
+        if current_group().rank == 0
+        else step.run(own_batches(3))
     )
-    return step.compiled, flat(model).tolist(), len(norms) if collectives.rank() == 0 else norms.samples
+    return step.compiled, flat(model).tolist(), len(norms) if current_group().rank == 0 else norms.samples
 
 
 def test_what_ranks_may_do_on_their_own(two):
@@ -557,7 +557,7 @@ def noisy():
     """Noise from torch's own generator: that of rank 0, and everybody's own random numbers go on."""
     model, strategy = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, 6, transforms=[sw.noise(1.0)], strategy=strategy, audit=False)
-    torch.manual_seed(7 + collectives.rank())
+    torch.manual_seed(7 + current_group().rank)
     step.run(own_batches(3))
     return flat(model), torch.rand(1).item()
 

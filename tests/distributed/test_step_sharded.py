@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import samplewise as sw
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 
 
 def sharded(how=(0, 3)):
@@ -123,7 +123,7 @@ def skipping():
     def broken(model, batch):
         return torch.where(batch[2] == 9, torch.nan, loss_fn(model, batch))
 
-    model = sharded() if collectives.active() else net()
+    model = sharded() if current_group().distributed else net()
     step = sw.Step(model, adam(model), broken, 6, on_nonfinite="skip", audit=False)
     return [update.skipped for update in step.over(own_batches(17))], flat(model)
 
@@ -138,7 +138,7 @@ def test_one_ranks_nan_skips_the_update(two):
 def explosive(scale):
     """The gradient of one part is infinite, or too large to be squared."""
     model = nn.Linear(4, 3, bias=False)
-    model = fully_shard(model) if collectives.active() else model
+    model = fully_shard(model) if current_group().distributed else model
     batch = torch.zeros(2, 4)
     batch[:, 1] = 1
     step = sw.Step(model, sw.sgd(0.0), lambda m, b: m(b)[:, 2] * scale, audit=False)
@@ -165,7 +165,7 @@ def failing(where):
 
     def changed():
         change()
-        if where == "optimizer" and collectives.rank() == 1:
+        if where == "optimizer" and current_group().rank == 1:
             raise ValueError("sample 11 is odd")
 
     optimizer.step = changed
@@ -173,7 +173,7 @@ def failing(where):
     try:
         step.run(own_batches(2))
     finally:
-        collectives.barrier()
+        current_group().barrier()
 
 
 @pytest.mark.parametrize("where", ["loss", "optimizer"])
@@ -190,7 +190,7 @@ def looking_alone():
     step.run(own_batches(2))
     model.state_dict()  # which lets them go
     give_up_after(1.0)
-    if collectives.rank() == 0:
+    if current_group().rank == 0:
         step.unshard()
 
 

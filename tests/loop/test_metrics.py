@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samplewise as sw
-from samplewise.loop.devices import moved, resolve
+from samplewise.core.devices import moved, resolve
 from samplewise.loop.metrics import accuracy
 
 

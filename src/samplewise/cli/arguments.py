@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from samplewise.loop.devices import resolve
+from samplewise.core.devices import resolve
 
 RecipeFile = Annotated[
     Path,

@@ -21,12 +21,12 @@ from samplewise.cli.costs import PLAIN, Costs, Key, advice, measured, memory_is,
 from samplewise.cli.recipe import Recipe, RecipeError, blaming
 from samplewise.cli.zoo import examine, precision_named
 from samplewise.core.batches import cut, length
+from samplewise.core.devices import moved
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import telling
 from samplewise.engine.gradients import gradients
 from samplewise.errors import SamplewiseError
-from samplewise.loop.devices import moved
 from samplewise.step.checks import listed, training_batch_norms
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip

@@ -14,9 +14,9 @@ import typer
 from samplewise.cli.arguments import Device, RecipeFile, device_named
 from samplewise.cli.recipe import Recipe, blaming, read_source, shortened
 from samplewise.core.atomic_io import absolute
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
+from samplewise.distributed.launch import join
 from samplewise.loop.data.rng import seed_everything
-from samplewise.loop.launch import join
 from samplewise.loop.trainer import Trainer
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip as clipped
@@ -111,7 +111,7 @@ def _launch(processes: int) -> NoReturn:
 def _tell(reason: str, trainer: Trainer, run: Path) -> None:
     """Print the summary on rank 0; exit with 128 + signal number if a signal stopped the training."""
     interrupted = reason in signal.Signals.__members__
-    if collectives.rank() == 0:
+    if current_group().rank == 0:
         done = trainer.step.counters.updates
         typer.echo(f"{f'stopped by {reason}' if interrupted else reason}: {done} updates in all")
         typer.echo(f"log          {run / 'log.jsonl'}")

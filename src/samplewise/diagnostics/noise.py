@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.engine.gradients import Gradients
 
 
@@ -139,8 +139,8 @@ class NoiseScale:
                 "the noise scale needs updates that are the plain mean of their samples; found weights or counts other "
                 "than 1. Compute unweighted gradients g and call add(g)."
             )
-        collectives.barrier(problem)
-        now = self.add(collectives.all_gather_rows(update.norms), update.grad_norm)
+        current_group().barrier(problem)
+        now = self.add(current_group().all_gather_rows(update.norms), update.grad_norm)
         if trainer is not None and trainer.step.counters.updates % trainer.log_every == 0:
             numbers = {"scale": now.scale, "trace": now.trace, "signal": now.signal}
             batch = trainer.step.samples or update.samples  # the last batch of an epoch may be smaller

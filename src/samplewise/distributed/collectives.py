@@ -1,22 +1,17 @@
-"""Collectives used by the library, with traffic counters and error propagation across ranks.
+"""Collectives on the default process group, with traffic counters and error propagation across ranks.
 
-Every collective of the library is one of these functions. Each call is counted, and a collective that fails or times
-out raises DistributedError. All ranks must call the same functions in the same order.
+Every collective of the library is one of these functions, called through `samplewise.distributed.group`. Each call is
+counted, and a collective that fails or times out raises DistributedError. All ranks must call the same functions in the
+same order.
 
     all_reduce_scalars(a, b)        sums of a few scalars in one small message; also transmits errors
-    barrier(error)                  transmits errors: an error of one rank is raised on all ranks
-    announce_error(error)           transmits an error without raising it on this rank
     all_reduce_(tensor)             sum, in place
     all_reduce_bucketed_(tensors)   sums of many tensors in large buckets, in place
     broadcast_bucketed_(tensors)    broadcast of many tensors in large buckets, in place
     reduce_scatter_rows(tensors)    each rank gets its rows of the sums
-    all_gather_rows(tensor)         rows of all ranks, ordered by rank; ranks may differ in the number of rows
-    all_gather_object(thing)        list of one picklable object per rank
-    broadcast_object(thing)         a picklable object of one rank
-    all_equal(thing)                test whether an object is equal on all ranks
-
-A rank that fails between two collectives calls `barrier(error)`; the other ranks raise in their next
-`all_reduce_scalars`.
+    all_gather_tensors(tensor)      list of one tensor per rank; ranks may differ in the number of rows
+    all_gather_object(value)        list of one picklable object per rank
+    broadcast_object(value)         a picklable object of one rank
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,24 +38,9 @@ BUCKET = 25 * 2**20  # bytes of a bucket
 ROOM = 8  # scalars per `all_reduce_scalars`; the first counts failed ranks. Fixed, so that any two calls match
 
 
-def active() -> bool:
-    """Test whether a process group with more than one rank is initialized."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def rank() -> int:
-    """Rank of this process; 0 without a process group."""
-    return dist.get_rank() if active() else 0
-
-
-def size() -> int:
-    """Number of ranks; 1 without a process group."""
-    return dist.get_world_size() if active() else 1
-
-
 def device(wanted: str = "cpu") -> torch.device:
     """Device for tensors in collectives: of type `wanted` if a backend supports it, else of the first backend."""
-    config = dist.get_backend_config() if active() else "cpu:gloo"  # or "cpu:gloo,cuda:nccl", or "cuda:nccl"
+    config = dist.get_backend_config()  # "cpu:gloo", "cpu:gloo,cuda:nccl" or "cuda:nccl"
     kinds = [pair.partition(":")[0] for pair in config.split(",")]
     kind = wanted if wanted in kinds else kinds[0]
     if kind == "cpu":
@@ -73,8 +53,7 @@ def device(wanted: str = "cpu") -> torch.device:
 
 def all_reduce_(tensor: Tensor) -> Tensor:
     """All-reduce (sum) of one tensor, in place."""
-    if active():
-        _collective("all_reduce", tensor, lambda moved: dist.all_reduce(moved))
+    _collective("all_reduce", tensor, lambda moved: dist.all_reduce(moved))
     return tensor
 
 
@@ -91,7 +70,7 @@ def broadcast_bucketed_(tensors: Sequence[Tensor], source: int = 0) -> None:
 def _each_bucket(tensors: Sequence[Tensor], name: str, begin: Callable[[Tensor], Any]) -> None:
     """Run one collective per bucket; the next bucket is filled while up to two are being sent."""
     under_way: list[Callable[[], None]] = []
-    for bucket in _buckets(tensors) if active() else ():
+    for bucket in _buckets(tensors):
         under_way.append(_sent(bucket, name, begin))
         if len(under_way) > 2:
             under_way.pop(0)()
@@ -142,14 +121,14 @@ def _flat(bucket: list[Tensor]) -> Tensor:
 def reduce_scatter_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Reduce-scatter (sum) along dim 0: return for each tensor the rows of the sum that belong to this rank."""
     found: dict[int, Tensor] = {}
-    for bucket in _buckets(tensors) if active() else ():
+    for bucket in _buckets(tensors):
         table = torch.cat([_by_owner(tensor) for tensor in bucket], 1)
         note("reduce_scatter", _bytes(table))
         moved = table.to(device(table.device.type))
         mine = moved.new_empty(moved.shape[1])
         with explained("reduce_scatter"):
             dist.reduce_scatter_single(_handed_over(mine), _handed_over(moved.view(-1)))
-        rows = [-(-len(tensor) // size()) for tensor in bucket]
+        rows = [-(-len(tensor) // dist.get_world_size()) for tensor in bucket]
         widths = [n * tensor[0].numel() for n, tensor in zip(rows, bucket, strict=True)]
         for tensor, n, piece in zip(bucket, rows, mine.to(table.device).split(widths), strict=True):
             own = own_rows(len(tensor))
@@ -159,28 +138,21 @@ def reduce_scatter_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def own_rows(rows: int) -> slice:
     """Rows of this rank in a tensor sharded along dim 0: equal shares, fewer (or none) for the last ranks."""
-    each = -(-rows // size())
-    start = min(rank() * each, rows)
+    each = -(-rows // dist.get_world_size())
+    start = min(dist.get_rank() * each, rows)
     return slice(start, min(start + each, rows))
 
 
 def _by_owner(tensor: Tensor) -> Tensor:
     """Reshape to (ranks, elements per rank), padded with zeros."""
-    each = -(-len(tensor) // size())
-    padded = tensor.new_zeros(each * size(), *tensor.shape[1:])
+    each = -(-len(tensor) // dist.get_world_size())
+    padded = tensor.new_zeros(each * dist.get_world_size(), *tensor.shape[1:])
     padded[: len(tensor)] = tensor
-    return padded.view(size(), -1)
+    return padded.view(dist.get_world_size(), -1)
 
 
-def all_gather_rows(tensor: Tensor) -> Tensor:
-    """All-gather along dim 0: rows of rank 0, then of rank 1, ...; ranks may differ in dim 0."""
-    return torch.cat(by_rank(tensor))
-
-
-def by_rank(tensor: Tensor) -> list[Tensor]:
+def all_gather_tensors(tensor: Tensor) -> list[Tensor]:
     """All-gather: list of the tensors of all ranks, which may differ in dim 0."""
-    if not active():
-        return [tensor]
     lengths = _gather(torch.tensor([len(tensor)])).tolist()
     padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
     padded[: len(tensor)] = tensor.detach()
@@ -188,16 +160,15 @@ def by_rank(tensor: Tensor) -> list[Tensor]:
     return [part[:length] for part, length in zip(rows, lengths, strict=True)]
 
 
-def copied(tensor: Tensor, source: int = 0) -> Tensor:
+def broadcast_(tensor: Tensor, source: int = 0) -> Tensor:
     """Broadcast of one tensor from rank `source`, in place."""
-    if active():
-        _collective("broadcast", tensor, lambda moved: dist.broadcast(moved, source))
+    _collective("broadcast", tensor, lambda moved: dist.broadcast(moved, source))
     return tensor
 
 
 def _gather(tensor: Tensor) -> Tensor:
     """All-gather of tensors of equal shapes, concatenated along dim 0."""
-    found = tensor.new_empty(size() * len(tensor), *tensor.shape[1:])
+    found = tensor.new_empty(dist.get_world_size() * len(tensor), *tensor.shape[1:])
 
     def gather(moved: Tensor) -> None:
         there = found.to(moved.device)
@@ -212,33 +183,27 @@ def _gather(tensor: Tensor) -> Tensor:
 # --- objects ---------------------------------------------------------------------------------------------------------
 
 
-def all_gather_object(thing: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """All-gather of a picklable object; returns a list ordered by rank."""
-    return [_unpickled(said) for said in by_rank(_pickled(thing))] if active() else [thing]
+    return [_unpickled(data) for data in all_gather_tensors(_pickled(value))]
 
 
-def broadcast_object(thing: Any, source: int = 0) -> Any:
+def broadcast_object(value: Any, source: int = 0) -> Any:
     """Broadcast of a picklable object from rank `source`; the argument of other ranks is ignored."""
-    if not active():
-        return thing
-    said = _pickled(thing if rank() == source else None)
-    length = int(copied(torch.tensor([len(said)]), source))
-    said = said if rank() == source else said.new_empty(length)
-    return _unpickled(copied(said, source))
+    mine = dist.get_rank() == source
+    data = _pickled(value if mine else None)
+    length = int(broadcast_(torch.tensor([len(data)]), source))
+    data = data if mine else data.new_empty(length)
+    return _unpickled(broadcast_(data, source))
 
 
-def all_equal(thing: Any) -> bool:
-    """Test whether an object is equal on all ranks."""
-    return all(other == thing for other in all_gather_object(thing))
+def _pickled(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
-def _pickled(thing: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-
-
-def _unpickled(said: Tensor) -> Any:
-    said = said.cpu().contiguous()
-    return pickle.loads(ctypes.string_at(said.data_ptr(), len(said)))
+def _unpickled(data: Tensor) -> Any:
+    data = data.cpu().contiguous()
+    return pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
 
 
 # --- scalars and errors ----------------------------------------------------------------------------------------------
@@ -250,10 +215,8 @@ def all_reduce_scalars(*numbers: float | Tensor, error: Exception | None = None)
     If a rank passes an error, every rank raises: the failed rank its own error, the others a DistributedError that
     names the rank and contains the message. An error that the other ranks already know is raised at once.
     """
-    if error is not None and (not active() or is_from_another_rank(error)):
+    if error is not None and is_from_another_rank(error):
         raise error
-    if not active():
-        return [float(number) for number in numbers]
     assert len(numbers) < ROOM
     message = torch.zeros(ROOM, dtype=torch.float64, device=device())
     for place, number in enumerate((float(error is not None), *numbers)):
@@ -262,31 +225,6 @@ def all_reduce_scalars(*numbers: float | Tensor, error: Exception | None = None)
     if failed:
         _raise(error)
     return sums[: len(numbers)]
-
-
-def barrier(error: Exception | None = None) -> None:
-    """Barrier that transmits errors: raises on all ranks if any rank passes an error."""
-    all_reduce_scalars(error=error)
-
-
-def announce_error(error: BaseException) -> None:
-    """Transmit an error to the other ranks, unless they know it; does not raise it on this rank."""
-    if isinstance(error, Exception) and active():
-        with suppress(Exception):
-            barrier(error)
-
-
-@contextmanager
-def errors_on_all_ranks() -> Iterator[None]:
-    """Transmit an exception in the block to the other ranks, then raise it.
-
-    The other ranks raise in their next `all_reduce_scalars`, so one must follow the block on all ranks.
-    """
-    try:
-        yield
-    except Exception as error:
-        announce_error(error)
-        raise
 
 
 def _raise(error: Exception | None) -> None:
@@ -298,7 +236,7 @@ def _raise(error: Exception | None) -> None:
             f"rank {culprit} of {len(messages)} failed: {_sentence(messages[culprit])} This rank stopped because of "
             f"it. See the traceback of rank {culprit}."
         )
-    raised.__dict__["_told"] = {message.partition(":")[0] for message in messages if message is not None}
+    raised.__dict__["_announced"] = {message.partition(":")[0] for message in messages if message is not None}
     raise raised
 
 
@@ -309,12 +247,12 @@ def _sentence(message: str) -> str:
 
 def is_from_another_rank(error: Exception) -> bool:
     """Test whether the other ranks know this error."""
-    return "_told" in error.__dict__
+    return "_announced" in error.__dict__
 
 
 def failures(error: Exception) -> set[str]:
     """Type names of the errors that ranks transmitted when this one was raised; equal on all ranks."""
-    return error.__dict__.get("_told", set())
+    return error.__dict__.get("_announced", set())
 
 
 # --- traffic counters, calls of collectives --------------------------------------------------------------------------
@@ -390,11 +328,11 @@ def explained(name: str) -> Iterator[None]:
         yield
     except RuntimeError as problem:
         raised = DistributedError(
-            f"all {size()} ranks must take part in every collective; found that {name} failed on rank {rank()}: "
-            f"{_sentence(str(problem))} Look for a rank that died, left its loop early, or is blocked in another call; "
-            "init_process_group(timeout=...) sets how long ranks wait for each other."
+            f"all {dist.get_world_size()} ranks must take part in every collective; found that {name} failed on rank "
+            f"{dist.get_rank()}: {_sentence(str(problem))} Look for a rank that died, left its loop early, or is "
+            "blocked in another call; init_process_group(timeout=...) sets how long ranks wait for each other."
         )
-        raised.__dict__["_told"] = set()  # the others cannot be reached
+        raised.__dict__["_announced"] = set()  # the others cannot be reached
         raise raised from problem
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError
 
 _wrappers: WeakSet[DistributedDataParallel] | None = None  # all wrappers in this process; None until first needed
@@ -26,7 +26,7 @@ def inner(model: nn.Module) -> nn.Module:
 
 def refuse_replicas(parameters: Iterable[Tensor]) -> None:
     """Raise DistributedError if one of the parameters belongs to a DistributedDataParallel in a multi-rank process."""
-    if not collectives.active():
+    if not current_group().distributed:
         return
     ours = {id(p) for p in parameters}
     if any(id(p) in ours for wrapper in _all_wrappers() for p in wrapper.module.parameters()):

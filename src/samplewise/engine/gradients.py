@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.text import render
-from samplewise.distributed import collectives
 from samplewise.distributed.ddp import inner, refuse_replicas
 from samplewise.distributed.fsdp import is_sharded
+from samplewise.distributed.group import current_group
 from samplewise.engine.arguments import Weights, check_direction, check_losses, named_parameters, weights_by_name
 from samplewise.engine.finite import finite_numbers, finite_tensors, traced
 from samplewise.engine.grads import by_rows
@@ -226,7 +226,7 @@ class Gradients:
     def mean(self, reduce: bool = False) -> dict[str, Tensor]:
         """Mean of per-sample gradients, name -> sum_i g_i / B; with reduce=True, over the samples of all ranks."""
         sums = self.sum(reduce=reduce)
-        samples = collectives.all_reduce_scalars(len(self))[0] if reduce else len(self)
+        samples = current_group().all_reduce_scalars(len(self))[0] if reduce else len(self)
         return {name: total / samples for name, total in sums.items()}
 
     def second_moment(self) -> dict[str, Tensor]:
@@ -397,13 +397,13 @@ class Gradients:
             return sum((parts[name] for name in self.names if name in parts), start=self._zeros(*more))
 
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._create_graph and collectives.active():
+        if self._create_graph and current_group().distributed:
             raise ParameterError(
                 "reduce=True needs create_graph=False, because the sum over ranks is not differentiable; "
                 "found create_graph=True. Leave out one of the two."
             )
-        collectives.barrier()
-        collectives.all_reduce_bucketed_(list(sums.values()))
+        current_group().barrier()
+        current_group().all_reduce_bucketed_(list(sums.values()))
         return sums
 
     def _like_parameters(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:

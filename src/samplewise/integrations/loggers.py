@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from samplewise.core.atomic_io import absolute
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 
 
 class Logger(ABC):
@@ -26,7 +26,7 @@ class Logger(ABC):
     _is_open = False
 
     def on_fit_start(self, trainer: Any) -> None:
-        if not trainer.fast_dev_run and collectives.rank() == 0:
+        if not trainer.fast_dev_run and current_group().rank == 0:
             self._begin(trainer)
             self._is_open = True
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from samplewise.core.atomic_io import absolute
 from samplewise.core.snapshot import random_state
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
 from samplewise.ledger.files import FOLDER, LedgerParts, agreed, arrow, numbered, parts, samples, together
 from samplewise.ledger.previews import items_within, write_previews
@@ -129,7 +129,7 @@ class Ledger:
     def samples(self) -> Any:
         """Rows recorded so far, of all ranks, as a pyarrow table: see `sw.samples`. Every rank must call it."""
         self.flush()
-        collectives.barrier()
+        current_group().barrier()
         return samples(self._place() if self._parts is None else self._parts.run)
 
     def _gather(self) -> None:
@@ -154,10 +154,10 @@ class Ledger:
 
     def _open(self, place: Path, clear: bool) -> None:
         """Continue after the parts of the loaded state. `clear`: without a loaded state, remove existing parts."""
-        self._parts = LedgerParts(place, self._count, collectives.rank(), collectives.size())
-        if collectives.rank() == 0:
+        self._parts = LedgerParts(place, self._count, current_group().rank, current_group().size)
+        if current_group().rank == 0:
             self._clean(self._parts, clear)
-        collectives.barrier()
+        current_group().barrier()
         self._resumes = False
 
     def _clean(self, parts: LedgerParts, clear: bool) -> None:
@@ -198,8 +198,8 @@ class Ledger:
         if self._rehearses or self._item is None or self._parts is None or not (self._parts.count or self._added):
             return
         self.flush()
-        collectives.barrier()
-        if collectives.rank() == 0:
+        current_group().barrier()
+        if current_group().rank == 0:
             self._write_previews(self._parts.run, self._item)
 
     def _write_previews(self, run: Path, item: Callable[[Any], Any]) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import length
-from samplewise.distributed import collectives
+from samplewise.core.devices import moved
+from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, LossesError
-from samplewise.loop.devices import moved
 
 TAKEN = ("kind", "epoch", "update", "loss", "train_loss")
 
@@ -43,7 +43,7 @@ class WeightedMean:
 
     def value(self) -> float:
         """Return the quotient over all ranks; NaN if the count is 0. Collective."""
-        total, count = collectives.all_reduce_scalars(self._total, self._count)
+        total, count = current_group().all_reduce_scalars(self._total, self._count)
         return total / count if count else float("nan")
 
 
@@ -119,7 +119,7 @@ class GatheredMetric:
         self._seen.append(moved((outputs, self._given.wanted(batch)), torch.device("cpu")))
 
     def compute(self) -> Any:
-        for together in zip_longest(*collectives.all_gather_object(self._seen)):
+        for together in zip_longest(*current_group().all_gather_object(self._seen)):
             for seen in together:
                 if seen is not None:
                     self._given.metric.update(*moved(seen, self._device))
@@ -143,12 +143,12 @@ class Synchronised:
         self._fed = True
 
     def compute(self) -> Any:
-        empty = int(collectives.all_reduce_scalars(not self._fed)[0])
+        empty = int(current_group().all_reduce_scalars(not self._fed)[0])
         if empty:
             raise BatchError(
                 f"every rank must have at least one batch for metric {self._name!r}, since torchmetrics cannot "
-                f"synchronize a metric without data; found {empty} of {collectives.size()} ranks without a batch. Use "
-                "more samples, or a function (outputs, batch)."
+                f"synchronize a metric without data; found {empty} of {current_group().size} ranks without a batch. "
+                "Use more samples, or a function (outputs, batch)."
             )
         return self._given.compute()
 
@@ -168,7 +168,7 @@ def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Me
             raise ValueError(f"a metric must not use a field name of the log; found {name!r}. Choose another name.")
         if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
             given = MetricAdapter(metric, device)
-            found[name] = _of_ranks(given, name, device) if collectives.active() else given
+            found[name] = _of_ranks(given, name, device) if current_group().distributed else given
         elif callable(metric):
             found[name] = Mean(metric)
         else:

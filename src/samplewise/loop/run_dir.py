@@ -8,12 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint import store
 from samplewise.loop.checkpoint.directory import Saver
 from samplewise.loop.checkpoint.trainer_state import check_resumable
-from samplewise.loop.launch import by_all
 from samplewise.loop.log import Log
 from samplewise.loop.run_lock import RunLock
 
@@ -37,21 +36,21 @@ class RunDirectory:
 
         load: receives the state of the checkpoint and returns the length in bytes of the log that belongs to it.
         """
-        by_all(self._lock.acquire if collectives.rank() == 0 else lambda: None)
-        self._checkpoints = by_all(lambda: store.Checkpoints(self.directory / "checkpoints"))
+        on_every_rank(self._lock.acquire if current_group().rank == 0 else lambda: None)
+        self._checkpoints = on_every_rank(lambda: store.Checkpoints(self.directory / "checkpoints"))
         there = len(self._paths())
         keep = None if self._ours else 0
         if resume and there:
             state = self._newest(there)
-            keep = by_all(lambda: load(state))
+            keep = on_every_rank(lambda: load(state))
         elif there and not self._ours:
             raise CheckpointError(
                 f"a new run must have an unused directory; found checkpoints in {self.directory}. "
                 "Pass resume=True to continue that run, or choose another directory."
             )
-        if collectives.rank() == 0:
+        if current_group().rank == 0:
             self._log = Log(self.directory / "log.jsonl", keep)
-        if collectives.active() and self._saver is None:
+        if current_group().distributed and self._saver is None:
             self._saver = Saver()
         self._ours = True
 
@@ -65,7 +64,7 @@ class RunDirectory:
     def _paths(self) -> list[Path]:
         """Return the paths of all checkpoints. Raises CheckpointError if ranks see different ones. Collective."""
         paths = self._found().paths()
-        if not collectives.all_equal([path.name for path in paths]):
+        if not current_group().all_equal([path.name for path in paths]):
             raise CheckpointError(
                 f"all ranks must see the same run directory; found that they see different checkpoints in "
                 f"{self.directory}. Use a directory on a shared file system."
@@ -87,7 +86,7 @@ class RunDirectory:
 
     def describe(self, **about: Any) -> None:
         """Write run.json."""
-        if collectives.rank() == 0:
+        if current_group().rank == 0:
             (self.directory / "run.json").write_text(json.dumps({"name": self.directory.name, **about}, indent=1))
 
     def write(self, **fields: Any) -> None:
@@ -102,7 +101,7 @@ class RunDirectory:
         state: receives the length of the log in bytes and returns the state.
         """
         checkpoints = self._found()
-        by_all(self._lock.verify)
+        on_every_rank(self._lock.verify)
         now = state(0 if self._log is None else self._log.position())
         if self._saver is None:
             return checkpoints.save(now, update)
@@ -113,7 +112,7 @@ class RunDirectory:
     def save_aside(self, name: str, state: dict[str, Any]) -> Path:
         """Write a state to `name`.ckpt next to the log, where it is not removed. Rank 0 writes."""
         path = self.directory / f"{name}.ckpt"
-        if collectives.rank() == 0:
+        if current_group().rank == 0:
             store.write(path, state)
         return path
 
@@ -145,6 +144,6 @@ def _read_by_all(path: Path) -> dict[str, Any]:
         check_resumable(path, state)
     except CheckpointError as why:
         problem = why
-    if collectives.all_reduce_scalars(problem is not None)[0]:
+    if current_group().all_reduce_scalars(problem is not None)[0]:
         raise problem or CheckpointError(f"{path} must be readable on all ranks; found that another rank failed.")
     return state

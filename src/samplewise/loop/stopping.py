@@ -15,6 +15,7 @@ from typing import Any
 
 from samplewise.core.snapshot import random_state
 from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.loop.data.loader import ResumableLoader
 from samplewise.step.step import Step
 
@@ -43,17 +44,21 @@ class StopController:
     def ask(self, reason: str) -> None:
         """Request a stop. The first reason is kept."""
         self._wish = self._wish or reason
-        if not collectives.active():
+        if not current_group().distributed:
             self.reason = self._wish
 
     def agree(self) -> None:
         """Exchange stop requests between two windows, and keep the random state for `windows`. Collective."""
         self._hear()
-        self._come_back = random_state() if collectives.active() else None
+        self._come_back = random_state() if current_group().distributed else None
 
     def _hear(self) -> None:
-        if collectives.active() and self.reason is None and collectives.all_reduce_scalars(self._wish is not None)[0]:
-            self.reason = next(wish for wish in collectives.all_gather_object(self._wish) if wish is not None)
+        if (
+            current_group().distributed
+            and self.reason is None
+            and current_group().all_reduce_scalars(self._wish is not None)[0]
+        ):
+            self.reason = next(wish for wish in current_group().all_gather_object(self._wish) if wish is not None)
 
     @contextmanager
     def at_signals(self) -> Iterator[None]:
@@ -88,10 +93,10 @@ class StopController:
             with self.fetching():
                 for batch in batches:
                     yield batch
-                    if self._interrupted and not (self._step.has_deferred_samples or collectives.active()):
+                    if self._interrupted and not (self._step.has_deferred_samples or current_group().distributed):
                         raise Left
         except (Exception, Left) as why:
-            if not self._interrupted or collectives.active():  # several ranks stop together, after an update
+            if not self._interrupted or current_group().distributed:  # several ranks stop together, after an update
                 raise
             feed.mark(self._step.consumed)  # samples in the open window must not come again
             raise Left from why
@@ -102,7 +107,7 @@ class StopController:
         try:
             yield
         except Exception as why:
-            if not (self._interrupted and collectives.active()) or collectives.is_from_another_rank(why):
+            if not (self._interrupted and current_group().distributed) or collectives.is_from_another_rank(why):
                 raise
             raise Gone(
                 f"the loader of a rank must work until all ranks stop; found that it failed after {self._wish} with "
@@ -122,7 +127,7 @@ class StopController:
         except Left:
             return
         except Exception as error:
-            collectives.announce_error(error)
+            current_group().announce_error(error)
             if collectives.failures(error) != {Gone.__name__} or self._step.tail == "carry":
                 raise
             self._hear()

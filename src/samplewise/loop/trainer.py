@@ -14,10 +14,12 @@ from torch import nn
 
 from samplewise.core.atomic_io import absolute
 from samplewise.core.criteria import Criterion
+from samplewise.core.devices import moved
 from samplewise.core.losses import per_sample
 from samplewise.core.snapshot import modes
-from samplewise.distributed import collectives
 from samplewise.distributed.ddp import inner
+from samplewise.distributed.group import current_group, errors_on_all_ranks, on_every_rank
+from samplewise.distributed.launch import join
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.checkpoint.state import check_resumed, check_savable, kinds, load, own_window, state_of, whole
@@ -25,10 +27,8 @@ from samplewise.loop.checkpoint.trainer_state import fitting
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import load_random_states, random_states, reseed, seed_of, seeded
 from samplewise.loop.data.sharding import RankShard
-from samplewise.loop.devices import moved
 from samplewise.loop.durations import Duration, duration
 from samplewise.loop.events import Listeners
-from samplewise.loop.launch import by_all, join
 from samplewise.loop.meters import LossMeter
 from samplewise.loop.metrics import OutputRecorder, WeightedMean, as_metrics, joined, results
 from samplewise.loop.nested_fit import only_fit_of
@@ -61,7 +61,7 @@ class Trainer:
     timeout: seconds after which the rendezvous and collectives fail, if the trainer initializes the process group.
     """
 
-    @collectives.errors_on_all_ranks()
+    @errors_on_all_ranks()
     def __init__(
         self,
         step: Step,
@@ -103,7 +103,7 @@ class Trainer:
         self._listeners = Listeners(callbacks, trainer=self, step=step, model=self.model)
         self._progress: Progress = Silent()
         self._leaving = StopController(step)
-        self._share = None if sharded else RankShard(collectives.rank(), collectives.size())
+        self._share = None if sharded else RankShard(current_group().rank, current_group().size)
         self._files = None if self.run is None or fast_dev_run else RunDirectory(self.run)
         self.loader: Iterable[Any] | None = None  # loader of the last call of fit
         self._feed: ResumableLoader | None = None
@@ -140,7 +140,7 @@ class Trainer:
             feed = self._open(loader, resume)
             if self.fast_dev_run:
                 until = Duration(epochs=self._epoch + 1)
-            shown = self._wants_progress and collectives.rank() == 0
+            shown = self._wants_progress and current_group().rank == 0
             self._progress = make_progress(shown, self._expected(until), self.step.counters.updates)
             self._listeners.emit("on_fit_start")
             self._clock.start()
@@ -235,7 +235,7 @@ class Trainer:
         """
         if self._running.unread:
             self._write_progress()
-        if not (self._running.begun or collectives.all_reduce_scalars(self.step.has_pending_samples)[0]):
+        if not (self._running.begun or current_group().all_reduce_scalars(self.step.has_pending_samples)[0]):
             raise BatchError(
                 f"an epoch must make at least one update; found fewer than samples={self.step.samples} samples in "
                 f"epoch {self._epoch}, and tail='drop'. Use a smaller samples=, or tail='update' or tail='carry'."
@@ -267,7 +267,7 @@ class Trainer:
         self.write("end", update=self.step.counters.updates, reason=reason)
         if self._files is not None:
             self._files.finish()
-        collectives.barrier()  # no rank exits before all are done
+        current_group().barrier()  # no rank exits before all are done
 
     # --- files -----------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class Trainer:
         assert self._feed is not None
         check_savable(self.step)
         parts = self._parts()
-        states = by_all(lambda: {name: state_of(part) for name, part in parts.items()})
+        states = on_every_rank(lambda: {name: state_of(part) for name, part in parts.items()})
         states |= own_window(self.step)
         own = {"epoch": self._epoch, **self._feed.state(self.step.consumed), "log": log, "seed": self.seed}
         return {**states, "trainer": own, "kinds": kinds(parts), **random_states()}
@@ -348,8 +348,8 @@ class Trainer:
             first = 1 if self.fast_dev_run else self.overfit
             self._feed = ResumableLoader(loader, self.seed, first, saved=self._files is not None, share=self._share)
             self._epoch = self.step.counters.epochs
-            if collectives.rank():  # random numbers, for example of dropout, must differ from those of rank 0
-                reseed(seed_of(self.seed, collectives.rank()))
+            if current_group().rank:  # random numbers, for example of dropout, must differ from those of rank 0
+                reseed(seed_of(self.seed, current_group().rank))
         self.step.counters.epochs = self._epoch  # higher by 1 after a stop in validation, which is repeated
         self.loader = loader
         self._feed.use(loader)
@@ -367,7 +367,7 @@ class Trainer:
             try:
                 yield
             except BaseException as error:
-                collectives.announce_error(error)
+                current_group().announce_error(error)
                 self._listeners.emit("on_error", error=error)
                 raise
             finally:
@@ -384,7 +384,7 @@ class Trainer:
         Modules are in eval mode during the call; their modes are restored. With several ranks all must call it: each
         evaluates its shard of the samples, and all get the result.
         """
-        with collectives.errors_on_all_ranks():
+        with errors_on_all_ranks():
             return self._evaluated(self._validation_batches(loader))
 
     def _evaluated(self, batches: Iterable[Any]) -> dict[str, float]:
@@ -401,7 +401,7 @@ class Trainer:
                 for metric in self._metrics.values():
                     metric.update(outputs.last(), batch)
         # Broadcast from rank 0: bit-identical values, so that callbacks on all ranks decide alike.
-        return collectives.broadcast_object({"loss": sums.value(), **results(self._metrics)})
+        return current_group().broadcast_object({"loss": sums.value(), **results(self._metrics)})
 
     def _validation_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of epoch 0 of a loader, with the same random numbers in each call."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.errors import NonFiniteGradientError, ParameterError, SamplewiseError
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.distributed_window import DistributedWindow
@@ -134,7 +134,7 @@ class UpdateApplier:
         if sizes.finite():
             return None
         problem = problem_of(parts, self.trained.owned)
-        if self.sharded and collectives.all_reduce_scalars(problem is not None)[0]:
+        if self.sharded and current_group().all_reduce_scalars(problem is not None)[0]:
             problem = problem or problem_of_gradients("in the part of another rank")
         if problem is None:  # all values are finite, but the squares overflow
             sizes.measure_again(self.trained.gradients())
@@ -181,7 +181,7 @@ class GradNorms:
         self._all = self._over_ranks(torch.stack([n.to(norms[0].device) for n in norms]))
 
     def _over_ranks(self, norms: Tensor) -> Tensor:
-        return collectives.all_reduce_(norms.double().square()).sqrt() if self._sharded else norms
+        return current_group().all_reduce_(norms.double().square()).sqrt() if self._sharded else norms
 
     def norm(self) -> Tensor:
         return torch.linalg.vector_norm(self._all[: self._gradients]) * self._unit
@@ -193,7 +193,7 @@ class GradNorms:
         """Recompute the norms in units of the largest element, so that squares do not overflow."""
         self._unit = torch.stack([g.abs().max().double() for g in gradients if g.numel()]).max()
         if self._sharded:
-            self._unit = collectives.all_gather_rows(self._unit[None]).max()
+            self._unit = current_group().all_gather_rows(self._unit[None]).max()
         self._all = self._over_ranks(torch.stack([(g / self._unit).norm().double() for g in gradients]))
 
 

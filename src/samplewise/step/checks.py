@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.errors import ParameterError, TrainingWarning, TransformError
 from samplewise.transforms.chain import Chain
 from samplewise.transforms.stats import PerSample
@@ -112,7 +112,7 @@ def check_weights(chain: Chain, weights: Sequence[PerSample | None], with_others
     for found in weights:
         columns += found.values() if isinstance(found, dict) else [found]
     some = not columns or any(w is None or bool(w.any()) for w in columns)
-    if not (collectives.all_reduce_scalars(some)[0] if with_others else some):
+    if not (current_group().all_reduce_scalars(some)[0] if with_others else some):
         raise TransformError(
             f"at least one sample of the first update must have a nonzero weight; found none with {chain!r}. "
             "Check the values that the weights are computed from."

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import Buffers, checksum
-from samplewise.distributed import collectives
 from samplewise.distributed.fsdp import in_parts
+from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError
 from samplewise.step.parameters import TrainedParameters
 from samplewise.transforms.transform import SumTransform
@@ -42,7 +42,7 @@ class DDPStrategy:
             _refuse_options(wrapped)
             wrapped.register_forward_pre_hook(self._refuse_wrapper)
         _refuse_parts(modules)
-        collectives.barrier()
+        current_group().barrier()
         make_equal(modules, copy=wrapped is None)
 
     # --- forward passes --------------------------------------------------------------------------------------------
@@ -82,10 +82,10 @@ class DDPStrategy:
         found, moved = reached(parameters, own)
         for p, kind in zip(parameters, found, strict=True):
             _make_alike(p, kind)
-        collectives.all_reduce_bucketed_(
+        current_group().all_reduce_bucketed_(
             [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
         )
-        collectives.broadcast_bucketed_(moved)
+        current_group().broadcast_bucketed_(moved)
 
     def act(self, transform: SumTransform, trained: TrainedParameters) -> None:
         """Apply a transform of the sum to the gradients."""
@@ -106,9 +106,9 @@ def reached(parameters: Sequence[Tensor], buffers: Sequence[tuple[Tensor, bool]]
     that have changed on any rank.
     """
     mine = [_kind(p.grad) for p in parameters] + [int(moves) for _, moves in buffers]
-    several = collectives.size() + 1  # base of a number with one digit per kind, so that one all-reduce counts both
-    counts = collectives.all_reduce_(
-        torch.tensor([(kind & 1) + several * (kind >> 1) for kind in mine], device=collectives.device())
+    several = current_group().size + 1  # base of a number with one digit per kind, so that one all-reduce counts both
+    counts = current_group().all_reduce_(
+        torch.tensor([(kind & 1) + several * (kind >> 1) for kind in mine], device=current_group().device())
     )
     found = [int(c % several > 0) + 2 * int(c >= several) for c in counts.tolist()]
     moved = [buffer for (buffer, _), moves in zip(buffers, found[len(parameters) :], strict=True) if moves]
@@ -134,8 +134,8 @@ def _make_alike(p: Tensor, kind: int) -> None:
     else:
         rows = p.grad.coalesce().indices().t()
         values = p.grad.coalesce().values()
-    places = collectives.all_gather_rows(rows).t()
-    numbers = collectives.all_gather_rows(values)
+    places = current_group().all_gather_rows(rows).t()
+    numbers = current_group().all_gather_rows(values)
     p.grad = torch.sparse_coo_tensor(places, numbers, p.shape, check_invariants=False).coalesce()
 
 
@@ -144,15 +144,15 @@ def make_equal(modules: Sequence[nn.Module], copy: bool = True) -> None:
     check, because a DistributedDataParallel has broadcast them, but they may have changed since.
     """
     tensors = [(name, t) for m in modules for name, t in [*m.named_parameters(), *m.named_buffers()]]
-    if not collectives.all_equal([(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]):
+    if not current_group().all_equal([(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]):
         raise DistributedError(
             "all ranks must have the same model; found parameters or buffers that differ in name, shape, dtype or "
             "requires_grad. Build the same model on every rank, and freeze the same parameters."
         )
     if copy:
-        collectives.broadcast_bucketed_([t for _, t in tensors])
+        current_group().broadcast_bucketed_([t for _, t in tensors])
     sums = torch.stack([checksum(t) for _, t in tensors]) if tensors else torch.zeros(0)
-    found = collectives.all_gather_rows(sums[None])
+    found = current_group().all_gather_rows(sums[None])
     differ = (found != found[:1]).logical_and(~found.isnan()).any(0)
     if bool(differ.any()):
         name = tensors[int(differ.nonzero()[0])][0]

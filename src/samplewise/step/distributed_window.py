@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from samplewise.core.snapshot import random_state
 from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.microbatch_stats import cat, total
 from samplewise.step.nonfinite import NO_DENOMINATOR, problem_of_counts, problem_of_losses
@@ -38,9 +39,9 @@ def team_of(
     optimizer: Any = None,
 ) -> DistributedWindow | None:
     """Distributed window of a step; None for one process. Raises if the ranks have different settings."""
-    collectives.barrier()
+    current_group().barrier()
     settings = {**settings, "strategy": kind_of(model, strategy)}
-    if not collectives.all_equal({name: repr(value) for name, value in settings.items()}):
+    if not current_group().all_equal({name: repr(value) for name, value in settings.items()}):
         raise DistributedError(
             f"all ranks must create the same step; found settings that differ; on this rank: {settings}. Pass the same "
             "arguments to Step(...) on every rank."
@@ -55,8 +56,8 @@ class DistributedWindow:
     """
 
     def __init__(self, spread: Spread) -> None:
-        self.rank = collectives.rank()
-        self.size = collectives.size()
+        self.rank = current_group().rank
+        self.size = current_group().size
         self.spread = spread
         self.dealt = 0
         self.carried = 0
@@ -73,8 +74,8 @@ class DistributedWindow:
         kind = type(optimizer).__name__
         names = list(trained.named)
         options = [{k: str(v) for k, v in group.items() if isinstance(v, PLAIN)} for group in optimizer.param_groups]
-        collectives.barrier()
-        if not collectives.all_equal((kind, names, options)):
+        current_group().barrier()
+        if not current_group().all_equal((kind, names, options)):
             raise DistributedError(
                 "all ranks must have the same optimizer, with the same parameters in the same order; found that they "
                 f"differ; on this rank: {kind} of {', '.join(names)} with {options}. Create the same optimizer on "
@@ -123,7 +124,7 @@ class DistributedWindow:
 
     def _more(self, missing: int, ended: bool) -> int:
         """Number of samples that this rank must add of the `missing` ones; 0 if its loader has ended."""
-        going = [rank for rank, has_ended in enumerate(collectives.all_gather_object(ended)) if not has_ended]
+        going = [rank for rank, has_ended in enumerate(current_group().all_gather_object(ended)) if not has_ended]
         return 0 if ended else missing // len(going) + (going.index(self.rank) < missing % len(going))
 
     # --- collectives -----------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class DistributedWindow:
         losses = cat([part.losses for part in known]).double().sum() if known else 0.0
         odd = any(bool(part.counts.min() < 0) for part in known if part.counts is not None)
         sums = losses, total(known, shares=False), total(known)
-        skips, everyones, enders, *rest = collectives.all_reduce_scalars(
+        skips, everyones, enders, *rest = current_group().all_reduce_scalars(
             window.failure is not None, window.samples, ended, *sums, odd
         )
         return Agreement(skips, int(everyones), int(enders), *rest)
@@ -170,7 +171,7 @@ class DistributedWindow:
         """Send the error to the other ranks, then raise it."""
         if not collectives.is_from_another_rank(error):
             self.spread.open()  # a collective in which the other ranks may be waiting
-        collectives.barrier(error)
+        current_group().barrier(error)
 
     def check(self) -> None:
         """Check that no rank has failed or skips the window, before per-sample results are exchanged."""
@@ -178,7 +179,7 @@ class DistributedWindow:
 
     def sums(self, *numbers: float | Tensor) -> list[float]:
         """Sum of each number over ranks. Raises if a rank skips the window."""
-        skips, *found = collectives.all_reduce_scalars(0.0, *numbers)
+        skips, *found = current_group().all_reduce_scalars(0.0, *numbers)
         if skips:
             self._heard = True
             raise _elsewhere()
@@ -195,12 +196,12 @@ class DistributedWindow:
             return None if window.agreed.denominators else NonFiniteLossError(NO_DENOMINATOR)
         mine = problem_of_losses(cat([part.losses for part in window.parts])) or problem_of_counts(window.parts)
         if not may_skip:
-            collectives.barrier(mine)
+            current_group().barrier(mine)
         return mine or _elsewhere()
 
     def compare(self, fingerprint: list[float] | None) -> None:
         """Raise unless the reference directions are equal on all ranks, up to rounding."""
-        told = [torch.tensor(other) for other in collectives.all_gather_object(fingerprint) if other is not None]
+        told = [torch.tensor(other) for other in current_group().all_gather_object(fingerprint) if other is not None]
         if any(not torch.allclose(other, told[0], rtol=1e-3, atol=1e-5 * float(told[0].norm())) for other in told):
             raise DistributedError(
                 "the reference must be equal on all ranks; found different ones. Compute it from the same samples on "
@@ -211,7 +212,7 @@ class DistributedWindow:
 
     def places(self, samples: int) -> Tensor:
         """Positions of this rank's samples in the window of all ranks."""
-        told = collectives.all_gather_rows(torch.tensor([[self._kept, samples - self._kept]])).tolist()
+        told = current_group().all_gather_rows(torch.tensor([[self._kept, samples - self._kept]])).tolist()
         turns: list[Tensor] = []
         for rank, (kept, new) in enumerate(told):
             carried = self._turns(kept, rank, self._kept_first)
@@ -230,7 +231,7 @@ class DistributedWindow:
             return stage.weigh(parts, lambda t, numbers: self._ask(t, numbers, owned))
         for _ in [t for t in stage.transforms if t.window]:
             self.check()
-            collectives.by_rank(torch.zeros(0, dtype=torch.float64))
+            current_group().all_gather_tensors(torch.zeros(0, dtype=torch.float64))
         return []
 
     def _ask(self, t: SampleTransform, numbers: Numbers, owned: Tensor | None) -> PerSample:
@@ -238,7 +239,7 @@ class DistributedWindow:
         numbers = t.needed(numbers)
         assert numbers.places is not None
         mine = torch.cat([numbers.places.to(numbers.losses.device)[:, None], as_table(numbers)], 1)
-        told = collectives.by_rank((mine if owned is None else mine[owned]).flatten())
+        told = current_group().all_gather_tensors((mine if owned is None else mine[owned]).flatten())
         table = torch.cat(told).view(-1, mine.shape[1])
         table = table[table[:, 0].argsort()]
         places = table[:, 0].contiguous()
@@ -253,7 +254,7 @@ class DistributedWindow:
         """
         restore = random_state()
         generators = _generators(transform, trained.gradients())
-        states = collectives.broadcast_object([generator.get_state() for generator in generators])
+        states = current_group().broadcast_object([generator.get_state() for generator in generators])
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         self.spread.act(transform, trained)

@@ -18,6 +18,7 @@ from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import Buffers
 from samplewise.distributed import collectives
 from samplewise.distributed.fsdp import parameter_groups, sharded_modules, sharded_parameters
+from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError, ParameterError
 from samplewise.step.ddp import make_equal, reached, refuse_exchanges
 from samplewise.step.parameters import TrainedParameters
@@ -51,7 +52,7 @@ def shard(model: nn.Module, modules: Sequence[nn.Module], policy: Policy, optimi
         )
     from torch.distributed.fsdp import fully_shard
 
-    collectives.barrier()
+    current_group().barrier()
     make_equal(modules)
     before = dict(model.named_parameters())
     for module in _chosen(model, policy):
@@ -88,7 +89,7 @@ class FSDPStrategy:
         self._parameters = sharded_parameters(model)
         refuse_exchanges(modules)
         self._refuse_options()
-        collectives.barrier()
+        current_group().barrier()
         root: Any = model
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_forward(False)
@@ -106,7 +107,7 @@ class FSDPStrategy:
             found = f"{odd[0]!r} sharded along another dimension. Leave out shard_placement_fn"
         elif any(policy.param_dtype or policy.reduce_dtype or policy.output_dtype for policy in policies):
             found = "a MixedPrecisionPolicy. Use precision= of the step"
-        elif any(group.mesh_info.mesh.size() != collectives.size() for group in self._groups):
+        elif any(group.mesh_info.mesh.size() != current_group().size for group in self._groups):
             found = "a mesh without some of the ranks. Use a one-dimensional mesh of all ranks"
         elif any(group.offload_policy.__class__.__name__ != "OffloadPolicy" for group in self._groups):
             found = "an offload policy. Leave it out"
@@ -141,7 +142,7 @@ class FSDPStrategy:
         self._unshard()
 
     def _unshard(self) -> None:
-        for group in self._groups if collectives.active() else ():
+        for group in self._groups if current_group().distributed else ():
             collectives.note("all_gather", sum(p._sharded_param_data.nbytes for p in group.fsdp_params))
         with collectives.explained("all_gather"):
             for module in sharded_modules(self.model):
@@ -174,11 +175,11 @@ class FSDPStrategy:
         wanted = [name for name, kind in zip(trained.named, found, strict=True) if kind]
         managers = {each.name: each.manager for each in self._parameters}
         sums = [_whole_gradient(trained.named[name]) for name in wanted]
-        for name, part in zip(wanted, collectives.reduce_scatter_rows(sums), strict=True):
+        for name, part in zip(wanted, current_group().reduce_scatter_rows(sums), strict=True):
             trained.owned[name].grad = managers[name].to_sharded_dtensor(part)
         for p in trained.named.values():
             p.grad = None
-        collectives.broadcast_bucketed_(moved)
+        current_group().broadcast_bucketed_(moved)
 
     def act(self, transform: SumTransform, trained: TrainedParameters) -> None:
         """Apply an additive transform of the sum: draw it for the whole parameter and add this rank's rows."""
@@ -191,7 +192,7 @@ class FSDPStrategy:
             if p.grad is not None:
                 drawn = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
                 transform.act([drawn])
-                trained.part(p).add_(drawn[collectives.own_rows(len(drawn))])
+                trained.part(p).add_(drawn[current_group().own_rows(len(drawn))])
 
 
 def _whole_gradient(p: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samplewise.core.batches import length, take
 from samplewise.core.snapshot import snapshot
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
 from samplewise.step.accumulate import PerSampleAccumulator, as_part, check_finite, counts_of
 from samplewise.step.checks import listed, training_batch_norms
@@ -127,7 +127,7 @@ class Known:
     def __init__(self, team: DistributedWindow, keys: list[Hashable]):
         team.check()
         self.places = team.places(len(keys))
-        told = collectives.all_gather_object(list(zip(self.places.tolist(), keys, strict=True)))
+        told = current_group().all_gather_object(list(zip(self.places.tolist(), keys, strict=True)))
         pairs_of_all = [pair for pairs in told for pair in pairs]
         in_order = [key for _, key in sorted(pairs_of_all, key=lambda pair: pair[0])]
         self._numbers = {key: number for number, key in enumerate(dict.fromkeys(in_order))}
@@ -241,7 +241,7 @@ class Gathering:
         """Gradients summed over ranks, as new tensors; `.grad` keeps this rank's gradients."""
         wanted = self.evaluation.trained.wanted()
         sums = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for n, p in wanted.items()}
-        collectives.all_reduce_bucketed_(list(sums.values()))
+        current_group().all_reduce_bucketed_(list(sums.values()))
         return sums
 
     def _dot(self, reference: Reference) -> Callable[[Tensor, str], Tensor]:

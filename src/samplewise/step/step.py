@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from samplewise.core.losses import as_loss_fn
-from samplewise.distributed import collectives
 from samplewise.distributed.ddp import inner
+from samplewise.distributed.group import current_group, errors_on_all_ranks
 from samplewise.errors import BatchError, DistributedError
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
@@ -76,7 +76,7 @@ class Step:
     If an exception is raised, the open window is discarded, and parameters, optimizer and buffers are as before it.
     """
 
-    @collectives.errors_on_all_ranks()
+    @errors_on_all_ranks()
     def __init__(
         self,
         model: nn.Module,
@@ -213,12 +213,12 @@ class Step:
         """Number of samples consumed from the current batch; 0 if no partly used batch is left."""
         return 0 if self._rest is None else self._rest.taken
 
-    @collectives.errors_on_all_ranks()
+    @errors_on_all_ranks()
     def attach_process_group(self) -> None:
         """Attach a process group that was initialized after this step was created, as with strategy="ddp". Call it
         before the first update. No effect with one process or if the step already has a group.
         """
-        if self._team is None and collectives.active():
+        if self._team is None and current_group().distributed:
             if self._strategy not in (None, "ddp"):
                 raise DistributedError(
                     f"the process group must exist before a step with strategy={self._strategy!r} is created; found "

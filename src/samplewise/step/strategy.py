@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from samplewise.distributed import collectives
 from samplewise.distributed.fsdp import is_sharded
+from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError
 from samplewise.step.ddp import DDPStrategy
 from samplewise.step.fsdp import Fsdp, FSDPStrategy, fsdp, shard
@@ -31,12 +31,12 @@ def spread(model: nn.Module, strategy: Strategy, modules: Sequence[nn.Module], o
         raise ValueError(f"strategy must be None, 'ddp', 'fsdp' or sw.fsdp(policy); found {strategy!r}.")
     if is_sharded(model):
         return FSDPStrategy(model, modules)
-    if not collectives.active():
+    if not current_group().distributed:
         return None
     wrapped = model if isinstance(model, DistributedDataParallel) else None
     if wrapped is None and strategy is None:
         raise DistributedError(
-            f"ranks that train together must share a model; found {collectives.size()} ranks and no strategy. "
+            f"ranks that train together must share a model; found {current_group().size} ranks and no strategy. "
             "Use Step(..., strategy='ddp'), or pass a DistributedDataParallel."
         )
     if wrapped is not None or strategy == "ddp":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samplewise.core.batches import length
 from samplewise.core.snapshot import Buffers
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.errors import (
     DistributedError,
     LossesError,
@@ -76,10 +76,10 @@ class WindowBuilder:
 
     def check_alone(self) -> None:
         """Raise if a process group was initialized after the step was created: each rank would train its own model."""
-        if self.team is None and collectives.active():
+        if self.team is None and current_group().distributed:
             raise DistributedError(
-                f"the process group must exist before the step is created; found {collectives.size()} ranks and a step "
-                "that was created for one process. Call init_process_group() before Step(...)."
+                f"the process group must exist before the step is created; found {current_group().size} ranks and a "
+                "step that was created for one process. Call init_process_group() before Step(...)."
             )
 
     @property

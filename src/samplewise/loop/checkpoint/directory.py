@@ -22,12 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samplewise.core.atomic_io import sync_directory
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group, on_every_rank, on_rank_zero
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint import file
 from samplewise.loop.checkpoint.encoding import Malformed, decode, encode, tensors_in
 from samplewise.loop.checkpoint.schema import LIST, TENSOR, TEXT, Schema, check, maybe
-from samplewise.loop.launch import by_all, by_first
 
 VERSION = 2  # version 1 was the format of torch, which contains a pickle
 STATE = "state.ckpt"
@@ -53,9 +52,9 @@ class Saver:
         then: called on rank 0 when the checkpoint is on disk.
         """
         self.wait()
-        rest, small = by_all(lambda: encode({name: state[name] for name in state if name not in (*LARGE, OWN)}))
+        rest, small = on_every_rank(lambda: encode({name: state[name] for name in state if name not in (*LARGE, OWN)}))
         text, tensors = encode({name: state[name] for name in LARGE if name in state})
-        if not collectives.all_equal(hashlib.sha256(text.encode()).digest()):
+        if not current_group().all_equal(hashlib.sha256(text.encode()).digest()):
             raise CheckpointError(
                 "model, optimizer and loss must have state dicts of the same structure on all ranks, since each rank "
                 "saves a part; found that they differ. Construct them identically on every rank. To shard the state of "
@@ -64,12 +63,12 @@ class Saver:
         copies = {str(k): _copy(tensor) for k, tensor in enumerate(tensors)}
         owns = None
         if OWN in state:
-            own, parts = by_all(lambda: encode(state[OWN]))
-            owns = collectives.all_gather_object(own)
+            own, parts = on_every_rank(lambda: encode(state[OWN]))
+            owns = current_group().all_gather_object(own)
             copies |= {_own_name(str(k)): _copy(tensor) for k, tensor in enumerate(parts)}
         texts = {"version": VERSION, "large": text, "owns": owns, "rest": rest, "small": [_copy(t) for t in small]}
         aside = path.with_name(f".{path.name}{file.PARTIAL}")
-        by_first(lambda: _make_way(aside))
+        on_rank_zero(lambda: _make_way(aside))
 
         def write() -> None:
             try:
@@ -88,7 +87,7 @@ class Saver:
         problem = self._problem
         self._thread = None
         self._problem = None
-        by_all(lambda: _raise(problem))
+        on_every_rank(lambda: _raise(problem))
 
     def finish(self) -> None:
         """Wait for the current save and destroy the process group with its threads. Collective."""
@@ -108,7 +107,7 @@ class Saver:
 
         from samplewise.loop.checkpoint.shards import ShardWriter
 
-        writer = ShardWriter(aside / _shard(collectives.rank()))
+        writer = ShardWriter(aside / _shard(current_group().rank))
         save(tensors, storage_writer=writer, process_group=self._group)
         digests = self._each(lambda: writer.digest)
 
@@ -119,7 +118,7 @@ class Saver:
             sync_directory(path.parent)
             then()
 
-        self._each(finish if collectives.rank() == 0 else lambda: None)
+        self._each(finish if current_group().rank == 0 else lambda: None)
 
     def _each(self, call: Callable[[], Any]) -> list[Any]:
         """Call a function on each rank and return the results of all; raise on all ranks if one fails. Collective."""
@@ -128,8 +127,8 @@ class Saver:
         try:
             found = call()
         except Exception as error:
-            problem = f"{type(error).__name__} on rank {collectives.rank()}: {error}"
-        everyones: list[Any] = [None] * collectives.size()
+            problem = f"{type(error).__name__} on rank {current_group().rank}: {error}"
+        everyones: list[Any] = [None] * current_group().size
         dist.all_gather_object(everyones, (found, problem), group=self._group)
         for _, told in everyones:
             if told is not None:
@@ -150,8 +149,8 @@ def _read(path: Path) -> dict[str, Any]:
 
     about = _described(path)
     own = None
-    if about["owns"] is not None and len(about["owns"]) == collectives.size():
-        own = about["owns"][collectives.rank()]
+    if about["owns"] is not None and len(about["owns"]) == current_group().size:
+        own = about["owns"][current_group().rank]
     large = tensors_in(about["large"])
     mine = {} if own is None else tensors_in(own)
     shapes = large | {_own_name(name): shape for name, shape in mine.items()}
@@ -188,7 +187,7 @@ def _shards(path: Path, digests: list[str]) -> list[dict[Any, Any]]:
     """Return the states in the files of all ranks. Each rank verifies the checksums of some of the files."""
     states = []
     for rank, digest in enumerate(digests):
-        state, found = file.mapped(path / _shard(rank), verify=rank % collectives.size() == collectives.rank())
+        state, found = file.mapped(path / _shard(rank), verify=rank % current_group().size == current_group().rank)
         if found != digest:
             raise file.corrupt(path / _shard(rank), "another checksum")
         states.append(state)
@@ -201,7 +200,7 @@ def _shard(rank: int) -> str:
 
 def _own_name(name: str) -> str:
     """Name of a tensor of this rank's own state."""
-    return f"{collectives.rank()}/{name}"
+    return f"{current_group().rank}/{name}"
 
 
 def _make_way(directory: Path) -> None:

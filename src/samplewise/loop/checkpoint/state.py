@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.distributed import collectives
 from samplewise.distributed.fsdp import in_parts
+from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError
 from samplewise.step.step import Step
 
@@ -18,7 +18,7 @@ KINDS = ("optimizer", "scheduler")
 
 def savable(step: Step) -> bool:
     """Return True if no rank holds samples that cannot be saved. Collective."""
-    return not collectives.all_reduce_scalars(step.has_deferred_samples)[0]
+    return not current_group().all_reduce_scalars(step.has_deferred_samples)[0]
 
 
 def check_savable(step: Step) -> None:
@@ -33,22 +33,22 @@ def check_savable(step: Step) -> None:
 def state_of(part: Any) -> Any:
     """Return the state dict of a part. With several ranks that of a Step omits the open window: see `own_window`."""
     if isinstance(part, Step):
-        return part.state_dict(window=not collectives.active())
+        return part.state_dict(window=not current_group().distributed)
     return part.state_dict()
 
 
 def own_window(step: Step) -> dict[str, Any]:
     """Return {"own": this rank's part of the open window}, or {} for one process or no open window. Collective."""
-    begun = collectives.active() and collectives.all_reduce_scalars(step.has_pending_samples)[0]
+    begun = current_group().distributed and current_group().all_reduce_scalars(step.has_pending_samples)[0]
     return {"own": step.window_state()} if begun else {}
 
 
 def load(part: Any, state: Any) -> None:
     """Load a state into a part. Tensors that are sharded over ranks receive this rank's shard."""
-    if collectives.active() and isinstance(part, nn.Module):
+    if current_group().distributed and isinstance(part, nn.Module):
         now = part.state_dict()
         state = {name: _as_shared(value, now.get(name)) for name, value in state.items()}
-    elif collectives.active() and isinstance(part, torch.optim.Optimizer):
+    elif current_group().distributed and isinstance(part, torch.optim.Optimizer):
         owners = [p for group in part.param_groups for p in group["params"]]
         each = {}
         for k, values in state["state"].items():
@@ -91,17 +91,17 @@ def check_resumed(state: Mapping[str, Any], parts: Mapping[str, Any], seed: int)
                 "Use the saved class, or start a new run directory."
             )
     _check_shapes(state, parts)
-    owners = state.get("owners", collectives.size())
-    if owners != collectives.size():
+    owners = state.get("owners", current_group().size)
+    if owners != current_group().size:
         raise CheckpointError(
             f"a checkpoint with an open window of {owners} ranks must be resumed with the same number of ranks; "
-            f"found {collectives.size()}. Resume with {owners} ranks. To change the number of ranks, save inside "
+            f"found {current_group().size}. Resume with {owners} ranks. To change the number of ranks, save inside "
             "epochs: ModelCheckpoint(every='100up')."
         )
-    if collectives.active() and state["step"]["window"]["parts"]:
+    if current_group().distributed and state["step"]["window"]["parts"]:
         raise CheckpointError(
             "a checkpoint with an open window of one process must be resumed with one process; found "
-            f"{collectives.size()} ranks. Resume with one process until the next checkpoint."
+            f"{current_group().size} ranks. Resume with one process until the next checkpoint."
         )
 
 

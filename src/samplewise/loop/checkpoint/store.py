@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.checkpoint import directory, file
 from samplewise.loop.checkpoint.encoding import encode, kind_of
@@ -111,7 +111,7 @@ class Checkpoints:
         _remove(path for path in older[self.keep - 1 :] if path.resolve() not in protected)
 
     def _remove_leftovers(self) -> None:
-        if collectives.rank() == 0:
+        if current_group().rank == 0:
             _remove(self.directory.glob(f".*{PARTIAL}"))
 
     def _check_writable(self) -> None:

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from samplewise.core.batches import length
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop.checkpoint import store
 from samplewise.loop.data.adapters import END, described, is_ordered, source_of
@@ -149,13 +149,13 @@ class ResumableLoader:
         first = next(batches, END)
         if self.divides:
             self._source.look.agree(looked=at.state is None)
-        if not collectives.all_reduce_scalars(first is not END)[0]:
+        if not current_group().all_reduce_scalars(first is not END)[0]:
             self._check_begun(number, at)
         self._ahead = chain([] if first is END else [first], batches)
 
     @property
     def _among_others(self) -> bool:
-        return self.share.size > 1 or collectives.active()
+        return self.share.size > 1 or current_group().distributed
 
     def _check_begun(self, number: int, at: DataPosition) -> None:
         """Raise BatchError for an epoch without batches, unless it was resumed at its end."""
@@ -177,9 +177,9 @@ class ResumableLoader:
         taken: used samples of the last batch; 0 means all.
         """
         here = self.here(taken)
-        if not collectives.active():
+        if not current_group().distributed:
             return {"place": vars(here), "used": self._used_alone(here), "data": [self.data]}
-        of_ranks = collectives.all_gather_object((vars(here), self.data))
+        of_ranks = current_group().all_gather_object((vars(here), self.data))
         places = [DataPosition(**place) for place, _ in of_ranks]
         data = [data for _, data in of_ranks]
         return {"places": [vars(place) for place in places], "used": self._used(places), "data": data}
@@ -193,15 +193,15 @@ class ResumableLoader:
         saved = state.get("data")  # None: written by an earlier version
         if not saved:
             return
-        as_many = len(saved) == collectives.size()
-        before = saved[collectives.rank()] if as_many else saved[0]
+        as_many = len(saved) == current_group().size
+        before = saved[current_group().rank] if as_many else saved[0]
         if any(map(_is_inside, places)):
             remedy = (
                 f"Resume with the data of the checkpoint until epoch {epoch} has ended (epochs={epoch + 1}) and change "
                 "it then, or start a new run directory."
             )
             self._check_same(before, self.data, remedy, ignore=() if as_many else ("batch size",))
-        elif (found := differences(before, self.data)) and collectives.rank() == 0:
+        elif (found := differences(before, self.data)) and current_group().rank == 0:
             warnings.warn(
                 f"the run is resumed at the beginning of epoch {epoch} with other data than it was saved with: "
                 f"{listed(found)}. Earlier epochs used the saved data, the epochs from here on use the new data.",
@@ -236,8 +236,8 @@ class ResumableLoader:
     def load(self, state: dict[str, Any], epoch: int) -> None:
         """Go to the position of a checkpoint, also with another number of ranks."""
         places = [DataPosition(**place) for place in state.get("places") or [state["place"]]]
-        if len(places) == collectives.size():
-            self.go_to(places[collectives.rank()])
+        if len(places) == current_group().size:
+            self.go_to(places[current_group().rank])
         elif all(place.kind is None for place in places):
             self.go_to(DataPosition())
         else:
@@ -253,8 +253,8 @@ class ResumableLoader:
         if used is None or self.first is not None or not self.divides:
             raise CheckpointError(
                 f"inside an epoch, a run with {described(first.kind)} must be resumed with the number of ranks it was "
-                f"saved with, {len(places)}; found {collectives.size()}. Start that number of ranks, or resume from a "
-                "checkpoint between two epochs."
+                f"saved with, {len(places)}; found {current_group().size}. Start that number of ranks, or resume from "
+                "a checkpoint between two epochs."
             )
         return used
 

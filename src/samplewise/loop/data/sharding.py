@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from samplewise.core.batches import PLAIN, leaves, length, take
-from samplewise.distributed import collectives
+from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, DistributedError
 from samplewise.loop.data.rng import parts_of
 
@@ -93,7 +93,7 @@ class OrderChecker:
         looked: False if this rank did not start at the beginning of the epoch; its hash is then ignored.
         """
         seen = int.from_bytes(self._digest.digest()[:2], "little") if looked else 0
-        lookers, total, squares = collectives.all_reduce_scalars(looked, seen, seen * seen)
+        lookers, total, squares = current_group().all_reduce_scalars(looked, seen, seen * seen)
         if lookers * squares != total * total:  # Cauchy-Schwarz: equal only if all values are equal
             raise DistributedError(
                 "every rank must iterate over the same samples in the same order, of which it takes its shard; found "

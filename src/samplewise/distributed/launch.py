@@ -1,22 +1,18 @@
-"""Joining the process group of torchrun, and calls whose errors are raised on all ranks."""
+"""Joining the process group of torchrun."""
 
 from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from samplewise.distributed import collectives
-from samplewise.loop.devices import resolve
-from samplewise.loop.rendezvous import meeting_place
+from samplewise.core.devices import resolve
+from samplewise.distributed.rendezvous import meeting_place
 
-Result = TypeVar("Result")
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # environment variables that torchrun sets
 
 
@@ -52,22 +48,3 @@ def _own(device: torch.device) -> torch.device:
 def _leave() -> None:
     with suppress(Exception):  # other ranks may have exited
         dist.destroy_process_group()
-
-
-def by_first(call: Callable[[], Result]) -> Result:
-    """Call a function on rank 0 and return its result on all ranks. If it raises, all ranks raise. Collective."""
-    if not collectives.active():
-        return call()
-    found = by_all(call if collectives.rank() == 0 else lambda: None)
-    return collectives.broadcast_object(found)
-
-
-def by_all(call: Callable[[], Result]) -> Result:
-    """Call a function on each rank and return its result. If it raises on any rank, all ranks raise. Collective."""
-    try:
-        found = call()
-    except Exception as error:
-        collectives.barrier(error)
-        raise
-    collectives.barrier()
-    return found
