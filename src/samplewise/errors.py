@@ -14,6 +14,8 @@
     ├── StoreError              a store of projections is damaged, or does not match the request
     └── LedgerError             a ledger cannot be written or read, or an update lacks required ids or columns
 
+    LoaderStopped               raised by a loader to end `Step.over` early and keep the open window; not an error
+
     SamplesMayInteractWarning   shapes do not determine whether samples interact
     TrainingWarning             training continues, but something about it is probably not intended
     CheckpointWarning           an unreadable checkpoint is skipped, or an old checkpoint cannot be deleted
@@ -73,6 +75,10 @@ class StoreError(SamplewiseError):
 
 class LedgerError(SamplewiseError):
     """A ledger is missing, truncated, of another version or already exists, or an update lacks ids or columns."""
+
+
+class LoaderStopped(Exception):
+    """Raised by a loader inside `Step.over` to end it in mid-epoch; the open window is kept for the next call."""
 
 
 class SamplesMayInteractWarning(UserWarning):

@@ -14,7 +14,7 @@ from torch import nn
 from samplewise.core.losses import as_loss_fn
 from samplewise.distributed.ddp import inner
 from samplewise.distributed.group import current_group, errors_on_all_ranks
-from samplewise.errors import BatchError, DistributedError
+from samplewise.errors import BatchError, DistributedError, LoaderStopped
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.arguments import check_options, check_scheduler
@@ -261,6 +261,8 @@ class Step:
             if self._team is not None:
                 yield from self._until_all_have_ended(self._team)
                 return
+        except LoaderStopped:
+            return  # the open window is kept
         except Exception as error:  # includes exceptions of the loader
             self._fail(error)
             raise
