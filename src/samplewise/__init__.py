@@ -36,7 +36,7 @@ from samplewise.loop import callbacks as callbacks
 from samplewise.loop.checkpoint.load import load_checkpoint as load_checkpoint
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.scan import scan as scan
-from samplewise.step.fsdp import fsdp as fsdp
+from samplewise.distributed.fsdp import fsdp as fsdp
 from samplewise.step.functional_optim import sgd as sgd
 from samplewise.step.microbatch import auto as auto
 from samplewise.step.step import Step as Step
