@@ -9,6 +9,7 @@ from samplewise.diagnostics.noise import noise_scale as noise_scale
 from samplewise.diagnostics.noise import signal_to_noise as signal_to_noise
 from samplewise.diagnostics.similarity import similarity as similarity
 from samplewise.diagnostics.suspects import suspects as suspects
+from samplewise.distributed.fsdp import fsdp as fsdp
 from samplewise.engine.gradients import Gradients as Gradients
 from samplewise.engine.gradients import gradients as gradients
 from samplewise.engine.inputs import input_gradients as input_gradients
@@ -36,7 +37,6 @@ from samplewise.loop import callbacks as callbacks
 from samplewise.loop.checkpoint.load import load_checkpoint as load_checkpoint
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.scan import scan as scan
-from samplewise.distributed.fsdp import fsdp as fsdp
 from samplewise.step.functional_optim import sgd as sgd
 from samplewise.step.microbatch import auto as auto
 from samplewise.step.step import Step as Step

@@ -433,7 +433,7 @@ def masked(monkeypatch):
 
     def make(loss_fn=squares, **options):
         training = Training(loss_fn, "fused", **options)
-        assert training.step._finish.masks
+        assert training.step._applier.flags
         return training
 
     return make

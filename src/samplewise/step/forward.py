@@ -59,11 +59,17 @@ class LossEvaluator:
                 nullcontext() if self.budget is None else bounded(self.budget, *self.modules),
             ):
                 result = self.loss_fn(self.model, microbatch)
-        losses, counts = per_sample(result)
+        counts = None
+        self.columns = None
+        if isinstance(result, Tensor):
+            losses = result
+        else:
+            losses, counts = per_sample(result)
         check_attached(losses)
-        self.columns = columns_of(result, losses)
-        if self.columns is not None and get_proxy_mode() is not None:
-            raise LossesError("a loss function that returns columns in addition to losses cannot be compiled")
+        if losses is not result:
+            self.columns = columns_of(result, losses)
+            if self.columns is not None and get_proxy_mode() is not None:
+                raise LossesError("a loss function that returns columns in addition to losses cannot be compiled")
         self.seconds += perf_counter() - started
         return losses, counts
 
