@@ -471,14 +471,15 @@ def test_random_numbers_of_a_private_generator(make):
     pair.assert_same(tolerance=0)
 
 
-def test_norms_are_asked_for_in_the_middle_of_a_batch():
+def test_norms_are_required_in_the_middle_of_a_batch():
     pair = going()
     for step in pair.steps:
         updates = step.over([data(10, seed=7)])
         for _ in range(3):
             update = next(updates)
-        with pytest.raises(sw.errors.ParameterError, match="recorded from the next update on"):
+        with pytest.raises(sw.errors.ParameterError, match="must be requested before the update is made"):
             print(update.norms)
+        step.require(norms=True)
         assert [float(update.norms) for update in updates]
     pair.assert_same()
 
@@ -561,7 +562,7 @@ def test_code_that_could_not_be_tried_is_tried_later():
     pair = Pair(tiny, OPTIMIZERS["sgd"], samples=1, on_nonfinite="skip")
     pair.run([(x[k : k + 1], y[k : k + 1]) for k in range(30)])
     (program,) = pair.quick._updates._programs.values()
-    assert program.tried
+    assert program.verified
     pair.assert_same()
 
 

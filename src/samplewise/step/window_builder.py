@@ -189,7 +189,7 @@ class WindowBuilder:
         if self._first:
             check_modes(self.evaluator.modules)
         if microbatch is not None and (self._first or self.config.audit):
-            self.audit.look(microbatch, self._first, self.counters.updates)
+            self.audit.run(microbatch, self._first, self.counters.updates)
             self._first = False  # not reached if the audit raises, so that the next attempt raises again
 
     def _accumulate(self, microbatches: Sequence[Any], whole: bool = False) -> list[SampleStats]:

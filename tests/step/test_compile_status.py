@@ -57,7 +57,7 @@ def test_compiled_and_then_changed():
 
 
 def test_lines_go_where_they_are_wanted_for_a_while():
-    step, lines = made(), []
+    step, lines = made(compile=True), []
     printed = step._updates.notify
     with step.slow_compile_notice(lines.append):
         step._updates.notify("compiling ...")
