@@ -12,7 +12,7 @@ from torch import Tensor
 from samplewise.core.batches import cut, length
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.batch_columns import BatchColumns
-from samplewise.transforms.stats import PerSample, SampleStats, cat_values, denominator
+from samplewise.transforms.stats import PerSample, SampleStats, cat_values
 
 UNKNOWN = -1
 
@@ -119,20 +119,6 @@ class Window:
     @property
     def open(self) -> bool:
         return bool(self.parts or self.deferred)
-
-    @property
-    def denominator(self) -> Tensor | float:
-        return denominator(self.parts) if self.totals is None else self.totals.denominators
-
-    @property
-    def samples_elsewhere(self) -> int:
-        """Number of samples on other ranks."""
-        return 0 if self.totals is None else self.totals.samples - self.samples
-
-    @property
-    def unchecked(self) -> list[SampleStats]:
-        """Parts that are not checked for non-finite values yet."""
-        return self.parts if self.totals is None else []
 
     # --- state -----------------------------------------------------------------------------------------------------
 
