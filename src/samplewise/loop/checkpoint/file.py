@@ -13,7 +13,6 @@ library, which keeps the whole file in memory, or leaves temporary files when it
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core import atomic_io
+from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.distributed.fsdp import in_parts
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.encoding import (
@@ -67,10 +67,10 @@ def write(path: Path, state: dict[Any, Any], *, snapshot: bool = True) -> str:
     header, order = _layout({"format": FORMAT, "version": str(VERSION), "state": text, "sha256": digest}, tensors)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
     try:
-        with atomic_io.whole(path, aside) as file:
+        with atomic_io.atomic_write(path, aside) as file:
             file.write(header)
             for tensor in order:
-                file.write(_memory(tensor))
+                file.write(tensor_bytes(tensor))
     except OSError as why:
         raise CheckpointError(
             f"a checkpoint could not be written to {path}: {why}. Free disk space or fix the permissions, then save "
@@ -161,17 +161,10 @@ def _unpacked(stored: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
     return stored.clone().view(dtype).reshape(shape)  # cloned, since its address in the file may not be aligned
 
 
-def _memory(tensor: Tensor) -> Any:
-    """Return the bytes of a contiguous CPU tensor as a buffer, without a copy."""
-    if not tensor.nbytes:
-        return b""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-
-
 def _checksum(text: str, tensors: list[Tensor]) -> str:
     digest = hashlib.sha256(text.encode())
     for tensor in tensors:
-        digest.update(_memory(tensor))
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 
