@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samplewise.core.atomic_io import atomic_write
-from samplewise.core.format_version import RUN_FILE, RUN_VERSION, run_version_error
+from samplewise.core.format_version import RUN_VERSION, other_version
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint import storage
@@ -18,6 +18,8 @@ from samplewise.loop.checkpoint.storage import BackgroundWriter
 from samplewise.loop.checkpoint.store import Checkpoints
 from samplewise.loop.log import Log
 from samplewise.loop.run_lock import RunLock
+
+RUN_FILE = "run.json"
 
 
 class RunDirectory:
@@ -59,10 +61,20 @@ class RunDirectory:
         self._ours = True
 
     def _check_version(self) -> None:
-        """Raise CheckpointError if run.json has another format version."""
-        error = run_version_error(self.directory)
-        if error is not None:
-            raise CheckpointError(error)
+        """Raise CheckpointError if there is a run.json of another format version."""
+        path = self.directory / RUN_FILE
+        try:
+            about = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, RecursionError) as why:
+            raise CheckpointError(
+                f"{path} must be readable JSON; found {type(why).__name__}: {why}. Restore it from a backup, or start "
+                "a new run directory."
+            ) from why
+        version = about.get("format_version") if isinstance(about, dict) else None
+        if type(version) is not int or version != RUN_VERSION:
+            raise CheckpointError(other_version(path, version, RUN_VERSION))
 
     def _open_checkpoints(self) -> Checkpoints:
         if self._checkpoints is None:
