@@ -207,12 +207,11 @@ def read_shard(directory: Path, rank: int, entry: dict[str, Any], verify: bool =
         if entry["file"] != path.name:
             raise Malformed(f"the file name {entry['file'][:40]!r} in place of {path.name!r}")
         with _open_regular(path) as file:
-            _check_header(path, file, entry["bytes"])
-            file.seek(0)
-            if verify and hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                raise Malformed("another checksum")
+            header, names = _read_header(path, file, entry["bytes"])
         with safetensors.safe_open(path, framework="pt") as shard:
-            tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118  # not a dict
+            tensors = {name: shard.get_tensor(name) for name in names}
+        if verify and _checksum(header, tensors.values()) != entry["sha256"]:
+            raise Malformed("another checksum")
         return _chunks(tensors, entry["offsets"])
     except OSError as why:
         raise _unreadable(path, why) from why
@@ -228,8 +227,11 @@ def _chunks(tensors: dict[str, Tensor], offsets: dict[Any, Any]) -> list[Chunk]:
     return [Chunk(name, tensor, at.get(name)) for name, tensor in tensors.items()]
 
 
-def _check_header(path: Path, file: BufferedReader, size: int) -> None:
-    """Check the length of a shard, and that its header is JSON without duplicate keys."""
+def _read_header(path: Path, file: BufferedReader, size: int) -> tuple[bytes, list[str]]:
+    """Return the header of a shard, preceded by its length, and the names of its tensors in the order of their data.
+
+    Checks the length of the file, and that the header is JSON without duplicate keys; safetensors checks its content.
+    """
     start = file.read(9)
     length = int.from_bytes(start[:8], "little")
     if len(start) == 9 and (start[8:] != b"{" or length > MAX_JSON_BYTES):
@@ -242,12 +244,23 @@ def _check_header(path: Path, file: BufferedReader, size: int) -> None:
         )
     if found > size:
         raise Malformed(f"{found} bytes in place of {size}")
-    header = from_json(start[8:] + file.read(length - 1))
+    start += file.read(length - 1)
+    header = from_json(start[8:])
     if header.pop(RESERVED_NAME, None) != {"format": "pt"}:
         raise Malformed("other metadata")
-    ends = [check_sizes(tensor["data_offsets"])[1] for tensor in header.values()]
-    if 8 + length + max(ends, default=0) != size:
-        raise Malformed(f"{size} bytes for tensors that end at {8 + length + max(ends, default=0)}")
+    spans = {name: check_sizes(tensor["data_offsets"]) for name, tensor in header.items()}
+    end = 8 + length + max((span[1] for span in spans.values()), default=0)
+    if end != size:
+        raise Malformed(f"{size} bytes for tensors that end at {end}")
+    return start, sorted(spans, key=lambda name: spans[name])
+
+
+def _checksum(header: bytes, tensors: Iterable[Tensor]) -> str:
+    """Return the SHA-256 of a shard, computed from memory-mapped tensors in the order of their data."""
+    digest = hashlib.sha256(header)
+    for tensor in tensors:
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
 
 
 def unpacked(stored: Tensor, dtype: torch.dtype) -> Tensor:
