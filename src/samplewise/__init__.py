@@ -34,7 +34,7 @@ from samplewise.ledger.files import samples as samples
 from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop import callbacks as callbacks
-from samplewise.loop.checkpoint.load import load_checkpoint as load_checkpoint
+from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.scan import scan as scan
 from samplewise.step.functional_optim import sgd as sgd

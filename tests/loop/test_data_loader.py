@@ -30,7 +30,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import samplewise as sw
 from samplewise.loop.callbacks import ModelCheckpoint
-from samplewise.loop.checkpoint import store
+from samplewise.loop.checkpoint import storage
 from samplewise.loop.checkpoint.rng_state import load_random_state, random_state_dict
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 
@@ -269,8 +269,8 @@ def whole_run(feed):
 
 
 def through_a_file(path, place):
-    store.write(path, {"place": vars(place)})
-    return DataPosition(**store.read(path)["place"])
+    storage.write(path, {"place": vars(place)})
+    return DataPosition(**storage.read(path)["place"])
 
 
 def assert_goes_on(make, saved, seen, path):

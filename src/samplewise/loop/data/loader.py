@@ -16,7 +16,7 @@ from typing import Any
 from samplewise.core.batches import length
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
-from samplewise.loop.checkpoint import store
+from samplewise.loop.checkpoint import storage
 from samplewise.loop.data.adapters import END, described, is_ordered, source_of
 from samplewise.loop.data.resume_check import Data, describe, differences, listed
 from samplewise.loop.data.sharding import RankShard, check_undivided
@@ -297,7 +297,7 @@ class ResumableLoader:
         """Check before the first batch of a loader that its state can be saved."""
         if self._unchecked:
             try:
-                store.check({"loader": self._source.state()})
+                storage.check({"loader": self._source.state()})
             except TypeError as why:
                 raise CheckpointError(f"the state of a loader must be savable in a checkpoint: {why}") from why
             self._unchecked = False

@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from samplewise.core.snapshot import random_state
-from samplewise.distributed.group import current_group
 from samplewise.loop.checkpoint.rng_state import load_random_state, random_state_dict
 
 
@@ -53,24 +52,6 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         restore()
-
-
-def random_states() -> dict[str, Any]:
-    """Return the random state for a checkpoint: of this process, or of all ranks. Collective."""
-    mine = random_state_dict()
-    return {"randoms": current_group().all_gather_object(mine)} if current_group().distributed else {"random": mine}
-
-
-def load_random_states(state: dict[str, Any], seed: int) -> None:
-    """Restore the random state of this rank.
-
-    A rank that did not exist when the checkpoint was saved gets a seed derived from its rank.
-    """
-    there = state.get("randoms") or [state["random"]]
-    if current_group().rank < len(there):
-        load_random_state(there[current_group().rank])
-    else:
-        reseed(seed_of(seed, current_group().rank, there[0]["torch"].tolist()))
 
 
 class Stream:
