@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -82,8 +82,9 @@ class Counters:
 
     def load(self, state: dict[str, int]) -> None:
         """Set the counters in place: other objects refer to them."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        loaded = Counters(**state)
+        for each in fields(self):
+            setattr(self, each.name, getattr(loaded, each.name))
 
 
 @dataclass(frozen=True)
