@@ -39,23 +39,25 @@ class Variable(NamedTuple):
     def read(self) -> Any:
         return self.holder.cell_contents if isinstance(self.holder, CellType) else self.holder[self.name]
 
-    def write(self, thing: Any) -> None:
+    def write(self, value: Any) -> None:
         if isinstance(self.holder, CellType):
-            self.holder.cell_contents = thing
+            self.holder.cell_contents = value
         else:
-            self.holder[self.name] = thing
+            self.holder[self.name] = value
 
 
-def places_of(functions: Iterable[Any]) -> list[Variable]:
+def variables_of(functions: Iterable[Any]) -> list[Variable]:
     """References to all variables that the functions look up, without duplicates."""
-    found = {(id(place.holder), place.name): place for function in functions for place in looked_up(function)}
+    found = {
+        (id(variable.holder), variable.name): variable for function in functions for variable in looked_up(function)
+    }
     return list(found.values())
 
 
 def methods_of(modules: Iterable[nn.Module]) -> list[Any]:
     """Methods of the modules' user-defined classes, without __init__."""
     kinds: dict[type, None] = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
-    ours = [kind for kind in kinds if not of_a_library(kind) and kind is not object]
+    ours = [kind for kind in kinds if not is_library_class(kind) and kind is not object]
     own = [(name, method) for kind in ours for name, method in vars(kind).items() if name != "__init__"]
     return [method for _, method in own if inspect.isfunction(method)]
 
@@ -75,16 +77,20 @@ def looked_up(function: Any, depth: int = 3) -> Iterator[Variable]:
     if code is None:
         return
     function = getattr(function, "__func__", function)
-    places = [Variable(cell, "") for cell in function.__closure__ or () if _is_filled(cell)]
-    places += [Variable(function.__globals__, name) for name in _names(code) if name in function.__globals__]
-    modules = [module for place in places if inspect.ismodule(module := place.read())]
-    places = [place for place in places if not inspect.ismodule(place.read())]
-    there = [Variable(vars(m), name) for m in modules if not of_torch(m) for name in _names(code) if name in vars(m)]
-    places += [
-        place for place in there if isinstance(place.read(), (*PLAIN, Tensor)) or inspect.isfunction(place.read())
+    variables = [Variable(cell, "") for cell in function.__closure__ or () if _is_filled(cell)]
+    variables += [Variable(function.__globals__, name) for name in _names(code) if name in function.__globals__]
+    modules = [module for variable in variables if inspect.ismodule(module := variable.read())]
+    variables = [variable for variable in variables if not inspect.ismodule(variable.read())]
+    there = [
+        Variable(vars(m), name) for m in modules if not is_library_module(m) for name in _names(code) if name in vars(m)
     ]
-    yield from places
-    for found in (place.read() for place in places if depth > 0):
+    variables += [
+        variable
+        for variable in there
+        if isinstance(variable.read(), (*PLAIN, Tensor)) or inspect.isfunction(variable.read())
+    ]
+    yield from variables
+    for found in (variable.read() for variable in variables if depth > 0):
         if inspect.isfunction(found):
             yield from looked_up(found, depth - 1)
 
@@ -106,52 +112,52 @@ def _is_filled(cell: Any) -> bool:
 # --- containers -------------------------------------------------------------------------------------------------------
 
 
-def within(things: Iterable[Any], known: Sequence[nn.Module], depth: int = DEPTH) -> list[Any]:
-    """Containers among the things and nested in them, without duplicates.
+def containers_in(values: Iterable[Any], known: Sequence[nn.Module], depth: int = DEPTH) -> list[Any]:
+    """Containers among the values and nested in them, without duplicates.
 
     A record, or a module that is not in `known`, contributes the dict of its attributes.
     """
     found: dict[int, Any] = {}
     seen = {id(module) for module in known} | {id(sys.modules)}  # compiling imports modules, which changes sys.modules
 
-    def go(thing: Any, depth: int) -> None:
-        if depth == 0 or id(thing) in seen or isinstance(thing, (*PLAIN, Tensor)):
+    def go(value: Any, depth: int) -> None:
+        if depth == 0 or id(value) in seen or isinstance(value, (*PLAIN, Tensor)):
             return
-        seen.add(id(thing))
-        if isinstance(thing, nn.Module):
-            inside: Any = [vars(thing), *vars(thing).values()]
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            inside: Any = [vars(value), *vars(value).values()]
             depth += 1  # nesting of modules is not limited
-        elif isinstance(thing, CONTAINERS):
-            found[id(thing)] = thing
-            inside = thing.values() if isinstance(thing, dict) else thing
+        elif isinstance(value, CONTAINERS):
+            found[id(value)] = value
+            inside = value.values() if isinstance(value, dict) else value
         else:
-            inside = [vars(thing)] if _is_record(thing) else ()
+            inside = [vars(value)] if _is_record(value) else ()
         for each in list(inside):
             go(each, depth - 1)
 
-    for thing in things:
-        go(thing, depth)
+    for value in values:
+        go(value, depth)
     return list(found.values())
 
 
-def _is_record(thing: Any, depth: int = 3) -> bool:
+def _is_record(value: Any, depth: int = 3) -> bool:
     """Test for an object with plain values and records only, such as a configuration."""
-    if depth == 0 or not hasattr(thing, "__dict__") or callable(thing) or of_a_library(type(thing)):
+    if depth == 0 or not hasattr(value, "__dict__") or callable(value) or is_library_class(type(value)):
         return False
-    return all(isinstance(value, VALUES) or _is_record(value, depth - 1) for value in vars(thing).values())
+    return all(isinstance(value, VALUES) or _is_record(value, depth - 1) for value in vars(value).values())
 
 
-def of_a_library(kind: type) -> bool:
+def is_library_class(kind: type) -> bool:
     """Test for a class of torch or samplewise, which does not read the user's globals."""
-    return _is_ours_or_torch(kind.__module__)
+    return _is_library_name(kind.__module__)
 
 
-def of_torch(module: Any) -> bool:
+def is_library_module(module: Any) -> bool:
     """Test for a Python module of torch or samplewise."""
-    return _is_ours_or_torch(module.__name__)
+    return _is_library_name(module.__name__)
 
 
-def _is_ours_or_torch(name: str) -> bool:
+def _is_library_name(name: str) -> bool:
     return name.partition(".")[0] in ("torch", "samplewise")
 
 
@@ -160,12 +166,12 @@ class ContainerSnapshot:
 
     def __init__(self, container: Any):
         self._container = container
-        self._then = list(things_in(container))
+        self._then = list(items_of(container))
 
     def restore(self) -> None:
         c = self._container
         then = self._then
-        if isinstance(c, tuple) or same_things(list(things_in(c)), then):
+        if isinstance(c, tuple) or all_identical(list(items_of(c)), then):
             return
         c.clear()
         if isinstance(c, dict):
@@ -176,14 +182,14 @@ class ContainerSnapshot:
             c.extend(then)
 
 
-def things_in(container: Any) -> Iterable[Any]:
+def items_of(container: Any) -> Iterable[Any]:
     """Items of a container; for a dict, keys and values alternately."""
     if isinstance(container, dict):
-        return (thing for pair in container.items() for thing in pair)
+        return (value for pair in container.items() for value in pair)
     return container
 
 
-def same_things(now: Sequence[Any], then: Sequence[Any]) -> bool:
+def all_identical(now: Sequence[Any], then: Sequence[Any]) -> bool:
     """Test whether two sequences hold identical objects."""
     return len(now) == len(then) and all(map(is_, now, then))
 
@@ -191,13 +197,13 @@ def same_things(now: Sequence[Any], then: Sequence[Any]) -> bool:
 # --- random number generators -----------------------------------------------------------------------------------------
 
 
-def generators_in(things: Iterable[Any]) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Pairs (get_state, set_state) of the Python and NumPy generators among the things."""
+def generators_in(values: Iterable[Any]) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Pairs (get_state, set_state) of the Python and NumPy generators among the values."""
     found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
-    for thing in things:
-        if isinstance(thing, random.Random):
-            found.append((thing.getstate, thing.setstate))
-        elif hasattr(type(thing), "bit_generator"):  # NumPy's
-            bits = thing.bit_generator
+    for value in values:
+        if isinstance(value, random.Random):
+            found.append((value.getstate, value.setstate))
+        elif hasattr(type(value), "bit_generator"):  # NumPy's
+            bits = value.bit_generator
             found.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
     return found

@@ -24,20 +24,20 @@ from samplewise.core.batches import PLAIN
 from samplewise.core.snapshot import random_state
 from samplewise.step.compiled.closure_state import (
     ContainerSnapshot,
+    all_identical,
+    containers_in,
     generators_in,
+    is_library_class,
+    items_of,
     methods_of,
-    of_a_library,
-    places_of,
-    same_things,
-    things_in,
-    within,
+    variables_of,
 )
 from samplewise.step.compiled.errors import CannotCompile
 from samplewise.step.compiled.optim_formulas import hooks_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-ANYWHERE = [getattr(nn_module, f"_global{name}") for name in HOOKS if hasattr(nn_module, f"_global{name}")]
-OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
+GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in HOOKS if hasattr(nn_module, f"_global{name}")]
+MODULE_ATTRIBUTES = {*vars(nn.Module())} - {"training"}
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 LARGE = 100  # entries; for larger containers only the length is compared
 
@@ -47,46 +47,46 @@ class Guards:
 
     def __init__(self, modules: Sequence[nn.Module], functions: Iterable[Any], optimizer: Any):
         self._modules = [module for root in modules for module in root.modules()]
-        self._hooks = [*ANYWHERE, *(getattr(m, name) for m in self._modules for name in HOOKS)]
+        self._hooks = [*GLOBAL_HOOKS, *(getattr(m, name) for m in self._modules for name in HOOKS)]
         if any(self._hooks):
             raise CannotCompile("modules have hooks")
         self._fixed = Expression()
-        self._numbers = Expression()
-        self._look_at_modules()
-        self._look_around([*functions, *methods_of(self._modules)])
-        self._look_at_optimizer(optimizer)
+        self._hyperparameters = Expression()
+        self._guard_modules()
+        self._guard_functions([*functions, *methods_of(self._modules)])
+        self._guard_optimizer(optimizer)
 
-    def _look_at_modules(self) -> None:
+    def _guard_modules(self) -> None:
         """Guard attributes, submodules, parameters and buffers of all modules."""
         for module in self._modules:
             kept = vars(module)
-            self._fixed.items(kept, [key for key in kept if key not in OF_EVERY_MODULE])
+            self._fixed.items(kept, [key for key in kept if key not in MODULE_ATTRIBUTES])
             self._fixed.add("len({})", kept)
             for inside in (module._modules, module._parameters, module._buffers):
                 self._fixed.items(inside, list(inside))
                 # Layers of a library read only the entries that they define.
-                if isinstance(module, LISTS) or not of_a_library(type(module)):
+                if isinstance(module, LISTS) or not is_library_class(type(module)):
                     self._fixed.add("len({})", inside)
 
-    def _look_around(self, functions: Sequence[Any]) -> None:
+    def _guard_functions(self, functions: Sequence[Any]) -> None:
         """Guard closures, globals and containers used by functions and modules, hooks, autocast and torch settings."""
-        self._places = places_of(functions)
-        for place in self._places:
-            self._fixed.add(place.where, place.holder)
-        found = [place.read() for place in self._places]
-        found += [thing for m in self._modules for name, thing in vars(m).items() if name not in OF_EVERY_MODULE]
-        containers = within(found, self._modules)
+        self._variables = variables_of(functions)
+        for variable in self._variables:
+            self._fixed.add(variable.where, variable.holder)
+        values = [variable.read() for variable in self._variables]
+        values += [value for m in self._modules for name, value in vars(m).items() if name not in MODULE_ATTRIBUTES]
+        containers = containers_in(values, self._modules)
         for container in containers:
             self._fixed.contents(container)
         self._kept = [ContainerSnapshot(container) for container in (*map(vars, self._modules), *containers)]
-        self._generators = generators_in([*found, *(thing for each in containers for thing in things_in(each))])
+        self._generators = generators_in([*values, *(item for each in containers for item in items_of(each))])
         self._fixed.add("any({})", self._hooks)
         self._fixed.names(autocast=torch.is_autocast_enabled, autocast_type=torch.get_autocast_dtype)
         self._fixed.add("autocast('cpu') and autocast_type('cpu')")
         self._fixed.add("{}()", torch.get_default_dtype)
         self._fixed.add("{}()", torch.is_grad_enabled)
 
-    def _look_at_optimizer(self, optimizer: Any) -> None:
+    def _guard_optimizer(self, optimizer: Any) -> None:
         """Guard hooks, groups and state of the optimizer; its hyperparameters are stored separately."""
         self._fixed.add("any({})", hooks_of(optimizer))
         self._fixed.add("{}.get('step')", vars(optimizer))  # `step` may be replaced on the instance
@@ -96,9 +96,9 @@ class Guards:
             self._fixed.items(group, ["params"])
             for key in (key for key in group if key != "params"):
                 if isinstance(group[key], Tensor):
-                    self._numbers.equal("float({}[" + repr(key) + "])", group)
+                    self._hyperparameters.equal("float({}[" + repr(key) + "])", group)
                 else:
-                    self._numbers.items(group, [key])
+                    self._hyperparameters.items(group, [key])
         if hasattr(optimizer, "state"):
             self._fixed.add("{}.state", optimizer)
             self._fixed.equal("[*map(id, {}.values())]", optimizer.state)
@@ -133,14 +133,14 @@ class Guards:
     def hold(self) -> bool:
         """Test that nothing has changed that requires recompilation."""
         same = self._fixed.identical() or self._fixed.holds()
-        return same and (self._numbers.identical() or self._settings() == self._set)
+        return same and (self._hyperparameters.identical() or self._settings() == self._set)
 
-    def renumbered(self) -> bool:
+    def hyperparameters_changed(self) -> bool:
         """Test whether the optimizer's hyperparameters may have changed since the last call."""
-        return not self._numbers.identical() and self._numbers.note()
+        return not self._hyperparameters.identical() and self._hyperparameters.update_values()
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def restored_after_tracing(self) -> Iterator[None]:
         """Restore RNG states, containers and variables after tracing.
 
         Raises CannotCompile if the model changed its attributes or drew random numbers from Python or NumPy.
@@ -150,7 +150,7 @@ class Guards:
         generators += [] if numpy is None else [(partial(numpy.get_state, legacy=False), numpy.set_state)]
         restore = random_state()
         drawn = [read() for read, _ in generators]
-        then = [place.read() for place in self._places]
+        then = [variable.read() for variable in self._variables]
         try:
             yield
             if str(drawn) != str([read() for read, _ in generators]):
@@ -163,8 +163,8 @@ class Guards:
                 write(state)
             for kept in self._kept:
                 kept.restore()
-            for place, thing in zip(self._places, then, strict=True):
-                place.write(thing)
+            for variable, value in zip(self._variables, then, strict=True):
+                variable.write(value)
 
 
 SAME = """
@@ -211,13 +211,13 @@ class Expression:
         if len(container) > LARGE:
             self.add("len({})", container)
         else:
-            self.names(same_things=same_things, things_in=things_in)
-            self.add("[*things_in({})]" if isinstance(container, dict) else "[*{}]", container, "same_things")
+            self.names(all_identical=all_identical, items_of=items_of)
+            self.add("[*items_of({})]" if isinstance(container, dict) else "[*{}]", container, "all_identical")
 
     def _first(self) -> bool:
         """Generate the function that tests whether all values are identical objects, and call it."""
         checks = " and ".join(
-            f"same_things({where}, {then})" if how == "same_things" else f"({where}) {how} {then}"
+            f"all_identical({where}, {then})" if how == "all_identical" else f"({where}) {how} {then}"
             for where, how, then in self._checks
         )
         exec(SAME.format(checks or True), self._names)
@@ -232,9 +232,9 @@ class Expression:
             return False
         then = [(how, self._names[name]) for _, how, name in self._checks]
         alike = all(COMPARED[how](a, b) for a, (how, b) in zip(now, then, strict=True))
-        return alike and self.note()
+        return alike and self.update_values()
 
-    def note(self) -> bool:
+    def update_values(self) -> bool:
         """Store the current values as the ones to compare with; returns True."""
         self._names.update({then: eval(where, self._names) for where, _, then in self._checks})
         return True
@@ -248,4 +248,4 @@ def _all_alike(now: Sequence[Any], then: Sequence[Any]) -> bool:
     return len(now) == len(then) and all(map(_alike, now, then))
 
 
-COMPARED: dict[str, Callable[[Any, Any], bool]] = {"is": _alike, "==": eq, "same_things": _all_alike}
+COMPARED: dict[str, Callable[[Any, Any], bool]] = {"is": _alike, "==": eq, "all_identical": _all_alike}

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.step.compiled import inductor
-from samplewise.step.compiled.raw_view import cells
+from samplewise.step.compiled.raw_view import raw_view
 
 CHUNK = 256  # maximum number of updates in one call, without checking guards in between
 
@@ -45,7 +45,7 @@ class KernelReplay:
             for k, tensor in enumerate(given):
                 self._holes += [(arguments, k, b) for b, wanted in enumerate(batch) if tensor is wanted]
         self.table = torch.zeros(CHUNK, small[2].numel(), dtype=torch.float64)  # scalars of the next updates
-        self.numbers = cells(self.table)
+        self.numbers = raw_view(self.table)
         self._columns: list[Tensor] = []
         self._job = self._make_job()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samplewise.step.compiled.errors import CannotCompile
 from samplewise.step.compiled.optim_formulas import Formula, Group
-from samplewise.step.compiled.raw_view import cells
+from samplewise.step.compiled.raw_view import raw_view
 
 
 @dataclass
@@ -43,9 +43,9 @@ class OptimBuckets:
                 self._keep(names[id(p)], p, group, state)
                 step = state.get("step")
                 count = 0.0 if step is None else float(step)
-                cohort = found.setdefault(count, OptimBucket(group))
-                cohort.names.append(names[id(p)])
-                cohort.counters += [] if step is None else [(cells(step), step)]
+                bucket = found.setdefault(count, OptimBucket(group))
+                bucket.names.append(names[id(p)])
+                bucket.counters += [] if step is None else [(raw_view(step), step)]
             self._all += found.values()
         self.width = len(self.numbers())
 
@@ -60,15 +60,15 @@ class OptimBuckets:
         """Scalars of the formula for the next `updates` updates: per update, all buckets in order."""
         found: list[float] = []
         for k in range(updates):
-            for cohort in self._all:
-                found += self.formula.numbers(cohort.group, cohort.step + 1 + k)
+            for bucket in self._all:
+                found += self.formula.numbers(bucket.group, bucket.step + 1 + k)
         return found
 
     def advance(self, updates: int) -> None:
         """Add `updates` to the optimizer's step counters."""
-        for cohort in self._all:
-            step = cohort.step + updates
-            for cell, _ in cohort.counters:
+        for bucket in self._all:
+            step = bucket.step + updates
+            for cell, _ in bucket.counters:
                 cell[0] = step
 
     def apply(
@@ -82,33 +82,33 @@ class OptimBuckets:
         new = dict(trained)
         kept = dict(states)
         start = 0
-        for cohort in self._all:
-            width = len(self.formula.numbers(cohort.group, 1))
+        for bucket in self._all:
+            width = len(self.formula.numbers(bucket.group, 1))
             some = numbers[start : start + width].unbind()
             start += width
-            for name in cohort.names:
+            for name in bucket.names:
                 mine = {key: tensor for (owner, key), tensor in states.items() if owner == name}
-                new[name], changed = self._applied(cohort, trained[name], gradients[name], mine, some)
+                new[name], changed = self._applied(bucket, trained[name], gradients[name], mine, some)
                 kept.update({(name, key): tensor for key, tensor in changed.items()})
         return new, kept
 
     def _applied(
-        self, cohort: OptimBucket, p: Tensor, g: Tensor, state: dict[str, Tensor], numbers: Sequence[Tensor]
+        self, bucket: OptimBucket, p: Tensor, g: Tensor, state: dict[str, Tensor], numbers: Sequence[Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Apply the formula to one parameter, at least in float32: 0.999 rounds to 1 in bfloat16."""
         kind = torch.promote_types(p.dtype, torch.float32)
         wide = {key: tensor.to(kind) for key, tensor in state.items()}
         new, changed = self.formula.apply(
-            cohort.group, p.to(kind), g.to(kind), wide, [number.to(kind) for number in numbers]
+            bucket.group, p.to(kind), g.to(kind), wide, [number.to(kind) for number in numbers]
         )
         return new.to(p.dtype), {key: tensor.to(state[key].dtype) for key, tensor in changed.items()}
 
     def shape(self) -> Sequence[Any]:
         """Optimizer settings that are compiled into the code; a change requires recompilation."""
-        tensors = [isinstance(value, Tensor) for cohort in self._all for value in cohort.group.values()]
-        return [self.formula.shape_of(cohort.group) for cohort in self._all] + tensors
+        tensors = [isinstance(value, Tensor) for bucket in self._all for value in bucket.group.values()]
+        return [self.formula.shape_of(bucket.group) for bucket in self._all] + tensors
 
     @property
     def counters(self) -> list[list[Any]]:
         """Views of the step counters of each bucket; within a bucket they must stay equal."""
-        return [[cell for cell, _ in cohort.counters] for cohort in self._all]
+        return [[cell for cell, _ in bucket.counters] for bucket in self._all]

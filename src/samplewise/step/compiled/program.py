@@ -14,7 +14,7 @@ from samplewise.core.batches import leaves
 from samplewise.step.compiled import inductor
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
 from samplewise.step.compiled.kernel_replay import CHUNK, KernelReplay, record
-from samplewise.step.compiled.raw_view import cells
+from samplewise.step.compiled.raw_view import raw_view
 from samplewise.step.compiled.tracing import Tensors
 from samplewise.step.compiled.update_fn import CompiledUpdate, Inputs
 from samplewise.transforms.stats import SampleStats
@@ -35,7 +35,7 @@ class Program:
             torch.zeros(1, dtype=torch.float64),
             torch.zeros(width, dtype=torch.float64),
         ]
-        self._start, self._flag, self._numbers = map(cells, self._cells)
+        self._start, self._flag, self._numbers = map(raw_view, self._cells)
         self._era = -1
         states = [] if buckets is None else list(buckets.states.values())
         self.states = states

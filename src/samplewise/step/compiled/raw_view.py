@@ -17,7 +17,7 @@ TYPES: dict[torch.dtype, Any] = {
 }
 
 
-def cells(tensor: Tensor) -> Any:
+def raw_view(tensor: Tensor) -> Any:
     """Return a flat ctypes array that shares the tensor's memory; the tensor must outlive it."""
     if tensor.dtype not in TYPES or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise CannotCompile(f"a scalar of the optimizer is {tensor.dtype} on {tensor.device}")

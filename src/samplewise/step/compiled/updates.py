@@ -199,7 +199,7 @@ class CompiledUpdates:
 
     def _run(self, program: Program, cursor: BatchCursor) -> CompiledWindow | None:
         started = perf_counter()
-        if self._guards is None or self._guards.renumbered():
+        if self._guards is None or self._guards.hyperparameters_changed():
             self._era += 1
             self._rates = self.applier.rates()
         if program.copies:
@@ -318,7 +318,7 @@ class CompiledUpdates:
         guards = Guards(evaluator.modules, functions, optimizer)
         tensors = Tensors.of(evaluator)
         accumulator = WeightedAccumulator(evaluator, chain, record_norms, self.builder.ranks, self.builder.size)
-        with guards.undisturbed():
+        with guards.restored_after_tracing():
             backward = trace_backward(accumulator, tensors, example)
         formula = formula_of(optimizer)
         names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
