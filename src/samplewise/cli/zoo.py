@@ -13,7 +13,7 @@ from samplewise.core.text import render
 from samplewise.testing.zoo import CASES, PRECISIONS, Case, Verdict, ZooPrecision, judge
 from samplewise.testing.zoo.judge import NOT_RUN, OUTCOMES, REFUSED, RIGHT, WRONG, tally
 
-EVERY = 50  # cases between two progress lines, without a terminal
+PROGRESS_INTERVAL = 50  # cases between two progress lines, without a terminal
 LEGEND = """
 refused  samples depend on each other: the engine must detect it, and be right when allowed to continue
 not run  PyTorch itself fails on the model, on this machine and in this precision
@@ -37,7 +37,7 @@ def precision_named(name: str | None, device: torch.device) -> ZooPrecision:
     return precision
 
 
-def examine(precision: ZooPrecision, device: torch.device) -> bool:
+def run_zoo(precision: ZooPrecision, device: torch.device) -> bool:
     """Judge every case and print the results; True if something was compared and nothing was wrong."""
     typer.echo(f"Zoo: {len(CASES)} small models on {device}, {precision.describe(device)}\n")
     with _one_thread(), _progress(len(CASES)) as judged:
@@ -53,14 +53,14 @@ def examine(precision: ZooPrecision, device: torch.device) -> bool:
 
 
 def _conclude(counts: dict[str, int]) -> bool:
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
     compared = counts[RIGHT] + counts[REFUSED] > 0
     if counts[WRONG]:
-        typer.echo(f"Wrong gradients found: {said}. Do not rely on gradients of models like those named above.")
+        typer.echo(f"Wrong gradients found: {summary}. Do not rely on gradients of models like those named above.")
     elif not compared:
-        typer.echo(f"Nothing was compared: {said}. Choose another device or precision.")
+        typer.echo(f"Nothing was compared: {summary}. Choose another device or precision.")
     else:
-        typer.echo(f"No problems found: {said}.")
+        typer.echo(f"No problems found: {summary}.")
     return compared and not counts[WRONG]
 
 
@@ -68,7 +68,7 @@ def _table(verdicts: Sequence[Verdict]) -> str:
     families: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         families.setdefault(verdict.case.family, []).append(verdict)
-    rows = [(name, *map(str, tally(of).values())) for name, of in (*families.items(), ("all", verdicts))]
+    rows = [(name, *map(str, tally(members).values())) for name, members in (*families.items(), ("all", verdicts))]
     return render(("family", *OUTCOMES), rows)
 
 
@@ -108,10 +108,10 @@ def _progress(total: int) -> Iterator[Callable[[Case], None]]:
             return
     done = 0
 
-    def line(_: Case) -> None:
+    def print_progress(_: Case) -> None:
         nonlocal done
         done += 1
-        if done % EVERY == 0 and done < total:
+        if done % PROGRESS_INTERVAL == 0 and done < total:
             typer.echo(f"... {done} of {total}", err=True)
 
-    yield line
+    yield print_progress
