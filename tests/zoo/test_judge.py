@@ -1,4 +1,4 @@
-"""The judge tells right from wrong, a due refusal from another, and PyTorch's failures from the engine's."""
+"""Outcomes of zoo cases: right, wrong, refused, not run."""
 
 from dataclasses import replace
 from unittest import mock
@@ -34,12 +34,12 @@ def test_right(precision):
 
 
 @each_precision
-def test_refused_as_it_must_be(precision):
+def test_refused_if_samples_interact(precision):
     assert judge(CASES["batch_mean_subtracted"], precision).outcome == "refused"
 
 
 @each_precision
-def test_a_rule_that_is_off(precision):
+def test_a_wrong_rule(precision):
     with mock.patch.dict(RULES, OFF):
         verdict = judge(CASES["linear_on_vectors"], precision)
     assert verdict.outcome == "wrong"
@@ -56,13 +56,13 @@ def test_a_rule_that_fails():
     assert (verdict.outcome, verdict.why) == ("wrong", "RuntimeError: no such luck")
 
 
-def test_a_refusal_without_need():
+def test_an_unnecessary_refusal():
     verdict = judge(replace(CASES["batch_mean_subtracted"], interacts=False))
     assert verdict.outcome == "wrong"
     assert verdict.why.startswith("SamplesInteractError: the loss of a sample must not depend on other samples; found")
 
 
-def test_a_refusal_that_is_missing():
+def test_a_missing_refusal():
     verdict = judge(replace(CASES["linear_on_vectors"], interacts=True))
     assert (verdict.outcome, verdict.why) == (
         "wrong",
@@ -70,7 +70,7 @@ def test_a_refusal_that_is_missing():
     )
 
 
-def test_what_pytorch_cannot_run():
+def test_a_case_that_pytorch_cannot_run():
     verdict = judge(Case("mismatched", lambda B: (nn.Linear(6, 3), noise(B, 5)), squared_loss))
     assert verdict.outcome == "not run"
     assert verdict.why.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
@@ -81,7 +81,7 @@ def test_a_tally_counts_every_outcome():
     assert tally(judge(CASES[name]) for name in names) == {"right": 2, "refused": 1, "wrong": 0, "not run": 0}
 
 
-def test_what_rows_are_compared_with():
+def test_precision_of_the_reference_rows():
     """float32 on the CPU against float64; everything else against its own graph."""
     rows = {name: trial(CASES["linear_on_vectors"], precision).rows for name, precision in PRECISIONS.items()}
     assert {name: r.dtype for name, r in rows.items()} == {
@@ -104,7 +104,7 @@ def test_disagreement_is_an_assertion_that_optimised_python_keeps():
         prepared.compare()
 
 
-def test_tf32_is_as_it_was(monkeypatch):
+def test_tf32_setting_is_restored(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     judge(CASES["conv1d"], FP32)
     assert torch.backends.cudnn.allow_tf32

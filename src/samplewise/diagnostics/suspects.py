@@ -16,9 +16,9 @@ from samplewise.diagnostics.scores import ADDED_UP, SCORES, ClassGradients, Piec
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import BatchError
 from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
-from samplewise.ledger.files import arrow
-from samplewise.ledger.visits import SCORES as OF_VISITS
-from samplewise.ledger.visits import Visits, ranks, recommended, scored, suspicion
+from samplewise.ledger.aggregate import SCORES as OF_VISITS
+from samplewise.ledger.aggregate import VisitAggregator, ranks, recommended_score, signed_scores, suspicion
+from samplewise.ledger.files import load_pyarrow
 from samplewise.scan import scan
 
 RECOMMENDED = "margin"  # by the measurements in docs/diagnostics.md
@@ -227,13 +227,13 @@ def _places(ids: Ids, others: Ids) -> Tensor:
 
 
 def _of_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
-    seen = Visits()
+    seen = VisitAggregator()
     seen.add(_as_arrow(table))
     samples = seen.samples()
     if not len(samples):
         raise ValueError("a table of visits must have a finite score of at least one sample; found none.")
-    scores = {name: _tensor(scored(samples, name)) for name in samples.column_names if name in OF_VISITS}
-    names = _names(by or recommended(scores))
+    scores = {name: _tensor(signed_scores(samples, name)) for name in samples.column_names if name in OF_VISITS}
+    names = _names(by or recommended_score(scores))
     _check_names(names, scores)
     ids = _as_ids(samples["id"].to_pylist())
     score = _tensor(suspicion(samples, names))
@@ -241,7 +241,7 @@ def _of_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
 
 
 def _as_arrow(table: Any) -> Any:
-    pa = arrow()
+    pa = load_pyarrow()
     if isinstance(table, Mapping):
         columns = {name: column.tolist() if isinstance(column, Tensor) else column for name, column in table.items()}
         lengths = {name: len(column) for name, column in columns.items()}

@@ -6,7 +6,7 @@ from itertools import pairwise
 from math import ceil, nan
 from typing import Any
 
-from samplewise.ledger.files import arrow
+from samplewise.ledger.files import load_pyarrow
 from samplewise.report.run import Curve
 
 STRETCHES = 100  # intervals of the run
@@ -26,7 +26,7 @@ class Repeats:
         self._worst: dict[str, Any] = {"counts": 1}
 
     def add(self, table: Any) -> None:
-        pc = arrow().compute
+        pc = load_pyarrow().compute
         if "epoch" not in table.column_names:
             return
         self._rows += len(table)
@@ -52,7 +52,7 @@ class Repeats:
 
     def _close(self, epoch: int) -> None:
         """Count the repeated ids of a complete epoch."""
-        pa, pc = arrow(), arrow().compute
+        pa, pc = load_pyarrow(), load_pyarrow().compute
         ids = pa.chunked_array(self._open.pop(epoch))
         if (known := pc.count_distinct(ids).as_py()) == len(ids):
             return
@@ -93,7 +93,7 @@ class Spread:
 
     def _begin(self, first: Any) -> None:
         """Divide the rows into intervals, at most one per update; the first part gives the updates per row."""
-        updates = ceil(arrow().compute.count_distinct(first["update"]).as_py() * self._visits / len(first))
+        updates = ceil(load_pyarrow().compute.count_distinct(first["update"]).as_py() * self._visits / len(first))
         stretches = min(STRETCHES, updates)
         edges = [k * self._visits // stretches for k in range(stretches + 1)]
         self._sizes = [end - start for start, end in pairwise(edges)]
@@ -101,7 +101,7 @@ class Spread:
 
     def _tell(self, size: int) -> None:
         """Add the quantiles of the first `size` rows to the curves, and drop these rows."""
-        pa, pc = arrow(), arrow().compute
+        pa, pc = load_pyarrow(), load_pyarrow().compute
         rows = pa.concat_tables(self._tables, promote_options="permissive")
         part = rows.slice(0, size)
         rest = rows.slice(size)

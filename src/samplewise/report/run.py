@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from samplewise.ledger.files import numbered, samples
+from samplewise.ledger.files import list_parts, samples
 
 Line = dict[str, Any]
 Point = tuple[float, float]  # update, value
@@ -115,7 +115,7 @@ def read_run(directory: Path) -> RunLog:
         )
     log = directory / "log.jsonl"
     run = RunLog(directory)
-    if not log.is_file() and not numbered(directory):
+    if not log.is_file() and not list_parts(directory):
         raise FileNotFoundError(
             f"a run directory must contain log.jsonl; found none in {directory}. "
             "Pass the directory of one run, not its parent; the log is written from the first update on."

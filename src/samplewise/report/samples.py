@@ -10,8 +10,8 @@ from math import inf
 from typing import Any, NamedTuple
 
 from samplewise.errors import LedgerError
-from samplewise.ledger.files import numbered, parts, visits_in
-from samplewise.ledger.visits import SCORES, Visits, recommended, suspicion
+from samplewise.ledger.aggregate import SCORES, VisitAggregator, recommended_score, suspicion
+from samplewise.ledger.files import count_visits, list_parts, parts
 from samplewise.report.html import shortened
 from samplewise.report.reading import Repeats, Spread
 from samplewise.report.run import Curve, RunLog
@@ -56,11 +56,11 @@ class Samples:
 def read_samples(run: RunLog) -> Samples:
     """Read the ledger of a run; errors become warnings."""
     said: list[str] = []
-    seen = Visits()
+    seen = VisitAggregator()
     repeats = Repeats()
-    spread = Spread(visits_in(run.directory))
+    spread = Spread(count_visits(run.directory))
     try:
-        if not numbered(run.directory):
+        if not list_parts(run.directory):
             return Samples(missing="No ledger: train with callbacks=[sw.Ledger()] to see the samples here.")
         _read(run, said, (seen, repeats, spread))
         each = seen.samples()
@@ -85,7 +85,7 @@ def _never_finite(known: int, unknown: Any) -> list[str]:
     return [f"{count} never had a finite loss or norm and are not shown: {named}{more}"]
 
 
-def _read(run: RunLog, said: list[str], readers: Sequence[Visits | Repeats | Spread]) -> None:
+def _read(run: RunLog, said: list[str], readers: Sequence[VisitAggregator | Repeats | Spread]) -> None:
     """Pass each readable part of the ledger to the readers; add a warning for each part that cannot be read."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -100,7 +100,7 @@ def _read(run: RunLog, said: list[str], readers: Sequence[Visits | Repeats | Spr
 def scores(each: Any) -> list[Score]:
     """Rankings by each score of the table, the recommended one first."""
     there = [name for name in SCORES if name in each.column_names]
-    best = recommended(there)
+    best = recommended_score(there)
     ways = dict.fromkeys([best, *((name,) for name in there)])
     return [Score(_title(by, by == best), by, _most_suspect(suspicion(each, by))) for by in ways]
 

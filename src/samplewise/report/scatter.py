@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
-from samplewise.ledger.visits import SCORES
+from samplewise.ledger.aggregate import SCORES
 from samplewise.report.html import Section, embedded, quiet, shortened, text
 from samplewise.report.previews import Previews
 from samplewise.report.samples import TITLES, Samples
