@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.report.run import RunLog
+from samplewise.report.run_log import RunLog
 
 N = 22
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from samplewise.ledger import aggregate
 from samplewise.ledger import files as ledger
 from samplewise.report import charts, page
 from samplewise.report.page import write_report
-from samplewise.report.run import read_run
+from samplewise.report.run_log import read_run
 
 
 def finite_points(path):
@@ -129,7 +129,7 @@ def test_a_last_line_that_is_cut_off_is_left_out(report, cut):
 def test_a_line_cut_off_within_a_character(tmp_path):
     line = json.dumps({"kind": "end", "update": 1, "reason": "é"}, ensure_ascii=False).encode()
     (tmp_path / "log.jsonl").write_bytes(line[: line.index("é".encode()) + 1])
-    assert "The last line of the log is incomplete" in " ".join(read_run(tmp_path).left_out)
+    assert "The last line of the log is incomplete" in " ".join(read_run(tmp_path).warnings)
 
 
 def test_a_complete_last_line_without_newline_is_read(report):
@@ -206,7 +206,7 @@ def test_thousands_of_lines_are_thinned_and_a_spike_stays(report):
     losses = [1.0 + update % 7 for update in range(20_000)]
     losses[12_345] = 99.0
     shown = report([train(update, loss=loss) for update, loss in enumerate(losses)])
-    assert all(finite_points(path) <= charts.MOST_POINTS for chart in shown.charts.values() for path in chart)
+    assert all(finite_points(path) <= charts.MAX_POINTS for chart in shown.charts.values() for path in chart)
     assert dict(shown.tables["Run"])["updates"] == "19,999"
     assert len(shown.html) < 400_000
 
@@ -215,13 +215,13 @@ def test_thinning_keeps_extremes_gaps_and_the_end():
     points = [(float(k), float(k % 100)) for k in range(10_000)]
     points[5_000], points[7_777], points[-1] = (5_000.0, nan), (7_777.0, -1e6), (9_999.0, 90.5)
     kept = charts.thin(points)
-    assert len(kept) <= charts.MOST_POINTS and kept == sorted(kept)
+    assert len(kept) <= charts.MAX_POINTS and kept == sorted(kept)
     assert (7_777.0, -1e6) in kept and points[-1] in kept
     assert [x for x, y in kept if not isfinite(y)] == [5_000.0]
 
 
 def test_few_points_are_not_thinned():
-    points = [(float(k), 0.0) for k in range(charts.MOST_POINTS)]
+    points = [(float(k), 0.0) for k in range(charts.MAX_POINTS)]
     assert charts.thin(points) is points
 
 

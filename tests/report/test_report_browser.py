@@ -136,7 +136,7 @@ def test_colours_follow_the_device_while_the_page_is_open(browser, page):
 
 
 def test_counts_of_many_samples(browser, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(scatter, "MOST_SAMPLES", 100)
+    monkeypatch.setattr(scatter, "MAX_SAMPLES", 100)
     browser.show(write_report(run, tmp_path / "many.html"))
     browser.point(*browser.suspect(), click=True)
     assert pinned(browser)

@@ -9,7 +9,7 @@ from pages import ABOUT, WHOLE, Page, picture, train, validation, visits, write_
 from samplewise.report import compare
 from samplewise.report.compare import write_comparison
 from samplewise.report.page import write_report
-from samplewise.report.run import read_run
+from samplewise.report.run_log import read_run
 from samplewise.report.watch import watch
 
 
@@ -90,7 +90,7 @@ def test_suspects_need_two_ledgers(tmp_path, two):
 
 
 def test_long_lists_of_suspects_are_shortened(tmp_path, two, monkeypatch):
-    monkeypatch.setattr(compare, "MOST_CARDS", 3)
+    monkeypatch.setattr(compare, "MAX_CARDS", 3)
     for run in two:
         write_ledger(run, visits(list(range(100)), [float(k) for k in range(100)]))
     shown = compared(tmp_path, *two)

@@ -17,9 +17,9 @@ from PIL import Image
 from samplewise.ledger import aggregate, files
 from samplewise.ledger.aggregate import suspicion
 from samplewise.report import previews, samples, scatter
+from samplewise.report.ledger_stats import NormQuantiles
 from samplewise.report.page import write_report
-from samplewise.report.reading import Spread
-from samplewise.report.run import read_run
+from samplewise.report.run_log import read_run
 
 N = 40
 NO_LINES = []  # empty log
@@ -59,12 +59,12 @@ def test_samples_have_means_over_their_visits(tmp_path):
 
 
 def test_the_suspects_are_those_of_the_scores(run):
-    shown, each = page_of(run), samples.read_samples(read_run(run)).each
+    shown, each = page_of(run), samples.read_samples(read_run(run)).table
     titles = [score["title"] for score in shown.samples["scores"]]
     assert titles == ["loss (recommended)", "gradient norm", "self-influence"]
     for score, by in zip(shown.samples["scores"], [("loss",), ("norm",), ("self_influence",)], strict=True):
         found = suspicion(each, by)
-        assert score["order"] == sorted(range(N), key=lambda k, of=found: -of[k])[: samples.FEWEST_SUSPECTS]
+        assert score["order"] == sorted(range(N), key=lambda k, of=found: -of[k])[: samples.MIN_SUSPECTS]
         assert score["order"][:2] == [7, 3]
 
 
@@ -78,7 +78,7 @@ def test_the_margin_is_suspect_where_it_is_small(tmp_path):
 def test_number_of_suspects(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits(list(range(3000)), [float(k) for k in range(3000)]))
-    assert len(page_of(tmp_path).samples["scores"][0]["order"]) == samples.MOST_SUSPECTS
+    assert len(page_of(tmp_path).samples["scores"][0]["order"]) == samples.MAX_SUSPECTS
     write_ledger(tmp_path, visits(list(range(300)), [float(k) for k in range(300)]))
     assert len(page_of(tmp_path).samples["scores"][0]["order"]) == 30
 
@@ -145,13 +145,13 @@ def test_no_axis_without_values():
 
 
 def test_many_samples_are_counted_on_a_grid(run, monkeypatch):
-    monkeypatch.setattr(scatter, "MOST_SAMPLES", N - 1)
+    monkeypatch.setattr(scatter, "MAX_SAMPLES", N - 1)
     shown = page_of(run)
     grid, width, height = shown.samples["grid"]["cells"], *scatter.GRID
     assert sum(count for _, _, count in grid) == N
     assert all(0 <= column < width and 0 <= row < height for column, row, _ in grid)
     assert max(grid) == [max(c for c, _, _ in grid), max(r for _, r, _ in grid), 1]  # sample 7, in the corner
-    assert len(shown.samples["ids"]) == samples.FEWEST_SUSPECTS and shown.samples["total"] == N
+    assert len(shown.samples["ids"]) == samples.MIN_SUSPECTS and shown.samples["total"] == N
     assert "40 samples are too many to draw individually" in shown.text
     order = shown.samples["scores"][0]["order"]
     assert [shown.samples["ids"][k] for k in order[:2]] == ["7", "3"]
@@ -181,7 +181,7 @@ def test_long_texts_are_shortened(tmp_path):
 
 
 def quantiles(*tables, visits=None):
-    spread = Spread(sum(map(len, tables)) if visits is None else visits)
+    spread = NormQuantiles(sum(map(len, tables)) if visits is None else visits)
     for table in tables:
         spread.add(table)
     spread.end()
@@ -225,7 +225,7 @@ def test_not_all_visits_are_in_memory_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_read", reading)
     found = samples.read_samples(read_run(tmp_path))
     assert len(held) == 40 and max(held) < read_run(tmp_path).samples().nbytes / 4
-    assert found.each["visits"].to_pylist() == [40] * 10_000 and found.each["loss"][0].as_py() == 20.0
+    assert found.table["visits"].to_pylist() == [40] * 10_000 and found.table["loss"][0].as_py() == 20.0
 
 
 def test_norms_that_are_not_finite_are_left_out_of_the_quantiles():
@@ -253,7 +253,7 @@ def test_a_small_image_is_lossless(run):
 
 @pytest.mark.parametrize(("channels", "kind"), [(1, "jpeg"), (3, "jpeg"), (4, "png")])
 def test_a_large_image_becomes_a_thumbnail(channels, kind):
-    address = previews.picture(**picture(300, 150, channels))
+    address = previews.image_url(**picture(300, 150, channels))
     image = Image.open(BytesIO(base64.b64decode(address.partition(",")[2])))
     assert address.startswith(f"data:image/{kind};") and image.size == (112, 56)
 
@@ -282,7 +282,7 @@ def test_previews_are_limited_to_a_budget(run, monkeypatch):
     write_previews(run, {str(k): {"text": "a" * 60} for k in range(N)})
     shown = page_of(run)
     assert list(shown.samples["previews"]) == ["7"]
-    assert f"Previews left out to limit the size of the page: {samples.FEWEST_SUSPECTS - 1}." in shown.text
+    assert f"Previews left out to limit the size of the page: {samples.MIN_SUSPECTS - 1}." in shown.text
 
 
 @pytest.mark.parametrize(

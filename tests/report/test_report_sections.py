@@ -6,8 +6,8 @@ from math import inf, nan
 import pytest
 from pages import ABOUT, WHOLE, train
 
-from samplewise.report.layers import telling
-from samplewise.report.run import Curve
+from samplewise.report.layers import select_layers
+from samplewise.report.run_log import Curve
 
 # --------------------------------------------------------------------------------------- noise scale
 
@@ -83,7 +83,7 @@ def test_twelve_layers_are_selected(report):
 def test_a_layer_with_non_finite_norms_is_selected():
     steady = [Curve(f"steady{k}", [(1.0, 5.0), (2.0, 5.0)]) for k in range(20)]
     broken = Curve("broken", [(1.0, 0.1), (2.0, nan)])
-    assert broken in telling([*steady, broken], 3)
+    assert broken in select_layers([*steady, broken], 3)
 
 
 @pytest.mark.parametrize("norms", [None, [], {"a": "b"}, {"a": None}])
