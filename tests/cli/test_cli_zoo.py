@@ -161,5 +161,7 @@ def test_the_whole_zoo_on_a_machine_without_avx512(monkeypatch):
     result = process("doctor", "--zoo", "--device", "cpu", "--dtype", "bf16")
     assert result.returncode == 0, result.stdout
     not_run = re.findall(r"^not run: (\w+): (.*)$", result.stdout, re.M)
-    assert all("LSTM forward propagation primitive" in reason for name, reason in not_run if CASES[name].autocast)
+    assert all(
+        "LSTM forward propagation primitive" in reason for name, reason in not_run if CASES[name].traits.autocast
+    )
     assert "No problems found: " in result.stdout.splitlines()[-1]

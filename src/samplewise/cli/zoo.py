@@ -10,8 +10,8 @@ import torch
 import typer
 
 from samplewise.core.text import render
-from samplewise.testing.zoo import CASES, PRECISIONS, Case, Verdict, ZooPrecision, judge
-from samplewise.testing.zoo.judge import NOT_RUN, OUTCOMES, REFUSED, RIGHT, WRONG, tally
+from samplewise.testing.zoo import CASES, PRECISIONS, Case, CaseResult, ZooPrecision, run_case
+from samplewise.testing.zoo.runner import NOT_RUN, OUTCOMES, REFUSED, RIGHT, WRONG, count_outcomes
 
 PROGRESS_INTERVAL = 50  # cases between two progress lines, without a terminal
 LEGEND = """
@@ -41,15 +41,15 @@ def run_zoo(precision: ZooPrecision, device: torch.device) -> bool:
     """Judge every case and print the results; True if something was compared and nothing was wrong."""
     typer.echo(f"Zoo: {len(CASES)} small models on {device}, {precision.describe(device)}\n")
     with _one_thread(), _progress(len(CASES)) as judged:
-        verdicts = []
+        results = []
         for case in CASES.values():
-            verdicts.append(judge(case, precision, device))
+            results.append(run_case(case, precision, device))
             judged(case)
-    typer.echo(_table(verdicts) + "\n" + LEGEND)
-    for verdict in verdicts:
-        if verdict.outcome in (WRONG, NOT_RUN):
-            typer.echo(f"{verdict.outcome}: {verdict.case.name}: {verdict.why}")
-    return _conclude(tally(verdicts))
+    typer.echo(_table(results) + "\n" + LEGEND)
+    for result in results:
+        if result.outcome in (WRONG, NOT_RUN):
+            typer.echo(f"{result.outcome}: {result.case.name}: {result.reason}")
+    return _conclude(count_outcomes(results))
 
 
 def _conclude(counts: dict[str, int]) -> bool:
@@ -64,11 +64,13 @@ def _conclude(counts: dict[str, int]) -> bool:
     return compared and not counts[WRONG]
 
 
-def _table(verdicts: Sequence[Verdict]) -> str:
-    families: dict[str, list[Verdict]] = {}
-    for verdict in verdicts:
-        families.setdefault(verdict.case.family, []).append(verdict)
-    rows = [(name, *map(str, tally(members).values())) for name, members in (*families.items(), ("all", verdicts))]
+def _table(results: Sequence[CaseResult]) -> str:
+    families: dict[str, list[CaseResult]] = {}
+    for result in results:
+        families.setdefault(result.case.family, []).append(result)
+    rows = [
+        (name, *map(str, count_outcomes(members).values())) for name, members in (*families.items(), ("all", results))
+    ]
     return render(("family", *OUTCOMES), rows)
 
 
