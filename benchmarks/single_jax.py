@@ -45,7 +45,7 @@ def cnn(p: Arrays, x: Any) -> Any:
 
 
 def cnn_by_hand(p: Arrays, x: Any) -> Any:
-    """The same CNN with convolutions as products of the weight with nine shifted copies of the image."""
+    """CNN of `cnn` with convolutions written as products of the weight with nine shifted copies of the image."""
     for name in ("0", "2"):
         weight, size, padded = p[f"{name}.weight"], x.shape[1], jnp.pad(x, ((0, 0), (1, 1), (1, 1)))
         shifted = jnp.stack([padded[:, i : i + size : 2, j : j + size : 2] for i in range(3) for j in range(3)], 1)

@@ -1,4 +1,4 @@
-"""The same training in six ways, from the Trainer to a loop with `sw.gradients`, with equal parameters."""
+"""Train in six equivalent ways, from the Trainer to a loop with `sw.gradients`, with equal parameters."""
 
 import copy
 

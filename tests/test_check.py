@@ -1,4 +1,4 @@
-"""`sw.check`: what a doctor would say."""
+"""`sw.check`: agreement, refusals and notes."""
 
 import torch
 import torch.nn.functional as F
@@ -35,14 +35,14 @@ def test_batch_norm_is_reported_as_refused():
 
 
 def test_hidden_interaction_is_found_by_recomputing_alone():
-    """No gradient passes through the batch's mean, so that only a sample alone can tell."""
+    """The batch mean is detached, so only recomputing a sample alone shows the interaction."""
     model, batch = classifier(nn.Tanh())
     found = sw.check(model, lambda m, b: loss_fn(m, (b[0] - b[0].mean(0), b[1])), batch)
     assert not found.ok
     assert "alone: samples interact" in str(found)
 
 
-def test_random_losses_are_said_to_be_random():
+def test_random_losses_are_reported():
     model, batch = classifier(nn.Dropout())
     found = sw.check(model, loss_fn, batch)
     assert found.ok
@@ -62,7 +62,7 @@ def test_unused_and_frozen_parameters_are_named():
     assert "1 frozen" in str(report)
 
 
-def test_a_rule_gone_wrong_is_reported(monkeypatch):
+def test_a_wrong_rule_is_reported(monkeypatch):
     from samplewise.engine.rules import RULES, Rule
     from samplewise.engine.rules.use import summed
 

@@ -1,4 +1,4 @@
-"""Everything we show runs: code blocks of the documents, example scripts, the public names."""
+"""Documentation: code blocks and examples run, links have targets, the public names are documented."""
 
 import itertools
 import re
@@ -31,7 +31,7 @@ def _blocks(text: str):
     for opening, closing in zip(fences[::2], fences[1::2], strict=True):
         info = opening["info"].strip()
         if info.lower().startswith("py") or opening["indent"]:
-            # No "python no-run", "py", or indented block that slips past unrun.
+            # Blocks such as "python no-run", "py" or indented ones would not be run.
             assert opening.group() == "```python", f"write ```python, found {opening.group()!r}"
         if info == "python":
             yield text.count("\n", 0, opening.end()) + 1, text[opening.end() + 1 : closing.start()]
@@ -61,7 +61,7 @@ def test_the_recipe_trains(tmp_path):
 
 
 @pytest.mark.parametrize("fence", ["```py", "```python skip", "```Python", "  ```python", "~~~python"])
-def test_a_block_that_would_only_be_shown_is_refused(fence):
+def test_a_code_block_without_language_is_refused(fence):
     with pytest.raises(AssertionError, match="write ```python"):
         list(_blocks(f"{fence}\n1 / 0\n```\n"))
 
@@ -72,7 +72,7 @@ def test_a_block_is_found_with_its_line():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs_without_a_warning(path, tmp_path, monkeypatch, capsys):
-    """In this process, where torch is imported already."""
+    """Run an example in this process, where torch is already imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(path.parent)
     monkeypatch.setattr(sys, "argv", [str(path)])
@@ -112,7 +112,7 @@ def _links(text: str):
 
 
 def _anchors(path: Path):
-    """As they are made of headings: lower case, without punctuation, with - for spaces."""
+    """Anchors as GitHub makes them from headings: lower case, no punctuation, - for spaces."""
     prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", prose, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -129,7 +129,7 @@ def _dead_links(path: Path):
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
-def test_links_lead_somewhere(path):
+def test_links_have_targets(path):
     assert list(_dead_links(path)) == []
 
 
@@ -157,19 +157,19 @@ def test_the_picture_is_small():
 
 
 def _table(text: str, start: str):
-    """Rows of the first table whose first row begins so, as lists of cells without their emphasis."""
+    """Rows of the first table that begins with `start`, as lists of cells without emphasis."""
     lines = text[text.index(start) :].splitlines()
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
     return [[re.sub(r"\*\*|\\|`", "", cell).strip() for cell in row.split("|")[1:-1]] for row in rows]
 
 
 def _tally():
-    """Of docs/comparison.md: column -> how often each word stands in it."""
+    """Column of docs/comparison.md -> number of occurrences of each entry."""
     heads, _, *rows = _table((ROOT / "docs" / "comparison.md").read_text(), "| | samplewise | Opacus hooks")
     return {head: Counter(row[k] for row in rows) for k, head in enumerate(heads) if head}
 
 
-def test_the_readme_counts_as_the_comparison_does():
+def test_the_counts_of_the_readme_agree_with_the_comparison():
     rows = {row[0]: row[1:] for row in _table((ROOT / "README.md").read_text(), "| | samplewise | Opacus 1.6 hooks")}
     columns = ["samplewise", "Opacus hooks", "Opacus ghost", "BackPACK", "vmap(grad)"]
     assert [head.replace(" 1.6", "").replace(" 1.7", "") for head in rows[""]] == columns
@@ -184,7 +184,7 @@ def test_the_readme_counts_as_the_comparison_does():
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """The names of a script among the benchmarks, to be used in float64 as it does."""
+    """Namespace of a benchmark script, in float64."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -192,7 +192,7 @@ def benchmark(monkeypatch):
     torch.set_default_dtype(before)
 
 
-# What is said of others needs their libraries: `make comparison`.
+# The columns of other libraries need those libraries: `make comparison`.
 
 
 def test_our_column_of_the_comparison_is_true(benchmark):
@@ -225,7 +225,7 @@ def test_the_reference_is_up_to_date(reference):
 
 def test_the_reference_has_every_public_name_once(reference):
     named = [name for names in reference["SECTIONS"].values() for name in names] + reference["errors"]()
-    assert sorted([*named, "callbacks"]) == sorted(samplewise.__all__)  # a module, with a section of its own
+    assert sorted([*named, "callbacks"]) == sorted(samplewise.__all__)  # callbacks is a module with its own section
 
 
 def test_a_docstring_becomes_markdown(reference):
@@ -281,5 +281,5 @@ def test_each_public_name_is_exported_once_and_callable():
     assert all(callable(getattr(samplewise, name)) for name in samplewise.__all__ if name != "callbacks")
 
 
-def test_callbacks_are_reached_without_deep_paths():
+def test_callbacks_are_public():
     assert {"EarlyStopping", "ModelCheckpoint", "LRMonitor", "MaxTime"} <= set(vars(samplewise.callbacks))

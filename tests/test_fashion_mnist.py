@@ -1,4 +1,4 @@
-"""The loader of the examples, on files of its format that are small enough to write here."""
+"""The data loader of the examples, on small files in the format of Fashion-MNIST."""
 
 import gzip
 import re
@@ -32,7 +32,7 @@ def test_pixels_and_labels(place):
     assert labels.tolist() == [9, 0] and labels.dtype == torch.int64
 
 
-def test_what_to_install_where_files_are_missing(place):
+def test_error_if_files_are_missing(place):
     missing = place / "t10k-images-idx3-ubyte.gz"
     with pytest.raises(
         FileNotFoundError, match=re.escape(f"must be on this machine; found no {missing}. Install")
@@ -44,7 +44,7 @@ def test_what_to_install_where_files_are_missing(place):
 @pytest.mark.parametrize(
     ("sizes", "numbers", "kind"), [((3,), [9, 0], 8), ((1,), [9, 0], 8), ((2,), [9, 0], 9), ((2, 1), [9, 0], 8)]
 )
-def test_a_file_that_is_cut_short_or_of_another_kind(place, sizes, numbers, kind):
+def test_a_truncated_file_or_one_of_another_format(place, sizes, numbers, kind):
     write(place / "train-labels-idx1-ubyte.gz", sizes, numbers, kind)
     with pytest.raises(
         ValueError, match=r"must hold bytes in 1 dimensions, all of them; found \d+ bytes .* Copy it ag"

@@ -1,4 +1,4 @@
-"""The import law where a list of forbidden names would leave gaps: what the engine may import."""
+"""Imports of the engine and of the package without its extras."""
 
 import ast
 import subprocess
@@ -40,7 +40,7 @@ def test_the_engine_imports_only_the_standard_library_torch_and_lower_layers(pat
     assert [name for name in _imported(path) if not _is_allowed(name)] == []
 
 
-def test_there_is_an_engine_to_look_at():
+def test_the_engine_has_modules():
     assert _files()
 
 
@@ -48,7 +48,7 @@ EXTRAS = ("safetensors", "rich", "typer", "matplotlib", "sklearn", "torchmetrics
 
 
 def test_everything_but_runs_works_without_the_extras(tmp_path):
-    """A missing one is named in one line, with what to install."""
+    """The error of a missing package names the command that installs it."""
     script = f"""
 import subprocess
 import sys
@@ -69,7 +69,7 @@ except ImportError as missing:
     assert run.stdout.strip() == "checkpoints need safetensors: pip install 'samplewise[train]'"
 
 
-def test_what_takes_long_to_import_waits_until_it_is_needed():
+def test_slow_imports_are_deferred():
     slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
     script = f"import sys, samplewise; print([name for name in {slow} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)

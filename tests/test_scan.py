@@ -1,4 +1,4 @@
-"""`sw.scan`: a data set in pieces gives what the whole gives."""
+"""`sw.scan`: results do not depend on the microbatch size."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_auto_stays_within_its_memory(task):
     assert max(sizes) < 23
 
 
-def test_a_forward_that_did_not_fit_leaves_no_trace(task):
+def test_a_forward_pass_that_did_not_fit_changes_nothing(task):
     _, x, y = task
     torch.manual_seed(1)
     model = nn.Sequential(nn.BatchNorm1d(6, affine=False), nn.Linear(6, 16), nn.Dropout(), nn.Linear(16, 3)).double()

@@ -18,11 +18,11 @@ from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError
 
 TOLERANCE = 1e-9
-ALONE = 3  # number of samples that are recomputed alone
+RECOMPUTED = 3  # samples that are recomputed alone
 
 
 @dataclass(frozen=True)
-class Line:
+class ParameterCheck:
     """Result for one parameter: its largest per-sample norm and the relative errors of the engine."""
 
     parameter: str
@@ -34,13 +34,19 @@ class Line:
     def ok(self) -> bool:
         return all(error <= TOLERANCE for error in self.errors.values())
 
+    def cells(self) -> tuple[str, ...]:
+        """Cells of a row of the printed table."""
+        shape = "x".join(map(str, self.shape)) or "1"
+        errors = (f"{error:.0e}" for error in self.errors.values())
+        return (self.parameter, shape, f"{self.norm:.3g}", *errors, "ok" if self.ok else "WRONG")
+
 
 @dataclass(frozen=True)
 class Check:
     """Result of `sw.check`. Prints as a table with one line per parameter; `ok` is True if everything agrees."""
 
     samples: int
-    lines: list[Line] = field(default_factory=list)
+    lines: list[ParameterCheck] = field(default_factory=list)
     refusal: str | None = None
     notes: list[str] = field(default_factory=list)
     interacts: bool = False
@@ -51,21 +57,13 @@ class Check:
 
     def __str__(self) -> str:
         quantities = list(self.lines[0].errors) if self.lines else []
-        cells = [
-            (
-                line.parameter,
-                "x".join(map(str, line.shape)) or "1",
-                f"{line.norm:.3g}",
-                *(f"{line.errors[q]:.0e}" for q in quantities),
-                "ok" if line.ok else "WRONG",
-            )
-            for line in self.lines
-        ]
-        verdict = "ok" if self.ok else "NOT OK"
-        title = f"engine vs. one backward pass per sample, float64, {self.samples} samples: {verdict}"
-        table = render(("parameter", "shape", "largest norm", *quantities, ""), cells, title) if cells else title
-        said = ([f"refused: {self.refusal}"] if self.refusal else []) + self.notes
-        return "\n".join([table, *said])
+        rows = [line.cells() for line in self.lines]
+        outcome = "ok" if self.ok else "NOT OK"
+        text = f"engine vs. one backward pass per sample, float64, {self.samples} samples: {outcome}"
+        if rows:
+            text = render(("parameter", "shape", "largest norm", *quantities, ""), rows, text)
+        refusal = [f"refused: {self.refusal}"] if self.refusal else []
+        return "\n".join([text, *refusal, *self.notes])
 
 
 def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
@@ -75,73 +73,75 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
     samples interact. Works on a copy; the model is not changed.
     """
     loss_fn = as_loss_fn(copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn)
-    twin = copy.deepcopy(model).double()
-    batch = map_leaves(batch, _doubled)
+    model_copy = copy.deepcopy(model).double()
+    batch = map_leaves(batch, _as_double)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        losses = per_sample(loss_fn(twin, batch))[0]
+        losses = per_sample(loss_fn(model_copy, batch))[0]
         try:
-            found = gradients(losses, twin)
-            lines = _compare(losses, found.full(), found.norms(by="parameter"), found.sum(), twin)
+            g = gradients(losses, model_copy)
+            lines = _compare(losses, g.full(), g.norms(by="parameter"), g.sum(), model_copy)
         except SamplewiseError as error:
             if not isinstance(error, (SamplesInteractError, GraphError)):
                 raise
             return Check(len(losses), refusal=str(error), interacts=isinstance(error, SamplesInteractError))
-        interacts, notes = _alone(twin, loss_fn, batch, losses)
-    return Check(len(losses), lines, None, notes + _advice(twin, lines), interacts)
+        interacts, notes = _recompute_alone(model_copy, loss_fn, batch, losses)
+    return Check(len(losses), lines, None, notes + _advice(model_copy, lines), interacts)
 
 
-def _doubled(leaf: Any) -> Any:
+def _as_double(leaf: Any) -> Any:
     return leaf.detach().double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _compare(
-    losses: Tensor, full: dict[str, Tensor], norms: Any, total: dict[str, Tensor], twin: nn.Module
-) -> list[Line]:
-    rows = jacobian_rows(losses, named_parameters(twin))
-    lines = []
+    losses: Tensor, full: dict[str, Tensor], norms: Any, total: dict[str, Tensor], model_copy: nn.Module
+) -> list[ParameterCheck]:
+    rows = jacobian_rows(losses, named_parameters(model_copy))
+    checks = []
     for name, row in rows.items():
         flat = row.reshape(len(row), -1)
-        truth = flat.abs().square().sum(1).sqrt()
+        expected = flat.abs().square().sum(1).sqrt()
         errors = {
-            "rows": _off(full[name], row),
-            "norms": _off(norms[name], truth),
-            "sum": _off(total[name], row.sum(0), row),
+            "rows": _relative_error(full[name], row),
+            "norms": _relative_error(norms[name], expected),
+            "sum": _relative_error(total[name], row.sum(0), row),
         }
-        lines.append(Line(name, tuple(row.shape[1:]), truth.max().item(), errors))
-    return lines
+        checks.append(ParameterCheck(name, tuple(row.shape[1:]), expected.max().item(), errors))
+    return checks
 
 
-def _off(found: Tensor, truth: Tensor, scale: Tensor | None = None) -> float:
-    largest = (truth if scale is None else scale).abs().max()
-    return ((found - truth).abs().max() / largest).item() if largest > 0 else found.abs().max().item()
+def _relative_error(result: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
+    """Largest error relative to the largest element of `scale`, by default of `expected`; absolute if that is 0."""
+    largest = (expected if scale is None else scale).abs().max()
+    error = (result - expected).abs().max()
+    return (error / largest).item() if largest > 0 else error.item()
 
 
-def _alone(twin: nn.Module, loss_fn: LossFn, batch: Any, losses: Tensor) -> tuple[bool, list[str]]:
-    """Recompute up to ALONE samples alone; return whether a loss differs from the one in the batch, and notes."""
+def _recompute_alone(model_copy: nn.Module, loss_fn: LossFn, batch: Any, losses: Tensor) -> tuple[bool, list[str]]:
+    """Recompute up to RECOMPUTED samples alone; return whether a loss differs from the one in the batch, and notes."""
     with torch.no_grad():
-        again = per_sample(loss_fn(twin, batch))[0]
+        again = per_sample(loss_fn(model_copy, batch))[0]
         if not torch.equal(again, losses.detach()):
             return False, [
                 "the losses are random (dropout?), so no sample was recomputed alone; repeat the check in eval mode"
             ]
         if length(batch) != len(losses):
             return False, ["the batch cannot be sliced into samples, so no sample was recomputed alone"]
-        for i in range(min(ALONE, len(losses))):
-            alone = per_sample(loss_fn(twin, cut(batch, i, i + 1)))[0]
+        for i in range(min(RECOMPUTED, len(losses))):
+            alone = per_sample(loss_fn(model_copy, cut(batch, i, i + 1)))[0]
             if alone.shape != (1,) or not torch.isclose(alone[0], losses[i].detach(), rtol=1e-6, atol=1e-9):
                 return True, [
                     f"sample {i} has loss {losses[i].item():.6g} in the batch and "
                     f"{alone.flatten()[0].item():.6g} alone: samples interact"
                 ]
-    return False, [f"{min(ALONE, len(losses))} samples recomputed alone have the same losses as in the batch"]
+    return False, [f"{min(RECOMPUTED, len(losses))} samples recomputed alone have the same losses as in the batch"]
 
 
-def _advice(twin: nn.Module, lines: list[Line]) -> list[str]:
-    silent = [line.parameter for line in lines if line.norm == 0]
-    frozen = [name for name, p in twin.named_parameters() if not p.requires_grad]
+def _advice(model_copy: nn.Module, lines: list[ParameterCheck]) -> list[str]:
+    unused = [line.parameter for line in lines if line.norm == 0]
+    frozen = [name for name, p in model_copy.named_parameters() if not p.requires_grad]
     notes = []
-    if silent:
-        notes.append(f"no gradient for {', '.join(silent)}: the losses do not depend on them")
+    if unused:
+        notes.append(f"no gradient for {', '.join(unused)}: the losses do not depend on them")
     if frozen:
         notes.append(f"{len(frozen)} frozen parameters were not compared")
     return notes

@@ -27,14 +27,14 @@ def test_dot_products_over_checkpoints(microbatch):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_the_present_parameters():
+def test_default_is_the_current_parameters():
     model, x, y = make()
     full = rows(model, x, y)
     torch.testing.assert_close(sw.influence(model, loss_fn, [(x, y)], [(x[:4], y[:4])]), full @ full[:4].T)
 
 
-def test_it_foretells_what_a_small_step_does():
-    """To first order, a step on a training sample takes lr times its influence from the query's loss."""
+def test_influence_predicts_the_effect_of_a_small_step():
+    """A step on a training sample lowers the query's loss by lr times its influence, to first order."""
     model, x, y = make()
     query, rate = (x[:3] + 0.1, y[:3]), 1e-6
     found = sw.influence(model, loss_fn, [(x, y)], [query])
@@ -52,7 +52,7 @@ def test_the_diagonal_is_self_influence():
     torch.testing.assert_close(found.diagonal(), wanted)
 
 
-def test_in_evaluation_mode_which_is_left_again():
+def test_runs_in_evaluation_mode_and_restores_the_mode():
     model, x, y = make()
     dropping = nn.Sequential(*model, nn.Dropout(0.9))
     found = sw.influence(dropping, loss_fn, [(x, y)], [(x, y)])
@@ -60,7 +60,7 @@ def test_in_evaluation_mode_which_is_left_again():
     torch.testing.assert_close(found, sw.influence(model, loss_fn, [(x, y)], [(x, y)]))
 
 
-def test_after_an_error_the_parameters_are_back():
+def test_parameters_are_restored_after_an_error():
     model, x, y = make()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(IndexError):

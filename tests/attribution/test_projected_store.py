@@ -1,4 +1,4 @@
-"""Projections on disk: what is found again, after whatever happened in between."""
+"""Projections on disk: rows, search, interrupted and invalid stores."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from plain_loop import batches, loss_fn, make
 import samplewise as sw
 from samplewise.attribution import store as store_module
 
-HALF = 2**-10  # of the largest entry of a row, twice what float16 rounds by
+HALF = 2**-10  # of the largest entry of a row: twice the rounding error of float16
 
 
 def filled(path, n=20, dim=16, size=6):
@@ -27,7 +27,7 @@ def assert_close(found, wanted):
     assert ((found - wanted).abs() <= HALF * wanted.abs().amax(1, keepdim=True)).all()
 
 
-def test_rows_come_back(tmp_path):
+def test_stored_rows(tmp_path):
     store, _, _, _, wanted = filled(tmp_path / "store")
     assert len(store) == 20
     assert_close(store.rows(), wanted)
@@ -39,7 +39,7 @@ def test_rows_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("length", [1e-30, 1.0, 1e30])
-def test_lengths_beyond_float16(tmp_path, length):
+def test_norms_beyond_the_range_of_float16(tmp_path, length):
     rows = torch.randn(4, 8) * length
     store = sw.ProjectedStore(tmp_path, 8)
     store.add(rows)
@@ -64,7 +64,7 @@ def test_search_is_exact(tmp_path, chunk):
     assert store.search(queries, k=100)[1].shape == (3, 20)
 
 
-def test_of_equals_the_earlier_comes_first(tmp_path):
+def test_the_earlier_of_equal_products_comes_first(tmp_path):
     store = sw.ProjectedStore(tmp_path, 2)
     store.add(torch.tensor([[1.0, 0.0]]).expand(9, 2))
     assert store.search(torch.ones(1, 2), k=4, chunk=2)[1].tolist() == [[0, 1, 2, 3]]
@@ -76,11 +76,11 @@ def test_an_empty_store_finds_nothing(tmp_path):
     assert store.search(torch.ones(2, 4))[0].shape == (2, 0)
 
 
-def test_it_can_be_added_to(tmp_path):
+def test_appending(tmp_path):
     store, model, x, y, wanted = filled(tmp_path)
     sw.ProjectedStore(tmp_path, 16).add(sw.gradients(loss_fn(model, (x[:2], y[:2])), model))
     assert_close(sw.ProjectedStore(tmp_path, 16).rows(), torch.cat([wanted, wanted[:2]]))
-    assert len(store) == 20  # the one that was open before
+    assert len(store) == 20  # the store that was opened first
 
 
 class Interrupted(Exception):
@@ -88,8 +88,8 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize("taken", [0, 4, 7, 12, 19])
-def test_filling_goes_on_where_it_was_left(tmp_path, taken):
-    """Whichever samples were there: those that are missing are added, in batches of another size."""
+def test_an_interrupted_fill_can_be_continued(tmp_path, taken):
+    """The missing samples are added, also with another batch size."""
     model, x, y = make(n=20)
     store = sw.ProjectedStore(tmp_path, 16)
     if taken:
@@ -110,7 +110,7 @@ def test_filling_goes_on_where_it_was_left(tmp_path, taken):
 
 @pytest.mark.parametrize(("point", "call"), [("fsync", 1), ("fsync", 2), ("fsync", 3), ("replace", 1)])
 def test_a_crash_in_the_middle_of_an_append(tmp_path, monkeypatch, point, call):
-    """Wherever it stops, what was there before is there after, and the next append is right."""
+    """Earlier rows are kept and the next append is correct, wherever the write stops."""
     store, *_, wanted = filled(tmp_path)
     real, calls = getattr(os, point), []
 
@@ -159,7 +159,7 @@ def test_another_size_or_seed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.f16", "scales.f32"])
-def test_a_file_that_was_cut(tmp_path, name):
+def test_a_truncated_file(tmp_path, name):
     filled(tmp_path)
     size = (tmp_path / name).stat().st_size
     os.truncate(tmp_path / name, size - 1)
@@ -177,7 +177,7 @@ NO_COUNTS = [INDEX.replace("COUNT", count) for count in ("-1", "NaN", "true", "1
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"format": 1, "dim": "16"}', "[" * 100_000, *NO_COUNTS], ids=lambda text: text[:70]
 )
-def test_an_index_that_is_none(tmp_path, text):
+def test_an_invalid_index(tmp_path, text):
     (tmp_path / "store.json").write_text(text)
     with pytest.raises(sw.StoreError, match="must be a valid index of a store; found other content"):
         sw.ProjectedStore(tmp_path, 16)

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path, monkeypatch):
-    """In a directory of its own; the modules and paths that a recipe adds go again."""
+    """Writer of recipes in a temporary directory; removes the modules and paths that a recipe adds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)

@@ -1,4 +1,4 @@
-"""Recipes for the tests, and running the command line on them."""
+"""Recipes for the tests, and functions that run the command line on them."""
 
 import subprocess
 import sys
@@ -30,18 +30,18 @@ WITH_BATCH_NORM = HEALTHY.replace("nn.Tanh()", "nn.BatchNorm1d(8), nn.Tanh()")
 
 
 def command(*arguments):
-    """In this process."""
+    """Run a command in this process."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
 def process(*arguments, code=None):
-    """As the user runs it."""
+    """Run a command in a new process."""
     start = ["-c", code] if code else ["-m", "samplewise.cli.main"]
     return subprocess.run([sys.executable, *start, *map(str, arguments)], capture_output=True, text=True, timeout=600)
 
 
 def one_line(result):
-    """What was said, if it was one line and nothing else."""
+    """The text on standard error, which must be the only output and a single line."""
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     return result.stderr.strip()

@@ -18,7 +18,7 @@ def test_demo(tmp_path, module):
     assert run.returncode == 0, run.stderr
     found = [int(share) for share in re.findall(r"^ +\d+ +(\d+)% +\d+% +\d+% +10%$", run.stdout, re.MULTILINE)]
     assert len(found) == 3
-    assert min(found) > 80  # of the samples that stand out have a wrong label; by chance a tenth
+    assert min(found) > 80  # percent of the suspects have a wrong label; 10 by chance
     assert (tmp_path / "runs" / "demo" / "report.html").exists()
     assert "runs/demo/report.html" in run.stdout
     columns = "id, epoch, update, loss, norm, weight, margin, label"

@@ -1,4 +1,4 @@
-"""The command as a whole, and samplewise report."""
+"""The typer application, and samplewise report."""
 
 from pathlib import Path
 
@@ -20,16 +20,16 @@ def test_without_typer():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         ([], "samplewise: Missing command. See samplewise --help."),
         (["dance"], "samplewise: No such command 'dance'. See samplewise --help."),
         (["train"], "samplewise: Missing argument 'RECIPE'."),
     ],
 )
-def test_bad_commands_get_one_line(arguments, said):
+def test_bad_commands_get_one_line(arguments, output):
     result = command(*arguments)
-    assert one_line(result) == said
+    assert one_line(result) == output
     assert result.exit_code == 2
 
 
@@ -40,7 +40,7 @@ def test_a_process_ends_with_the_same_code():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (
             [],
@@ -56,11 +56,11 @@ def test_a_process_ends_with_the_same_code():
         (["report"], ["report.html", "comparison.html", "--to FILE", "--watch"]),
     ],
 )
-def test_help_says_it(arguments, said):
+def test_help_texts(arguments, output):
     result = command(*arguments, "--help")
     assert result.exit_code == 0
     text = " ".join(result.stdout.split())
-    assert [words for words in said if words not in text] == []
+    assert [words for words in output if words not in text] == []
 
 
 def test_a_report(recipe):
@@ -70,13 +70,13 @@ def test_a_report(recipe):
     assert "<title>recipe</title>" in Path("runs/recipe/report.html").read_text()
 
 
-def test_a_report_of_nothing():
+def test_a_report_without_a_run_directory():
     result = command("report", "runs/none")
     assert one_line(result).startswith("samplewise: Invalid value for RUN: a report needs a run directory; found none")
     assert result.exit_code == 2
 
 
-def test_a_report_to_nowhere(recipe):
+def test_a_report_to_an_impossible_path(recipe):
     command("train", recipe(HEALTHY), "--epochs", 1)
     result = command("report", "runs/recipe", "--to", "/proc/page.html")
     assert one_line(result).startswith("the report cannot be written: [Errno 2] No such file or directory")
@@ -92,7 +92,7 @@ def test_a_report_of_two_runs(recipe):
     assert "<title>one</title>" in Path("some/place/page.html").read_text()
 
 
-def test_a_report_that_follows_a_run_which_has_ended(recipe):
+def test_watching_a_run_that_has_ended(recipe):
     command("train", recipe(HEALTHY), "--epochs", 1)
     result = command("report", "--watch", "runs/recipe")
     assert result.exit_code == 0

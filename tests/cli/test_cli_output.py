@@ -26,8 +26,8 @@ def run(*arguments, **streams):
     return subprocess.run([*start, *arguments], **streams, timeout=300)
 
 
-def said(result):
-    """Standard error without progress, and without notices of what takes long."""
+def error_text(result):
+    """Standard error without progress lines and notices of slow operations."""
     lines = result.stderr.decode().splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith(("epoch 1 ", "... ")))
 
@@ -40,7 +40,7 @@ def full():
 
 @pytest.fixture
 def closed():
-    """The writing end of a pipe whose reader has gone."""
+    """Write end of a pipe whose read end is closed."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer
@@ -76,20 +76,20 @@ def commands(recipe):
 def test_a_full_disk_behind_standard_output(name, unbuffered, recipe, trained, full, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     result = run(*commands(recipe)[name], stdout=full)
-    assert said(result) == FULL
+    assert error_text(result) == FULL
     assert result.returncode == 1
 
 
 @COMMANDS
-def test_a_reader_that_has_gone(name, unbuffered, recipe, trained, closed, monkeypatch):
-    """As other programs end, without a word."""
+def test_a_closed_pipe_behind_standard_output(name, unbuffered, recipe, trained, closed, monkeypatch):
+    """The command ends without a message, like other programs."""
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     result = run(*commands(recipe)[name], stdout=closed)
-    assert said(result) == ""
+    assert error_text(result) == ""
     assert result.returncode == 141
 
 
-def test_a_reader_that_goes_in_the_middle(recipe):
+def test_a_pipe_that_is_closed_during_output(recipe):
     arguments = [sys.executable, "-m", "samplewise.cli.main", "train", recipe(TALKING * 3), "--epochs", "1"]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == b"a line of the recipe\n"
@@ -99,8 +99,8 @@ def test_a_reader_that_goes_in_the_middle(recipe):
     assert process.wait(timeout=300) == 141
 
 
-def test_what_was_trained_stays(recipe, full):
-    """The lines at the end cannot be written; log and checkpoints are."""
+def test_files_of_the_run_are_kept_if_output_fails(recipe, full):
+    """The summary cannot be written; log and checkpoints can."""
     run("train", recipe(HEALTHY), "--epochs", "1", stdout=full)
     assert [path.name for path in Path("runs/recipe/checkpoints").iterdir()] == ["update-000000003.ckpt"]
     assert not Path("runs/recipe/run.lock").exists()
@@ -117,7 +117,7 @@ def test_a_print_in_the_loss_function_that_fails(recipe, full):
     assert not Path("runs/recipe/run.lock").exists()
 
 
-def test_an_error_of_the_recipe_is_still_the_recipes(recipe, full):
+def test_an_error_of_the_recipe_is_reported_as_such(recipe, full):
     text = HEALTHY.replace("    x = ", "    open('/dev/full', 'w').write('x' * 100_000)\n    x = ")
     result = run("train", recipe(text), stdout=full)
     assert "recipe.py:12: in data" in result.stderr.decode()
@@ -135,7 +135,7 @@ def test_standard_error_that_fails_does_not_end_a_training(recipe, full, closed)
         assert f"{3 * int(epochs)} updates in all" in result.stdout.decode()
 
 
-def test_an_error_that_nobody_can_read_has_its_exit_code(recipe, full, closed):
+def test_exit_code_if_standard_error_fails(recipe, full, closed):
     assert run("train", "none.py", stderr=full).returncode == 2
     assert run("train", recipe("1 / 0\n"), stderr=closed).returncode == 1
 
@@ -150,13 +150,13 @@ def test_both_fail(recipe, full):
 
 
 def test_streams_that_are_closed(recipe):
-    """Then Python has no sys.stdout and no sys.stderr."""
+    """sys.stdout and sys.stderr are None."""
     shell = f"{sys.executable} -m samplewise.cli.main train {recipe(HEALTHY)} --epochs 1 >&- 2>&-"
     assert subprocess.run(shell, shell=True, timeout=300).returncode == 0
     assert Path("runs/recipe/checkpoints/update-000000003.ckpt").exists()
 
 
-def test_streams_are_put_back(monkeypatch, capsys):
+def test_streams_are_restored(monkeypatch, capsys):
     before = sys.stdout, sys.stderr
     monkeypatch.setattr(sys, "argv", ["samplewise", "--help"])
     with pytest.raises(SystemExit) as left:
@@ -165,7 +165,7 @@ def test_streams_are_put_back(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", b"\\u4eba\\udcff\n"), ("utf-8", b"\xe4\xba\xba\\udcff\n")])
-def test_names_that_the_encoding_has_not(encoding, shown, monkeypatch):
+def test_characters_that_the_encoding_lacks(encoding, shown, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, errors="strict"))
     with output.guarded_output():
@@ -201,14 +201,14 @@ UNREADABLE = "a recipe must be a Python file that can be read; found: {}. Check 
         ("recipe.py/inside.py", "recipe.py/inside.py", "Not a directory"),
     ],
 )
-def test_names_of_no_recipe(verb, name, shown, found, recipe):
+def test_paths_that_are_not_a_recipe(verb, name, shown, found, recipe):
     recipe(HEALTHY)
     result = command(verb, name)
     assert one_line(result) == f"{shown}: {UNREADABLE.format(found)}"
     assert result.exit_code == 2 and not Path("runs").exists()
 
 
-def test_a_name_of_no_recipe_for_several_processes():
+def test_a_missing_recipe_with_several_processes():
     result = run("train", "a" * 5000, "--processes", "2")
     assert result.stderr.decode().endswith(UNREADABLE.format("File name too long") + "\n")
     assert result.returncode == 2
@@ -226,7 +226,7 @@ def test_a_recipe_without_permission_to_read(verb, recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["ä 人 🎈.py", "a" * 252 + ".py", b"\xff.py", "-"])
-def test_strange_names_of_a_recipe(name, tmp_path):
+def test_unusual_file_names_of_a_recipe(name, tmp_path):
     path = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
     Path(os.fsdecode(path)).write_text(HEALTHY)
     result = run(b"train", path, b"--epochs", b"1")
@@ -235,14 +235,14 @@ def test_strange_names_of_a_recipe(name, tmp_path):
 
 
 def test_names_with_a_null_character(recipe):
-    """Refused before they get to us."""
+    """They are refused before the command sees them."""
     for arguments in (["train", "a\0b.py"], ["doctor", "a\0b.py"], ["train", recipe(HEALTHY), "--run", "a\0b"]):
         result = command(*arguments)
         assert one_line(result).endswith("embedded null byte") and result.exit_code == 2
 
 
 @pytest.mark.parametrize(("name", "found"), [("a" * 5000, "File name too long"), ("b/" * 3000, "File name too long")])
-def test_names_of_no_run(name, found, recipe):
+def test_paths_that_cannot_be_a_run_directory(name, found, recipe):
     result = command("train", recipe(HEALTHY), "--run", name)
     line = one_line(result)
     assert line.startswith("samplewise: Invalid value for --run: must be an accessible directory; found ")
@@ -257,7 +257,7 @@ def test_a_recipe_that_changes_the_working_directory(recipe):
 
 
 def test_a_recipe_from_a_pipe(recipe):
-    """It can be read once."""
+    """A pipe can be read only once."""
     shell = f"{sys.executable} -m samplewise.cli.main train <(cat {recipe(HEALTHY)}) --epochs 1 --run here"
     result = subprocess.run(["bash", "-c", shell], capture_output=True, timeout=300)
     assert result.returncode == 0, result.stderr.decode()

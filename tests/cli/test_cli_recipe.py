@@ -1,4 +1,4 @@
-"""What a recipe may get wrong, and what is shown then: its own lines and none of ours."""
+"""Errors in recipes are shown with the lines of the recipe and without a traceback of samplewise."""
 
 import pytest
 from recipes import HEALTHY, command, one_line, process
@@ -74,7 +74,7 @@ def test_a_broken_recipe_is_shown_with_its_own_lines(recipe, name):
     assert (result.exit_code, result.stdout) == (1, "")
 
 
-def test_the_doctor_shows_them_too(recipe):
+def test_doctor_shows_the_lines_of_a_broken_recipe(recipe):
     text, wanted = BROKEN["a failing loss"]
     result = command("doctor", recipe(text))
     assert result.stderr.splitlines() == wanted
@@ -109,7 +109,7 @@ def data():
 """
 
 
-def test_what_fails_in_a_worker(recipe):
+def test_errors_in_a_loader_worker(recipe):
     result = process("train", recipe(FAILING_IN_A_WORKER))
     assert result.stderr.splitlines() == [
         "recipe.py:11: in __getitem__",
@@ -122,7 +122,7 @@ def test_what_fails_in_a_worker(recipe):
     assert result.returncode == 1
 
 
-def test_our_own_errors_say_what_to_do(recipe):
+def test_errors_of_samplewise_are_shown_without_location(recipe):
     text = HEALTHY + "\n\ndef loss(model, batch):\n    return model(batch[0]).sum()\n"
     result = command("train", recipe(text), "--clip", 1)
     assert result.exit_code == 1
@@ -138,7 +138,7 @@ def test_a_missing_file():
     assert result.exit_code == 2  # the argument is wrong, not the recipe
 
 
-def test_neighbours_can_be_imported(recipe):
+def test_modules_beside_the_recipe_can_be_imported(recipe):
     recipe("def f():\n    raise ValueError('no')\n", "neighbour_of_the_recipe.py")
     result = command("train", recipe("import neighbour_of_the_recipe as n\n\nn.f()\n"))
     lines = result.stderr.splitlines()

@@ -28,7 +28,7 @@ def loss(model, batch):
 
 
 def log(run):
-    """Without how long it took, which differs."""
+    """Log lines without times and memory, which differ between runs."""
     lines = [json.loads(line) for line in Path(run, "log.jsonl").read_text().splitlines()]
     costs = ("seconds", "samples_per_second", "phases", "memory")
     return [{key: value for key, value in line.items() if key not in costs} for line in lines]
@@ -39,7 +39,7 @@ def weights(run):
     return {name: tensor.tolist() for name, tensor in state["model"].items()}
 
 
-def test_it_trains_and_says_where_the_files_are(recipe):
+def test_train_prints_the_paths_of_its_files(recipe):
     result = command("train", recipe(HEALTHY + ACCURACY), "--epochs", 20, "--device", "cpu")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
@@ -53,7 +53,7 @@ def test_it_trains_and_says_where_the_files_are(recipe):
     assert found[-1]["accuracy"] > 0.8
 
 
-def test_defaults_do(recipe):
+def test_default_options(recipe):
     plain = HEALTHY.split("def optimizer")[0].replace("return loader, loader", "return loader")
     result = command("train", recipe(plain))
     assert result.exit_code == 0
@@ -71,12 +71,12 @@ def test_samples_microbatch_clip_and_updates(recipe):
     assert not Path("runs").exists()
 
 
-def test_the_microbatch_may_be_found(recipe):
+def test_microbatch_auto(recipe):
     assert command("train", recipe(HEALTHY), "--microbatch", "auto").exit_code == 0
 
 
 @pytest.mark.parametrize(("option", "mode"), [(["--compile"], True), (["--no-compile"], False), ([], False)])
-def test_compiling_is_handed_on(recipe, monkeypatch, option, mode):
+def test_compile_option_is_passed_to_the_step(recipe, monkeypatch, option, mode):
     modes = []
 
     class Recorded(Step):
@@ -89,21 +89,21 @@ def test_compiling_is_handed_on(recipe, monkeypatch, option, mode):
     assert modes == [mode]
 
 
-def test_what_cannot_be_compiled_is_told(recipe):
-    """Clipping is part of the graph; microbatches are not."""
+def test_warning_if_updates_cannot_be_compiled(recipe):
+    """Microbatches cannot be compiled."""
     with pytest.warns(TrainingWarning, match="updates stay uncompiled: a window is computed in microbatches. Training"):
         result = command("train", recipe(HEALTHY), "--compile", "--microbatch", 7)
     assert result.stdout.startswith("1 epoch is done: 3 updates in all\n")
     assert result.exit_code == 0
 
 
-def test_a_seed_is_a_run(recipe):
+def test_the_seed_determines_the_run(recipe):
     for run, seed in (("a", 0), ("b", 0), ("c", 1)):
         command("train", recipe(HEALTHY), "--run", run, "--seed", seed)
     assert weights("a") == weights("b") != weights("c")
 
 
-def test_resume_is_as_if_it_had_not_stopped(recipe):
+def test_resume_is_bit_identical(recipe):
     name = recipe(HEALTHY)
     command("train", name, "--run", "whole", "--epochs", 3)
     assert command("train", name, "--run", "parts", "--updates", 4).exit_code == 0  # in the middle of an epoch
@@ -131,7 +131,7 @@ def test_a_run_that_is_a_file(recipe):
     assert result.exit_code == 2
 
 
-def test_a_signal_saves_and_leaves(recipe):
+def test_a_signal_saves_a_checkpoint_and_ends_the_training(recipe):
     result = process("train", recipe(HEALTHY + TERMINATED), "--epochs", 50)
     assert result.returncode == 128 + 15
     assert result.stdout.startswith("stopped by SIGTERM: ")
@@ -142,7 +142,7 @@ def test_a_signal_saves_and_leaves(recipe):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (["--epochs", "0"], "Invalid value for '--epochs'"),
         (["--epochs", "many"], "Invalid value for '--epochs'"),
@@ -156,14 +156,14 @@ def test_a_signal_saves_and_leaves(recipe):
         (["--colour"], "No such option: --colour"),
     ],
 )
-def test_bad_arguments_get_one_line(recipe, arguments, said):
+def test_bad_arguments_get_one_line(recipe, arguments, output):
     result = command("train", recipe(HEALTHY), *arguments)
-    assert said in one_line(result)
+    assert output in one_line(result)
     assert result.exit_code == 2
     assert not Path("runs").exists()
 
 
-def test_our_warnings_are_one_line(recipe):
+def test_warnings_of_samplewise_are_one_line(recipe):
     sleeping = HEALTHY.replace("nn.Linear(8, 3))", "nn.Linear(8, 3)).eval()")
     result = process("train", recipe(sleeping))
     assert result.stderr.startswith("warning: modules are in eval mode while training: the model. ")

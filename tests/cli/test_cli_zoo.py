@@ -45,7 +45,7 @@ def test_a_few_models_in_every_precision(dtype, words, record_property):
 
 
 @pytest.mark.usefixtures("few")
-def test_fp64_unless_told_otherwise():
+def test_fp64_is_the_default():
     assert "on cpu, float64.\n" in command("doctor", "--zoo", "--device", "cpu").stdout
 
 
@@ -63,7 +63,7 @@ def test_a_broken_rule():
 UNFIT = Case("unfit", lambda B: (nn.Linear(6, 3), noise(B, 5)), squared_loss)
 
 
-def test_what_pytorch_cannot_run_is_told_and_no_fault(few, monkeypatch):
+def test_models_that_pytorch_cannot_run_are_listed_and_not_an_error(few, monkeypatch):
     monkeypatch.setitem(zoo.CASES, "unfit", UNFIT)
     result = command("doctor", "--zoo", "--device", "cpu")
     assert result.exit_code == 0
@@ -71,7 +71,7 @@ def test_what_pytorch_cannot_run_is_told_and_no_fault(few, monkeypatch):
     assert result.stdout.endswith("No problems found: 3 right, 1 refused, 1 not run.\n")
 
 
-def test_where_nothing_runs_nothing_is_well(monkeypatch):
+def test_failure_if_nothing_could_be_compared(monkeypatch):
     monkeypatch.setattr(zoo, "CASES", {"unfit": UNFIT})
     result = command("doctor", "--zoo", "--device", "cpu")
     assert result.exit_code == 1
@@ -79,16 +79,16 @@ def test_where_nothing_runs_nothing_is_well(monkeypatch):
 
 
 @pytest.mark.usefixtures("few")
-def test_plain_lines_where_there_is_no_terminal(monkeypatch):
-    monkeypatch.setattr(zoo, "EVERY", 2)
+def test_progress_lines_without_a_terminal(monkeypatch):
+    monkeypatch.setattr(zoo, "PROGRESS_INTERVAL", 2)
     assert command("doctor", "--zoo", "--device", "cpu").stderr == "... 2 of 4\n"
 
 
 @pytest.mark.usefixtures("few")
-def test_a_bar_in_a_terminal(monkeypatch, capsys):
+def test_progress_bar_in_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert zoo.examine(zoo.PRECISIONS["fp64"], torch.device("cpu"))
+    assert zoo.run_zoo(zoo.PRECISIONS["fp64"], torch.device("cpu"))
     captured = capsys.readouterr()
     assert "4/4" in captured.err
     assert captured.out.endswith("No problems found: 3 right, 1 refused.\n")
@@ -97,14 +97,14 @@ def test_a_bar_in_a_terminal(monkeypatch, capsys):
 @pytest.mark.usefixtures("few")
 def test_a_terminal_without_rich(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(zoo, "EVERY", 3)
+    monkeypatch.setattr(zoo, "PROGRESS_INTERVAL", 3)
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert zoo.examine(zoo.PRECISIONS["fp64"], torch.device("cpu"))
+    assert zoo.run_zoo(zoo.PRECISIONS["fp64"], torch.device("cpu"))
     assert capsys.readouterr().err == "... 3 of 4\n"
 
 
 @pytest.mark.usefixtures("few")
-def test_the_number_of_threads_is_put_back():
+def test_the_number_of_threads_is_restored():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -115,7 +115,7 @@ def test_the_number_of_threads_is_put_back():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         ([], "Invalid value for RECIPE: give one of RECIPE and --zoo; found neither."),
         (["recipe.py", "--zoo"], "Invalid value for RECIPE: give one of RECIPE and --zoo; found both."),
@@ -128,10 +128,10 @@ def test_the_number_of_threads_is_put_back():
         ),
     ],
 )
-def test_bad_arguments_get_one_line(recipe, arguments, said):
+def test_bad_arguments_get_one_line(recipe, arguments, output):
     recipe(HEALTHY)
     result = command("doctor", *arguments)
-    assert said in one_line(result)
+    assert output in one_line(result)
     assert result.exit_code == 2
 
 
@@ -161,5 +161,7 @@ def test_the_whole_zoo_on_a_machine_without_avx512(monkeypatch):
     result = process("doctor", "--zoo", "--device", "cpu", "--dtype", "bf16")
     assert result.returncode == 0, result.stdout
     not_run = re.findall(r"^not run: (\w+): (.*)$", result.stdout, re.M)
-    assert all("LSTM forward propagation primitive" in reason for name, reason in not_run if CASES[name].autocast)
+    assert all(
+        "LSTM forward propagation primitive" in reason for name, reason in not_run if CASES[name].traits.autocast
+    )
     assert "No problems found: " in result.stdout.splitlines()[-1]

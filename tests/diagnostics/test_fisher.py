@@ -20,10 +20,10 @@ def test_the_mean_of_squares(microbatch, dtype, tolerance):
     torch.testing.assert_close(flat, expected, rtol=tolerance, atol=tolerance * expected.max().item())
 
 
-def test_in_evaluation_mode_which_is_left_again():
+def test_runs_in_evaluation_mode_and_restores_the_mode():
     model, x, y = make()
     dropping = nn.Sequential(*model, nn.Dropout(0.9))
-    dropping[1].eval()  # one that was so before stays so
+    dropping[1].eval()  # stays in evaluation mode
     found = sw.fisher(dropping, loss_fn, [(x, y)])
     assert [m.training for m in dropping] == [True, False, True, True]
     for name, value in sw.fisher(model, loss_fn, [(x, y)]).items():
@@ -36,7 +36,7 @@ def test_frozen_parameters_are_left_out():
     assert list(sw.fisher(model, loss_fn, [(x, y)])) == ["2.weight", "2.bias"]
 
 
-def test_nothing_to_go_through():
+def test_an_empty_loader():
     model, _, _ = make()
     with pytest.raises(ValueError, match="the loader must yield at least one batch; found none"):
         sw.fisher(model, loss_fn, [])

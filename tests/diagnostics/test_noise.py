@@ -1,4 +1,4 @@
-"""The noise scale: unbiased by enumeration of every batch there is."""
+"""The noise scale: unbiased, by enumeration of all batches."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def test_unbiased_for_samples_drawn_with_replacement(size):
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_batches_of_a_data_set_average_to_what_the_whole_says(size):
+def test_estimates_do_not_depend_on_the_batch_size(size):
     """Over all C(n, B) batches without replacement: the estimates do not depend on the batch size."""
     model, x, y = make(n=7)
     whole = sw.noise_scale(gradients(model, x, y))
@@ -57,8 +57,8 @@ def test_without_signal_or_noise():
     assert same.trace == pytest.approx(0, abs=1e-12 * same.signal)
 
 
-def test_a_signal_that_is_lost_is_negative():
-    """Two samples that pull exactly against each other."""
+def test_the_estimate_of_the_signal_may_be_negative():
+    """Two samples with opposite gradients."""
     model = nn.Linear(1, 1, bias=False)
     found = sw.noise_scale(sw.gradients(model(torch.tensor([[1.0], [-1.0]]))[:, 0], model))
     assert (found.trace, found.signal, found.scale) == pytest.approx((2, -1, -2))
@@ -99,7 +99,7 @@ def test_norms_and_the_norm_of_the_mean_are_enough():
     assert sw.NoiseScale().add(g.norms(), length).scale == pytest.approx(sw.noise_scale(g).scale, rel=1e-9)
 
 
-def test_state_goes_on():
+def test_state_dict():
     model, x, y = make()
     first, second = sw.NoiseScale(), sw.NoiseScale()
     first.add(gradients(model, x[:6], y[:6]))
@@ -109,7 +109,7 @@ def test_state_goes_on():
 
 
 def test_as_a_callback():
-    """What the trainer's updates say is what their gradients say; an update of one sample says nothing."""
+    """Estimates of the trainer's updates equal those of their gradients; updates of one sample are ignored."""
     model, x, y = make(n=13)
     expected, watched = sw.NoiseScale(), sw.NoiseScale()
     for rows_ in (slice(0, 4), slice(4, 8), slice(8, 12)):
@@ -128,7 +128,7 @@ def test_as_a_callback():
 
 def test_a_callback_writes_to_the_log(tmp_path):
     model, x, y = make()
-    step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=6)  # nobody had asked for norms
+    step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=6)  # record is empty
     trainer = sw.Trainer(step, tmp_path, [watched := sw.NoiseScale()], progress=False, device="cpu", log_every=1)
     trainer.fit([(x, y)], epochs=1)
     lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())

@@ -13,7 +13,7 @@ from samplewise.diagnostics import Similarity
 
 
 def linear(points):
-    """Gradients that are the points themselves."""
+    """Per-sample gradients equal to the given points."""
     points = torch.tensor(points, dtype=torch.float64)
     model = nn.Linear(points.shape[1], 1, bias=False).double()
     return sw.similarity(sw.gradients(model(points)[:, 0], model))
@@ -26,7 +26,7 @@ def test_cosines_of_all_pairs():
     torch.testing.assert_close(found.matrix, unit @ unit.T)
 
 
-def test_two_sides():
+def test_two_sets_of_samples():
     model, x, y = make()
     unit = F.normalize(rows(model, x, y))
     mine, theirs = (sw.gradients(loss_fn(model, (x[s], y[s])), model) for s in (slice(0, 8), slice(8, 12)))
@@ -49,7 +49,7 @@ def test_pairs_and_groups_by_hand():
     assert [pair[:2] for pair in found.against(3)] == [(1, 4), (0, 4), (4, 5)]
     assert found.against(1)[0][2] == pytest.approx(-1)
     assert all(value < 0 for *_, value in found.against(100))
-    assert not found.matrix[6].any()  # a gradient of zero goes with nobody
+    assert not found.matrix[6].any()  # a zero gradient has cosine 0 with all
 
 
 def test_the_threshold_decides_how_many_groups():
@@ -58,8 +58,8 @@ def test_the_threshold_decides_how_many_groups():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_joined_by_the_mean_of_all_pairs(seed):
-    """Against average linkage written out, on cosines without a pattern."""
+def test_average_linkage(seed):
+    """Compared with a plain implementation of average linkage, on random cosines."""
     torch.manual_seed(seed)
     unit = F.normalize(torch.randn(14, 3, dtype=torch.float64))
     found = Similarity(unit @ unit.T, paired=True)

@@ -1,4 +1,4 @@
-"""Scores against the plain loop and by hand; ranking; tables of visits."""
+"""Scores compared with a plain loop; ranking; tables of visits."""
 
 import copy
 import math
@@ -12,13 +12,13 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 import samplewise as sw
 from samplewise.diagnostics.scores import SCORES, el2n, last_layer, margins
-from samplewise.ledger.visits import ranks
+from samplewise.ledger.aggregate import ranks
 
 ALL = tuple(SCORES)
 
 
 def expected(model, x, y, rate=1.0):
-    """Every score by the plain loop."""
+    """Every score, computed with a plain loop."""
     full, last = rows(model, x, y), rows(model[2], model[:2](x).detach(), y)
     logits = model(x).detach()
     others = torch.stack([full[(y == y[i]) & (torch.arange(len(y)) != i)].sum(0) for i in range(len(y))])
@@ -75,7 +75,7 @@ def test_ranks_of_several_are_averaged():
     assert found.score.tolist() == pytest.approx([sum(both) / 2 for both in places])
 
 
-def test_only_what_is_asked_for_is_looked_for():
+def test_only_requested_scores_are_computed():
     """A regression has neither logits nor classes."""
     model = nn.Linear(3, 1)
     x = torch.randn(6, 3)
@@ -83,7 +83,7 @@ def test_only_what_is_asked_for_is_looked_for():
     assert list(found.scores) == ["norm"]
 
 
-def test_in_evaluation_mode_which_is_left_again():
+def test_runs_in_evaluation_mode_and_restores_the_mode():
     model, x, y = make()
     dropping = nn.Sequential(*model[:2], nn.Dropout(0.9), model[2])
     found = sw.suspects(dropping, loss_fn, [(x, y)], by=ALL)
@@ -105,7 +105,7 @@ def test_wrong_labels_come_first():
         assert sorted(sw.suspects(model, loss_fn, [(x, y)], by=by).top(3).tolist()) == wrong, by
 
 
-def test_ids_labels_and_logits_from_anywhere():
+def test_ids_labels_and_logits_as_keys_or_functions():
     model, x, y = make()
     whole = sw.suspects(model, loss_fn, [(x, y)], by="agreement", also=ALL)
     order = torch.randperm(12)
@@ -126,7 +126,7 @@ def test_ids_labels_and_logits_from_anywhere():
 
 
 class Shuffled:
-    """Another order each time it is gone through."""
+    """Loader that yields another order in each pass."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -144,7 +144,7 @@ def test_checkpoints_of_a_loader_that_shuffles_are_matched_by_id():
     torch.testing.assert_close(found.score[found.ids.argsort()], still.score)
 
 
-def test_texts_as_ids():
+def test_strings_as_ids():
     model, x, y = make()
     plain = sw.suspects(model, loss_fn, [(x, y)])
     named = [(x[:7], y[:7], [f"s{k}" for k in range(7)]), (x[7:], y[7:], tuple(f"s{k}" for k in range(7, 12)))]
@@ -171,7 +171,7 @@ def test_ids_and_labels_in_lists():
     ],
     ids=["floats", "few", "both", "matrix"],
 )
-def test_ids_that_are_none(ids, found):
+def test_invalid_ids(ids, found):
     model, x, y = make()
     with pytest.raises(ValueError, match=rf"ids must be integers or strings, one per sample; found {found}"):
         sw.suspects(model, loss_fn, [(x, y, ids)], ids=2)
@@ -181,13 +181,13 @@ def test_ids_that_repeat_cannot_be_matched_in_another_order():
     model, x, y = make()
     checkpoints = [(make(seed=seed)[0].state_dict(), 0.1) for seed in (1, 2)]
     same = [(x, y, torch.zeros(12, dtype=torch.int64))]
-    assert len(sw.suspects(model, loss_fn, same, by="loss", checkpoints=checkpoints, ids=2)) == 12  # by their places
+    assert len(sw.suspects(model, loss_fn, same, by="loss", checkpoints=checkpoints, ids=2)) == 12  # by position
 
     with pytest.raises(ValueError, match="a unique id if the order changes between passes; found 6 ids of 12 samples"):
         sw.suspects(model, loss_fn, Shuffled(x, y), by="loss", checkpoints=checkpoints, ids=lambda batch: batch[2] // 2)
 
 
-def test_a_class_of_one_and_a_gradient_of_zero_agree_with_nobody():
+def test_agreement_of_a_class_of_one_and_of_a_zero_gradient_is_0():
     model, x, _ = make()
     found = sw.suspects(model, loss_fn, [(x[:3], torch.tensor([0, 0, 1]))], by="agreement")
     assert found.score[2] == 0
@@ -200,7 +200,7 @@ def test_a_class_of_one_and_a_gradient_of_zero_agree_with_nobody():
     assert found.score[1].item() == pytest.approx(found.score[2].item()) != 0
 
 
-def test_rounding_makes_no_others_for_a_class_of_one():
+def test_agreement_of_a_class_of_one_ignores_rounding():
     model, x, _ = make(n=30)
     batches_of_one = [(x[i : i + 3].float(), torch.tensor([0, 0, 1])) for i in range(27)]
     for batch in batches_of_one:
@@ -218,7 +218,7 @@ def test_equal_values_share_a_rank():
     assert ranks([2.0, math.nan, 1.0]) == [1, 0.5, 0]
 
 
-def test_it_prints():
+def test_printed_table():
     model, x, y = make()
     lines = str(sw.suspects(model, loss_fn, [(x, y)])).splitlines()
     assert lines[0] == "most suspicious of 12 samples, by margin"
@@ -260,16 +260,16 @@ def test_visits_are_averaged_by_sample():
         ("margin loss", ("margin",)),
     ],
 )
-def test_what_a_table_is_ranked_by(columns, by):
+def test_default_score_of_a_table(columns, by):
     assert sw.suspects({name: VISITS[name] for name in ("id", *columns.split())}).by == by
 
 
-def test_self_influence_of_ones_own_goes_before_the_squared_norm():
+def test_a_self_influence_column_replaces_the_squared_norm():
     found = sw.suspects({"id": [1, 2], "norm": [1.0, 2.0], "self_influence": [2.0, 1.0]})
     assert found.scores["self_influence"].tolist() == [2.0, 1.0]
 
 
-def test_who_was_never_finite_is_named():
+def test_samples_without_a_finite_score_are_listed():
     found = sw.suspects({"id": ["a", "b", "b", "c"], "loss": [math.nan, math.inf, 2.0, -math.inf]})
     assert (found.ids, found.unknown) == (["b"], ["a", "c"])
     assert "most suspicious of 1 samples, by loss; 2 more have no finite score" in str(found)
@@ -283,14 +283,14 @@ def test_visits_that_are_not_finite_are_left_out():
     assert str(found).splitlines()[3].split() == ["b", "2"]
 
 
-def test_who_has_one_of_two_scores_stands_in_the_middle_of_the_other():
+def test_a_missing_score_gets_the_middle_rank():
     table = {"id": [0, 1, 2], "loss": [1.0, 2.0, 3.0], "norm": [math.nan, 1.0, 2.0]}
     found = sw.suspects(table, by=["loss", "norm"])
     assert found.score.tolist() == [0.25, 0.25, 1]
     assert sw.suspects({"id": [0, 1], "loss": [1.0, 2.0], "norm": [math.nan, 1.0]}, by="norm").top(2).tolist() == [1, 0]
 
 
-def test_a_ledger_will_do(tmp_path):
+def test_suspects_of_a_ledger(tmp_path):
     model, x, y = make()
     ledger = sw.Ledger(tmp_path)
     batches = [{"x": x, "y": y, "id": torch.arange(len(y))}, {"x": x * math.nan, "y": y, "id": torch.arange(len(y))}]
@@ -315,7 +315,7 @@ def test_a_ledger_will_do(tmp_path):
         ({"id": [1], "loss": ["high"]}, "the column 'loss' must hold numbers; found string"),
     ],
 )
-def test_a_table_that_is_none(table, message):
+def test_invalid_tables(table, message):
     with pytest.raises(ValueError) as error:
         sw.suspects(table)
     assert message in str(error.value)
@@ -334,7 +334,7 @@ def test_a_loader_that_shuffles_needs_ids(by_batch):
         sw.suspects(model, loss_fn, loader)
 
 
-def test_checkpoints_that_are_no_copies():
+def test_checkpoints_must_be_copies():
     model, x, y = make()
     with pytest.raises(ValueError, match="must be copies of the parameters; found the model's own tensors in check"):
         sw.suspects(model, loss_fn, [(x, y)], checkpoints=[(model.state_dict(), 0.1)])
@@ -366,7 +366,7 @@ def test_bad_arguments():
         sw.suspects({"id": [2**64], "loss": [1.0]})
 
 
-def test_batches_that_are_dicts_ask_where_things_are():
+def test_batches_that_are_dicts_need_keys():
     model, x, y = make()
     batch = {"x": x, "y": y}
     with pytest.raises(sw.BatchError, match=r"must hold 0; found keys 'x', 'y'.* Or pass logits=, a function of"):

@@ -124,10 +124,10 @@ def test_1024_samples_in_float32(case, B):
     assert_agrees(g, double_rows(case, B), probe_for(wanted(model), B), ["norms", "weighted sum"], SINGLE)
 
 
-@pytest.mark.parametrize("case", [case for case in INDEPENDENT if case.shared], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in INDEPENDENT if case.traits.shared], ids=lambda case: case.name)
 def test_shared_data_with_as_many_rows_as_samples_is_refused_or_right(case):
     """Nobody can tell such data from samples by its shape: exact, or a clear word."""
-    for B in case.shared:
+    for B in case.traits.shared:
         with contextlib.suppress(sw.SamplesInteractError):
             compare(case, B)
 

@@ -33,7 +33,7 @@ def test_what_a_model_makes_is_made_where_its_inputs_are(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in INDEPENDENT if c.rows], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in INDEPENDENT if c.traits.rows], ids=lambda case: case.name)
 def test_a_sample_alone_has_the_same_loss(case):
     model, inputs = case.build()
     alone = [case.losses(model, tuple(x[i : i + 1] for x in inputs)) for i in range(DEFAULT_B)]

@@ -20,10 +20,10 @@ from samplewise.testing.zoo import (
     Tolerance,
     assert_agrees,
     confident_loss,
-    judge,
+    prepare_comparison,
     probe_for,
     rows_of,
-    trial,
+    run_case,
     wanted,
 )
 
@@ -48,26 +48,26 @@ def named(cases):
     return pytest.mark.parametrize("case", list(cases), ids=lambda case: case.name)
 
 
-@named(case for case in INDEPENDENT if case.float32)
+@named(case for case in INDEPENDENT if case.traits.float32)
 def test_float32_against_float64_rows(case):
-    trial(case, FP32).compare()
+    prepare_comparison(case, FP32).compare()
 
 
 @pytest.mark.slow
-@named(case for case in INDEPENDENT if case.float32)
+@named(case for case in INDEPENDENT if case.traits.float32)
 @pytest.mark.parametrize("strategy", ["twice", "full"])
 def test_float32_of_other_strategies(case, strategy):
-    trial(case, replace(FP32, asked=CORE)).compare(strategy=strategy)
+    prepare_comparison(case, replace(FP32, quantities=CORE)).compare(strategy=strategy)
 
 
 def compare_or_not_run(case, precision, record_property):
     """Compare with the rows. If PyTorch has no kernel for the case on this machine: expect the verdict "not run"."""
     reason = not_run_reason(case, precision)
     if not reason:
-        trial(case, precision).compare()
+        prepare_comparison(case, precision).compare()
         return
-    verdict = judge(case, precision)
-    assert (verdict.outcome, verdict.why) == ("not run", reason)
+    result = run_case(case, precision)
+    assert (result.outcome, result.reason) == ("not run", reason)
     record_property("not run", reason)
 
 
@@ -78,7 +78,7 @@ def test_bf16_autocast(case, record_property):
 
 
 @pytest.mark.slow
-@named(case for case in INDEPENDENT if case.autocast and case.name not in REPRESENTATIVE)
+@named(case for case in INDEPENDENT if case.traits.autocast and case.name not in REPRESENTATIVE)
 def test_bf16_autocast_of_all(case, record_property):
     compare_or_not_run(case, BF16, record_property)
 
@@ -105,7 +105,7 @@ def test_confident_logits(case):
 
 
 @pytest.mark.slow
-@named(case for case in CONFIDENT if case.float32)
+@named(case for case in CONFIDENT if case.traits.float32)
 def test_confident_logits_in_float32(case):
     """Against rows of the same float32 graph: what the softmax lost in float32 is not the engine's to find."""
     model, inputs = case.build(dtype=torch.float32)

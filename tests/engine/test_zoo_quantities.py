@@ -15,16 +15,16 @@ from samplewise.testing.zoo import (
     as_dict,
     assert_agrees,
     assert_same,
+    defined_quantities,
     other_losses,
+    prepare_comparison,
     probe_for,
-    questions_for,
     rows_of,
-    trial,
     wanted,
 )
 
 each = pytest.mark.parametrize("case", INDEPENDENT, ids=lambda case: case.name)
-MODULE_FREE = [case for case in INDEPENDENT if not case.needs_module]
+MODULE_FREE = [case for case in INDEPENDENT if not case.traits.needs_module]
 each_without_its_module = pytest.mark.parametrize("case", MODULE_FREE, ids=lambda case: case.name)
 HANDFUL = [
     CASES[name]
@@ -49,7 +49,7 @@ def prepare(case, B=DEFAULT_B):
 @each
 @pytest.mark.parametrize("strategy", daily([None, "twice", "full"], [None]))
 def test_all_quantities_of_one_g(case, strategy):
-    prepared = trial(case, FP64)
+    prepared = prepare_comparison(case, FP64)
     g = sw.gradients(prepared.losses(), prepared.model, strategy=strategy)
     assert list(g.names) == prepared.rows.names
     assert len(g) == len(prepared.rows)
@@ -82,7 +82,7 @@ def test_a_quantity_asked_alone_of_every_strategy(case, strategy, name):
 def test_every_quantity_asked_alone(case, strategy):
     model, losses, rows = prepare(case)
     probe = probe_for(wanted(model), len(rows))
-    for name in questions_for(rows, QUANTITIES.keys() - {"gram with another"}):
+    for name in defined_quantities(rows, QUANTITIES.keys() - {"gram with another"}):
         assert_agrees(sw.gradients(losses(), model, strategy=strategy), rows, probe, [name])
 
 

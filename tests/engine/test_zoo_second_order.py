@@ -12,13 +12,13 @@ from samplewise.testing.zoo import (
     SECOND_ORDER,
     as_dict,
     assert_same,
+    defined_quantities,
     probe_for,
-    questions_for,
     rows_of,
     wanted,
 )
 
-TWICE_DIFFERENTIABLE = [case for case in INDEPENDENT if case.second_order]
+TWICE_DIFFERENTIABLE = [case for case in INDEPENDENT if case.traits.second_order]
 ASKED = ("norms", "dot", "gram", "weighted sum", "second moment", "full")
 
 
@@ -40,7 +40,7 @@ def compare_slopes(case, strategy=None, asked=ASKED):
         rows = rows_of(case.losses(model, inputs), parameters, create_graph=True)
         g = sw.gradients(case.losses(model, inputs), model, create_graph=True, strategy=strategy)
         probe = probe_for(parameters, len(rows))
-        for name in questions_for(rows, asked):
+        for name in defined_quantities(rows, asked):
             if name == "norms" and rows.norms().min() == 0:
                 continue  # the root has no slope at 0
             found, expected = (slope_of(QUANTITIES[name](x, probe), parameters) for x in (g, rows))

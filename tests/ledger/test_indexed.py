@@ -1,4 +1,4 @@
-"""Samples that say who they are."""
+"""sw.Indexed: samples with their index."""
 
 import pickle
 from collections import namedtuple
@@ -18,7 +18,7 @@ def batch_of(items, **options):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_pair_becomes_three_things(workers):
+def test_a_pair_becomes_a_triple_with_the_id(workers):
     x, y, ids = batch = batch_of(TensorDataset(X, Y), num_workers=workers)
     assert torch.equal(x, X[:4]) and torch.equal(y, Y[:4]) and torch.equal(ids, torch.arange(4))
     assert batch.id is ids
@@ -29,18 +29,18 @@ def test_a_dict_gets_a_key():
     assert batch.keys() == {"x", "id"} and batch["id"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_single_thing_becomes_two():
+def test_a_single_item_becomes_a_pair_with_the_id():
     x, ids = batch_of(X)
     assert torch.equal(x, X[:4]) and ids.tolist() == [0, 1, 2, 3]
 
 
-def test_it_can_be_pickled():
+def test_items_can_be_pickled():
     item = sw.Indexed(TensorDataset(X, Y))[3]
     again = pickle.loads(pickle.dumps(item))
     assert again.id == 3 and torch.equal(again[0], X[3]) and len(again) == 3
 
 
-def test_a_criterion_does_not_mind():
+def test_a_criterion_ignores_the_id():
     def trained(data):
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
@@ -51,7 +51,7 @@ def test_a_criterion_does_not_mind():
     assert torch.equal(trained(TensorDataset(X, Y)), trained(sw.Indexed(TensorDataset(X, Y))))
 
 
-def test_it_is_an_index_to_look_weights_up():
+def test_ids_index_a_tensor_of_weights():
     model, weights = nn.Linear(4, 3), torch.rand(10)
     transform = sw.weight(weights, index="id")
     step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), samples=5, transforms=[transform], audit=False)
@@ -64,7 +64,7 @@ class Endless(IterableDataset):
         yield from X
 
 
-def test_what_has_no_numbers_is_refused():
+def test_iterable_datasets_are_refused():
     with pytest.raises(TypeError, match=r"Indexed needs a map-style dataset, with __getitem__; found Endless"):
         sw.Indexed(Endless())
 
@@ -77,6 +77,6 @@ Pair = namedtuple("Pair", "x y")
     [({"id": 1}, "a dict that has an id"), (Pair(1, 2), "the named tuple Pair")],
     ids=["dict", "named"],
 )
-def test_what_cannot_take_an_id_is_refused(item, found):
+def test_samples_that_cannot_get_an_id_are_refused(item, found):
     with pytest.raises(TypeError, match=rf"must be able to add an id to a sample; found {found}\. Remove Indexed"):
         sw.Indexed([item])[0]

@@ -1,4 +1,4 @@
-"""What the ledger records is what a loop by hand finds."""
+"""Rows of the ledger, compared with a plain loop."""
 
 import sys
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.report.run import RunLog
+from samplewise.report.run_log import RunLog
 
 N = 22
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
@@ -51,7 +51,7 @@ def recorded(path, step, batches, epochs=2, **options):
 
 
 def by_hand(samples, coefficient=lambda norm: 1.0, epochs=2):
-    """One sample at a time, plain autograd."""
+    """Expected rows: one sample at a time, with plain autograd."""
     model, rows, update = model_(), [], 0
     for epoch in range(epochs):
         for start in range(0, N, samples):
@@ -103,7 +103,7 @@ def test_a_transform_that_sees_the_window(tmp_path):
         assert torch.equal(weights[start : start + 5], large(losses[start : start + 5]))
 
 
-def test_grouped_samples_come_back_in_their_order(tmp_path):
+def test_grouped_samples_are_recorded_in_the_order_of_the_batch(tmp_path):
     step = step_(with_margin, samples=10, transforms=[sw.group(1), sw.clip(1.0)])
     found = recorded(tmp_path, step, loader(4), epochs=1)
     plain = recorded(tmp_path / "plain", step_(with_margin, samples=10), loader(4), epochs=1)
@@ -141,7 +141,7 @@ def test_columns_of_the_loss_beside_counts(tmp_path):
         assert found["margin"][:5] == pytest.approx(model_()(X[:5]).amax(1).tolist(), abs=1e-6)
 
 
-def test_columns_are_lost_in_no_compiled_update(tmp_path):
+def test_compiled_updates_record_the_columns_of_the_loss(tmp_path):
     step = step_(with_margin, samples=1, compile=True)
     with pytest.warns(sw.TrainingWarning, match="returns columns in addition to losses cannot be compiled"):
         found = recorded(tmp_path, step, loader())
@@ -155,7 +155,7 @@ def test_compiled_updates(tmp_path):
     assert_same(found, by_hand(1))
 
 
-def test_texts_as_ids(tmp_path):
+def test_strings_as_ids(tmp_path):
     texts = [{"x": X[i], "y": Y[i], "name": f"image-{i}.png"} for i in range(N)]
 
     def loss(model, batch):
@@ -165,7 +165,7 @@ def test_texts_as_ids(tmp_path):
     assert found["id"] == [f"image-{i}.png" for i in range(N)] * 2
 
 
-def test_what_is_carried_over_keeps_its_epoch(tmp_path):
+def test_carried_over_samples_keep_their_epoch(tmp_path):
     found = recorded(tmp_path, step_(samples=10, tail="carry"), loader())
     assert found["id"] == [*range(N), *range(18)]
     assert found["epoch"] == [0] * N + [1] * 18
@@ -181,11 +181,11 @@ def test_skipped_updates_have_no_weight(tmp_path, samples):
     assert found["id"] == list(range(N))
     assert found["weight"] == [float(not 5 <= i < 10) for i in range(N)]
     assert found["update"] == [i // 5 - (i >= 10) for i in range(N)]
-    for name in ("loss", "norm"):  # 9 stands alone in its microbatch
+    for name in ("loss", "norm"):  # sample 9 is alone in its microbatch
         assert [i for i in range(N) if found[name][i] != found[name][i]] == [9]
 
 
-def test_an_epoch_can_be_told(tmp_path):
+def test_the_epoch_can_be_passed(tmp_path):
     step, ledger = step_(), sw.Ledger(tmp_path)
     ledger.listen(step)
     for epoch, batch in enumerate(loader(11)):
@@ -194,14 +194,14 @@ def test_an_epoch_can_be_told(tmp_path):
     assert ledger.samples()["epoch"].to_pylist() == [0] * 11 + [1] * 11
 
 
-def test_without_norms_nobody_computes_them(tmp_path):
+def test_norms_false_does_not_compute_norms(tmp_path):
     step = step_(samples=5)
     found = recorded(tmp_path, step, loader(), norms=False)
     assert all(value != value for value in found["norm"]) and not step._windows.record_norms
 
 
 def with_column(*kinds):
-    """A loss function whose column c is made by each of these in turn; None: there is none this time."""
+    """Loss function whose column c comes from each function in turn; None: no column in that call."""
     turns = iter(kinds)
 
     def loss_fn(model, batch):
@@ -211,7 +211,7 @@ def with_column(*kinds):
     return loss_fn
 
 
-LARGE = 2**24 + 1  # that float32 does not know
+LARGE = 2**24 + 1  # not representable in float32
 KINDS = {
     "whole": lambda n: torch.full((n,), LARGE),
     "float": lambda n: torch.full((n,), 0.5),
@@ -242,7 +242,7 @@ def test_a_column_may_change_its_type(tmp_path, kinds, every):
     assert [None if v != v else v for v in found] == expected
 
 
-def test_a_whole_number_that_no_double_is(tmp_path):
+def test_an_integer_that_float64_cannot_represent(tmp_path):
     step = step_(with_column(KINDS["bool"], lambda n: torch.full((n,), 2**53 + 1), None))
     with pytest.raises(sw.LedgerError, match=r"the column 'c' must hold integers .* as large as 2\*\*53; found floats"):
         recorded(tmp_path, step, loader(), epochs=1)
@@ -261,14 +261,14 @@ def of_dicts(model, batch):
     [[np.int64(5), np.uint8(6)], torch.tensor([5, 6], dtype=torch.uint16), [5, 6]],
     ids=["NumPy", "uint16", "list"],
 )
-def test_whole_numbers_of_any_kind_as_ids(tmp_path, ids):
+def test_integers_of_any_type_as_ids(tmp_path, ids):
     assert recorded(tmp_path, step_(of_dicts), with_ids([ids]), epochs=1)["id"] == [5, 6]
 
 
 @pytest.mark.parametrize("every", [1, 1000])
-def test_ids_of_two_kinds(tmp_path, every):
+def test_ids_of_two_types(tmp_path, every):
     with pytest.raises(
-        sw.LedgerError, match=r"the column 'id' must be of one kind in all batches; found .*int64 .*string"
+        sw.LedgerError, match=r"the column 'id' must have one type in all batches; found .*int64 .*string"
     ):
         recorded(tmp_path, step_(of_dicts), with_ids([[1, 2], ["a", "b"]]), epochs=1, every=every)
 
@@ -283,12 +283,12 @@ def test_types_and_parts(tmp_path):
     assert types == wanted
     names = sorted(path.name for path in (tmp_path / "samples").iterdir())
     assert names == [f"part-{k:06d}.parquet" for k in range(len(names))] and len(names) == 4
-    assert pq.read_table(tmp_path / "samples").num_rows == 2 * N  # by whoever reads Parquet
+    assert pq.read_table(tmp_path / "samples").num_rows == 2 * N  # any Parquet reader
     assert RunLog(tmp_path).samples().num_rows == 2 * N
 
 
 def test_a_million_visits_are_small(tmp_path):
-    """A tenth of them, with the numbers that compress worst: drawn at random."""
+    """Measured on 100,000 visits with random numbers, which compress worst."""
     model = nn.Linear(1, 1)
     step = sw.Step(model, sw.sgd(0.0), lambda m, b: m(b["x"])[:, 0].exp(), record=["norms"], transforms=[sw.clip(0.1)])
     ledger = sw.Ledger(tmp_path)
@@ -314,7 +314,7 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize("how", ["cut", "empty", "flipped"])
-def test_a_damaged_part_is_named_and_the_rest_is_there(tmp_path, how):
+def test_a_damaged_part_is_named_and_the_other_parts_are_read(tmp_path, how):
     recorded(tmp_path, step_(samples=5), loader(), every=12)
     damage(tmp_path / "samples" / "part-000001.parquet", how)
     with pytest.raises(sw.LedgerError, match=r"must be a complete Parquet file; found .*part-000001\.parquet") as error:
@@ -325,14 +325,14 @@ def test_a_damaged_part_is_named_and_the_rest_is_there(tmp_path, how):
     assert 0 < rest.num_rows < 2 * N
 
 
-def test_a_missing_part_is_told(tmp_path):
+def test_a_missing_part_is_reported(tmp_path):
     recorded(tmp_path, step_(samples=5), loader(), every=12)
     (tmp_path / "samples" / "part-000001.parquet").unlink()
     with pytest.raises(sw.LedgerError, match=r"numbered without a gap; found no .*part-000001\.parquet"):
         sw.samples(tmp_path)
 
 
-def test_another_version_is_told(tmp_path):
+def test_another_version_is_reported(tmp_path):
     recorded(tmp_path, step_(samples=5), loader())
     path = tmp_path / "samples" / "part-000000.parquet"
     about = {"format": "samplewise ledger", "version": "7"}
@@ -352,14 +352,14 @@ def test_pyarrow_is_missing(monkeypatch, tmp_path):
 # ---------------------------------------------------------------------------------------------------------- mistakes
 
 
-def test_nobody_listened(tmp_path):
+def test_an_update_without_ids_is_refused(tmp_path):
     ledger = sw.Ledger(tmp_path)
     (update,) = step_()(next(iter(loader())))
     with pytest.raises(sw.LedgerError, match=r"found an update without some of them\. Call ledger\.listen\(step\)"):
         ledger.add(update)
 
 
-def test_listening_in_the_middle_of_a_window(tmp_path):
+def test_listen_in_the_middle_of_a_window(tmp_path):
     ledger, step = sw.Ledger(tmp_path), step_(samples=10)
     assert step(next(iter(loader(8)))) == []
     ledger.listen(step)
@@ -390,14 +390,14 @@ def test_a_batch_without_ids(tmp_path):
     ],
     ids=["floats", "matrix", "too few", "too large", "both", "bytes"],
 )
-def test_ids_that_are_none(tmp_path, ids, message):
+def test_invalid_ids(tmp_path, ids, message):
     step = step_(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], reduction="none"))
     with pytest.raises(sw.LedgerError, match=message):
         recorded(tmp_path, step, [{"x": X, "y": Y, "id": ids}])
 
 
 @pytest.mark.parametrize("columns", [{"loss": 1}, {"epoch": 1}])
-def test_a_name_that_is_taken(tmp_path, columns):
+def test_reserved_column_names_are_refused(tmp_path, columns):
     with pytest.raises(sw.LedgerError, match=r"a column must not have the name of a standard column"):
         recorded(tmp_path, step_(), loader(), columns=columns)
 
@@ -405,13 +405,13 @@ def test_a_name_that_is_taken(tmp_path, columns):
 @pytest.mark.parametrize(
     ("column", "found"), [(torch.zeros(3), r"shape \(3,\)"), (1.0, "float")], ids=["short", "number"]
 )
-def test_a_column_that_is_none(column, found):
+def test_an_invalid_column(column, found):
     step = step_(lambda model, batch: (losses_of(model, batch), {"margin": column}))
     with pytest.raises(sw.LossesError, match=rf"a tensor like the losses, \(8,\), .* found {found} for 'margin'"):
         step(next(iter(loader())))
 
 
-def test_options_that_are_none(tmp_path):
+def test_invalid_options(tmp_path):
     with pytest.raises(ValueError, match="every must be a positive number of rows; found 0"):
         sw.Ledger(tmp_path, every=0)
     with pytest.raises(

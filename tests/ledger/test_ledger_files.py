@@ -14,7 +14,7 @@ import pytest
 from recorded_run import loader, trainer
 
 import samplewise as sw
-from samplewise.ledger.files import LedgerParts, numbered, path_of, visits_in
+from samplewise.ledger.files import LedgerWriter, count_visits, list_parts, part_path
 
 GAP = "a ledger must have each part once, and the parts must be numbered without a gap; found "
 SKIPPED = "The other parts are read."
@@ -22,11 +22,11 @@ ROWS = 3
 
 
 def write_part(run, number, rank=0, size=1):
-    parts = LedgerParts(run, number, rank, size)
-    path_of(run, number, rank, size).parent.mkdir(parents=True, exist_ok=True)
+    parts = LedgerWriter(run, number, rank, size)
+    part_path(run, number, rank, size).parent.mkdir(parents=True, exist_ok=True)
     first = 100 * number + 10 * rank
     parts.write(pa.table({"id": range(first, first + ROWS), "update": [number] * ROWS, "loss": [1.0] * ROWS}))
-    return path_of(run, number, rank, size)
+    return part_path(run, number, rank, size)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def run(tmp_path):
 
 
 def skipped(run):
-    """The rows of what can be read, and the messages about the rest."""
+    """Rows of the readable parts, and the warnings about the others."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         table = sw.samples(run, damaged="skip")
@@ -46,7 +46,7 @@ def skipped(run):
 
 def test_a_huge_part_number_is_one_gap(run):
     write_part(run, 99_999_999)
-    message = f"{GAP}no {path_of(run, 2)} (and 99,999,996 more after it)."
+    message = f"{GAP}no {part_path(run, 2)} (and 99,999,996 more after it)."
     with pytest.raises(sw.LedgerError) as error:
         sw.samples(run)
     assert str(error.value) == f"{message} Skip it with damaged='skip'."
@@ -64,32 +64,32 @@ def test_a_report_of_a_run_with_a_huge_part_number_ends(run):
 
 
 @pytest.mark.parametrize("number", [10**12, 10**18, 10**200])
-def test_numbers_of_any_size(run, number):
-    shutil.copy(path_of(run, 0), path_of(run, number))
+def test_part_numbers_of_any_size(run, number):
+    shutil.copy(part_path(run, 0), part_path(run, number))
     rows, messages = skipped(run)
     assert rows == 3 * ROWS and len(messages) == 1 and f"{number - 3:,} more after it)" in messages[0]
 
 
-def test_holes_are_counted_apart(run):
+def test_gaps_are_reported_separately(run):
     for number in (5, 6, 9):
         write_part(run, number)
     rows, messages = skipped(run)
     assert rows == 5 * ROWS
     assert messages == [
-        f"{GAP}no {path_of(run, 2)} (and 2 more after it). {SKIPPED}",
-        f"{GAP}no {path_of(run, 7)} (and 1 more after it). {SKIPPED}",
+        f"{GAP}no {part_path(run, 2)} (and 2 more after it). {SKIPPED}",
+        f"{GAP}no {part_path(run, 7)} (and 1 more after it). {SKIPPED}",
     ]
 
 
 def test_one_missing_part_is_named(run):
     write_part(run, 3)
-    with pytest.raises(sw.LedgerError, match=f"^{GAP}no {path_of(run, 2)}\\. Skip it with damaged='skip'\\.$"):
+    with pytest.raises(sw.LedgerError, match=f"^{GAP}no {part_path(run, 2)}\\. Skip it with damaged='skip'\\.$"):
         sw.samples(run)
 
 
 def test_a_huge_number_of_ranks_is_one_gap(run):
     path = write_part(run, 2, 1, 10**9)
-    message = f"{GAP}no {path_of(run, 2, 0, 10**9)} (and 999,999,998 more after it)."
+    message = f"{GAP}no {part_path(run, 2, 0, 10**9)} (and 999,999,998 more after it)."
     assert skipped(run) == (3 * ROWS, [f"{message} {SKIPPED}"])
     path.unlink()
     assert skipped(run) == (2 * ROWS, [])
@@ -98,7 +98,7 @@ def test_a_huge_number_of_ranks_is_one_gap(run):
 def test_a_missing_rank_among_several(run):
     for rank in (0, 2, 3):
         write_part(run, 2, rank, 4)
-    assert skipped(run) == (5 * ROWS, [f"{GAP}no {path_of(run, 2, 1, 4)}. {SKIPPED}"])
+    assert skipped(run) == (5 * ROWS, [f"{GAP}no {part_path(run, 2, 1, 4)}. {SKIPPED}"])
 
 
 def test_one_part_of_two_numbers_of_ranks_is_refused(run):
@@ -128,12 +128,12 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("name", STRANGE, ids=ascii)
-def test_names_that_no_ledger_writes_are_ignored(run, name):
-    shutil.copy(path_of(run, 0), run / "samples" / name)
-    assert [part.number for part in numbered(run)] == [0, 1]
-    assert skipped(run) == (2 * ROWS, []) and visits_in(run) == 2 * ROWS
-    LedgerParts(run, 1).open()
-    assert (run / "samples" / name).exists() and not path_of(run, 1).exists()
+def test_other_file_names_are_ignored(run, name):
+    shutil.copy(part_path(run, 0), run / "samples" / name)
+    assert [part.number for part in list_parts(run)] == [0, 1]
+    assert skipped(run) == (2 * ROWS, []) and count_visits(run) == 2 * ROWS
+    LedgerWriter(run, 1).open()
+    assert (run / "samples" / name).exists() and not part_path(run, 1).exists()
 
 
 def directory(path):
@@ -149,43 +149,43 @@ def broken_link(path):
 
 
 @pytest.mark.parametrize("make", [directory, pipe, broken_link])
-def test_what_is_named_like_a_part_and_is_no_file(run, make):
-    make(path_of(run, 2))
+def test_directories_and_pipes_named_like_a_part(run, make):
+    make(part_path(run, 2))
     message = (
-        f"a part of a ledger must be a complete Parquet file; found {path_of(run, 2)}, which is not a regular file."
+        f"a part of a ledger must be a complete Parquet file; found {part_path(run, 2)}, which is not a regular file."
     )
     with pytest.raises(sw.LedgerError, match=f"^{message} Skip it with damaged='skip'.$"):
         sw.samples(run)
     assert skipped(run) == (2 * ROWS, [f"{message} {SKIPPED}"])
-    assert visits_in(run) == 2 * ROWS
+    assert count_visits(run) == 2 * ROWS
 
 
 def test_a_directory_named_like_a_part_is_not_removed(run):
-    path_of(run, 2).mkdir()
-    (path_of(run, 2) / "notes.txt").write_text("mine")
+    part_path(run, 2).mkdir()
+    (part_path(run, 2) / "notes.txt").write_text("mine")
     message = (
         f"^a part that is newer than the checkpoint must be removed when a run is resumed; found "
-        f"{path_of(run, 2)}, which cannot be removed: .*\\. Move it out of the folder\\.$"
+        f"{part_path(run, 2)}, which cannot be removed: .*\\. Move it out of the folder\\.$"
     )
     with pytest.raises(sw.LedgerError, match=message):
-        LedgerParts(run, 1).open()
-    assert (path_of(run, 2) / "notes.txt").read_text() == "mine"
+        LedgerWriter(run, 1).open()
+    assert (part_path(run, 2) / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("count", [3, 10**12, 10**30])
 def test_resuming_with_more_parts_than_there_are(run, count):
     more = "" if count == 3 else f" (and {count - 3:,} more after it)"
     with pytest.raises(sw.LedgerError) as error:
-        LedgerParts(run, count).open()
+        LedgerWriter(run, count).open()
     assert str(error.value) == (
-        f"a ledger must have all parts it had at the checkpoint to be resumed; found no {path_of(run, 2)}{more}. "
+        f"a ledger must have all parts it had at the checkpoint to be resumed; found no {part_path(run, 2)}{more}. "
         "Restore the folder from a copy, or start a new run directory."
     )
     assert skipped(run) == (2 * ROWS, [])
 
 
 @pytest.mark.parametrize("parts", [-1, 1.0, float("nan"), True, "1", None, [1]])
-def test_a_state_that_is_no_number_of_parts(run, parts):
+def test_an_invalid_state_is_refused(run, parts):
     ledger = sw.Ledger(run)
     with pytest.raises(sw.LedgerError) as error:
         ledger.load_state_dict({"parts": parts})
@@ -199,9 +199,9 @@ def test_a_state_that_is_no_number_of_parts(run, parts):
 def test_resuming_a_run_removes_a_part_with_a_huge_number(tmp_path):
     trainer(tmp_path).fit(loader(), epochs=1)
     before = sw.samples(tmp_path)
-    shutil.copy(path_of(tmp_path, 0), path_of(tmp_path, 99_999_999))
+    shutil.copy(part_path(tmp_path, 0), part_path(tmp_path, 99_999_999))
     trainer(tmp_path).fit(loader(), epochs=1, resume=True)
-    assert sw.samples(tmp_path).equals(before) and not path_of(tmp_path, 99_999_999).exists()
+    assert sw.samples(tmp_path).equals(before) and not part_path(tmp_path, 99_999_999).exists()
 
 
 class Bomb:
@@ -216,6 +216,6 @@ def test_reading_a_part_runs_no_code(run, monkeypatch):
     monkeypatch.chdir(run)
     forged = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Bomb())}
     schema = pa.schema([pa.field("id", pa.int64(), metadata=forged)], {"format": "samplewise ledger", "version": "1"})
-    pq.write_table(pa.table([[1, 2]], schema=schema), path_of(run, 2))
+    pq.write_table(pa.table([[1, 2]], schema=schema), part_path(run, 2))
     assert skipped(run) == (2 * ROWS + 2, [])
     assert not (run / "exploded").exists()

@@ -1,4 +1,4 @@
-"""A ledger of a run that was stopped, broken off or killed, and resumed: no row is lost, and none is doubled."""
+"""Ledger of a run that was stopped, failed or was killed, and resumed: no row is lost or duplicated."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ EPOCHS = 4
 
 
 class At:
-    """Does something after an update."""
+    """Callback that calls a function after one update."""
 
     def __init__(self, update, act):
         self.update, self.act = update, act
@@ -48,7 +48,7 @@ def test_every_sample_once_an_epoch(whole):
 
 
 @pytest.mark.parametrize("last", [0, 4, 7, 11])
-def test_stopped_and_resumed(whole, tmp_path, last):
+def test_resumed_after_a_stop(whole, tmp_path, last):
     trainer(tmp_path, [At(last, lambda t: t.stop("enough"))]).fit(loader(), epochs=EPOCHS)
     assert sw.samples(tmp_path).num_rows < whole.num_rows
     trainer(tmp_path).fit(loader(), epochs=EPOCHS, resume=True)
@@ -56,27 +56,27 @@ def test_stopped_and_resumed(whole, tmp_path, last):
 
 
 @pytest.mark.parametrize("last", [1, 4, 7, 11])
-def test_broken_off_and_resumed(whole, tmp_path, last):
+def test_resumed_after_an_error(whole, tmp_path, last):
     with pytest.raises(RuntimeError, match="boom"):
         trainer(tmp_path, [At(last, explode)]).fit(loader(), epochs=EPOCHS)
     trainer(tmp_path).fit(loader(), epochs=EPOCHS, resume=True)
     assert sw.samples(tmp_path).equals(whole)
 
 
-def test_after_an_error_what_came_before_it_can_be_seen(tmp_path):
+def test_rows_before_an_error_are_written(tmp_path):
     with pytest.raises(RuntimeError, match="boom"):
         trainer(tmp_path, [At(4, explode)]).fit(loader(), epochs=EPOCHS)
     assert max(sw.samples(tmp_path)["update"].to_pylist()) == 4
 
 
-def test_the_same_trainer_goes_on(whole, tmp_path):
+def test_a_second_fit_of_the_same_trainer_continues(whole, tmp_path):
     first = trainer(tmp_path)
     first.fit(loader(), epochs=2)
     first.fit(loader(), epochs=EPOCHS)
     assert sw.samples(tmp_path).equals(whole)
 
 
-def test_the_checkpoint_before_the_last(whole, tmp_path):
+def test_resumed_from_an_older_checkpoint(whole, tmp_path):
     trainer(tmp_path).fit(loader(), epochs=2)
     newest = Checkpoints(tmp_path / "checkpoints").paths()[0]
     (newest / "state.json").write_bytes(b"broken")
@@ -85,8 +85,8 @@ def test_the_checkpoint_before_the_last(whole, tmp_path):
     assert sw.samples(tmp_path).equals(whole)
 
 
-def test_left_in_the_middle_of_a_window(whole, tmp_path):
-    """The ids of the samples that are in it already are part of the checkpoint."""
+def test_resumed_in_the_middle_of_a_window(whole, tmp_path):
+    """The ids of the open window are part of the checkpoint."""
 
     class Leaving(torch.utils.data.Dataset):
         def __init__(self, dataset):
@@ -111,7 +111,7 @@ def test_left_in_the_middle_of_a_window(whole, tmp_path):
 
 
 @pytest.mark.parametrize("kills", [[3], pytest.param([2, 5], marks=pytest.mark.slow)], ids=["once", "twice"])
-def test_killed(kills, whole, tmp_path):
+def test_resumed_after_a_kill(kills, whole, tmp_path):
     def start(*parts):
         command = [sys.executable, str(SCRIPT), str(tmp_path), *map(str, parts)]
         return subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
@@ -120,7 +120,7 @@ def test_killed(kills, whole, tmp_path):
         process = start(parts)
         while len(list((tmp_path / "samples").glob("*.parquet"))) < parts and process.poll() is None:
             time.sleep(0.01)
-        assert process.poll() is None, process.communicate()[1].decode()  # else nothing was killed
+        assert process.poll() is None, process.communicate()[1].decode()  # the process is still running
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
@@ -132,7 +132,7 @@ def test_killed(kills, whole, tmp_path):
     assert sw.samples(tmp_path)["loss"].to_pylist() == pytest.approx(whole["loss"].to_pylist(), rel=1e-4)
 
 
-def test_parts_that_are_gone(tmp_path):
+def test_resuming_with_missing_parts(tmp_path):
     trainer(tmp_path).fit(loader(), epochs=1)
     (tmp_path / "samples" / "part-000001.parquet").unlink()
     with pytest.raises(
@@ -141,7 +141,7 @@ def test_parts_that_are_gone(tmp_path):
         trainer(tmp_path).fit(loader(), epochs=2, resume=True)
 
 
-def test_what_a_run_without_a_checkpoint_left_goes(whole, tmp_path):
+def test_parts_of_a_run_without_a_checkpoint_are_removed(whole, tmp_path):
     with pytest.raises(RuntimeError, match="boom"):
         trainer(tmp_path, [At(3, explode)], every="9ep").fit(loader(), epochs=EPOCHS)
     assert sw.samples(tmp_path).num_rows
@@ -149,7 +149,7 @@ def test_what_a_run_without_a_checkpoint_left_goes(whole, tmp_path):
     assert sw.samples(tmp_path).equals(whole)
 
 
-def test_by_hand(tmp_path):
+def test_a_custom_loop(tmp_path):
     def hand():
         step = trainer(None).step
         ledger = sw.Ledger(tmp_path)
@@ -174,7 +174,7 @@ def test_by_hand(tmp_path):
     assert rows["epoch"] == [0] * 50 + [1] * 50 and rows["id"][:50] == rows["id"][50:]
 
 
-def test_a_rehearsal_writes_nothing(tmp_path):
+def test_fast_dev_run_writes_nothing(tmp_path):
     rehearsal = sw.Trainer(trainer(None).step, tmp_path / "run", [sw.Ledger()], fast_dev_run=True, progress=False)
     rehearsal.fit(loader(), epochs=1)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What suspicious samples look like: kept beside the ledger, of any kind of data, without disturbing a training."""
+"""Previews of suspicious samples: images, texts and values; training is not affected."""
 
 import base64
 import json
@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import samplewise as sw
 from samplewise.ledger import previews
-from samplewise.ledger.previews import items_within, preview, write_previews
-from samplewise.ledger.visits import visited
+from samplewise.ledger.aggregate import aggregate_visits
+from samplewise.ledger.previews import indexed_items, preview, write_previews
 
 X = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(20) % 3
@@ -47,13 +47,13 @@ def kept(run):
 # --------------------------------------------------------------------------------------------------------- of a sample
 
 
-def test_shares_of_one_are_brightness():
+def test_values_between_0_and_1_are_scaled_to_255():
     found = preview((X[3], Y[3]))
     assert found["label"] == "0"
     assert torch.equal(pixels(found)[:, :, 0], (255 * X[3, 0]).round().long())
 
 
-def test_normalised_images_go_from_black_to_white():
+def test_normalized_images_are_scaled_to_the_full_range():
     shown = pixels(preview(5 * X[0] - 2))
     assert (shown.min(), shown.max()) == (0, 255)
     assert preview(torch.full((8, 8), 7.0))["image"]["data"] == base64.b64encode(bytes(64)).decode()
@@ -61,7 +61,7 @@ def test_normalised_images_go_from_black_to_white():
 
 
 @pytest.mark.parametrize("kind", ["first", "last", "numpy", "bytes", "pillow"])
-def test_colours_in_any_order(kind):
+def test_channels_first_and_channels_last(kind):
     image = (255 * torch.rand(6, 9, 3)).round()
     image[0, 0] = torch.tensor([0.0, 255.0, 128.0])
     given = {
@@ -96,19 +96,19 @@ def test_large_images_shrink():
         ((torch.arange(100), "cat"), {"label": "cat", "values": {str(k): k for k in range(32)}}),
         ({"ids": torch.arange(2)}, {"values": {"0": 0, "1": 1}}),
         ({"a": torch.arange(2), "b": 1.5}, {"values": {"a": "tensor([0, 1])", "b": 1.5}}),
-        ((torch.ones(2), torch.ones(5)), {"values": {"0": 1.0, "1": 1.0}}),  # no label, but a target
+        ((torch.ones(2), torch.ones(5)), {"values": {"0": 1.0, "1": 1.0}}),  # a target of several values is not a label
         ((torch.ones(2), torch.tensor([0.1])), {"label": "0.1", "values": {"0": 1.0, "1": 1.0}}),
         ({"age": 40, "map": torch.ones(8, 8)}, {"values": {"age": 40, "map": repr(torch.ones(8, 8))[:400]}}),
         ([(1, 2)], {"values": {"0": 1, "1": 2}}),
         ((slice(3), 0), {"label": "0", "text": "slice(None, 3, None)"}),
     ],
 )
-def test_texts_and_rows(item, expected):
+def test_texts_and_values_of_a_sample(item, expected):
     assert preview(item) == expected
 
 
 @pytest.mark.parametrize("name", ["image", "x"])
-def test_the_image_within_a_dict(name):
+def test_an_image_in_a_dict(name):
     found = preview({"path": "a.png", name: X[3], "y": 2})
     assert found["label"] == "2" and torch.equal(pixels(found)[:, :, 0], (255 * X[3, 0]).round().long())
     assert pixels(preview({"path": "a.png", "image": X[3, 0]})).shape == (8, 8, 1)
@@ -118,7 +118,7 @@ def test_the_image_within_a_dict(name):
 # ----------------------------------------------------------------------------------------------------------- of a run
 
 
-def test_a_trainer_keeps_them(tmp_path):
+def test_a_trainer_writes_previews(tmp_path):
     fit(tmp_path, sw.Indexed(TensorDataset(X, Y)))
     found = kept(tmp_path)
     assert set(found) == {str(i) for i in range(20)}
@@ -127,23 +127,23 @@ def test_a_trainer_keeps_them(tmp_path):
         assert torch.equal(pixels(shown)[:, :, 0], (255 * X[int(i), 0]).round().long())
 
 
-def test_the_most_suspicious_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(previews, "MOST", 3)
+def test_the_most_suspicious_samples_get_previews(tmp_path, monkeypatch):
+    monkeypatch.setattr(previews, "MAX_PREVIEWS", 3)
     visits = pa.table({"id": [0, 1, 2, 3, 4], "loss": [5.0, 4.0, 3.0, 2.0, 1.0], "norm": [1.0, 2.0, 3.0, 9.0, 8.0]})
-    write_previews(tmp_path, lambda i: f"sample {i}", visited([visits]))
+    write_previews(tmp_path, lambda i: f"sample {i}", aggregate_visits([visits]))
     assert list(kept(tmp_path)) == ["0", "3", "1"]  # by loss, by norm, and the second by loss
     assert kept(tmp_path)["3"] == {"text": "sample 3"}
 
 
-def test_through_subsets():
+def test_items_of_subsets():
     data = sw.Indexed(TensorDataset(X, Y))
-    item = items_within(DataLoader(Subset(Subset(data, range(10, 20)), range(5))))
-    assert torch.equal(item(3)[0], X[3])  # the numbers are those of Indexed
-    assert items_within(DataLoader(TensorDataset(X, Y))) is None
-    assert items_within([1, 2]) is items_within(None) is None
+    item = indexed_items(DataLoader(Subset(Subset(data, range(10, 20)), range(5))))
+    assert torch.equal(item(3)[0], X[3])  # ids are indices of Indexed
+    assert indexed_items(DataLoader(TensorDataset(X, Y))) is None
+    assert indexed_items([1, 2]) is indexed_items(None) is None
 
 
-def test_ids_of_ones_own(tmp_path):
+def test_ids_of_the_dataset(tmp_path):
     data = [{"x": X[i], "y": Y[i], "id": f"s{i}"} for i in range(20)]
     step = sw.Step(
         nn.Linear(64, 3),
@@ -155,12 +155,12 @@ def test_ids_of_ones_own(tmp_path):
     assert kept(tmp_path)["s3"] == {"label": "7", "text": "a text on s3"}
 
 
-def test_not_asked_for(tmp_path):
+def test_no_previews_with_show_false(tmp_path):
     fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=False)
     assert not (tmp_path / "previews.json").exists()
 
 
-def test_looking_does_not_change_the_training(tmp_path):
+def test_previews_do_not_change_the_training(tmp_path):
     class Noisy(TensorDataset):
         def __getitem__(self, i):
             x, y = super().__getitem__(i)
@@ -173,7 +173,7 @@ def test_looking_does_not_change_the_training(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*(run.parameters() for run in runs), strict=True))
 
 
-def test_what_cannot_be_looked_up_is_told_and_ends_nothing(tmp_path):
+def test_a_failing_preview_is_a_warning(tmp_path):
     def show(i):
         raise KeyError(f"no {i}")
 
@@ -183,13 +183,13 @@ def test_what_cannot_be_looked_up_is_told_and_ends_nothing(tmp_path):
     assert len(sw.samples(tmp_path)) == 20 and not (tmp_path / "previews.json").exists()
 
 
-def test_one_that_cannot_be_looked_up_does_not_hide_the_others(tmp_path):
+def test_other_previews_are_written_if_one_fails(tmp_path):
     with pytest.warns(sw.LedgerWarning, match=r"found KeyError: 3 Use Ledger\(show="):
         fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=lambda i: {k: f"text {k}" for k in range(20) if k != 3}[i])
     assert set(kept(tmp_path)) == {str(i) for i in range(20)} - {"3"}
 
 
-def test_how_often(tmp_path):
+def test_previews_are_written_after_epochs_1_2_4_and_8(tmp_path):
     looked = []
     ledger = sw.Ledger(tmp_path, show=lambda i: looked.append(i) or "")
     step = sw.Step(nn.Linear(1, 1), sw.sgd(0.1), lambda m, b: m(b["x"]).squeeze(1))

@@ -1,4 +1,4 @@
-"""Loggers: what TensorBoard, CSV, W&B and MLflow are told, also after a resume."""
+"""Loggers: TensorBoard, CSV, W&B and MLflow, also after a resume."""
 
 import csv
 import math
@@ -55,7 +55,7 @@ class Crash(Exception):
 
 
 class CrashAt:
-    """After the validation at that update, before anything is saved."""
+    """Callback that raises after the validation at an update, before a checkpoint is saved."""
 
     def __init__(self, update, kind="validation"):
         self.update, self.kind = update, kind
@@ -73,18 +73,18 @@ def crashed(run, logger, every, crash):
 # ------------------------------------------------------------- the event
 
 
-def test_every_line_is_told_even_without_a_directory():
-    told = []
+def test_lines_are_logged_without_a_run_directory():
+    logged = []
 
     class Teller:
         def on_log(self, kind, fields):
-            told.append((kind, fields["update"]))
+            logged.append((kind, fields["update"]))
 
     fit(None, [Teller()], epochs=1)
-    assert told == [("train", 1), ("train", 2), ("train", 3), ("epoch", 3), ("validation", 3), ("end", 3)]
+    assert logged == [("train", 1), ("train", 2), ("train", 3), ("epoch", 3), ("validation", 3), ("end", 3)]
 
 
-def test_a_line_is_in_the_file_when_it_is_told(tmp_path):
+def test_lines_are_flushed(tmp_path):
     lines = []
 
     class Reader:
@@ -107,7 +107,7 @@ def test_csv(tmp_path):
     assert train[0]["lr"] == "0.1"
 
 
-def test_csv_elsewhere_and_twice(tmp_path):
+def test_csv_in_another_directory_and_in_a_second_fit(tmp_path):
     trainer = make(None, [CSV(tmp_path / "there")])
     trainer.fit(LOADER, epochs=1)
     trainer.fit(LOADER, epochs=2)
@@ -127,11 +127,11 @@ def test_columns_are_those_of_the_first_line(tmp_path):
 # Saved by update, the checkpoint at update 3 or 6 is older than the validation there; saved by epoch, it is newer.
 @pytest.mark.parametrize("every", ["1up", "2up", "1ep"])
 @pytest.mark.parametrize("crash", [CrashAt(2, "train"), CrashAt(3), CrashAt(5, "train"), CrashAt(6)])
-def test_resumed_files_are_those_of_a_run_never_interrupted(tmp_path, every, crash):
+def test_files_of_a_resumed_run_equal_those_of_an_uninterrupted_run(tmp_path, every, crash):
     fit(tmp_path / "whole", [CSV(), TensorBoard()], epochs=3)
     for logger in (CSV, TensorBoard):
         crashed(tmp_path / logger.__name__, logger(), every, crash)
-        for file in tmp_path.glob("TensorBoard/tensorboard/*"):  # read by name: those of one second may be in any order
+        for file in tmp_path.glob("TensorBoard/tensorboard/*"):  # their order is undefined
             file.rename(file.with_name("events.out.tfevents.0000000001"))
         fit(tmp_path / logger.__name__, [logger(), ModelCheckpoint(every)], resume=True, epochs=3)
     for name in ("train.csv", "validation.csv"):
@@ -139,7 +139,7 @@ def test_resumed_files_are_those_of_a_run_never_interrupted(tmp_path, every, cra
     assert scalars(tmp_path / "TensorBoard" / "tensorboard") == scalars(tmp_path / "whole" / "tensorboard")
 
 
-def test_cut_off_rows_are_gone_when_the_training_goes_on(tmp_path):
+def test_rows_after_the_checkpoint_are_removed_on_resume(tmp_path):
     crashed(tmp_path, CSV(), "2up", CrashAt(3))
     assert len(rows(tmp_path / "validation.csv")) == 1
     with pytest.raises(Crash):
@@ -164,7 +164,7 @@ class Strange:
         trainer.write("mine", update=0, loss=math.nan, rates=(0.1, 0.2), name="no number")
 
 
-def test_nan_lists_and_words_in_tensorboard(tmp_path):
+def test_nan_lists_and_strings_in_tensorboard(tmp_path):
     make(None, [TensorBoard(tmp_path), Strange()]).fit(LOADER, epochs=1)
     found = scalars(tmp_path)
     assert math.isnan(found["mine/loss"][0][1])
@@ -190,11 +190,11 @@ class FakeRun:
 
 @pytest.fixture
 def started(monkeypatch):
-    """The runs that fake wandb and mlflow modules were asked for, and how."""
+    """Runs started through fake wandb and mlflow modules, with their arguments."""
     found = []
 
-    def start(**asked):
-        found.append((asked, FakeRun("abc")))
+    def start(**arguments):
+        found.append((arguments, FakeRun("abc")))
         return found[-1][1]
 
     wandb, mlflow = ModuleType("wandb"), ModuleType("mlflow")
@@ -241,7 +241,7 @@ def test_a_fit_that_raises_is_finished_as_failed(started, logger):
 @pytest.mark.parametrize(
     ("logger", "library"), [(TensorBoard, "tensorboard"), (WandB, "wandb"), (MLflow, "mlflow")], ids=lambda x: str(x)
 )
-def test_a_library_that_is_not_there(monkeypatch, logger, library):
+def test_a_missing_library(monkeypatch, logger, library):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=f"^{logger.__name__} needs {library}: pip install {library}$"):
         logger()
@@ -253,7 +253,7 @@ def test_no_directory(logger):
         fit(None, [logger()], epochs=1)
 
 
-def test_a_rehearsal_is_not_logged(started, tmp_path, monkeypatch):
+def test_fast_dev_run_is_not_logged(started, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = make("run", [CSV(), TensorBoard(), TensorBoard("there"), WandB(), MLflow()], fast_dev_run=True)
     trainer.fit(LOADER, validate=LOADER, epochs=1)

@@ -1,4 +1,4 @@
-"""A headless Chromium for the tests, and what they do in it."""
+"""Headless Chromium for the tests, and the actions they perform in it."""
 
 import shutil
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 LAPTOP, PHONE = (1280, 800), (390, 844)
-# Where the canvas shows the colour of suspects: within the uppermost dot.
+# Position of the topmost dot with the colour of suspects on the canvas.
 FIND_SUSPECT = """
 const canvas = document.getElementById("plot"), ratio = canvas.width / canvas.clientWidth;
 const copy = Object.assign(document.createElement("canvas"), {width: canvas.width, height: canvas.height});
@@ -33,7 +33,7 @@ return null;
 
 
 def missing():
-    """What a machine lacks for these tests."""
+    """Programs that the browser tests need and that are not installed."""
     return [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 
 
@@ -62,7 +62,7 @@ class Browser:
         self.driver, self.run = driver, driver.execute_script
 
     def show(self, path, size=LAPTOP, dark=False):
-        """Opens a page on a device."""
+        """Open a page on a device."""
         phone = size == PHONE
         width, height = size
         screen = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
@@ -73,7 +73,7 @@ class Browser:
         self.driver.get(path.as_uri())
 
     def complaints(self):
-        """What the console says that is no mere note; it then forgets it."""
+        """Warnings and errors of the console since the last call."""
         return [entry for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
     def one(self, css):
@@ -83,7 +83,7 @@ class Browser:
         return self.driver.find_elements(By.CSS_SELECTOR, css)
 
     def texts(self, css):
-        """At one moment: a page may be about to change."""
+        """Texts of the elements, read in a single call because the page may change."""
         return self.run("return [...document.querySelectorAll(arguments[0])].map(e => e.innerText.trim())", css)
 
     def click(self, css):
@@ -94,14 +94,14 @@ class Browser:
         self.one(css).send_keys(*(getattr(Keys, key) for key in keys))
 
     def suspect(self):
-        """The place of the uppermost suspect within the plot, which is brought into view."""
+        """Position of the topmost suspect in the plot; scrolls to the plot."""
         self.run("document.getElementById('plot').scrollIntoView({block: 'center'})")
         found = self.run(FIND_SUSPECT)
         assert found, "no suspect is drawn"
         return found
 
     def point(self, left, top, click=False, finger=False):
-        """Moves the mouse, or a finger, to a place within the plot."""
+        """Move the mouse, or a finger, to a position in the plot."""
         kind = "touch" if finger else "mouse"
         plot, device = self.one("#plot"), PointerInput(kind, f"the {kind}")
         actions = ActionBuilder(self.driver, mouse=device, duration=0)

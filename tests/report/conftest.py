@@ -6,7 +6,7 @@ from samplewise.report.page import write_report
 
 @pytest.fixture
 def report(tmp_path):
-    """Writes a run directory, and reads the page that is made of it."""
+    """Function that writes a run directory and returns its report as a Page."""
 
     def make(lines, about=ABOUT, after=""):
         write_run(tmp_path, lines, about, after)

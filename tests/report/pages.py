@@ -1,4 +1,4 @@
-"""Run directories for the tests, and the page as somebody sees it."""
+"""Run directories for the tests, and the visible content of a page."""
 
 import base64
 import json
@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pyarrow as pa
 
-from samplewise.ledger.files import LedgerParts
+from samplewise.ledger.files import LedgerWriter
 
 ABOUT = {
     "format_version": 1,
@@ -51,15 +51,15 @@ def write_run(directory, lines=WHOLE, about=ABOUT, after=""):
 
 
 def write_ledger(directory, *parts):
-    """Each part as columns."""
-    to = LedgerParts(directory, 0)
+    """Write a ledger; each part is a dict of columns."""
+    to = LedgerWriter(directory, 0)
     to.open()
     for columns in parts:
         to.write(pa.table(columns))
 
 
 def visits(ids, losses, epoch=0, **more):
-    """A part in which each of these is visited once, and the norm is twice the loss."""
+    """Part with one visit of each sample; the norm is twice the loss."""
     n = len(ids)
     return {
         "id": pa.array(ids),
@@ -82,7 +82,7 @@ def write_previews(directory, samples, version=1):
 
 
 class Page(HTMLParser):
-    """The page as somebody sees it: text, tables under their headings, charts by caption."""
+    """Visible content of a page: text, tables by heading, charts by caption."""
 
     VOID = ("meta", "img")
 
@@ -96,7 +96,7 @@ class Page(HTMLParser):
 
     @property
     def samples(self):
-        """The data that the script is given."""
+        """Data of the page's script."""
         return json.loads(next(text for text in self.scripts if text.startswith("{")))
 
     def handle_starttag(self, tag, attrs):

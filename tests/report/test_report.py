@@ -1,4 +1,4 @@
-"""`write_report`: what stands on the page, for whole runs and for those that broke off, diverged or never began."""
+"""`write_report`: content of the page, for complete, interrupted, diverged and empty runs."""
 
 import ast
 import json
@@ -12,11 +12,11 @@ from pages import ABOUT, WHOLE, train, validation
 
 from samplewise import errors
 from samplewise.core import atomic_io, format_version
+from samplewise.ledger import aggregate
 from samplewise.ledger import files as ledger
-from samplewise.ledger import visits
 from samplewise.report import charts, page
 from samplewise.report.page import write_report
-from samplewise.report.run import read_run
+from samplewise.report.run_log import read_run
 
 
 def finite_points(path):
@@ -33,7 +33,7 @@ def test_name_and_state_come_first(report):
     assert "Warnings" not in shown.text
 
 
-def test_the_summary_holds_what_run_json_says_and_what_was_counted(report):
+def test_the_summary_shows_run_json_and_counters(report):
     shown = report(WHOLE)
     run = dict(shown.tables["Run"])
     assert run["parameters"] == "21,704,164" and run["torch"] == "2.13.0" and run["device"] == "cpu"
@@ -58,7 +58,7 @@ def test_the_epochs_in_a_table(report):
     ]
 
 
-def test_best_is_lowest_or_highest_by_name_and_both_where_the_name_does_not_tell(report):
+def test_best_is_lowest_or_highest_by_name_or_both(report):
     _, *rows = report(WHOLE).tables["Best values"]
     assert rows == [
         ["train loss", "lowest", "1.500", "3", "1.750"],
@@ -70,17 +70,17 @@ def test_best_is_lowest_or_highest_by_name_and_both_where_the_name_does_not_tell
 
 
 def test_skipped_updates_are_added_up_with_first_and_last(report):
-    counts = [0, 1, 0, 3, 0]  # each since the line before
+    counts = [0, 1, 0, 3, 0]  # each since the previous line
     shown = report([train(update, skipped=count) for update, count in enumerate(counts)])
     assert "4 skipped because of NaN or infinity, 4 made. " in shown.text
     assert "First logged at update 1, last at update 3." in shown.text
 
 
-def test_a_run_that_went_on_after_its_end_has_not_ended(report):
+def test_a_resumed_run_has_not_ended(report):
     assert "Not finished: the log ends at update 5" in report([*WHOLE, train(5, epoch=2)]).text
 
 
-def test_a_lone_point_between_gaps_gets_a_dot(report):
+def test_a_point_between_gaps_is_drawn_as_a_dot(report):
     smooth = [1.0] * 100
     with_dot = report([train(k, loss=loss) for k, loss in enumerate([*smooth, nan, 2.0, nan, *smooth])])
     without = report([train(k, loss=loss) for k, loss in enumerate([*smooth, nan, 2.0, 2.0, *smooth])])
@@ -93,7 +93,7 @@ def test_each_parameter_group_has_its_learning_rate(report):
     assert "group 0" in shown.text and "group 1" in shown.text
 
 
-def test_what_never_changes_is_seen_against_zero(report):
+def test_the_axis_of_a_constant_curve_includes_zero(report):
     shown = report([train(update, lr=[0.001]) for update in range(1, 5)])
     assert "update 0 0.0005 0.001 0.0015 0.002" in " ".join(shown.text.split())
 
@@ -105,7 +105,7 @@ def test_lines_of_the_learning_rate_monitor_are_known(report):
     assert "does not know" not in shown.text
 
 
-def test_it_is_written_where_it_is_asked_for(tmp_path):
+def test_path_of_the_report(tmp_path):
     (tmp_path / "log.jsonl").touch()
     assert write_report(tmp_path) == tmp_path / "report.html"
     assert write_report(tmp_path, tmp_path / "other.html").read_text() == (tmp_path / "report.html").read_text()
@@ -126,18 +126,18 @@ def test_a_last_line_that_is_cut_off_is_left_out(report, cut):
     assert "0.1250" not in shown.text and "cannot be read" not in shown.text
 
 
-def test_a_line_cut_off_in_the_middle_of_a_letter(tmp_path):
+def test_a_line_cut_off_within_a_character(tmp_path):
     line = json.dumps({"kind": "end", "update": 1, "reason": "é"}, ensure_ascii=False).encode()
     (tmp_path / "log.jsonl").write_bytes(line[: line.index("é".encode()) + 1])
-    assert "The last line of the log is incomplete" in " ".join(read_run(tmp_path).left_out)
+    assert "The last line of the log is incomplete" in " ".join(read_run(tmp_path).warnings)
 
 
-def test_a_last_line_that_only_lacks_its_end_counts(report):
+def test_a_complete_last_line_without_newline_is_read(report):
     shown = report(WHOLE[:-1], after=json.dumps(WHOLE[-1]))
     assert "Ended at update 4" in shown.text and "is incomplete" not in shown.text
 
 
-def test_lines_that_nobody_can_read_are_counted(report):
+def test_unreadable_lines_are_counted(report):
     lines = [train(1), "no object", dict(kind="weather"), dict(kind=["train"]), train(2)]
     shown = report(lines)
     assert "Unreadable lines of the log, left out: 1." in shown.text
@@ -176,11 +176,11 @@ def test_no_validation(report):
     assert list(shown.charts) == ["Train loss", "Learning rate", "Samples per second", "Milliseconds per update"]
 
 
-def test_what_is_not_finite_is_a_gap_and_counted(report):
+def test_non_finite_values_are_gaps_and_counted(report):
     losses = [3.0, 2.0, nan, 1.0, inf, -inf, 0.5, 0.25]
     shown = report([train(update, loss=loss) for update, loss in enumerate(losses)])
     assert "Train loss: 3 of 8 values are NaN or infinite and left out of the curve." in shown.text
-    assert shown.charts["Train loss"][0].count("M") == 3  # stretches between the gaps
+    assert shown.charts["Train loss"][0].count("M") == 3  # intervals between the gaps
     assert ["train loss", "lowest", "0.2500", "7", "0.2500"] in shown.tables["Best values"]
 
 
@@ -189,18 +189,18 @@ def test_a_table_says_nan_and_infinity(report):
     assert shown.tables["Epochs"][1:] == [["0", "NaN", "∞", "−∞", "0.5000"], ["1", "1.000", "–", "–", "0.5000"]]
 
 
-def test_nothing_finite_at_all(report):
+def test_no_finite_values(report):
     shown = report([train(1, loss=nan), train(2, loss=inf)])
     assert "No finite values." in shown.text and "Train loss" not in shown.charts
 
 
 @pytest.mark.parametrize("loss", [1.7e308, -1.7e308, 5e-324, 10**400, 0, 2**70])
-def test_numbers_at_the_end_of_the_scale(report, loss):
+def test_huge_numbers(report, loss):
     report([train(1, loss=loss), train(2)])
 
 
 @pytest.mark.parametrize("key", ["loss", "lr", "update", "epoch", "skipped", "samples", "samples_per_second"])
-def test_a_value_that_is_no_number_is_not_there(report, key):
+def test_values_that_are_not_numbers_are_left_out(report, key):
     odd = [None, "1.0", True, [], [None], {}]
     shown = report([train(1), *({**train(2), key: value} for value in odd), train(3)])
     assert shown.charts["Train loss"] and dict(shown.tables["Run"])["updates"] == "3"
@@ -213,7 +213,7 @@ def test_thousands_of_lines_are_thinned_and_a_spike_stays(report):
     losses = [1.0 + update % 7 for update in range(20_000)]
     losses[12_345] = 99.0
     shown = report([train(update, loss=loss) for update, loss in enumerate(losses)])
-    assert all(finite_points(path) <= charts.MOST_POINTS for chart in shown.charts.values() for path in chart)
+    assert all(finite_points(path) <= charts.MAX_POINTS for chart in shown.charts.values() for path in chart)
     assert dict(shown.tables["Run"])["updates"] == "19,999"
     assert len(shown.html) < 400_000
 
@@ -222,13 +222,13 @@ def test_thinning_keeps_extremes_gaps_and_the_end():
     points = [(float(k), float(k % 100)) for k in range(10_000)]
     points[5_000], points[7_777], points[-1] = (5_000.0, nan), (7_777.0, -1e6), (9_999.0, 90.5)
     kept = charts.thin(points)
-    assert len(kept) <= charts.MOST_POINTS and kept == sorted(kept)
+    assert len(kept) <= charts.MAX_POINTS and kept == sorted(kept)
     assert (7_777.0, -1e6) in kept and points[-1] in kept
     assert [x for x, y in kept if not isfinite(y)] == [5_000.0]
 
 
-def test_few_points_are_left_as_they_are():
-    points = [(float(k), 0.0) for k in range(charts.MOST_POINTS)]
+def test_few_points_are_not_thinned():
+    points = [(float(k), 0.0) for k in range(charts.MAX_POINTS)]
     assert charts.thin(points) is points
 
 
@@ -243,12 +243,12 @@ def evil_run(report):
     return report([*lines, dict(kind="end", update=2, reason=EVIL)], about)
 
 
-def test_names_are_text(report):
+def test_names_are_escaped(report):
     shown = evil_run(report)
-    said = EVIL.replace("\x00", "\N{REPLACEMENT CHARACTER}")
+    escaped = EVIL.replace("\x00", "\N{REPLACEMENT CHARACTER}")
     assert "script" not in shown.tags
-    assert shown.title == said and f"Validation: {said}" in shown.charts and said in shown.charts
-    assert dict(shown.tables["Run"])[said] == said
+    assert shown.title == escaped and f"Validation: {escaped}" in shown.charts and escaped in shown.charts
+    assert dict(shown.tables["Run"])[escaped] == escaped
 
 
 def test_half_a_surrogate_pair_in_a_name(report):
@@ -256,7 +256,7 @@ def test_half_a_surrogate_pair_in_a_name(report):
 
 
 @pytest.mark.parametrize("make", [evil_run, lambda report: report(WHOLE), lambda report: report([])])
-def test_well_formed_by_itself_and_without_javascript(report, make):
+def test_well_formed_and_self_contained(report, make):
     shown = make(report)
     ElementTree.fromstring(shown.html.removeprefix("<!DOCTYPE html>"))
     ids = [value for name, value in shown.attributes if name == "id"]
@@ -300,7 +300,7 @@ def test_no_matplotlib(report, monkeypatch):
         report(WHOLE)
 
 
-def test_what_others_have_set_in_matplotlib_changes_nothing(report):
+def test_matplotlib_settings_of_the_user_are_ignored(report):
     import matplotlib
 
     expected = report(WHOLE).html
@@ -318,7 +318,7 @@ def imported(path):
             yield node.module
 
 
-OURS = (ledger, visits, errors, atomic_io, format_version)
+OURS = (ledger, aggregate, errors, atomic_io, format_version)
 
 
 @pytest.mark.parametrize(
@@ -326,18 +326,18 @@ OURS = (ledger, visits, errors, atomic_io, format_version)
     [*sorted(Path(page.__file__).parent.glob("*.py")), *(Path(module.__file__) for module in OURS)],
     ids=lambda path: path.name,
 )
-def test_needs_no_torch_and_little_else_of_samplewise(path):
-    # By reading, because `import samplewise` itself imports torch.
-    allowed = {*sys.stdlib_module_names, "matplotlib", "numpy", "PIL"}  # which come with matplotlib
-    strange = [name for name in imported(path) if name.split(".")[0] not in allowed]
+def test_the_report_does_not_import_torch(path):
+    # Checked in the source, because `import samplewise` itself imports torch.
+    allowed = {*sys.stdlib_module_names, "matplotlib", "numpy", "PIL"}  # numpy and PIL come with matplotlib
+    others = [name for name in imported(path) if name.split(".")[0] not in allowed]
     ours = [module.__name__ for module in OURS]
-    assert [name for name in strange if not name.startswith("samplewise.report") and name not in ours] == []
+    assert [name for name in others if not name.startswith("samplewise.report") and name not in ours] == []
 
 
 def test_numbers_at_the_axes_keep_their_digits(report):
     assert "0.502" in report([train(1, loss=0.501), train(2, loss=0.5035)]).text
 
 
-def test_drawings_are_without_what_nobody_sees(report):
+def test_drawings_have_no_metadata(report):
     html = report(WHOLE).html
     assert "font-family: '" not in html and '<g id="' not in html

@@ -1,4 +1,4 @@
-"""The page in a real browser: everything that can be clicked is, and the console must have nothing to say."""
+"""The page in Chromium: all controls are used, and the console must have no warnings or errors."""
 
 import pyarrow as pa
 import pytest
@@ -30,7 +30,7 @@ def browser(session):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """With all that a page can show. By loss the last sample is the worst, by margin the first."""
+    """Report with all sections. The last sample is the most suspicious by loss, the first by margin."""
     directory = tmp_path_factory.mktemp("runs") / "digits"
     more = [train(k, phases={"data": 0.1, "forward": 0.2}, memory=2**28) for k in (5, 6)]
     more += [{"kind": "noise", "epoch": 0, "update": k, "scale": 100.0 * k, "batch": 64} for k in (1, 6)]
@@ -59,7 +59,7 @@ def cards(browser):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
-def test_from_score_to_card_to_point_and_back(browser, page, size, dark):
+def test_choose_a_score_and_pin_a_card(browser, page, size, dark):
     browser.show(page, size, dark)
     assert browser.run("return document.documentElement.scrollWidth") <= size[0]
     shade = browser.run("return getComputedStyle(document.body).backgroundColor")
@@ -86,18 +86,18 @@ def test_from_score_to_card_to_point_and_back(browser, page, size, dark):
     assert pinned(browser) == [] and "Click a point or a card" in browser.one("#pinned").text
 
 
-def test_the_pointer_tells_of_the_nearest(browser, page):
+def test_hovering_shows_the_nearest_sample(browser, page):
     browser.show(page)
     assert not browser.one("#tip").is_displayed()
     browser.point(*browser.suspect())
     names = browser.texts("#tip dt")
     assert browser.one("#tip").is_displayed() and browser.one("#tip strong").text.startswith("Sample ")
     assert names[:4] == ["label", "loss", "gradient norm", "margin"] and "visits" in names
-    browser.point(70, 15)  # where nobody is
+    browser.point(70, 15)  # no sample nearby
     assert not browser.one("#tip").is_displayed()
 
 
-def test_the_keyboard_reaches_all(browser, page):
+def test_keyboard_navigation(browser, page):
     browser.show(page)
     browser.press("#plot", "ARROW_RIGHT", "ARROW_RIGHT", "ARROW_RIGHT", "ARROW_LEFT", "ENTER")
     assert pinned(browser) == ["Sample 1"]  # the second by margin
@@ -109,7 +109,7 @@ def test_the_keyboard_reaches_all(browser, page):
     assert pinned(browser) == ["Sample 0"] and browser.texts("#pinned dl:first-of-type dt") == ["age"]
 
 
-def test_more_cards_until_there_are_no_more(browser, page):
+def test_show_more_cards(browser, page):
     browser.show(page)
     assert browser.one("#more").text == "Show more (16 left)"
     browser.click("#more")
@@ -132,11 +132,11 @@ def test_colours_follow_the_device_while_the_page_is_open(browser, page):
     light = browser.suspect()
     scheme = {"name": "prefers-color-scheme", "value": "dark"}
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    browser.until(lambda: browser.run(FIND_SUSPECT) == light)  # found by the colour it has now
+    browser.until(lambda: browser.run(FIND_SUSPECT) == light)  # found by its current colour
 
 
 def test_counts_of_many_samples(browser, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(scatter, "MOST_SAMPLES", 100)
+    monkeypatch.setattr(scatter, "MAX_SAMPLES", 100)
     browser.show(write_report(run, tmp_path / "many.html"))
     browser.point(*browser.suspect(), click=True)
     assert pinned(browser)
@@ -146,7 +146,7 @@ def test_counts_of_many_samples(browser, run, tmp_path, monkeypatch):
     assert " to " in browser.texts("#tip dd")[1]
 
 
-def test_a_page_that_reloads_itself_is_as_it_was_left(browser, run, tmp_path):
+def test_reloading_keeps_the_state_of_the_page(browser, run, tmp_path):
     browser.show(write_report(run, tmp_path / "live.html", reload=0.8))
     browser.run("""
         document.querySelector("[data-score='1']").click();
@@ -180,7 +180,7 @@ CUT = """  // facts that a card does not show whole, or breaks within a word
 
 
 @pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
-def test_cards_show_their_numbers_whole(browser, tmp_path, size):
+def test_cards_do_not_cut_numbers(browser, tmp_path, size):
     names = [f"run {k}" for k in range(9)]
     runs = [write_run(tmp_path / name, WHOLE, {**ABOUT, "name": name}) for name in names]
     for run in runs:
@@ -196,7 +196,7 @@ def test_cards_show_their_numbers_whole(browser, tmp_path, size):
     assert browser.run(CUT) == []
 
 
-def test_nothing_of_the_data_runs(browser, tmp_path):
+def test_data_is_not_executed(browser, tmp_path):
     lines = [train(k, **{EVIL: 1.0}) for k in (1, 2)]
     lines += [{"kind": "layers", "epoch": 0, "update": k, "norms": {EVIL: 1.0, "b": 2.0}} for k in (1, 2)]
     hostile = write_run(tmp_path / "hostile", lines, {**ABOUT, "name": EVIL, "settings": {EVIL: EVIL}})
@@ -217,7 +217,7 @@ def test_nothing_of_the_data_runs(browser, tmp_path):
     assert hacked is None and browser.run("return window.hacked") is None
 
 
-def test_a_script_that_is_not_ours_is_refused(session, page):
+def test_injected_scripts_are_refused(session, page):
     session.show(page)
     session.run(
         "const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s)"

@@ -1,4 +1,4 @@
-"""`write_comparison`: several runs on one page. `watch`: a page that follows them."""
+"""`write_comparison`: several runs on one page. `watch`: rewriting pages during training."""
 
 import json
 from math import nan
@@ -9,7 +9,7 @@ from pages import ABOUT, WHOLE, Page, picture, train, validation, visits, write_
 from samplewise.report import compare
 from samplewise.report.compare import write_comparison
 from samplewise.report.page import write_report
-from samplewise.report.run import read_run
+from samplewise.report.run_log import read_run
 from samplewise.report.watch import watch
 
 
@@ -23,7 +23,7 @@ def compared(tmp_path, *runs):
 
 @pytest.fixture
 def two(tmp_path):
-    """Two runs: the second with a larger batch, another loss, and one metric more."""
+    """Two runs: the second has a larger batch, another loss and one more metric."""
     other = [train(1, loss=4.0), train(6, loss=1.0), validation(6, loss=1.5, accuracy=0.875, extra=1.0)]
     return (
         write_run(tmp_path / "first", WHOLE, about("first")),
@@ -31,7 +31,7 @@ def two(tmp_path):
     )
 
 
-def test_what_was_set_otherwise_comes_first(tmp_path, two):
+def test_different_settings_come_first(tmp_path, two):
     shown = compared(tmp_path, *two)
     assert shown.title == "first and second"
     assert shown.tables["Different settings"] == [
@@ -44,7 +44,7 @@ def test_what_was_set_otherwise_comes_first(tmp_path, two):
     assert list(shown.tables).index("Different settings") == 0
 
 
-def test_curves_lie_over_each_other(tmp_path, two):
+def test_curves_are_overlaid(tmp_path, two):
     shown = compared(tmp_path, *two)
     assert len(shown.charts["Train loss"]) == 2 and len(shown.charts["Validation: gap"]) == 1
     assert list(shown.charts)[:4] == ["Train loss", "Validation: loss", "Validation: accuracy", "Validation: gap"]
@@ -52,7 +52,7 @@ def test_curves_lie_over_each_other(tmp_path, two):
     assert "Ended at update 4: all epochs done" in shown.text and "Not finished: the log ends at update 6" in shown.text
 
 
-def test_of_several_learning_rates_the_first_is_drawn(tmp_path, two):
+def test_only_the_first_learning_rate_is_drawn(tmp_path, two):
     assert "Only the learning rate" not in compared(tmp_path, *two).text
     write_run(two[0], [train(k, lr=[0.1, 0.2 * k]) for k in (1, 2)], about("first"))
     shown = compared(tmp_path, *two)
@@ -89,8 +89,8 @@ def test_suspects_need_two_ledgers(tmp_path, two):
     assert "Comparing suspects needs two runs with a ledger." in compared(tmp_path, *two).text
 
 
-def test_many_suspects_are_cut_short(tmp_path, two, monkeypatch):
-    monkeypatch.setattr(compare, "MOST_CARDS", 3)
+def test_long_lists_of_suspects_are_shortened(tmp_path, two, monkeypatch):
+    monkeypatch.setattr(compare, "MAX_CARDS", 3)
     for run in two:
         write_ledger(run, visits(list(range(100)), [float(k) for k in range(100)]))
     shown = compared(tmp_path, *two)
@@ -98,7 +98,7 @@ def test_many_suspects_are_cut_short(tmp_path, two, monkeypatch):
     assert shown.attributes.count(("class", "card")) == 3
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
+def test_runs_with_equal_names_are_distinguished(tmp_path):
     places = [write_run(tmp_path / name, WHOLE, about("same")) for name in ("a", "b")]
     first, second, third = compare.names([read_run(place) for place in (*places, places[0])])
     assert second == f"same ({places[1]})"
@@ -111,7 +111,7 @@ def test_three_runs(tmp_path, two):
     assert shown.title == "3 runs" and len(shown.charts["Train loss"]) == 3
 
 
-def test_a_single_suspect_of_all(tmp_path, two):
+def test_one_common_suspect(tmp_path, two):
     write_ledger(two[0], visits([*range(12)], [1.0] * 12))
     write_ledger(two[1], visits([*range(11, 23)], [1.0] * 12))
     assert "1 sample is suspect in both runs, with the rank in each run." in compared(tmp_path, *two).text
@@ -124,7 +124,7 @@ def test_a_dozen_runs_have_a_colour_or_a_dash_each(tmp_path):
     assert len(shown.charts["Train loss"]) == 12 and len(styles) == 12
 
 
-def test_warnings_say_whose_they_are(tmp_path, two):
+def test_warnings_name_their_run(tmp_path, two):
     write_run(two[0], [train(1, loss=nan), train(2)], {**about("first"), "samplewise": "9.9"})
     (two[0] / "previews.json").write_text("no JSON")
     text = compared(tmp_path, *two).text
@@ -149,7 +149,7 @@ def test_empty_runs(tmp_path):
     assert "No data to draw yet." in compared(tmp_path, *runs).text
 
 
-def test_it_is_written_here_unless_told_otherwise(tmp_path, two, monkeypatch):
+def test_default_path_of_a_comparison(tmp_path, two, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert str(write_comparison(two)) == "comparison.html"
     assert (tmp_path / "comparison.html").exists()
@@ -159,7 +159,7 @@ def test_it_is_written_here_unless_told_otherwise(tmp_path, two, monkeypatch):
 
 
 class Clock:
-    """Instead of waiting, something happens to the run."""
+    """Replacement of time.sleep that changes the run instead."""
 
     def __init__(self, *events):
         self.events, self.waited = list(events), []
@@ -174,9 +174,9 @@ def append(run, line):
         file.write(json.dumps(line) + "\n")
 
 
-def test_a_run_is_followed_until_it_ends(tmp_path):
+def test_watch_until_a_run_ends(tmp_path):
     run = write_run(tmp_path / "run", WHOLE[:4])
-    page, said, seen = run / "report.html", [], []
+    page, messages, seen = run / "report.html", [], []
 
     def look_and(line):
         def happens():
@@ -187,11 +187,11 @@ def test_a_run_is_followed_until_it_ends(tmp_path):
         return happens
 
     clock = Clock(look_and(train(3, epoch=1)), look_and(None), look_and(WHOLE[-1]))
-    watch([run], None, said.append, 2.5, clock)
+    watch([run], None, messages.append, 2.5, clock)
     assert clock.waited == [2.5] * 3
     assert [dict(shown.tables["Run"])["updates"] for shown in seen] == ["2", "3", "3"]
     assert all(("data-reload", "2.5") in shown.attributes for shown in seen)
-    assert said == [
+    assert messages == [
         f"{page} is updated during training and reloads itself. Stop with Ctrl-C.",
         f"Training has ended: {page} is not updated any more.",
     ]
@@ -200,7 +200,7 @@ def test_a_run_is_followed_until_it_ends(tmp_path):
     assert [path.name for path in run.iterdir() if "partial" in path.name] == []
 
 
-def test_it_is_written_only_when_something_has_changed(tmp_path):
+def test_watch_writes_only_after_changes(tmp_path):
     run = write_run(tmp_path / "run", WHOLE[:4])
     stamps = []
 
@@ -212,30 +212,30 @@ def test_it_is_written_only_when_something_has_changed(tmp_path):
     assert stamps[0] == stamps[1] == stamps[2] < stamps[3]
 
 
-def test_control_c_leaves_a_page_that_stays(tmp_path):
-    run, said = write_run(tmp_path / "run", WHOLE[:4]), []
+def test_ctrl_c_writes_a_page_that_does_not_reload(tmp_path):
+    run, messages = write_run(tmp_path / "run", WHOLE[:4]), []
 
     def stop():
         raise KeyboardInterrupt
 
-    watch([run], tmp_path / "page.html", said.append, 1.0, Clock(stop))
-    assert said[-1] == f"Stopped by Ctrl-C: {tmp_path / 'page.html'} is not updated any more."
+    watch([run], tmp_path / "page.html", messages.append, 1.0, Clock(stop))
+    assert messages[-1] == f"Stopped by Ctrl-C: {tmp_path / 'page.html'} is not updated any more."
     assert "data-reload" not in (tmp_path / "page.html").read_text()
 
 
-def test_several_runs_are_followed_until_all_have_ended(tmp_path, two):
-    said = []
-    watch(two, tmp_path / "both.html", said.append, 1.0, Clock(lambda: append(two[1], WHOLE[-1])))
-    assert len(said) == 2 and Page((tmp_path / "both.html").read_text()).title == "first and second"
+def test_watch_several_runs_until_all_have_ended(tmp_path, two):
+    messages = []
+    watch(two, tmp_path / "both.html", messages.append, 1.0, Clock(lambda: append(two[1], WHOLE[-1])))
+    assert len(messages) == 2 and Page((tmp_path / "both.html").read_text()).title == "first and second"
 
 
-def test_a_run_that_has_ended_is_not_waited_for(tmp_path):
-    run, said = write_run(tmp_path / "run"), []
-    watch([run], None, said.append, 1.0, Clock())
-    assert said == [f"Training has ended: {run / 'report.html'} is not updated any more."]
+def test_watch_returns_at_once_if_the_run_has_ended(tmp_path):
+    run, messages = write_run(tmp_path / "run"), []
+    watch([run], None, messages.append, 1.0, Clock())
+    assert messages == [f"Training has ended: {run / 'report.html'} is not updated any more."]
 
 
-def test_a_page_is_whole_or_not_there(tmp_path, monkeypatch):
+def test_pages_are_written_atomically(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run")
     write_report(run)
     before = (run / "report.html").read_text()

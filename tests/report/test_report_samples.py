@@ -1,4 +1,4 @@
-"""What the report shows of samples: the ledger, the suspects, their previews; and what is wrong with any of these."""
+"""Samples in the report: ledger, suspects, previews, and warnings about them."""
 
 import base64
 import hashlib
@@ -14,16 +14,15 @@ import pytest
 from pages import ABOUT, WHOLE, Page, picture, train, visits, write_ledger, write_previews, write_run
 from PIL import Image
 
-from samplewise.ledger import files
-from samplewise.ledger import visits as of_visits
-from samplewise.ledger.visits import suspicion
+from samplewise.ledger import aggregate, files
+from samplewise.ledger.aggregate import suspicion
 from samplewise.report import previews, samples, scatter
+from samplewise.report.ledger_stats import NormQuantiles
 from samplewise.report.page import write_report
-from samplewise.report.reading import Spread
-from samplewise.report.run import read_run
+from samplewise.report.run_log import read_run
 
 N = 40
-NO_LINES = []  # of the log: only the samples are looked at
+NO_LINES = []  # empty log
 LOSSES = [0.1 + 0.01 * k for k in range(N)]
 
 
@@ -33,7 +32,7 @@ def page_of(directory):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with a ledger of two epochs; 7 and 3 are the hardest."""
+    """Run with a ledger of two epochs; samples 7 and 3 have the largest losses."""
     write_run(tmp_path, NO_LINES)
     losses = LOSSES.copy()
     losses[7], losses[3] = 9.0, 5.0
@@ -49,7 +48,7 @@ def column(shown, key):
 # ------------------------------------------------------------------------------------ what is shown
 
 
-def test_every_sample_is_there_with_the_mean_over_its_visits(tmp_path):
+def test_samples_have_means_over_their_visits(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits([5, 6], [1.0, 2.0]), visits([6, 5], [4.0, 2.0], epoch=1))
     shown = page_of(tmp_path)
@@ -60,12 +59,12 @@ def test_every_sample_is_there_with_the_mean_over_its_visits(tmp_path):
 
 
 def test_the_suspects_are_those_of_the_scores(run):
-    shown, each = page_of(run), samples.read_samples(read_run(run)).each
+    shown, each = page_of(run), samples.read_samples(read_run(run)).table
     titles = [score["title"] for score in shown.samples["scores"]]
     assert titles == ["loss (recommended)", "gradient norm", "self-influence"]
     for score, by in zip(shown.samples["scores"], [("loss",), ("norm",), ("self_influence",)], strict=True):
         found = suspicion(each, by)
-        assert score["order"] == sorted(range(N), key=lambda k, of=found: -of[k])[: samples.FEWEST_SUSPECTS]
+        assert score["order"] == sorted(range(N), key=lambda k, of=found: -of[k])[: samples.MIN_SUSPECTS]
         assert score["order"][:2] == [7, 3]
 
 
@@ -76,20 +75,20 @@ def test_the_margin_is_suspect_where_it_is_small(tmp_path):
     assert scores[0] == {"title": "margin (recommended)", "order": [1, 2, 0]}
 
 
-def test_a_tenth_is_suspect_and_never_more_than_fit(tmp_path):
+def test_number_of_suspects(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits(list(range(3000)), [float(k) for k in range(3000)]))
-    assert len(page_of(tmp_path).samples["scores"][0]["order"]) == samples.MOST_SUSPECTS
+    assert len(page_of(tmp_path).samples["scores"][0]["order"]) == samples.MAX_SUSPECTS
     write_ledger(tmp_path, visits(list(range(300)), [float(k) for k in range(300)]))
     assert len(page_of(tmp_path).samples["scores"][0]["order"]) == 30
 
 
-def test_a_choice_for_each_score_and_the_first_is_pressed(run):
+def test_a_button_for_each_score(run):
     pressed = [value for name, value in page_of(run).attributes if name == "aria-pressed"]
     assert pressed == ["true", "false", "false"]
 
 
-def test_other_columns_are_shown_and_places_of_the_log_are_not(run):
+def test_other_columns_are_shown_without_epoch_and_update(run):
     keys = [found["key"] for found in page_of(run).samples["columns"]]
     assert keys == ["label", "loss", "norm", "self_influence", "visits", "weight"]
 
@@ -138,7 +137,7 @@ def test_an_axis_is_logarithmic_where_values_span_decades(values, log):
     assert not log or axis.low > 0
 
 
-def test_no_values_no_axis():
+def test_no_axis_without_values():
     assert scatter.axis("loss", [None, nan]) is None
 
 
@@ -146,19 +145,19 @@ def test_no_values_no_axis():
 
 
 def test_many_samples_are_counted_on_a_grid(run, monkeypatch):
-    monkeypatch.setattr(scatter, "MOST_SAMPLES", N - 1)
+    monkeypatch.setattr(scatter, "MAX_SAMPLES", N - 1)
     shown = page_of(run)
     grid, width, height = shown.samples["grid"]["cells"], *scatter.GRID
     assert sum(count for _, _, count in grid) == N
     assert all(0 <= column < width and 0 <= row < height for column, row, _ in grid)
     assert max(grid) == [max(c for c, _, _ in grid), max(r for _, r, _ in grid), 1]  # sample 7, in the corner
-    assert len(shown.samples["ids"]) == samples.FEWEST_SUSPECTS and shown.samples["total"] == N
+    assert len(shown.samples["ids"]) == samples.MIN_SUSPECTS and shown.samples["total"] == N
     assert "40 samples are too many to draw individually" in shown.text
     order = shown.samples["scores"][0]["order"]
     assert [shown.samples["ids"][k] for k in order[:2]] == ["7", "3"]
 
 
-def test_samples_with_much_to_tell_are_many(run, monkeypatch):
+def test_samples_with_many_columns_are_drawn_on_a_grid(run, monkeypatch):
     monkeypatch.setattr(scatter, "BUDGET", 100)
     assert page_of(run).samples["grid"]
 
@@ -182,7 +181,7 @@ def test_long_texts_are_shortened(tmp_path):
 
 
 def quantiles(*tables, visits=None):
-    spread = Spread(sum(map(len, tables)) if visits is None else visits)
+    spread = NormQuantiles(sum(map(len, tables)) if visits is None else visits)
     for table in tables:
         spread.add(table)
     spread.end()
@@ -198,13 +197,13 @@ def test_quantiles_do_not_depend_on_the_parts(part):
     assert [y for _, y in whole[0].points] == pytest.approx(np.median(norms.reshape(100, 10), axis=1).tolist())
 
 
-def test_visits_that_were_expected_and_could_not_be_read():
+def test_quantiles_if_some_visits_cannot_be_read():
     rows = pa.table({"update": [1, 1, 2, 2], "norm": [1.0, 1.0, 2.0, 4.0]})
     middle, *_ = quantiles(rows, visits=6)
     assert middle.points == [(1.0, 1.0), (2.0, 3.0)]
 
 
-def test_quantiles_of_the_norms_over_stretches():
+def test_quantiles_of_the_norms_over_intervals():
     rows = pa.table({"update": [1] * 101 + [2] * 101, "norm": [*map(float, range(101)), *[7.0] * 101]})
     middle, lowest, low, high, highest, maximum = quantiles(rows)
     assert [curve.points[0] for curve in (middle, lowest, low)] == [(1.0, 50.0), (1.0, 5.0), (1.0, 25.0)]
@@ -213,7 +212,7 @@ def test_quantiles_of_the_norms_over_stretches():
 
 
 def test_not_all_visits_are_in_memory_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(of_visits, "TOGETHER", 20_000)
+    monkeypatch.setattr(aggregate, "AGGREGATE_EVERY", 20_000)
     ids = list(range(10_000))
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, *(visits(ids, [0.5 + epoch] * len(ids), epoch) for epoch in range(40)))
@@ -226,7 +225,7 @@ def test_not_all_visits_are_in_memory_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_read", reading)
     found = samples.read_samples(read_run(tmp_path))
     assert len(held) == 40 and max(held) < read_run(tmp_path).samples().nbytes / 4
-    assert found.each["visits"].to_pylist() == [40] * 10_000 and found.each["loss"][0].as_py() == 20.0
+    assert found.table["visits"].to_pylist() == [40] * 10_000 and found.table["loss"][0].as_py() == 20.0
 
 
 def test_norms_that_are_not_finite_are_left_out_of_the_quantiles():
@@ -244,7 +243,7 @@ def test_the_norms_have_a_chart(run):
 # --------------------------------------------------------------------------------------- previews
 
 
-def test_a_picture_is_shown_as_it_is(run):
+def test_a_small_image_is_lossless(run):
     write_previews(run, {"7": {"label": "9", "image": picture(8, 6, shade=200)}})
     address = page_of(run).samples["previews"]["7"]["image"]
     kind, _, content = address.partition(",")
@@ -253,8 +252,8 @@ def test_a_picture_is_shown_as_it_is(run):
 
 
 @pytest.mark.parametrize(("channels", "kind"), [(1, "jpeg"), (3, "jpeg"), (4, "png")])
-def test_a_large_picture_becomes_a_thumbnail(channels, kind):
-    address = previews.picture(**picture(300, 150, channels))
+def test_a_large_image_becomes_a_thumbnail(channels, kind):
+    address = previews.image_url(**picture(300, 150, channels))
     image = Image.open(BytesIO(base64.b64decode(address.partition(",")[2])))
     assert address.startswith(f"data:image/{kind};") and image.size == (112, 56)
 
@@ -266,24 +265,24 @@ def test_texts_and_values(run):
     assert shown["3"] == {"values": [["age", "81234.6"], ["who", "b"]]}
 
 
-def test_labels_of_previews_where_the_ledger_has_none(tmp_path):
+def test_labels_of_previews_if_the_ledger_has_none(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits([1, 2], [1.0, 2.0]))
     write_previews(tmp_path, {"2": {"label": "cat", "text": "miaow"}})
     assert column(page_of(tmp_path), "label")["values"] == [None, "cat"]
 
 
-def test_previews_of_samples_that_are_not_suspect_stay_outside(run):
+def test_only_suspects_have_previews_in_the_page(run):
     write_previews(run, {"0": {"text": "not suspect"}, "7": {"text": "suspect"}})
     assert list(page_of(run).samples["previews"]) == ["7"]
 
 
-def test_previews_end_where_the_page_would_get_too_large(run, monkeypatch):
+def test_previews_are_limited_to_a_budget(run, monkeypatch):
     monkeypatch.setattr(previews.Previews.shown, "__defaults__", (100,))
     write_previews(run, {str(k): {"text": "a" * 60} for k in range(N)})
     shown = page_of(run)
     assert list(shown.samples["previews"]) == ["7"]
-    assert f"Previews left out to limit the size of the page: {samples.FEWEST_SUSPECTS - 1}." in shown.text
+    assert f"Previews left out to limit the size of the page: {samples.MIN_SUSPECTS - 1}." in shown.text
 
 
 @pytest.mark.parametrize(
@@ -306,7 +305,7 @@ def test_a_preview_that_is_broken_is_counted(run, entry):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ('{"version": 1, "samples": {"7"', "previews.json cannot be read; samples are shown without it: Expecting"),
         ("[]", "previews.json cannot be read"),
@@ -314,33 +313,33 @@ def test_a_preview_that_is_broken_is_counted(run, entry):
         ('{"version": 2, "samples": {}}', "previews.json has version 2; this report reads version 1."),
     ],
 )
-def test_previews_that_cannot_be_read_are_one_line(run, content, said):
+def test_previews_that_cannot_be_read_are_one_line(run, content, expected):
     (run / "previews.json").write_text(content)
     shown = page_of(run)
-    assert said in shown.text and shown.samples["previews"] == {}
+    assert expected in shown.text and shown.samples["previews"] == {}
 
 
 # ---------------------------------------------------------------------------------------- trouble
 
 
-def test_columns_of_any_kind(tmp_path):
+def test_columns_of_any_type(tmp_path):
     large, when = pa.array([2**62 + 1, 5]), pa.array([0, 86400], pa.timestamp("s"))
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits([1, 2], [1.0, 2.0], large=large, when=when, raw=pa.array([b"a", b"b"])))
     shown = page_of(tmp_path)
-    assert column(shown, "large")["values"] == ["4611686018427387905", 5]  # no number of JavaScript's
+    assert column(shown, "large")["values"] == ["4611686018427387905", 5]  # not representable in JavaScript
     assert column(shown, "when")["values"] == ["1970-01-01 00:00:00", "1970-01-02 00:00:00"]
     assert column(shown, "raw")["values"] == ["b'a'", "b'b'"]
 
 
-def test_no_ledger_is_a_quiet_line(report):
+def test_a_note_if_there_is_no_ledger(report):
     shown = report(WHOLE)
     assert "No ledger: train with callbacks=[sw.Ledger()] to see the samples here." in shown.text
     assert "Warnings" not in shown.text and "script" not in shown.tags
 
 
-def test_files_that_may_not_be_read(run, monkeypatch):
-    """Whoever runs the tests may read everything, so that it is pretended."""
+def test_files_without_read_permission(run, monkeypatch):
+    """The error is simulated, because the tests may run as root."""
     write_run(run)
     open_folder, read_bytes = Path.iterdir, Path.read_bytes
 
@@ -361,7 +360,7 @@ def test_files_that_may_not_be_read(run, monkeypatch):
 
 
 def test_a_ledger_without_a_log_is_shown(run):
-    """That of a loop of one's own."""
+    """Ledger of a custom loop."""
     for name in ("log.jsonl", "run.json"):
         (run / name).unlink(missing_ok=True)
     shown = page_of(run)
@@ -369,17 +368,17 @@ def test_a_ledger_without_a_log_is_shown(run):
     assert shown.samples["total"] == len(shown.samples["ids"]) > 0 and "Per-sample gradient norms" in shown.charts
 
 
-def test_a_truncated_part_is_told_of_and_the_rest_is_there(run):
+def test_a_truncated_part_is_a_warning_and_the_rest_is_shown(run):
     broken = run / "samples" / "part-000001.parquet"
     broken.write_bytes(broken.read_bytes()[:-100])
     write_run(run)
     shown = page_of(run)
     assert "Ledger: a part of a ledger must be a complete Parquet file; found" in shown.text
-    assert "damaged=" not in shown.text  # it is left out already
+    assert "damaged=" not in shown.text  # the part is skipped already
     assert "Train loss" in shown.charts and column(shown, "visits")["same"] == 1
 
 
-def test_a_part_of_another_version_is_told_of(run):
+def test_a_part_of_another_version_is_a_warning(run):
     path = run / "samples" / "part-000001.parquet"
     table = pa.parquet.read_table(path)
     pa.parquet.write_table(table.replace_schema_metadata({"format": "samplewise ledger", "version": "99"}), path)
@@ -388,7 +387,7 @@ def test_a_part_of_another_version_is_told_of(run):
     assert column(shown, "visits")["same"] == 1
 
 
-def test_no_part_that_can_be_read(run):
+def test_no_readable_part(run):
     for part in (run / "samples").iterdir():
         part.write_bytes(b"no Parquet")
     write_run(run)
@@ -398,19 +397,19 @@ def test_no_part_that_can_be_read(run):
     assert "The ledger cannot be read." in shown.text and "Train loss" in shown.charts
 
 
-def test_parts_that_do_not_agree(tmp_path):
+def test_parts_with_incompatible_columns(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits([1], [1.0]), visits(["one"], [1.0]))
     assert "The samples cannot be shown: the parts of a ledger must have compatible columns" in page_of(tmp_path).text
 
 
-def test_a_ledger_in_which_nothing_is_finite(tmp_path):
+def test_a_ledger_without_finite_values(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits([1, 2], [nan, nan]))
     assert "The ledger has no sample with a finite loss or norm." in page_of(tmp_path).text
 
 
-def test_samples_of_which_nothing_was_ever_finite_are_named(tmp_path):
+def test_samples_without_a_finite_value_are_named(tmp_path):
     write_run(tmp_path, NO_LINES)
     losses = [nan if k in (7, 9) else 1.0 for k in range(20)]
     write_ledger(tmp_path, visits(list(range(20)), losses), visits(list(range(20)), losses, 1))
@@ -431,18 +430,18 @@ def test_ids_that_repeat_within_an_epoch(tmp_path):
     )
 
 
-def test_ids_that_repeat_in_epochs_long_over(tmp_path):
-    """Of epochs whose ids are no longer kept; the worst is the one that is told of."""
+def test_ids_that_repeat_in_earlier_epochs(tmp_path):
+    """Their ids are no longer in memory; the warning names the id with most repetitions."""
     parts = [visits(["a", "b", "c"], [1.0] * 3, epoch) for epoch in (0, 3, 4, 5)]
     parts.insert(1, visits(["a", "b", "b"], [1.0] * 3, 1))
     parts.insert(2, visits(["z", "c", "c", "c"], [1.0] * 4, 2))
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, *parts)
-    said = page_of(tmp_path).text
-    assert "Ids repeat within an epoch: 3 of 19 rows" in said and "For example, 'c' occurs 3 times in epoch 2" in said
+    text = page_of(tmp_path).text
+    assert "Ids repeat within an epoch: 3 of 19 rows" in text and "For example, 'c' occurs 3 times in epoch 2" in text
 
 
-def test_ids_that_repeat_over_epochs_are_as_they_should_be(run):
+def test_ids_that_repeat_in_different_epochs_are_valid(run):
     assert "repeat" not in page_of(run).text
 
 
@@ -460,7 +459,7 @@ def test_no_pyarrow(run, monkeypatch):
 EVIL = "</script><script>alert(1)</script><!-- \u2028\u2029 ' \" & <img src=x onerror=alert(2)> \x00"
 
 
-def test_hostile_strings_stay_strings(tmp_path):
+def test_hostile_strings_are_escaped(tmp_path):
     write_run(tmp_path, [train(1, **{EVIL: 1.0})], {**ABOUT, "name": EVIL})
     write_ledger(tmp_path, visits([EVIL, "b"], [2.0, 1.0], **{EVIL: pa.array([EVIL, "c"])}))
     write_previews(tmp_path, {EVIL: {"label": EVIL, "values": {EVIL: EVIL}}})
@@ -472,20 +471,20 @@ def test_hostile_strings_stay_strings(tmp_path):
     assert not [name for name, _ in shown.attributes if name.startswith("on")]
 
 
-def test_the_data_need_no_parser_but_json(run):
+def test_the_data_is_json(run):
     written = next(text for text in page_of(run).scripts if text.startswith("{"))
     assert not set("<>&\u2028\u2029") & set(written)
     json.loads(written, parse_constant=lambda name: pytest.fail(name))
 
 
-def test_only_our_script_may_run(run):
+def test_content_security_policy_allows_only_the_script_of_the_page(run):
     shown = page_of(run)
     (policy,) = [value for name, value in shown.attributes if value and value.startswith("default-src 'none'")]
     digest = base64.b64encode(hashlib.sha256(shown.scripts[-1].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}';" in policy and "connect-src" not in policy
 
 
-def test_very_many_columns_are_cut_short(tmp_path, monkeypatch):
+def test_too_many_columns_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(scatter, "BUDGET", 3000)
     write_run(tmp_path, NO_LINES)
     extra = {f"column{k:02}": pa.array([f"{k} {one} " * 10 for one in range(N)]) for k in range(20)}

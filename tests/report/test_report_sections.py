@@ -1,4 +1,4 @@
-"""Noise scale, layers, cost, configuration: what each section makes of the lines of a log."""
+"""Sections of the report: noise scale, layers, cost, configuration."""
 
 from importlib.metadata import version
 from math import inf, nan
@@ -6,8 +6,8 @@ from math import inf, nan
 import pytest
 from pages import ABOUT, WHOLE, train
 
-from samplewise.report.layers import telling
-from samplewise.report.run import Curve
+from samplewise.report.layers import select_layers
+from samplewise.report.run_log import Curve
 
 # --------------------------------------------------------------------------------------- noise scale
 
@@ -17,7 +17,7 @@ def noise(update, scale, batch=64):
 
 
 @pytest.mark.parametrize(
-    ("scale", "said"),
+    ("scale", "expected"),
     [
         (640.5, "about 640 samples (median of the second half of the run). The batch size 64 is far below it:"),
         (100.0, "about 100 samples (median of the second half of the run). The batch size 64 is near it"),
@@ -25,31 +25,31 @@ def noise(update, scale, batch=64):
         (3.25, "about 3.2 samples (median of the second half of the run). The batch size 64 is far above it:"),
     ],
 )
-def test_the_batch_size_is_judged_by_the_later_half(report, scale, said):
+def test_the_batch_size_is_compared_with_the_second_half_of_the_run(report, scale, expected):
     shown = report([noise(k, 1e6) for k in (1, 2)] + [noise(k, scale) for k in (3, 4)])
-    assert said in shown.text
+    assert expected in shown.text
     assert len(shown.charts["Noise scale, in samples"]) == 2  # and the batch size
     assert "could not be estimated" not in shown.text
 
 
-def test_a_scale_that_is_no_estimate_is_a_gap_and_counted(report):
+def test_invalid_noise_scales_are_gaps_and_counted(report):
     shown = report([noise(k, scale) for k, scale in enumerate([200.0, nan, -5.0, inf, 300.0])])
     assert "At 3 of 5 log lines it could not be estimated." in shown.text
     assert shown.charts["Noise scale, in samples"][0].count("M") == 2
     assert "Infinity" not in shown.text
 
 
-def test_no_scale_at_all(report):
+def test_no_valid_noise_scale(report):
     shown = report([noise(1, nan), noise(2, -1.0)])
     assert "The noise scale is not known. At 2 of 2 log lines it could not be estimated." in shown.text
 
 
-def test_a_batch_size_that_is_not_known(report):
+def test_unknown_batch_size(report):
     shown = report([noise(1, 100.0, batch=None)])
     assert "about 100 samples (median of the second half of the run). The batch size is not known." in shown.text
 
 
-def test_without_its_lines_there_is_no_section(report):
+def test_no_section_without_log_lines(report):
     shown = report(WHOLE)
     assert not {"Noise scale", "Layers"} & {text.strip() for text in shown.text.split("\n")}
 
@@ -72,7 +72,7 @@ def test_every_layer_has_a_curve_and_a_row(report):
     assert "left out" not in shown.text
 
 
-def test_many_layers_show_the_most_telling_dozen(report):
+def test_twelve_layers_are_selected(report):
     norms = {f"layer{k:02}": 1.0 for k in range(30)}
     shown = report([layers(1, **norms), layers(2, **{**norms, "layer07": 1e-6, "layer20": 50.0})])
     rows = [row[0] for row in shown.tables["Layers"][1:]]
@@ -80,26 +80,26 @@ def test_many_layers_show_the_most_telling_dozen(report):
     assert "18 of 30 layers are left out" in shown.text
 
 
-def test_a_layer_that_broke_down_is_telling():
+def test_a_layer_with_non_finite_norms_is_selected():
     steady = [Curve(f"steady{k}", [(1.0, 5.0), (2.0, 5.0)]) for k in range(20)]
     broken = Curve("broken", [(1.0, 0.1), (2.0, nan)])
-    assert broken in telling([*steady, broken], 3)
+    assert broken in select_layers([*steady, broken], 3)
 
 
 @pytest.mark.parametrize("norms", [None, [], {"a": "b"}, {"a": None}])
-def test_lines_of_layers_that_tell_nothing(report, norms):
+def test_invalid_lines_of_layers(report, norms):
     shown = report([{**layers(1), "norms": norms}, *WHOLE])
     assert "Layers" not in shown.tables
 
 
-def test_layers_of_which_none_is_finite(report):
+def test_layers_without_finite_norms(report):
     assert "No layer has a finite gradient norm." in report([layers(1, a=nan, b=inf)]).text
 
 
 # ------------------------------------------------------------------------------------ time and memory
 
 
-def test_where_the_time_went(report):
+def test_time_by_phase(report):
     lines = [train(k, phases={"data": 0.1, "forward": 0.3}) for k in (10, 20)]
     shown = report(lines)
     assert "Share of time by phase" in shown.charts
@@ -122,7 +122,7 @@ def test_phases_that_took_no_time(report):
     assert shown.tables["Time and memory"][-1] == ["all", "0.000", "0.0 %", "0.000"]
 
 
-def test_without_phases_there_is_the_time_of_an_update(report):
+def test_time_per_update_without_phases(report):
     shown = report(WHOLE)
     assert "Milliseconds per update" in shown.charts
     assert "Share of time by phase" not in shown.charts and "Peak memory so far, MiB" not in shown.charts
@@ -137,25 +137,25 @@ def test_memory_has_a_chart_in_its_unit(report, size, unit):
 # -------------------------------------------------------------------------------------- configuration
 
 
-def test_tables_within_run_json_are_tables_of_the_page(report):
+def test_nested_objects_of_run_json_are_tables(report):
     about = {**ABOUT, "versions": {"torch": "2.13.0"}, "machine": {"cores": 2}, "seed": 7, "odd": {"a": [1, {"b": 2}]}}
     shown = report(WHOLE, about)
     assert dict(shown.tables["Versions"]) == {"torch": "2.13.0"} and dict(shown.tables["Machine"]) == {"cores": "2"}
     assert dict(shown.tables["Run"])["seed"] == "7" and dict(shown.tables["Odd"]) == {"a": '[1, {"b": 2}]'}
 
 
-def test_a_run_of_another_version_is_told_of(report):
+def test_a_run_of_another_version_is_a_warning(report):
     shown = report(WHOLE, {**ABOUT, "samplewise": "9.9"})
     assert f"The run was written by samplewise 9.9 and is read by {version('samplewise')}" in shown.text
     assert "Train loss" in shown.charts
 
 
 @pytest.mark.parametrize("wrote", [version("samplewise"), None, 3])
-def test_a_run_of_this_version_or_of_none_is_not(report, wrote):
+def test_no_warning_for_this_version_or_an_unknown_one(report, wrote):
     assert "was made by" not in report(WHOLE, {**ABOUT, "samplewise": wrote}).text
 
 
-def test_the_figures_that_one_looks_for_first(report):
+def test_headline_figures(report):
     text = report(WHOLE).text
     assert "updates4epochs2highest validation accuracy0.7500lowest validation loss2.000lowest train loss1.500" in text
 
@@ -163,7 +163,7 @@ def test_the_figures_that_one_looks_for_first(report):
 # ------------------------------------------------------------------------------------------- the page
 
 
-def test_every_section_can_be_reached(report):
+def test_every_section_is_linked(report):
     shown = report(WHOLE)
     links = [value for name, value in shown.attributes if name == "href" and value.startswith("#")]
     ids = [value for name, value in shown.attributes if name == "id"]
@@ -174,7 +174,7 @@ def test_every_section_can_be_reached(report):
 # --------------------------------------------------------------------------------------- too much of it
 
 
-def test_a_log_of_very_many_numbers(report):
+def test_number_of_charts_is_limited(report):
     numbers = {f"number{k:03}": [0.1 * k, 0.2] for k in range(100)}
     lines = [train(k, **{name: value[k % 2] for name, value in numbers.items()}) for k in range(1, 4)]
     shown = report(lines)
@@ -189,19 +189,19 @@ def test_many_charts_have_fewer_points_each(report):
     assert len(shown.html) < 1_000_000
 
 
-def test_a_run_of_very_many_epochs(report):
+def test_number_of_epochs_in_the_table_is_limited(report):
     shown = report([train(k, epoch=k) for k in range(1, 2001)])
     rows = [row[0] for row in shown.tables["Epochs"][1:]]
     assert len(rows) == 200 and rows[0] == "1" and rows[-1] == "2,000" and len(set(rows)) == 200
     assert "200 of 2,000 epochs are shown." in shown.text
 
 
-def test_very_many_warnings(report):
+def test_number_of_warnings_is_limited(report):
     shown = report([train(k, **{f"number{n}": nan for n in range(50)}) for k in (1, 2)])
     assert shown.text.count("values are NaN or infinite") == 30
     assert "… and 20 more." in shown.text
 
 
-def test_a_setting_that_goes_on_and_on(report):
+def test_a_long_setting_is_shortened(report):
     shown = report(WHOLE, {**ABOUT, "settings": {"words": "a" * 10**6, "numbers": list(range(10**5))}})
     assert len(shown.html) < 300_000 and dict(shown.tables["Settings"])["words"] == "a" * 1000 + "…"

@@ -39,26 +39,26 @@ def influence(
         check_order(loader, "Use shuffle=False: rows and columns of the result are in the order of the loaders.")
     total: Tensor | None = None
     with evaluating(model), parameters_kept(model):
-        for rate in at_each(model, checkpoints):
-            found = rate * _products(model, loss_fn, train, queries, microbatch)
-            total = found if total is None else total + found
+        for lr in at_each(model, checkpoints):
+            products = lr * _dot_products(model, loss_fn, train, queries, microbatch)
+            total = products if total is None else total + products
     assert total is not None  # there is at least one checkpoint
     return total
 
 
-def _products(
+def _dot_products(
     model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: Iterable[Any], microbatch: int | str | None
 ) -> Tensor:
     """Dot products (training samples, queries) of the gradients at the current parameters."""
 
-    def against(query: Gradients) -> list[Tensor]:
+    def products_with(query: Gradients) -> list[Tensor]:
         return [g.gram(query).cpu() for _, g in scan(model, loss_fn, train, microbatch)]
 
-    columns = [torch.cat(_some(against(query), "train")) for _, query in scan(model, loss_fn, queries, None)]
-    return torch.cat(_some(columns, "queries"), dim=1)
+    columns = [torch.cat(_nonempty(products_with(query), "train")) for _, query in scan(model, loss_fn, queries, None)]
+    return torch.cat(_nonempty(columns, "queries"), dim=1)
 
 
-def _some(parts: list[Tensor], name: str) -> list[Tensor]:
+def _nonempty(parts: list[Tensor], name: str) -> list[Tensor]:
     if not parts:
         raise ValueError(f"{name} must yield at least one batch; found none.")
     return parts

@@ -66,9 +66,9 @@ class ProjectedStore:
         rows = self._projected(g, "rows")
         scales = rows.abs().amax(1)
         parts = (rows / scales.where(scales > 0, 1)[:, None]).half(), scales
-        for (name, kind), part in zip(FILES.items(), parts, strict=True):
-            with _opened(self.path / name) as file:
-                file.seek(self.count * self._width(name) * kind.itemsize)
+        for (name, dtype), part in zip(FILES.items(), parts, strict=True):
+            with _open_for_writing(self.path / name) as file:
+                file.seek(self.count * self._width(name) * dtype.itemsize)
                 file.write(tensor_bytes(part))
                 file.truncate()
                 file.flush()
@@ -84,9 +84,9 @@ class ProjectedStore:
         An interrupted fill can be continued with the same model and the same order of samples.
         """
         check_order(loader, "Use shuffle=False: samples are identified by their position.")
-        self._same_model(model)
+        self._check_model(model)
         with evaluating(model):
-            for _, g in scan(model, loss_fn, _after(loader, self.count), microbatch):
+            for _, g in scan(model, loss_fn, _skip_samples(loader, self.count), microbatch):
                 self.add(g)
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
@@ -94,7 +94,7 @@ class ProjectedStore:
         start, stop, _ = slice(start, stop).indices(self.count)
         if stop <= start:
             return torch.zeros(0, self.dim)
-        rows, scales = (self._map(name)[start:stop] for name in FILES)
+        rows, scales = (self._memory_map(name)[start:stop] for name in FILES)
         return rows.float() * scales
 
     def search(self, queries: Gradients | Tensor, k: int = 10, chunk: int = 8192) -> tuple[Tensor, Tensor]:
@@ -108,18 +108,18 @@ class ProjectedStore:
                 raise ValueError(f"{name} must be an integer, 1 or more; found {number!r}.")
         queries = self._projected(queries, "queries")
         values = torch.zeros(len(queries), 0)
-        places = torch.zeros(len(queries), 0, dtype=torch.int64)
+        samples = torch.zeros(len(queries), 0, dtype=torch.int64)
         for start in range(0, self.count, chunk):
-            found = queries @ self.rows(start, start + chunk).T
-            if not found.isfinite().all():
+            products = queries @ self.rows(start, start + chunk).T
+            if not products.isfinite().all():
                 raise ValueError("dot products must be finite in float32; found an overflow. Scale the queries down.")
-            here = torch.arange(start, start + found.shape[1]).expand(len(queries), -1)
-            values = torch.cat([values, found], 1)
-            places = torch.cat([places, here], 1)
+            chunk_samples = torch.arange(start, start + products.shape[1]).expand(len(queries), -1)
+            values = torch.cat([values, products], 1)
+            samples = torch.cat([samples, chunk_samples], 1)
             values, order = values.sort(dim=1, descending=True, stable=True)  # stable: the earlier of equals first
             values = values[:, :k]
-            places = places.gather(1, order)[:, :k]
-        return values, places
+            samples = samples.gather(1, order)[:, :k]
+        return values, samples
 
     # --- files -----------------------------------------------------------------------------------------------------
 
@@ -130,60 +130,60 @@ class ProjectedStore:
     def _width(self, name: str) -> int:
         return self.dim if name == "rows.f16" else 1
 
-    def _map(self, name: str) -> Tensor:
+    def _memory_map(self, name: str) -> Tensor:
         width = self._width(name)
         path = str(self.path / name)
         return torch.from_file(path, shared=False, size=self.count * width, dtype=FILES[name]).view(self.count, width)
 
-    def _projected(self, given: Gradients | Tensor, what: str) -> Tensor:
+    def _projected(self, gradients: Gradients | Tensor, name: str) -> Tensor:
         """Projected rows (B, dim), float32, on the CPU."""
-        rows = given.project(self.dim, self.seed) if isinstance(given, Gradients) else given
+        rows = gradients.project(self.dim, self.seed) if isinstance(gradients, Gradients) else gradients
         if not isinstance(rows, Tensor) or rows.is_complex():
-            found = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-            raise TypeError(f"{what} must be Gradients or a real tensor (B, {self.dim}); found {found}.")
+            description = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+            raise TypeError(f"{name} must be Gradients or a real tensor (B, {self.dim}); found {description}.")
         if rows.dim() != 2 or rows.shape[1] != self.dim:
-            raise ValueError(f"{what} must have the store's shape (B, {self.dim}); found {tuple(rows.shape)}.")
+            raise ValueError(f"{name} must have the store's shape (B, {self.dim}); found {tuple(rows.shape)}.")
         rows = rows.detach().float().cpu()
         if not rows.isfinite().all():
-            raise ValueError(f"{what} must be finite in float32; found NaN or infinity.")
+            raise ValueError(f"{name} must be finite in float32; found NaN or infinity.")
         return rows
 
     def _open(self) -> None:
-        found = _read(self._index)
-        for name, wanted in (("dim", self.dim), ("seed", self.seed)):
-            if found[name] != wanted:
+        index = _read(self._index)
+        for name, expected in (("dim", self.dim), ("seed", self.seed)):
+            if index[name] != expected:
                 raise StoreError(
-                    f"the store at {self.path} must have {name}={wanted}, as requested; found {name}={found[name]}. "
-                    f"Open it with {name}={found[name]}, or choose another path."
+                    f"the store at {self.path} must have {name}={expected}, as requested; found {name}={index[name]}. "
+                    f"Open it with {name}={index[name]}, or choose another path."
                 )
-        self.count = found["count"]
-        self.model = found["model"]
-        for name, kind in FILES.items():
-            wanted = self.count * self._width(name) * kind.itemsize
+        self.count = index["count"]
+        self.model = index["model"]
+        for name, dtype in FILES.items():
+            expected = self.count * self._width(name) * dtype.itemsize
             path = self.path / name
             size = path.stat().st_size if path.exists() else 0
-            if size < wanted:
+            if size < expected:
                 raise StoreError(
-                    f"{path} must have {wanted} bytes for {self.count} samples; found {size}. "
+                    f"{path} must have {expected} bytes for {self.count} samples; found {size}. "
                     "Remove the directory and fill the store again."
                 )
 
     def _write_index(self) -> None:
-        about = {"format": FORMAT, "dim": self.dim, "seed": self.seed, "count": self.count, "dtype": "float16"}
+        index = {"format": FORMAT, "dim": self.dim, "seed": self.seed, "count": self.count, "dtype": "float16"}
         with atomic_write(self._index, self._index.with_suffix(".json.partial")) as file:
-            file.write(json.dumps({**about, "model": self.model}, indent=1).encode())
+            file.write(json.dumps({**index, "model": self.model}, indent=1).encode())
 
-    def _same_model(self, model: nn.Module) -> None:
-        found = _checksum(model)
-        if self.count and self.model != found:
+    def _check_model(self, model: nn.Module) -> None:
+        checksum = _checksum(model)
+        if self.count and self.model != checksum:
             raise StoreError(
                 f"the store at {self.path} must hold gradients of one model; found {self.count} samples of other "
                 "parameters in it. Load the parameters that the store was started with, or choose another path."
             )
-        self.model = found
+        self.model = checksum
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open_for_writing(path: Path) -> BinaryIO:
     """Open a file for writing without truncating it; it is created if needed."""
     path.touch()
     return open(path, "r+b")
@@ -199,22 +199,22 @@ def _checksum(model: nn.Module) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    wanted = {"format": int, "dim": int, "seed": int, "count": int, "model": str}
+    types = {"format": int, "dim": int, "seed": int, "count": int, "model": str}
     try:
-        found = json.loads(path.read_text())
-        well = all(type(found[name]) is kind for name, kind in wanted.items()) and found["count"] >= 0
+        index = json.loads(path.read_text())
+        valid = all(type(index[name]) is type_ for name, type_ in types.items()) and index["count"] >= 0
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        well = False
-    if not well:
+        valid = False
+    if not valid:
         raise StoreError(f"{path} must be a valid index of a store; found other content. Choose another path.")
-    if found["format"] != FORMAT:
+    if index["format"] != FORMAT:
         raise StoreError(
-            f"{path} must have format {FORMAT}; found {found['format']}. Use the version of samplewise that wrote it."
+            f"{path} must have format {FORMAT}; found {index['format']}. Use the version of samplewise that wrote it."
         )
-    return found
+    return index
 
 
-def _after(loader: Iterable[Any], samples: int) -> Iterable[Any]:
+def _skip_samples(loader: Iterable[Any], samples: int) -> Iterable[Any]:
     """Batches of a loader without its first `samples` samples."""
     for batch in loader:
         size = length(batch) if samples else 0

@@ -25,8 +25,8 @@ def device_named(name: str) -> torch.device:
         device = resolve(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as why:  # AssertionError: torch was built without this backend
-        found = str(why).strip().splitlines()[0]
+        reason = str(why).strip().splitlines()[0]
         raise typer.BadParameter(
-            f"must be a device that torch can use; found {name!r}: {found}", param_hint="--device"
+            f"must be a device that torch can use; found {name!r}: {reason}", param_hint="--device"
         ) from why
     return device

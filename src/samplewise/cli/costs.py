@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,14 +13,15 @@ from torch import nn
 from samplewise.core.memory import kept_for_backward
 from samplewise.core.text import render
 
-ROUNDS = 30
-LONGEST = 5.0  # seconds of measuring, after FEWEST rounds
-FEWEST = 3  # rounds
-MEGA = 1e6
+MAX_ROUNDS = 30
+MAX_SECONDS = 5.0  # of measuring, after MIN_ROUNDS
+MIN_ROUNDS = 3
+MEGABYTE = 1e6
 PLAIN = "plain"
 
-Key = tuple[str, int | None]  # kind of update, microbatch; None: all samples at once
-Updates = Mapping[Key, Callable[[], object]]
+K = TypeVar("K")
+UpdateKey = tuple[str, int | None]  # transform, microbatch; None: all samples at once
+Updates = Mapping[UpdateKey, Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -30,37 +32,32 @@ class Cost:
     bytes: int | None  # None: cannot be measured
 
 
-Costs = dict[Key, Cost]
+Costs = dict[UpdateKey, Cost]
 
 
-def measured(updates: Updates, models: Mapping[Key, nn.Module], device: torch.device) -> Costs:
+def measure_costs(updates: Updates, models: Mapping[UpdateKey, nn.Module], device: torch.device) -> Costs:
     """Time and memory of each update."""
-    seconds = _interleaved(updates)
+    seconds = interleaved_seconds(updates)
     return {key: Cost(1000 * seconds[key], _memory(updates[key], models[key], device)) for key in updates}
 
 
-def microseconds(passes: Updates, updates: int) -> dict[Key, float]:
-    """Microseconds of one update; each pass makes `updates` updates."""
-    return {key: 1e6 * seconds / updates for key, seconds in _interleaved(passes).items()}
-
-
-def _interleaved(updates: Updates) -> dict[Key, float]:
+def interleaved_seconds(updates: Mapping[K, Callable[[], object]]) -> dict[K, float]:
     """Minimum seconds of each update over interleaved rounds; other load on the machine can only add time."""
-    seconds: dict[Key, list[float]] = {key: [] for key in updates}
-    began = perf_counter()
-    for done in range(ROUNDS):
-        if done >= FEWEST and perf_counter() - began > LONGEST:
+    seconds: dict[K, list[float]] = {key: [] for key in updates}
+    start = perf_counter()
+    for round_ in range(MAX_ROUNDS):
+        if round_ >= MIN_ROUNDS and perf_counter() - start > MAX_SECONDS:
             break
         for key, update in updates.items():
-            _wait()
-            started = perf_counter()
+            _synchronize()
+            update_start = perf_counter()
             update()
-            _wait()
-            seconds[key].append(perf_counter() - started)
-    return {key: min(found) for key, found in seconds.items()}
+            _synchronize()
+            seconds[key].append(perf_counter() - update_start)
+    return {key: min(times) for key, times in seconds.items()}
 
 
-def _wait() -> None:
+def _synchronize() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
@@ -68,31 +65,31 @@ def _wait() -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _counts_all(device: torch.device) -> bool:
+def _has_peak_counter(device: torch.device) -> bool:
     """True if the allocator records its peak. On other devices only the tensors saved for backward are counted."""
     return device.type == "cuda"
 
 
 def _memory(update: Callable[[], object], model: nn.Module, device: torch.device) -> int | None:
     """Peak bytes of an update; None if saved tensors cannot be counted."""
-    if _counts_all(device):
+    if _has_peak_counter(device):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         update()
         return torch.cuda.max_memory_allocated(device) - before
     try:
-        with kept_for_backward(model) as kept:
+        with kept_for_backward(model) as saved:
             update()
     except RuntimeError as error:
         if "saved tensor hooks" in str(error):  # torch.func.grad and similar functions forbid saved tensor hooks
             return None
         raise
-    return kept.most
+    return saved.most
 
 
-def memory_is(device: torch.device) -> str:
+def memory_description(device: torch.device) -> str:
     """Description of the memory figure for the title of the table."""
-    if _counts_all(device):
+    if _has_peak_counter(device):
         return "peak memory of an update, beyond what was allocated before it"
     return "tensors saved for backward by the forward pass, without weights"
 
@@ -100,90 +97,96 @@ def memory_is(device: torch.device) -> str:
 # --- table and advice -------------------------------------------------------------------------------------------------
 
 
-def table(costs: Costs, keys: list[Key], title: str) -> str:
+def table(costs: Costs, keys: list[UpdateKey], title: str) -> str:
     """Text table with one line per microbatch size; combinations without a cost are shown as "refused"."""
-    kinds, sizes = (list(dict.fromkeys(column)) for column in zip(*keys, strict=True))
-    header = ["at a time", *(f"{unit}, {kind}" for kind in kinds for unit in ("ms", "MB"))]
+    transforms, sizes = (list(dict.fromkeys(column)) for column in zip(*keys, strict=True))
+    header = ["at a time", *(f"{unit}, {transform}" for transform in transforms for unit in ("ms", "MB"))]
     rows = []
     for size in sizes:
         name = "all at once" if size is None else f"microbatch {size}"
-        rows.append([name, *_cells(costs.get((kind, size)) for kind in kinds)])
+        rows.append([name, *_cost_cells(costs.get((transform, size)) for transform in transforms)])
     return render(header, rows, title)
 
 
-def _cells(costs: Iterator[Cost | None]) -> Iterator[str]:
+def _cost_cells(costs: Iterator[Cost | None]) -> Iterator[str]:
     for cost in costs:
         if cost is None:
             yield "refused"
             yield ""
         else:
             yield three_digits(cost.milliseconds)
-            yield _mega(cost.bytes)
+            yield _megabytes(cost.bytes)
 
 
-def _mega(size: float | None) -> str:
-    return "?" if size is None else three_digits(size / MEGA)
+def _megabytes(size: float | None) -> str:
+    return "?" if size is None else three_digits(size / MEGABYTE)
 
 
 def three_digits(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def advice(costs: Costs, samples: int | None, of: int | None, free: int) -> list[str]:
-    """Sentences of advice. The costs were measured on `samples` samples of a batch of `of`; `free`: free bytes."""
-    return [*_about_clipping(costs), *_about_microbatches(costs), *_about_the_batch(costs, samples, of, free)]
-
-
-def _about_clipping(costs: Costs) -> list[str]:
-    at_once = {kind: cost for (kind, size), cost in costs.items() if size is None}
+def cost_advice(costs: Costs, samples: int | None, batch_size: int | None, free: int) -> list[str]:
+    """Sentences of advice. The costs were measured on `samples` of the `batch_size` samples; `free`: free bytes."""
     return [
-        f"An update that clips each sample takes {cost.milliseconds / at_once[PLAIN].milliseconds:.1f} times as long "
-        "as a plain one."
-        for kind, cost in at_once.items()
-        if kind != PLAIN and PLAIN in at_once
+        *_clipping_advice(costs),
+        *_microbatch_advice(costs),
+        *_batch_memory_advice(costs, samples, batch_size, free),
     ]
 
 
-def _pieces(costs: Costs) -> dict[int, Cost]:
-    return {size: cost for (kind, size), cost in costs.items() if kind == PLAIN and size is not None}
-
-
-def _about_microbatches(costs: Costs) -> list[str]:
-    whole = costs.get((PLAIN, None))
-    pieces = _pieces(costs)
-    if whole is None or not pieces:
+def _clipping_advice(costs: Costs) -> list[str]:
+    at_once = {transform: cost for (transform, size), cost in costs.items() if size is None}
+    plain = at_once.pop(PLAIN, None)
+    if plain is None:
         return []
-    size = max(pieces)
-    time = pieces[size].milliseconds / whole.milliseconds
-    memory = _share(pieces[size], whole)
-    found = f"Microbatches of {size} take {time:.1f} times as long as all samples at once"
+    ratios = [cost.milliseconds / plain.milliseconds for cost in at_once.values()]
+    return [f"An update that clips each sample takes {ratio:.1f} times as long as a plain one." for ratio in ratios]
+
+
+def _microbatch_costs(costs: Costs) -> dict[int, Cost]:
+    return {size: cost for (transform, size), cost in costs.items() if transform == PLAIN and size is not None}
+
+
+def _microbatch_advice(costs: Costs) -> list[str]:
+    whole = costs.get((PLAIN, None))
+    microbatches = _microbatch_costs(costs)
+    if whole is None or not microbatches:
+        return []
+    size = max(microbatches)
+    time = microbatches[size].milliseconds / whole.milliseconds
+    memory = _memory_ratio(microbatches[size], whole)
+    text = f"Microbatches of {size} take {time:.1f} times as long as all samples at once"
     if memory is not None:
-        found += f" and {memory:.0%} of the memory"
+        text += f" and {memory:.0%} of the memory"
     if memory is not None and memory > 0.95:
-        return [f"{found}: do not use --microbatch."]
+        return [f"{text}: do not use --microbatch."]
     if time >= 1.05:
-        return [f"{found}: use --microbatch only if memory is short."]
-    return [f"{found}."]
+        return [f"{text}: use --microbatch only if memory is short."]
+    return [f"{text}."]
 
 
-def _share(piece: Cost, whole: Cost) -> float | None:
-    return None if piece.bytes is None or not whole.bytes else piece.bytes / whole.bytes
+def _memory_ratio(microbatch: Cost, whole: Cost) -> float | None:
+    return None if microbatch.bytes is None or not whole.bytes else microbatch.bytes / whole.bytes
 
 
-def _about_the_batch(costs: Costs, samples: int | None, of: int | None, free: int) -> list[str]:
+def _batch_memory_advice(costs: Costs, samples: int | None, batch_size: int | None, free: int) -> list[str]:
     """Memory of the whole batch, extrapolated linearly from two sizes."""
     whole = costs.get((PLAIN, None))
-    pieces = _pieces(costs)
-    if whole is None or not pieces or samples is None or of is None or of == samples:
+    microbatches = _microbatch_costs(costs)
+    if whole is None or not microbatches or samples is None or batch_size is None or batch_size == samples:
         return []
-    size = max(pieces)
-    most = whole.bytes
-    fewer = pieces[size].bytes
-    if most is None or fewer is None:
+    size = max(microbatches)
+    whole_bytes = whole.bytes
+    microbatch_bytes = microbatches[size].bytes
+    if whole_bytes is None or microbatch_bytes is None:
         return []
-    each = (most - fewer) / (samples - size)
-    total = most + each * (of - samples)
-    found = f"Each sample adds about {_mega(each)} MB, which makes {_mega(total)} MB for the batch of {of}"
+    per_sample = (whole_bytes - microbatch_bytes) / (samples - size)
+    total = whole_bytes + per_sample * (batch_size - samples)
+    text = (
+        f"Each sample adds about {_megabytes(per_sample)} MB, which makes {_megabytes(total)} MB for the batch of "
+        f"{batch_size}"
+    )
     if total > free / 2:
-        return [f"{found}: more than half of the free memory. Use --microbatch auto."]
-    return [f"{found}."]
+        return [f"{text}: more than half of the free memory. Use --microbatch auto."]
+    return [f"{text}."]

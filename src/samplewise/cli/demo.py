@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import samplewise as sw
 from samplewise.loop.metrics import accuracy
 
-SHARE = 0.1  # of labels that are made wrong
+WRONG_SHARE = 0.1  # of labels that are made wrong
 EPOCHS = 12
 BATCH = 64
 Batch = tuple[Tensor, Tensor]
@@ -34,25 +34,25 @@ def demo() -> None:
     writes a report. Takes less than a minute; the data are part of scikit-learn. The run is kept under runs/.
     """
     torch.manual_seed(0)
-    x, y, wrong, held_out = digits()
+    x, y, wrong, validation = digits()
     print(f"Training on {len(y)} digits of 8×8 pixels, {int(wrong.sum())} of which have a wrong label.\n")
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
-    run = free(Path("runs"), "demo")
+    run = unused_directory(Path("runs"), "demo")
     step = sw.Step(model, torch.optim.Adam(model.parameters(), lr=1e-3), with_margin, samples=BATCH)
     noise = sw.NoiseScale()
     trainer = sw.Trainer(
         step, run, [sw.Ledger(columns={"label": 1}), noise], metrics={"accuracy": accuracy}, log_every=10
     )
     loader = DataLoader(sw.Indexed(TensorDataset(x, y)), batch_size=BATCH, shuffle=True)
-    trainer.fit(loader, validate=DataLoader(TensorDataset(*held_out), batch_size=256), epochs=EPOCHS)
+    trainer.fit(loader, validate=DataLoader(TensorDataset(*validation), batch_size=256), epochs=EPOCHS)
 
     visits = sw.samples(run)
     show_ledger(visits)
     suspects = sw.suspects(visits)
     show_suspects(suspects, y, wrong)
-    show_found(suspects, wrong)
+    show_precision(suspects, wrong)
     show_noise(noise)
-    show_price(model, x, y)
+    show_cost(model, x, y)
     show_report(run)
 
 
@@ -66,14 +66,14 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Batch]:
     order = torch.randperm(len(labels))
     x = torch.tensor(pixels, dtype=torch.float32)[order].view(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)[order]
-    held_out = (x[:360], y[:360])
+    validation = (x[:360], y[:360])
     n = len(y) - 360
     x = x[360:]
     y = y[360:].clone()
     wrong = torch.zeros(n, dtype=torch.bool)
-    wrong[torch.randperm(n)[: round(SHARE * n)]] = True
+    wrong[torch.randperm(n)[: round(WRONG_SHARE * n)]] = True
     y[wrong] = (y[wrong] + torch.randint(1, 10, (int(wrong.sum()),))) % 10
-    return x, y, wrong, held_out
+    return x, y, wrong, validation
 
 
 def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -83,10 +83,10 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 def with_margin(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses (B,), and the margin for the ledger: the label's logit minus the largest other logit."""
     logits = model(batch[0])
-    own = batch[1][:, None]
-    others = logits.scatter(1, own, -torch.inf).amax(1)
+    label_index = batch[1][:, None]
+    others = logits.scatter(1, label_index, -torch.inf).amax(1)
     losses = F.cross_entropy(logits, batch[1], reduction="none")
-    return losses, {"margin": logits.gather(1, own)[:, 0] - others}
+    return losses, {"margin": logits.gather(1, label_index)[:, 0] - others}
 
 
 def show_ledger(visits: Any) -> None:
@@ -100,14 +100,14 @@ def show_ledger(visits: Any) -> None:
 def show_suspects(suspects: Any, y: Tensor, wrong: Tensor) -> None:
     print(f"\nMost suspicious samples by mean {' and '.join(suspects.by)} over all visits")
     print("  sample  label   loss   norm  margin")
-    for place in suspects.order[:8].tolist():
-        i = int(suspects.ids[place])
-        scores = {name: s[place].item() for name, s in suspects.scores.items()}
+    for row in suspects.order[:8].tolist():
+        i = int(suspects.ids[row])
+        scores = {name: s[row].item() for name, s in suspects.scores.items()}
         mark = "  wrong label" if wrong[i] else ""
         print(f"{i:8}{int(y[i]):7}{scores['loss']:7.2f}{scores['norm']:7.2f}{-scores['margin']:8.2f}{mark}")
 
 
-def show_found(suspects: Any, wrong: Tensor) -> None:
+def show_precision(suspects: Any, wrong: Tensor) -> None:
     print("\nShare of wrong labels among the k most suspicious samples")
     print("       k   by margin   by norm   by loss   by chance")
     rankings = [wrong[suspects.ids[suspects.scores[by].argsort(descending=True)]] for by in ("margin", "norm", "loss")]
@@ -117,17 +117,17 @@ def show_found(suspects: Any, wrong: Tensor) -> None:
 
 
 def show_noise(noise: sw.NoiseScale) -> None:
-    found = noise.value
-    told = f"{found.scale:,.0f} samples" if found.signal > 0 else "unknown, the noise hides the signal"
-    print(f"\nGradient noise scale at the end: {told}; the batch size is {BATCH}.")
+    estimate = noise.value
+    text = f"{estimate.scale:,.0f} samples" if estimate.signal > 0 else "unknown, the noise hides the signal"
+    print(f"\nGradient noise scale at the end: {text}; the batch size is {BATCH}.")
 
 
-def show_price(model: nn.Module, x: Tensor, y: Tensor) -> None:
+def show_cost(model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Print the time of an update with and without per-sample norms, measured interleaved."""
     batch = (x[:512], y[:512])
     steps = [
-        sw.Step(twin, sw.sgd(1e-3), loss_fn, record=record, audit=False)
-        for twin, record in ((copy.deepcopy(model).train(), ()), (copy.deepcopy(model).train(), ("norms",)))
+        sw.Step(model_copy, sw.sgd(1e-3), loss_fn, record=record, audit=False)
+        for model_copy, record in ((copy.deepcopy(model).train(), ()), (copy.deepcopy(model).train(), ("norms",)))
     ]
     seconds: list[list[float]] = [[], []]
     for _ in range(30):
@@ -135,10 +135,10 @@ def show_price(model: nn.Module, x: Tensor, y: Tensor) -> None:
             start = time.perf_counter()
             step(batch)
             times.append(time.perf_counter() - start)
-    plain, known = map(min, seconds)  # the minimum: other load on the machine can only add time
+    plain, with_norms = map(min, seconds)  # the minimum: other load on the machine can only add time
     print(
-        f"\nAn update of 512 samples takes {plain * 1e3:.1f} ms; with per-sample norms {known / plain:.2f} times as "
-        "long (`make bench` measures larger models)."
+        f"\nAn update of 512 samples takes {plain * 1e3:.1f} ms; with per-sample norms {with_norms / plain:.2f} times "
+        "as long (`make bench` measures larger models)."
     )
 
 
@@ -151,7 +151,7 @@ def show_report(run: Path) -> None:
         print(missing)
 
 
-def free(directory: Path, name: str) -> Path:
+def unused_directory(directory: Path, name: str) -> Path:
     """Path of the first of name, name-2, name-3, ... that does not exist in the directory."""
     number = 1
     while (path := directory / (name if number == 1 else f"{name}-{number}")).exists():

@@ -17,9 +17,10 @@ from torch import nn
 
 from samplewise.check import check
 from samplewise.cli.arguments import Device, device_named
-from samplewise.cli.costs import PLAIN, Costs, Key, advice, measured, memory_is, microseconds, table, three_digits
-from samplewise.cli.recipe import Recipe, RecipeError, blaming
-from samplewise.cli.zoo import examine, precision_named
+from samplewise.cli.compile_gain import CompileGain, compile_advice, measure_compile_gain
+from samplewise.cli.costs import PLAIN, Costs, cost_advice, measure_costs, memory_description, table
+from samplewise.cli.recipe import Recipe, RecipeError, recipe_errors
+from samplewise.cli.zoo import precision_named, run_zoo
 from samplewise.core.batches import cut, length
 from samplewise.core.devices import moved
 from samplewise.core.losses import as_loss_fn, per_sample
@@ -31,9 +32,8 @@ from samplewise.step.checks import listed, training_batch_norms
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip
 
-SAMPLES = 16  # of the first batch, at most
-COMPILED = {"eager": False, "compiled": True}
-KINDS: dict[str, tuple[Any, ...]] = {PLAIN: (), "with sw.clip(1.0)": (clip(1.0),)}
+MAX_SAMPLES = 16  # of the first batch
+UPDATES: dict[str, tuple[Any, ...]] = {PLAIN: (), "with sw.clip(1.0)": (clip(1.0),)}
 
 
 @dataclass
@@ -45,23 +45,23 @@ class RecipeCheck:
     loss: Any
     batch: Any
     samples: int | None  # in `batch`; None: the batch cannot be sliced
-    of: int | None  # samples of the loader's whole batch
-    complaints: list[str] = field(default_factory=list)  # without duplicates
-    told: int = 0  # number of issues reported, with duplicates
+    batch_size: int | None  # samples of the loader's whole batch
+    issues: list[str] = field(default_factory=list)  # without duplicates
+    reported: int = 0  # number of issues, with duplicates
 
-    def twin(self) -> tuple[nn.Module, Any, Any]:
+    def fresh_copy(self) -> tuple[nn.Module, Any, Any]:
         """Copy of the model with a new optimizer, and a copy of the loss."""
         model = copy.deepcopy(self.model)
         loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         return model, self.recipe.optimizer(model), loss
 
-    def complain(self, message: str) -> None:
+    def report_issue(self, message: str) -> None:
         """Record and print an issue; a repeated one is shortened."""
-        self.told += 1
-        if message in self.complaints:
+        self.reported += 1
+        if message in self.issues:
             typer.echo(f"{message.split(':')[0]}, as above")
             return
-        self.complaints.append(message)
+        self.issues.append(message)
         typer.echo(message)
 
 
@@ -80,8 +80,8 @@ def doctor(
 
     With a recipe, on one batch (at most 16 samples of it) and on copies of the model: compares each sample's gradient
     with one backward pass per sample, shows how the gradients of each parameter are computed, lists warnings and errors
-    of the first update, and measures the time and memory of an update, plain and with clipping, for several microbatch
-    sizes, and the time of an update of one sample, eager and compiled.
+    of the first update, measures the time and memory of an update, plain and with clipping, for several microbatch
+    sizes, and measures how much faster updates are with compile=True.
 
     With --zoo: compares the gradients of a few hundred small models, each with a feature that is hard to get right,
     with one backward pass per sample, on the given device and in the given precision.
@@ -95,186 +95,174 @@ def doctor(
         raise typer.BadParameter(
             "can only be used with --zoo; found a recipe, which has its own dtype.", param_hint="--dtype"
         )
-    where = device_named(device)
+    target = device_named(device)
     if recipe is None:
-        well = examine(precision_named(dtype, where), where)
+        ok = run_zoo(precision_named(dtype, target), target)
     else:
-        well = _consulted(recipe, where)
-    if not well:
+        ok = _check_recipe(recipe, target)
+    if not ok:
         raise typer.Exit(1)
 
 
-def _consulted(recipe: Path, where: torch.device) -> bool:
+def _check_recipe(path: Path, device: torch.device) -> bool:
     """Check a recipe and print the findings; True if there are no issues."""
-    patient = _examined(Recipe(recipe))
-    with blaming(recipe):
-        well = _check(patient)
-        patient.model.to(where)
-        patient.batch = moved(patient.batch, where)
-        _plan(patient)
-        _first_update(patient)
-        costs = _measure(patient, where)
-        _one_by_one(patient)
-    _advise(patient, well, costs)
-    return well and not patient.complaints
+    recipe_check = _prepare(Recipe(path))
+    with recipe_errors(path):
+        correct = _compare_gradients(recipe_check)
+        recipe_check.model.to(device)
+        recipe_check.batch = moved(recipe_check.batch, device)
+        _show_plan(recipe_check)
+        _first_update(recipe_check)
+        costs = _measure_costs(recipe_check, device)
+        gains = _measure_compiled(recipe_check)
+    _print_advice(recipe_check, correct, costs, gains)
+    return correct and not recipe_check.issues
 
 
-def _examined(recipe: Recipe) -> RecipeCheck:
-    with _telling("building the model and fetching a batch"):
-        model, (loader, _) = recipe.model(), recipe.data()
-        with blaming(recipe.path):
+def _prepare(recipe: Recipe) -> RecipeCheck:
+    """Build the model and fetch the first batch, at most 16 samples of it."""
+    with _slow_notice("building the model and fetching a batch"):
+        model = recipe.model()
+        loader, _ = recipe.data()
+        with recipe_errors(recipe.path):
             batch = next(iter(loader), None)
             if batch is None:
                 raise RecipeError(f"{recipe.path}: the loader of data() must yield at least one batch; found none.")
-            total = length(batch)
-            samples = None if total is None else min(total, SAMPLES)
-            batch = batch if samples is None else cut(batch, 0, samples)
-            first = next(model.parameters(), None)
-            batch = batch if first is None else moved(batch, first.device)
-            return RecipeCheck(recipe, model, recipe.loss(), batch, samples, total)
+            batch_size = length(batch)
+            samples = None
+            if batch_size is not None:
+                samples = min(batch_size, MAX_SAMPLES)
+                batch = cut(batch, 0, samples)
+            parameter = next(model.parameters(), None)
+            if parameter is not None:
+                batch = moved(batch, parameter.device)
+            return RecipeCheck(recipe, model, recipe.loss(), batch, samples, batch_size)
 
 
-# --- the sections -----------------------------------------------------------------------------------------------------
+# --- sections of the output -------------------------------------------------------------------------------------------
 
 
-def _check(patient: RecipeCheck) -> bool:
+def _compare_gradients(recipe_check: RecipeCheck) -> bool:
     """Compare the engine with one backward pass per sample; True if the gradients agree.
 
     Runs on the device on which the recipe puts the model, because some accelerators have no float64.
     """
-    well = False
-    with _noting(patient), _telling("comparing the engine with one backward pass per sample"):
-        found = check(patient.model, patient.loss, patient.batch)
-        typer.echo(found)
-        well = found.ok
-        if found.refusal is not None:
-            patient.complaints.append(f"refused: {found.refusal}")
-    return well
+    correct = False
+    with _report_issues(recipe_check), _slow_notice("comparing the engine with one backward pass per sample"):
+        result = check(recipe_check.model, recipe_check.loss, recipe_check.batch)
+        typer.echo(result)
+        correct = result.ok
+        if result.refusal is not None:
+            recipe_check.issues.append(f"refused: {result.refusal}")
+    return correct
 
 
-def _plan(patient: RecipeCheck) -> None:
+def _show_plan(recipe_check: RecipeCheck) -> None:
     typer.echo("\nGradient plan")
-    with _noting(patient), _telling("planning"), torch.random.fork_rng(devices=[]):
-        model, _, loss = patient.twin()
-        losses, _ = per_sample(as_loss_fn(loss)(model, patient.batch))
+    with _report_issues(recipe_check), _slow_notice("planning"), torch.random.fork_rng(devices=[]):
+        model, _, loss = recipe_check.fresh_copy()
+        losses, _ = per_sample(as_loss_fn(loss)(model, recipe_check.batch))
         typer.echo(gradients(losses, model).explain())
 
 
-def _first_update(patient: RecipeCheck) -> None:
+def _first_update(recipe_check: RecipeCheck) -> None:
     typer.echo("\nFirst update")
-    before = patient.told
-    for kind, transforms in KINDS.items():
-        with _noting(patient, kind), _telling(f"one update, {kind}"):
-            model, optimizer, loss = patient.twin()
+    before = recipe_check.reported
+    for name, transforms in UPDATES.items():
+        with _report_issues(recipe_check, name), _slow_notice(f"one update, {name}"):
+            model, optimizer, loss = recipe_check.fresh_copy()
             step = Step(model, optimizer, loss, transforms=transforms)
-            step(patient.batch)
-    if patient.told == before:
+            step(recipe_check.batch)
+    if recipe_check.reported == before:
         typer.echo("no warnings")
 
 
-def _measure(patient: RecipeCheck, where: torch.device) -> Costs:
-    """Measure updates of each kind and microbatch size; combinations that are refused are left out."""
+def _measure_costs(recipe_check: RecipeCheck, device: torch.device) -> Costs:
+    """Measure updates with each transform and microbatch size; combinations that are refused are left out."""
     typer.echo("\nTime and memory per update")
-    keys = _keys(patient)
-    with _telling("measuring"), warnings.catch_warnings():
+    samples = recipe_check.samples or 0
+    microbatches = [size for size in dict.fromkeys((samples // 2, samples // 4)) if size]
+    keys = [(name, size) for name in UPDATES for size in (None, *microbatches)]
+    with _slow_notice("measuring"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # already reported
-        ready = {key: step for key in keys if (step := _ready(patient, *key))}
-        updates = {key: partial(step, patient.batch) for key, step in ready.items()}
-        costs = measured(updates, {key: step.model for key, step in ready.items()}, where)
-    typer.echo(table(costs, keys, f"{_how_many(patient)}; MB: {memory_is(where)}"))
+        steps = {key: step for key in keys if (step := _warmed_up_step(recipe_check, *key))}
+        updates = {key: partial(step, recipe_check.batch) for key, step in steps.items()}
+        costs = measure_costs(updates, {key: step.model for key, step in steps.items()}, device)
+    typer.echo(table(costs, keys, f"{_sample_count(recipe_check)}; MB: {memory_description(device)}"))
     return costs
 
 
-def _keys(patient: RecipeCheck) -> list[Key]:
-    pieces = [size for size in dict.fromkeys(((patient.samples or 0) // 2, (patient.samples or 0) // 4)) if size]
-    return [(kind, size) for kind in KINDS for size in (None, *pieces)]
-
-
-def _ready(patient: RecipeCheck, kind: str, microbatch: int | None) -> Step | None:
+def _warmed_up_step(recipe_check: RecipeCheck, name: str, microbatch: int | None) -> Step | None:
     """A step that has made one update, or None if the update is refused."""
-    model, optimizer, loss = patient.twin()
+    model, optimizer, loss = recipe_check.fresh_copy()
     try:
-        step = Step(model, optimizer, loss, microbatch=microbatch, transforms=KINDS[kind], audit=False)
-        step(patient.batch)
+        step = Step(model, optimizer, loss, microbatch=microbatch, transforms=UPDATES[name], audit=False)
+        step(recipe_check.batch)
     except SamplewiseError:
         return None
     return step
 
 
-def _one_by_one(patient: RecipeCheck) -> None:
-    """Measure updates of one sample, eager and compiled, on copies; print the reason if they cannot be compiled.
-
-    Updates of one sample gain the most from compilation.
-    """
-    if patient.samples is None:
-        return
-    typer.echo("\nTime per update of one sample")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the reason is printed below
-        try:
-            steps = {(name, 1): _alone(patient, compile) for name, compile in COMPILED.items()}
-        except Exception as problem:  # the model may support batches but not a single sample
-            typer.echo(f"not possible: {type(problem).__name__}: {problem}")
-            return
-        how = steps["compiled", 1].compiled
-        if how != "compiled":
-            del steps["compiled", 1]
-        with _telling("measuring"):
-            found = microseconds({key: partial(step, patient.batch) for key, step in steps.items()}, patient.samples)
-    for (name, _), each in found.items():
-        typer.echo(f"{name:<10}{three_digits(each)} µs")
-    if how != "compiled":
-        typer.echo(f"uncompiled: {how}")
-
-
-def _alone(patient: RecipeCheck, compile: bool) -> Step:
-    """A step after two passes over the batch; its first update is never compiled."""
-    model, optimizer, loss = patient.twin()
-    step = Step(model, optimizer, loss, samples=1, audit=False, compile=compile)
-    with step.slow_compile_notice(lambda line: typer.echo(f"... {line.removesuffix(' ...')}", err=True)):
-        for _ in range(2):
-            step(patient.batch)
-    return step
-
-
-def _how_many(patient: RecipeCheck) -> str:
-    if patient.samples is None:
+def _sample_count(recipe_check: RecipeCheck) -> str:
+    if recipe_check.samples is None:
         return "a batch that cannot be sliced"
-    if patient.of == patient.samples:
-        return f"{patient.samples} samples"
-    return f"{patient.samples} samples of a batch of {patient.of}"
+    if recipe_check.batch_size == recipe_check.samples:
+        return f"{recipe_check.samples} samples"
+    return f"{recipe_check.samples} samples of a batch of {recipe_check.batch_size}"
 
 
-# --- the advice -------------------------------------------------------------------------------------------------------
+def _measure_compiled(recipe_check: RecipeCheck) -> list[CompileGain]:
+    """Measure updates of one sample and of the batch, eager and compiled, on copies of the model."""
+    typer.echo("\nTime per update with compile=True")
+
+    def make_step(samples: int | None, compile: bool) -> Step:
+        model, optimizer, loss = recipe_check.fresh_copy()
+        return Step(model, optimizer, loss, samples=samples, audit=False, compile=compile)
+
+    with _slow_notice("compiling and measuring"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reason is printed below
+        gains = measure_compile_gain(make_step, recipe_check.batch, recipe_check.samples)
+    for gain in gains:
+        typer.echo(gain)
+    return gains
 
 
-def _advise(patient: RecipeCheck, well: bool, costs: Costs) -> None:
+# --- advice -----------------------------------------------------------------------------------------------------------
+
+
+def _print_advice(recipe_check: RecipeCheck, correct: bool, costs: Costs, gains: list[CompileGain]) -> None:
     typer.echo("\nAdvice")
-    lines = [*_about_samples(patient, well), *advice(costs, patient.samples, patient.of, free_memory(patient.model))]
-    if patient.complaints:
-        lines.append(f"Fix the errors and warnings listed above ({len(patient.complaints)}) before you train.")
-    elif well:
+    free_bytes = free_memory(recipe_check.model)
+    lines = [
+        *_gradient_advice(recipe_check, correct),
+        *cost_advice(costs, recipe_check.samples, recipe_check.batch_size, free_bytes),
+        *compile_advice(gains),
+    ]
+    if recipe_check.issues:
+        lines.append(f"Fix the errors and warnings listed above ({len(recipe_check.issues)}) before you train.")
+    elif correct:
         lines.append("No problems found: the recipe is ready for training.")
     for line in lines:
         typer.echo(f"- {line}")
 
 
-def _about_samples(patient: RecipeCheck, well: bool) -> list[str]:
-    norms = training_batch_norms([patient.model])
+def _gradient_advice(recipe_check: RecipeCheck, correct: bool) -> list[str]:
+    norms = training_batch_norms([recipe_check.model])
     if norms:
         return [
             f"BatchNorm in training mode mixes samples (module {listed(norms)}), so per-sample gradients are not "
             "defined. Use GroupNorm, or eval() for these modules; plain training without --clip works unchanged."
         ]
-    return [] if well else ["Do not rely on per-sample gradients of this model: the check above gives the reason."]
+    return [] if correct else ["Do not rely on per-sample gradients of this model: the check above gives the reason."]
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _noting(patient: RecipeCheck, kind: str = "") -> Iterator[None]:
+def _report_issues(recipe_check: RecipeCheck, update: str = "") -> Iterator[None]:
     """Report warnings and samplewise errors raised in the block as issues."""
+    suffix = f", {update}" if update else ""
     refusal = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -283,11 +271,11 @@ def _noting(patient: RecipeCheck, kind: str = "") -> Iterator[None]:
         except SamplewiseError as error:
             refusal = error
     for warning in caught:
-        patient.complain(f"warned{kind and f', {kind}'}: {warning.message}")
+        recipe_check.report_issue(f"warned{suffix}: {warning.message}")
     if refusal is not None:
-        patient.complain(f"refused{kind and f', {kind}'}: {refusal}")
+        recipe_check.report_issue(f"refused{suffix}: {refusal}")
 
 
-def _telling(doing: str) -> AbstractContextManager[None]:
+def _slow_notice(operation: str) -> AbstractContextManager[None]:
     """Print a notice on stderr if the block takes longer than 2 s."""
-    return telling(lambda what: typer.echo(f"... {what}", err=True), doing)
+    return telling(lambda message: typer.echo(f"... {message}", err=True), operation)

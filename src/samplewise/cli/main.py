@@ -21,7 +21,7 @@ from samplewise.cli.report import report
 from samplewise.cli.train import train
 
 
-class OneLine(TyperGroup):
+class OneLineErrors(TyperGroup):
     """Command group that prints one line for a bad argument, and the user's own lines for a failing recipe."""
 
     def main(
@@ -35,10 +35,12 @@ class OneLine(TyperGroup):
     ) -> Any:
         settings = {"windows_expand_args": windows_expand_args, **extra}
         with guarded_output():
-            code = self._code(lambda: super(OneLine, self).main(args, prog_name, complete_var, False, **settings))
+            code = self._exit_code(
+                lambda: super(OneLineErrors, self).main(args, prog_name, complete_var, False, **settings)
+            )
         sys.exit(code)
 
-    def _code(self, run: Callable[[], Any]) -> int:
+    def _exit_code(self, run: Callable[[], Any]) -> int:
         """Run the command, print its error if there is one, and return the exit code."""
         try:
             code = run()
@@ -49,9 +51,9 @@ class OneLine(TyperGroup):
                 typer.echo(f"samplewise: {error}", err=True)
             code = error.code
         except typer.TyperException as error:
-            said = " ".join(error.format_message().split())
-            more = "" if isinstance(error, typer.BadParameter) else " See samplewise --help."
-            typer.echo(f"samplewise: {said}{more}", err=True)
+            message = " ".join(error.format_message().split())
+            hint = "" if isinstance(error, typer.BadParameter) else " See samplewise --help."
+            typer.echo(f"samplewise: {message}{hint}", err=True)
             code = error.exit_code
         except RecipeError as error:
             typer.echo(str(error), err=True)
@@ -61,7 +63,7 @@ class OneLine(TyperGroup):
 
 app = typer.Typer(
     name="samplewise",
-    cls=OneLine,
+    cls=OneLineErrors,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -85,14 +87,16 @@ app.command()(report)
 app.command()(demo)
 
 
-def _said(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Format a warning; for warnings of samplewise without file and line, which would point into the library."""
-    ours = category.__module__.startswith("samplewise.")
-    return f"warning: {message}\n" if ours else f"{filename}:{lineno}: {category.__name__}: {message}\n"
+    is_own = category.__module__.startswith("samplewise.")
+    return f"warning: {message}\n" if is_own else f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def main() -> None:
-    warnings.formatwarning = _said
+    warnings.formatwarning = _format_warning
     app(prog_name="samplewise")
 
 

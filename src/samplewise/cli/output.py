@@ -30,39 +30,39 @@ class OutputError(BaseException):
         self.code = CLOSED_PIPE if self.quiet else 1
 
 
-class Guarded:
+class GuardedStream:
     """Text stream that handles write errors.
 
     After the first OSError the stream is redirected to the null device. If `needed`, OutputError is raised as well.
     """
 
-    def __init__(self, stream: Any, needed: bool):
+    def __init__(self, stream: Any, required: bool):
         self._stream = stream
-        self._needed = needed
+        self._required = required
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._guarding():
+        with self._handle_errors():
             self._stream.write(text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        with self._guarding():
+        with self._handle_errors():
             self._stream.writelines(lines)
 
     def flush(self) -> None:
-        with self._guarding():
+        with self._handle_errors():
             self._stream.flush()
 
     @contextmanager
-    def _guarding(self) -> Iterator[None]:
+    def _handle_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as why:
             _discard(self._stream)
-            if self._needed:
+            if self._required:
                 raise OutputError(why) from why
 
 
@@ -82,9 +82,9 @@ def guarded_output() -> Iterator[None]:
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             # File names may hold characters that the encoding lacks.
             sys.stdout.reconfigure(errors="backslashreplace")
-        sys.stdout = Guarded(sys.stdout, needed=True)
+        sys.stdout = GuardedStream(sys.stdout, required=True)
     if sys.stderr is not None:
-        sys.stderr = Guarded(sys.stderr, needed=False)
+        sys.stderr = GuardedStream(sys.stderr, required=False)
     try:
         yield
     finally:

@@ -24,9 +24,11 @@ from torch import nn
 
 from samplewise.errors import SamplewiseError
 
-OURS = Path(__file__).resolve().parents[1]
-INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-NEEDED = {"model": "returns the model", "data": "returns a loader, or (loader, validation loader)"}
+PACKAGE_DIRECTORY = Path(__file__).resolve().parents[1]
+LIBRARY_DIRECTORIES = [
+    Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")
+]
+REQUIRED = {"model": "returns the model", "data": "returns a loader, or (loader, validation loader)"}
 
 
 class RecipeError(Exception):
@@ -48,62 +50,64 @@ class Recipe:
         """Load the recipe. `source`: the content of the file, if it has been read already."""
         self.path = path
         self._module = _load(path, read_source(path) if source is None else source)
-        for name, what in NEEDED.items():
+        for name, description in REQUIRED.items():
             if not callable(getattr(self._module, name, None)):
-                raise RecipeError(f"{path}: a recipe must have a function {name}() that {what}; found none.")
+                raise RecipeError(f"{path}: a recipe must have a function {name}() that {description}; found none.")
 
     def model(self) -> nn.Module:
-        found = self._call("model")
-        if not isinstance(found, nn.Module):
-            raise self._returned("model", "a torch.nn.Module", found)
-        return found
+        model = self._call("model")
+        if not isinstance(model, nn.Module):
+            raise self._wrong_return("model", "a torch.nn.Module", model)
+        return model
 
     def data(self) -> tuple[Iterable[Any], Iterable[Any] | None]:
         """The training loader, and the validation loader or None."""
-        found = self._call("data")
-        pair = found if isinstance(found, tuple) else (found, None)
-        if len(pair) != 2 or not _is_iterable(pair[0]) or not (pair[1] is None or _is_iterable(pair[1])):
-            raise self._returned("data", "a loader, or (loader, validation loader)", found)
-        return pair
+        returned = self._call("data")
+        loaders = returned if isinstance(returned, tuple) else (returned, None)
+        if len(loaders) != 2 or not _is_iterable(loaders[0]) or not (loaders[1] is None or _is_iterable(loaders[1])):
+            raise self._wrong_return("data", "a loader, or (loader, validation loader)", returned)
+        return loaders
 
     def loss(self) -> Any:
         return getattr(self._module, "loss", nn.CrossEntropyLoss())
 
     def optimizer(self, model: nn.Module) -> Any:
         if not hasattr(self._module, "optimizer"):
-            with blaming(self.path):
+            with recipe_errors(self.path):
                 return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-        found = self._call("optimizer", model)
-        if not (isinstance(found, torch.optim.Optimizer) or callable(found)):  # sw.sgd(0.1) is a function
-            raise self._returned("optimizer", "a torch.optim.Optimizer", found)
-        return found
+        optimizer = self._call("optimizer", model)
+        if not (isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):  # sw.sgd(0.1) is a function
+            raise self._wrong_return("optimizer", "a torch.optim.Optimizer", optimizer)
+        return optimizer
 
     def metrics(self) -> Mapping[str, Any]:
-        found = self._call("metrics") if hasattr(self._module, "metrics") else {}
-        if not isinstance(found, Mapping):
-            raise self._returned("metrics", "a dict of names and functions (outputs, batch)", found)
-        return found
+        metrics = self._call("metrics") if hasattr(self._module, "metrics") else {}
+        if not isinstance(metrics, Mapping):
+            raise self._wrong_return("metrics", "a dict of names and functions (outputs, batch)", metrics)
+        return metrics
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        with blaming(self.path):
+        with recipe_errors(self.path):
             return getattr(self._module, name)(*arguments)
 
-    def _returned(self, name: str, wanted: str, found: object) -> RecipeError:
+    def _wrong_return(self, name: str, wanted: str, returned: object) -> RecipeError:
         code = getattr(getattr(self._module, name), "__code__", None)
-        where = f"{self.path}:{code.co_firstlineno}" if code else str(self.path)
-        what = f"a tuple of {len(found)}" if isinstance(found, tuple) and len(found) != 2 else type(found).__name__
-        return RecipeError(f"{where}: {name}() must return {wanted}; found {what}.")
+        location = f"{self.path}:{code.co_firstlineno}" if code else str(self.path)
+        description = type(returned).__name__
+        if isinstance(returned, tuple) and len(returned) != 2:
+            description = f"a tuple of {len(returned)}"
+        return RecipeError(f"{location}: {name}() must return {wanted}; found {description}.")
 
 
 @contextmanager
-def blaming(path: Path) -> Iterator[None]:
+def recipe_errors(path: Path) -> Iterator[None]:
     """Raise any Exception of the block as a RecipeError that shows the user's lines."""
     try:
         yield
     except RecipeError:
         raise
     except Exception as error:
-        raise RecipeError(_shown(error, path)) from error
+        raise RecipeError(_describe_error(error, path)) from error
 
 
 def _is_iterable(value: object) -> bool:
@@ -139,9 +143,9 @@ def _load(path: Path, source: bytes) -> ModuleType:
         line = getattr(error, "lineno", None)
         text = (getattr(error, "text", None) or "").strip()
         message = error.msg if isinstance(error, SyntaxError) else str(error)
-        shown = [f"{path}:{line}" if line else str(path), *([f"    {text}"] if text else [])]
-        raise RecipeError("\n".join([*shown, f"{type(error).__name__}: {message}"])) from error
-    with blaming(path):
+        lines = [f"{path}:{line}" if line else str(path), *([f"    {text}"] if text else [])]
+        raise RecipeError("\n".join([*lines, f"{type(error).__name__}: {message}"])) from error
+    with recipe_errors(path):
         exec(code, module.__dict__)
     return module
 
@@ -149,28 +153,31 @@ def _load(path: Path, source: bytes) -> ModuleType:
 # --- error messages ---------------------------------------------------------------------------------------------------
 
 
-def _shown(error: Exception, path: Path) -> str:
+def _describe_error(error: Exception, path: Path) -> str:
     """Text of an error: the traceback frames in the user's files, and the message."""
-    frames, message = _in_worker(str(error))
+    frames, message = _parse_worker_traceback(str(error))
     if not message:
-        found = traceback.extract_tb(error.__traceback__)
-        frames = [(frame.filename, str(frame.lineno), frame.name, str(frame.line)) for frame in found]
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = [(frame.filename, str(frame.lineno), frame.name, str(frame.line)) for frame in stack]
         message = "".join(traceback.format_exception_only(error)).strip().removeprefix("samplewise.errors.")
-    lines = [f"{file}:{line}: in {name}\n    {code}" for file, line, name, code in frames if _is_users(file)]
+    lines = [f"{file}:{line}: in {name}\n    {code}" for file, line, name, code in frames if _is_user_file(file)]
     if not lines and not isinstance(error, SamplewiseError):  # messages of samplewise need no location
         lines = [f"{path}: error while using the objects that it returns:"]
     return "\n".join([*lines, message])
 
 
-def _in_worker(text: str) -> tuple[list[tuple[str, str, str, str]], str]:
+def _parse_worker_traceback(text: str) -> tuple[list[tuple[str, str, str, str]], str]:
     """Parse the traceback text sent by a DataLoader worker: (file, line, function, code) of each frame, and message."""
-    _, there, told = text.partition("Original Traceback (most recent call last):\n")
-    frames = re.findall(r'^  File "(.*)", line (\d+), in (.*)\n    (.*)', told, re.MULTILINE)
-    return frames, re.split(r"^  File .*\n(?:    .*\n)*", told, flags=re.MULTILINE)[-1].strip() if there else ""
+    _, separator, worker_traceback = text.partition("Original Traceback (most recent call last):\n")
+    frames = re.findall(r'^  File "(.*)", line (\d+), in (.*)\n    (.*)', worker_traceback, re.MULTILINE)
+    if not separator:
+        return [], ""
+    message = re.split(r"^  File .*\n(?:    .*\n)*", worker_traceback, flags=re.MULTILINE)[-1].strip()
+    return frames, message
 
 
-def _is_users(filename: str) -> bool:
+def _is_user_file(filename: str) -> bool:
     if filename.startswith("<"):
         return False
     file = Path(filename).resolve()
-    return not any(file.is_relative_to(place) for place in (OURS, *INSTALLED))
+    return not any(file.is_relative_to(directory) for directory in (PACKAGE_DIRECTORY, *LIBRARY_DIRECTORIES))

@@ -6,20 +6,22 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
+import torch
 import typer
 
 from samplewise.cli.arguments import Device, RecipeFile, device_named
-from samplewise.cli.recipe import Recipe, blaming, read_source, shortened
+from samplewise.cli.recipe import Recipe, read_source, recipe_errors, shortened
 from samplewise.core.atomic_io import absolute
 from samplewise.distributed.group import current_group
 from samplewise.distributed.launch import join
 from samplewise.loop.data.rng import seed_everything
 from samplewise.loop.trainer import Trainer
 from samplewise.step.step import Step
-from samplewise.transforms.clip import clip as clipped
+from samplewise.transforms.clip import clip as clip_transform
 
 EPOCHS = 1
 
@@ -78,42 +80,66 @@ def train(
         _launch(processes)
     if epochs is not None and updates is not None:
         raise typer.BadParameter("give one of --epochs and --updates; found both.", param_hint="--updates")
-    pieces = _microbatch(microbatch)
-    where = join(device_named(device))
-    transforms = () if clip is None else (clipped(_bound(clip)),)
-    run = _directory(run or Path("runs") / recipe.stem, resume)
-    place = absolute(run)  # before the recipe, which may change the working directory
-
+    step_options = {
+        "samples": samples,
+        "microbatch": _parse_microbatch(microbatch),
+        "transforms": () if clip is None else (clip_transform(_checked_norm(clip)),),
+        "compile": compile,
+    }
+    fit_options = {"epochs": None if updates else epochs or EPOCHS, "updates": updates, "resume": resume}
+    target = join(device_named(device))
+    run = _checked_run(run or Path("runs") / recipe.stem, resume)
+    run_path = absolute(run)  # before the recipe is loaded, which may change the working directory
     seed_everything(seed)
-    found = Recipe(recipe, source)
-    model = found.model()
-    loader, validation = found.data()
-    with blaming(recipe):
-        model.to(where)  # before the optimizer is made: some create their state on the device of the parameters
-    optimizer = found.optimizer(model)
-    metrics = found.metrics()
-    with blaming(recipe):
-        step = Step(model, optimizer, found.loss(), samples, pieces, transforms, compile=compile, strategy="ddp")
-        trainer = Trainer(step, place, metrics=metrics, device=where, seed=seed)
-        reason = trainer.fit(loader, validation, None if updates else epochs or EPOCHS, updates, resume)
-    _tell(reason, trainer, run)
+    trainer, reason = _fit(Recipe(recipe, source), run_path, target, seed, step_options, fit_options)
+    _print_summary(reason, trainer, run)
+
+
+def _fit(
+    recipe: Recipe,
+    run: Path,
+    device: torch.device,
+    seed: int,
+    step_options: dict[str, Any],
+    fit_options: dict[str, Any],
+) -> tuple[Trainer, str]:
+    """Train the model of a recipe; returns the trainer and the reason why the training ended."""
+    model = recipe.model()
+    loader, validation = recipe.data()
+    with recipe_errors(recipe.path):
+        model.to(device)  # before the optimizer is made: some create their state on the device of the parameters
+    optimizer = recipe.optimizer(model)
+    metrics = recipe.metrics()
+    with recipe_errors(recipe.path):
+        step = Step(model, optimizer, recipe.loss(), strategy="ddp", **step_options)
+        trainer = Trainer(step, run, metrics=metrics, device=device, seed=seed)
+        return trainer, trainer.fit(loader, validation, **fit_options)
 
 
 def _launch(processes: int) -> NoReturn:
     """Replace this process with torchrun, which starts this command `processes` times without --processes."""
-    given = iter(sys.argv[1:])
-    same = [a for a in given if not (a.startswith("--processes=") or (a == "--processes" and next(given, True)))]
     # Without the -- torchrun would take --run for an abbreviation of one of its own options.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "--"]
-    os.execv(sys.executable, [sys.executable, *torchrun, "samplewise", *same])
+    os.execv(sys.executable, [sys.executable, *torchrun, "samplewise", *_without_processes(sys.argv[1:])])
 
 
-def _tell(reason: str, trainer: Trainer, run: Path) -> None:
+def _without_processes(arguments: Sequence[str]) -> Iterator[str]:
+    """Command line arguments without --processes N and --processes=N."""
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == "--processes":
+            next(remaining, None)  # its value
+        elif not argument.startswith("--processes="):
+            yield argument
+
+
+def _print_summary(reason: str, trainer: Trainer, run: Path) -> None:
     """Print the summary on rank 0; exit with 128 + signal number if a signal stopped the training."""
     interrupted = reason in signal.Signals.__members__
     if current_group().rank == 0:
         done = trainer.step.counters.updates
-        typer.echo(f"{f'stopped by {reason}' if interrupted else reason}: {done} updates in all")
+        outcome = f"stopped by {reason}" if interrupted else reason
+        typer.echo(f"{outcome}: {done} updates in all")
         typer.echo(f"log          {run / 'log.jsonl'}")
         typer.echo(f"checkpoints  {run / 'checkpoints'}")
         if interrupted:
@@ -122,7 +148,7 @@ def _tell(reason: str, trainer: Trainer, run: Path) -> None:
         raise typer.Exit(128 + signal.Signals[reason])
 
 
-def _microbatch(text: str | None) -> int | str | None:
+def _parse_microbatch(text: str | None) -> int | str | None:
     if text is None or text == "auto":
         return text
     if not (text.isascii() and text.isdigit() and int(text) > 0):
@@ -130,13 +156,13 @@ def _microbatch(text: str | None) -> int | str | None:
     return int(text)
 
 
-def _bound(clip: float) -> float:
+def _checked_norm(clip: float) -> float:
     if not (clip > 0 and math.isfinite(clip)):
         raise typer.BadParameter(f"must be a positive number; found {clip}.", param_hint="--clip")
     return clip
 
 
-def _directory(run: Path, resume: bool) -> Path:
+def _checked_run(run: Path, resume: bool) -> Path:
     try:
         is_file = run.exists() and not run.is_dir()
         used = not is_file and any((run / "checkpoints").glob("*.ckpt"))

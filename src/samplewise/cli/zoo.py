@@ -10,10 +10,10 @@ import torch
 import typer
 
 from samplewise.core.text import render
-from samplewise.testing.zoo import CASES, PRECISIONS, Case, Verdict, ZooPrecision, judge
-from samplewise.testing.zoo.judge import NOT_RUN, OUTCOMES, REFUSED, RIGHT, WRONG, tally
+from samplewise.testing.zoo import CASES, PRECISIONS, Case, CaseResult, ZooPrecision, run_case
+from samplewise.testing.zoo.runner import NOT_RUN, OUTCOMES, REFUSED, RIGHT, WRONG, count_outcomes
 
-EVERY = 50  # cases between two progress lines, without a terminal
+PROGRESS_INTERVAL = 50  # cases between two progress lines, without a terminal
 LEGEND = """
 refused  samples depend on each other: the engine must detect it, and be right when allowed to continue
 not run  PyTorch itself fails on the model, on this machine and in this precision
@@ -37,38 +37,40 @@ def precision_named(name: str | None, device: torch.device) -> ZooPrecision:
     return precision
 
 
-def examine(precision: ZooPrecision, device: torch.device) -> bool:
+def run_zoo(precision: ZooPrecision, device: torch.device) -> bool:
     """Judge every case and print the results; True if something was compared and nothing was wrong."""
     typer.echo(f"Zoo: {len(CASES)} small models on {device}, {precision.describe(device)}\n")
     with _one_thread(), _progress(len(CASES)) as judged:
-        verdicts = []
+        results = []
         for case in CASES.values():
-            verdicts.append(judge(case, precision, device))
+            results.append(run_case(case, precision, device))
             judged(case)
-    typer.echo(_table(verdicts) + "\n" + LEGEND)
-    for verdict in verdicts:
-        if verdict.outcome in (WRONG, NOT_RUN):
-            typer.echo(f"{verdict.outcome}: {verdict.case.name}: {verdict.why}")
-    return _conclude(tally(verdicts))
+    typer.echo(_table(results) + "\n" + LEGEND)
+    for result in results:
+        if result.outcome in (WRONG, NOT_RUN):
+            typer.echo(f"{result.outcome}: {result.case.name}: {result.reason}")
+    return _conclude(count_outcomes(results))
 
 
 def _conclude(counts: dict[str, int]) -> bool:
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
     compared = counts[RIGHT] + counts[REFUSED] > 0
     if counts[WRONG]:
-        typer.echo(f"Wrong gradients found: {said}. Do not rely on gradients of models like those named above.")
+        typer.echo(f"Wrong gradients found: {summary}. Do not rely on gradients of models like those named above.")
     elif not compared:
-        typer.echo(f"Nothing was compared: {said}. Choose another device or precision.")
+        typer.echo(f"Nothing was compared: {summary}. Choose another device or precision.")
     else:
-        typer.echo(f"No problems found: {said}.")
+        typer.echo(f"No problems found: {summary}.")
     return compared and not counts[WRONG]
 
 
-def _table(verdicts: Sequence[Verdict]) -> str:
-    families: dict[str, list[Verdict]] = {}
-    for verdict in verdicts:
-        families.setdefault(verdict.case.family, []).append(verdict)
-    rows = [(name, *map(str, tally(of).values())) for name, of in (*families.items(), ("all", verdicts))]
+def _table(results: Sequence[CaseResult]) -> str:
+    families: dict[str, list[CaseResult]] = {}
+    for result in results:
+        families.setdefault(result.case.family, []).append(result)
+    rows = [
+        (name, *map(str, count_outcomes(members).values())) for name, members in (*families.items(), ("all", results))
+    ]
     return render(("family", *OUTCOMES), rows)
 
 
@@ -108,10 +110,10 @@ def _progress(total: int) -> Iterator[Callable[[Case], None]]:
             return
     done = 0
 
-    def line(_: Case) -> None:
+    def print_progress(_: Case) -> None:
         nonlocal done
         done += 1
-        if done % EVERY == 0 and done < total:
+        if done % PROGRESS_INTERVAL == 0 and done < total:
             typer.echo(f"... {done} of {total}", err=True)
 
-    yield line
+    yield print_progress

@@ -28,17 +28,17 @@ def fisher(
 
     microbatch, memory: as in `sw.scan`
     """
-    total: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     samples = 0
     with evaluating(model):
         for _, g in scan(model, loss_fn, loader, microbatch, memory=memory):
             samples += len(g)
-            for name, squares in g.second_moment().items():
-                total[name] = total[name] + squares if name in total else squares.to(torch.float64)
+            for name, squared in g.second_moment().items():
+                sums[name] = sums[name] + squared if name in sums else squared.to(torch.float64)
     if not samples:
         raise ValueError(
             "the loader must yield at least one batch; found none. Pass a loader or a list: an iterator is exhausted "
             "after one pass."
         )
-    kinds = {name: p.dtype.to_real() for name, p in model.named_parameters()}
-    return {name: (sums / samples).to(kinds[name]) for name, sums in total.items()}
+    dtypes = {name: p.dtype.to_real() for name, p in model.named_parameters()}
+    return {name: (total / samples).to(dtypes[name]) for name, total in sums.items()}

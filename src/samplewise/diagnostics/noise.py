@@ -60,7 +60,7 @@ def noise_scale(g: Gradients) -> Noise:
     batch hardly helps. The noise scale mostly grows during training, and an estimate from one batch is noisy: see
     `NoiseScale` for a running estimate.
     """
-    return _noise(g.norms(), _length(g.mean()))
+    return _noise(g.norms(), _norm(g.mean()))
 
 
 def signal_to_noise(g: Gradients, by: str = "parameter") -> dict[str, float]:
@@ -71,13 +71,13 @@ def signal_to_noise(g: Gradients, by: str = "parameter") -> dict[str, float]:
     if by not in ("parameter", "layer"):
         raise ValueError(f"by must be 'parameter' or 'layer'; found {by!r}.")
     means = g.mean()
-    parts: dict[str, Noise] = {}
+    noise_by_group: dict[str, Noise] = {}
     for name, norms in g.norms(by="parameter").items():
-        new = _noise(norms, _length({name: means[name]}))
+        part_noise = _noise(norms, _norm({name: means[name]}))
         group = name.rpartition(".")[0] if by == "layer" else name
-        old = parts.get(group, Noise(0.0, 0.0))
-        parts[group] = Noise(old.trace + new.trace, old.signal + new.signal)
-    return {name: part.ratio for name, part in parts.items()}
+        previous = noise_by_group.get(group, Noise(0.0, 0.0))
+        noise_by_group[group] = Noise(previous.trace + part_noise.trace, previous.signal + part_noise.signal)
+    return {name: part.ratio for name, part in noise_by_group.items()}
 
 
 class NoiseScale:
@@ -133,16 +133,16 @@ class NoiseScale:
             return
         weights = update.weights
         problem = None
-        plain = not isinstance(weights, Mapping) and bool((weights == 1).all())
-        if not plain or float(update.sums()[1]) != update.samples:
+        unweighted = not isinstance(weights, Mapping) and bool((weights == 1).all())
+        if not unweighted or float(update.sums()[1]) != update.samples:
             problem = ValueError(
                 "the noise scale needs updates that are the plain mean of their samples; found weights or counts other "
                 "than 1. Compute unweighted gradients g and call add(g)."
             )
         current_group().barrier(problem)
-        now = self.add(current_group().all_gather_rows(update.norms), update.grad_norm)
+        estimate = self.add(current_group().all_gather_rows(update.norms), update.grad_norm)
         if trainer is not None and trainer.step.counters.updates % trainer.log_every == 0:
-            numbers = {"scale": now.scale, "trace": now.trace, "signal": now.signal}
+            numbers = {"scale": estimate.scale, "trace": estimate.trace, "signal": estimate.signal}
             batch = trainer.step.samples or update.samples  # the last batch of an epoch may be smaller
             trainer.write("noise", update=trainer.step.counters.updates, batch=batch, **numbers)
 
@@ -166,6 +166,6 @@ def _noise(norms: Tensor, mean_norm: float) -> Noise:
     return Noise(trace, mean_norm**2 - trace / samples)
 
 
-def _length(tensors: Mapping[str, Tensor]) -> float:
+def _norm(tensors: Mapping[str, Tensor]) -> float:
     """Norm of all tensors together, accumulated in float64."""
     return math.sqrt(sum(tensor.detach().abs().double().square().sum().item() for tensor in tensors.values()))

@@ -8,7 +8,7 @@
     self_influence   lr · norm²: first-order decrease of the sample's own loss by a step on it
     agreement        minus the cosine with the summed gradient of all other samples with the same label
 
-A score is a function of a `Piece`, some samples at one checkpoint. Scores are averaged over checkpoints, except
+A score is a function of `ScoreInputs`: some samples at one checkpoint. Scores are averaged over checkpoints, except
 self-influence, which is summed.
 """
 
@@ -27,9 +27,9 @@ from samplewise.engine.gradients import Gradients
 
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
     """Margins (B,): the label's logit minus the largest other logit."""
-    own = labels[:, None]
-    others = logits.scatter(1, own, -torch.inf)
-    return logits.gather(1, own)[:, 0] - others.amax(1)
+    label_column = labels[:, None]
+    others = logits.scatter(1, label_column, -torch.inf)
+    return logits.gather(1, label_column)[:, 0] - others.amax(1)
 
 
 def el2n(logits: Tensor, labels: Tensor) -> Tensor:
@@ -60,10 +60,10 @@ class ClassGradients:
         dots = torch.zeros_like(squared)
         lengths = torch.zeros_like(squared)
         for label in labels.unique().tolist():
-            mine = labels == label
+            in_class = labels == label
             sums = self._sums[label]
-            dots = torch.where(mine, g.dot(sums).double(), dots)
-            lengths = torch.where(mine, sum(s.double().square().sum() for s in sums.values()), lengths)
+            dots = torch.where(in_class, g.dot(sums).double(), dots)
+            lengths = torch.where(in_class, sum(s.double().square().sum() for s in sums.values()), lengths)
         others = (lengths - 2 * dots + squared).clamp(min=0)
         scale = (squared * others).sqrt()
         known = others > 1e-6 * (lengths + squared)  # otherwise a class of one sample: the rest is rounding error
@@ -77,11 +77,11 @@ def last_layer(names: list[str]) -> list[str]:
 
 
 @dataclass
-class Piece:
+class ScoreInputs:
     """Some samples at one checkpoint; logits and labels are computed only if a score needs them."""
 
     g: Gradients
-    rate: float
+    lr: float
     batch: Any
     logits_of: Callable[[Any], Tensor]
     labels_of: Callable[[Any], Tensor]
@@ -91,10 +91,10 @@ class Piece:
     def labels(self) -> Tensor:
         labels = torch.as_tensor(self.labels_of(self.batch), device=self.g.losses.device)
         if labels.shape != (len(self.g),) or labels.is_floating_point():
-            found = f"{labels.dtype} of shape {tuple(labels.shape)}"
+            description = f"{labels.dtype} of shape {tuple(labels.shape)}"
             raise ValueError(
-                f"labels must be integers, one per sample, ({len(self.g)},); found {found}. Pass labels=, the key of "
-                "the labels or a function of the batch, or rank by='loss', which needs no labels."
+                f"labels must be integers, one per sample, ({len(self.g)},); found {description}. Pass labels=, the "
+                "key of the labels or a function of the batch, or rank by='loss', which needs no labels."
             )
         return labels.long()
 
@@ -111,10 +111,10 @@ class Piece:
         return logits
 
     def _check_classes(self, classes: int) -> None:
-        strange = self.labels[(self.labels < 0) | (self.labels >= classes)]
-        if len(strange):
+        invalid = self.labels[(self.labels < 0) | (self.labels >= classes)]
+        if len(invalid):
             raise ValueError(
-                f"labels must be class indices, 0 to {classes - 1} for {classes} logits; found {strange[0].item()}. "
+                f"labels must be class indices, 0 to {classes - 1} for {classes} logits; found {invalid[0].item()}. "
                 "Remove such samples, or rank by='loss', which needs no labels."
             )
 
@@ -123,13 +123,13 @@ class Piece:
         return torch.stack([norms[name] for name in last_layer(self.g.names)]).norm(dim=0)
 
 
-SCORES: dict[str, Callable[[Piece], Tensor]] = {
-    "loss": lambda piece: piece.g.losses,
-    "margin": lambda piece: -margins(piece.logits, piece.labels),
-    "el2n": lambda piece: el2n(piece.logits, piece.labels),
-    "norm": lambda piece: piece.g.norms(),
-    "last_norm": Piece.last_norms,
-    "self_influence": lambda piece: piece.rate * piece.g.norms().square(),
-    "agreement": lambda piece: -piece.classes.cosines(piece.g, piece.labels),
+SCORES: dict[str, Callable[[ScoreInputs], Tensor]] = {
+    "loss": lambda inputs: inputs.g.losses,
+    "margin": lambda inputs: -margins(inputs.logits, inputs.labels),
+    "el2n": lambda inputs: el2n(inputs.logits, inputs.labels),
+    "norm": lambda inputs: inputs.g.norms(),
+    "last_norm": ScoreInputs.last_norms,
+    "self_influence": lambda inputs: inputs.lr * inputs.g.norms().square(),
+    "agreement": lambda inputs: -inputs.classes.cosines(inputs.g, inputs.labels),
 }
-ADDED_UP = ("self_influence",)  # summed over checkpoints; the others are averaged
+SUMMED_SCORES = ("self_influence",)  # summed over checkpoints; the others are averaged

@@ -42,23 +42,23 @@ class Similarity:
         groups = [[i] for i in range(len(self.matrix))]
         means = self.matrix.detach().double().clone().fill_diagonal_(-torch.inf)
         while groups:
-            at = int(means.argmax())
-            i, j = sorted(divmod(at, len(means)))
+            flat_index = int(means.argmax())
+            i, j = sorted(divmod(flat_index, len(means)))
             if not means[i, j] > threshold:
                 break
-            _join(means, groups, i, j)
+            _merge(means, groups, i, j)
         return sorted((group for group in groups if group), key=lambda group: (-len(group), group))
 
     def _pairs(self, k: int, largest: bool) -> list[Pair]:
         rows, columns = self.matrix.shape
-        places = torch.triu_indices(rows, columns, 1) if self.paired else torch.ones(rows, columns).nonzero().T
-        i, j = places.to(self.matrix.device)
+        indices = torch.triu_indices(rows, columns, 1) if self.paired else torch.ones(rows, columns).nonzero().T
+        i, j = indices.to(self.matrix.device)
         values = self.matrix[i, j].detach()
         order = values.argsort(descending=largest, stable=True)[:k]
         return list(zip(i[order].tolist(), j[order].tolist(), values[order].tolist(), strict=True))
 
 
-def _join(means: Tensor, groups: list[list[int]], i: int, j: int) -> None:
+def _merge(means: Tensor, groups: list[list[int]], i: int, j: int) -> None:
     """Merge group j into group i, in place."""
     a, b = len(groups[i]), len(groups[j])
     means[i] = (a * means[i] + b * means[j]) / (a + b)
@@ -71,8 +71,8 @@ def _join(means: Tensor, groups: list[list[int]], i: int, j: int) -> None:
 def similarity(g: Gradients, other: Gradients | None = None) -> Similarity:
     """Cosine similarity of all pairs of per-sample gradients of `g`, or of those of `g` with those of `other`."""
     gram = g.gram(other)
-    mine = gram.diagonal().clamp(min=0).sqrt() if other is None else g.norms()
-    theirs = mine if other is None else other.norms()
-    lengths = mine[:, None] * theirs
-    cosines = torch.where(lengths > 0, gram / lengths.where(lengths > 0, 1), 0).clamp(-1, 1)
+    norms = gram.diagonal().clamp(min=0).sqrt() if other is None else g.norms()
+    other_norms = norms if other is None else other.norms()
+    products = norms[:, None] * other_norms
+    cosines = torch.where(products > 0, gram / products.where(products > 0, 1), 0).clamp(-1, 1)
     return Similarity(cosines, paired=other is None)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from samplewise.core.batches import pick
 from samplewise.core.losses import LossFn
 from samplewise.core.text import render
-from samplewise.diagnostics.scores import ADDED_UP, SCORES, ClassGradients, Piece
+from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, ScoreInputs
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import BatchError
 from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
-from samplewise.ledger.files import arrow
-from samplewise.ledger.visits import SCORES as OF_VISITS
-from samplewise.ledger.visits import Visits, ranks, recommended, scored, suspicion
+from samplewise.ledger.aggregate import SCORES as VISIT_SCORES
+from samplewise.ledger.aggregate import VisitAggregator, ranks, recommended_score, signed_scores, suspicion
+from samplewise.ledger.files import load_pyarrow
 from samplewise.scan import scan
 
 RECOMMENDED = "margin"  # by the measurements in docs/diagnostics.md
@@ -64,8 +64,8 @@ class Suspects:
         for i in self.order[:10].tolist():
             name = self.ids[i] if isinstance(self.ids, list) else self.ids[i].item()
             rows.append((str(name), *(f"{s[i].item():.4g}" for s in self.scores.values())))
-        left = f"; {len(self.unknown)} more have no finite score" if self.unknown else ""
-        title = f"most suspicious of {len(self)} samples, by {' and '.join(self.by)}{left}"
+        unknown_note = f"; {len(self.unknown)} more have no finite score" if self.unknown else ""
+        title = f"most suspicious of {len(self)} samples, by {' and '.join(self.by)}{unknown_note}"
         return render(("sample", *self.scores), rows, title)
 
 
@@ -100,18 +100,18 @@ def suspects(
     keeps one gradient per class in memory. The model is in evaluation mode.
     """
     if not isinstance(source, nn.Module):
-        return _of_visits(source, by)
+        return _rank_visits(source, by)
     if loss_fn is None or loader is None:
         raise TypeError(
             "suspects needs a model, a loss function and a loader, or a table of visits; found a model without loss "
             "function or loader. Pass both."
         )
-    names = list(dict.fromkeys([*_names(by or RECOMMENDED), *also]))
+    names = list(dict.fromkeys([*_as_names(by or RECOMMENDED), *also]))
     _check_names(names, SCORES)
     if ids is None:
         check_order(loader, "Pass ids=, or a loader with shuffle=False.")
-    survey = _Survey(source, loss_fn, loader, names, microbatch, logits or _logits, labels, ids)
-    return _ranked(*survey.over(checkpoints), by or RECOMMENDED)
+    computation = _ScoreComputation(source, loss_fn, loader, names, microbatch, logits or _logits, labels, ids)
+    return _rank(*computation.compute(checkpoints), by or RECOMMENDED)
 
 
 def _logits(model: nn.Module, batch: Any) -> Tensor:
@@ -122,7 +122,7 @@ def _logits(model: nn.Module, batch: Any) -> Tensor:
     return model(inputs)
 
 
-def _of(batch: Any, key: Key, name: str) -> Any:
+def _batch_entry(batch: Any, key: Key, name: str) -> Any:
     """Entry of a batch; `name` is the argument of `suspects` that an error message recommends."""
     try:
         return key(batch) if callable(key) else pick(batch, key)
@@ -134,7 +134,7 @@ def _of(batch: Any, key: Key, name: str) -> Any:
 
 
 @dataclass
-class _Survey:
+class _ScoreComputation:
     """Computation of scores over a dataset."""
 
     model: nn.Module
@@ -146,38 +146,38 @@ class _Survey:
     labels: Key
     ids: Key | None
 
-    def over(self, checkpoints: Sequence[Checkpoint] | None) -> tuple[Ids, dict[str, Tensor]]:
+    def compute(self, checkpoints: Sequence[Checkpoint] | None) -> tuple[Ids, dict[str, Tensor]]:
         """Ids, and scores averaged or summed over checkpoints; rows are matched by id, because a loader may shuffle."""
         if checkpoints is not None or "agreement" in self.names:
             check_repeatable(self.loader, "loader")
-        found = []
+        results = []
         with evaluating(self.model), parameters_kept(self.model):
-            for rate in at_each(self.model, checkpoints):
-                found.append(self._once(rate))
-        ids = found[0][0]
-        places = [_places(ids, other) for other, _ in found]
+            for lr in at_each(self.model, checkpoints):
+                results.append(self._at_current_parameters(lr))
+        ids = results[0][0]
+        positions = [_positions(ids, other) for other, _ in results]
         result = {}
         for name in self.names:
-            aligned = [scores[name][at] for at, (_, scores) in zip(places, found, strict=True)]
+            aligned = [scores[name][position] for position, (_, scores) in zip(positions, results, strict=True)]
             total = torch.stack(aligned).sum(0)
-            result[name] = total if name in ADDED_UP else total / len(found)
+            result[name] = total if name in SUMMED_SCORES else total / len(results)
         return ids, result
 
-    def _once(self, rate: float) -> tuple[Ids, dict[str, Tensor]]:
+    def _at_current_parameters(self, lr: float) -> tuple[Ids, dict[str, Tensor]]:
         """Ids, and scores at the current parameters."""
         classes = self._classes()
         ids: Ids = []
         columns: dict[str, list[Tensor]] = {name: [] for name in self.names}
-        for batch, g in self._pieces():
-            piece = Piece(g, rate, batch, self._logits_of, self._labels_of, classes)
+        for batch, g in self._gradients():
+            inputs = ScoreInputs(g, lr, batch, self._logits_of, self._labels_of, classes)
             for name, column in columns.items():
-                column.append(SCORES[name](piece).detach().double().cpu())
+                column.append(SCORES[name](inputs).detach().double().cpu())
             ids += range(len(ids), len(ids) + len(g)) if self.ids is None else self._ids_of(batch, len(g))
         if not ids:
             raise ValueError("the loader must yield at least one batch; found none.")
         return ids, {name: torch.cat(column) for name, column in columns.items()}
 
-    def _pieces(self) -> Iterator[tuple[Any, Gradients]]:
+    def _gradients(self) -> Iterator[tuple[Any, Gradients]]:
         return scan(self.model, self.loss_fn, self.loader, self.microbatch)
 
     def _logits_of(self, batch: Any) -> Tensor:
@@ -185,63 +185,63 @@ class _Survey:
             return self.logits(self.model, batch)
 
     def _labels_of(self, batch: Any) -> Any:
-        return _of(batch, self.labels, "labels")
+        return _batch_entry(batch, self.labels, "labels")
 
     def _ids_of(self, batch: Any, samples: int) -> Ids:
-        found = _of(batch, self.ids, "ids")
-        ids: Ids = found.tolist() if hasattr(found, "tolist") else list(found)
-        kinds = sorted({type(each).__name__ for each in ids})
-        if len(ids) != samples or kinds not in (["int"], ["str"]):
-            said = " and ".join(kinds) if len(ids) == samples else f"{len(ids)} for {samples}"
-            raise ValueError(f"ids must be integers or strings, one per sample; found {said}.")
+        entry = _batch_entry(batch, self.ids, "ids")
+        ids: Ids = entry.tolist() if hasattr(entry, "tolist") else list(entry)
+        types = sorted({type(sample_id).__name__ for sample_id in ids})
+        if len(ids) != samples or types not in (["int"], ["str"]):
+            description = " and ".join(types) if len(ids) == samples else f"{len(ids)} for {samples}"
+            raise ValueError(f"ids must be integers or strings, one per sample; found {description}.")
         return ids
 
     def _classes(self) -> ClassGradients:
         """Summed gradients of each class, in a pass of their own; empty unless the agreement is computed."""
         classes = ClassGradients()
         if "agreement" in self.names:
-            for batch, g in self._pieces():
+            for batch, g in self._gradients():
                 classes.add(g, torch.as_tensor(self._labels_of(batch), device=g.losses.device))
         return classes
 
 
-def _places(ids: Ids, others: Ids) -> Tensor:
+def _positions(ids: Ids, others: Ids) -> Tensor:
     """Positions in `others` of each of the ids."""
     if ids == others:
         return torch.arange(len(ids))
-    places = {one: k for k, one in enumerate(others)}
-    if len(ids) != len(others) or places.keys() != set(ids):
+    position_of = {sample_id: k for k, sample_id in enumerate(others)}
+    if len(ids) != len(others) or position_of.keys() != set(ids):
         raise ValueError(
             "every pass over the loader must yield the same samples; found other ids in a later pass. Use a loader "
             "without random sampling."
         )
-    if len(places) < len(ids):
+    if len(position_of) < len(ids):
         raise ValueError(
-            f"each sample must have a unique id if the order changes between passes; found {len(places)} ids of "
+            f"each sample must have a unique id if the order changes between passes; found {len(position_of)} ids of "
             f"{len(ids)} samples. Use a loader with shuffle=False, or unique ids."
         )
-    return torch.tensor([places[one] for one in ids])
+    return torch.tensor([position_of[sample_id] for sample_id in ids])
 
 
 # --- scores of a ledger ----------------------------------------------------------------------------------------------
 
 
-def _of_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
-    seen = Visits()
-    seen.add(_as_arrow(table))
-    samples = seen.samples()
+def _rank_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
+    aggregator = VisitAggregator()
+    aggregator.add(_as_pyarrow(table))
+    samples = aggregator.samples()
     if not len(samples):
         raise ValueError("a table of visits must have a finite score of at least one sample; found none.")
-    scores = {name: _tensor(scored(samples, name)) for name in samples.column_names if name in OF_VISITS}
-    names = _names(by or recommended(scores))
+    scores = {name: _tensor(signed_scores(samples, name)) for name in samples.column_names if name in VISIT_SCORES}
+    names = _as_names(by or recommended_score(scores))
     _check_names(names, scores)
     ids = _as_ids(samples["id"].to_pylist())
     score = _tensor(suspicion(samples, names))
-    return Suspects(ids, score, scores, names, seen.unknown.to_pylist())
+    return Suspects(ids, score, scores, names, aggregator.unknown.to_pylist())
 
 
-def _as_arrow(table: Any) -> Any:
-    pa = arrow()
+def _as_pyarrow(table: Any) -> Any:
+    pa = load_pyarrow()
     if isinstance(table, Mapping):
         columns = {name: column.tolist() if isinstance(column, Tensor) else column for name, column in table.items()}
         lengths = {name: len(column) for name, column in columns.items()}
@@ -261,14 +261,14 @@ def _as_arrow(table: Any) -> Any:
 
 
 def _as_ids(ids: Ids) -> Tensor | list[str]:
-    return ids if any(isinstance(each, str) for each in ids) else torch.tensor(ids)
+    return ids if any(isinstance(sample_id, str) for sample_id in ids) else torch.tensor(ids)
 
 
-def _ranked(ids: Ids, scores: dict[str, Tensor], by: str | Sequence[str]) -> Suspects:
-    names = _names(by)
+def _rank(ids: Ids, scores: dict[str, Tensor], by: str | Sequence[str]) -> Suspects:
+    names = _as_names(by)
     _check_names(names, scores)
-    places = [_tensor(ranks(scores[name].tolist())) for name in names]
-    score = scores[names[0]] if len(names) == 1 else torch.stack(places).mean(0)
+    ranks_by_score = [_tensor(ranks(scores[name].tolist())) for name in names]
+    score = scores[names[0]] if len(names) == 1 else torch.stack(ranks_by_score).mean(0)
     return Suspects(_as_ids(ids), score, scores, names)
 
 
@@ -276,7 +276,7 @@ def _tensor(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _names(by: str | Sequence[str]) -> tuple[str, ...]:
+def _as_names(by: str | Sequence[str]) -> tuple[str, ...]:
     return (by,) if isinstance(by, str) else tuple(by)
 
 

@@ -27,60 +27,60 @@ class Logger(ABC):
 
     def on_fit_start(self, trainer: Any) -> None:
         if not trainer.fast_dev_run and current_group().rank == 0:
-            self._begin(trainer)
+            self._open(trainer)
             self._is_open = True
 
     def on_log(self, trainer: Any, kind: str, fields: dict[str, Any]) -> None:
         if self._is_open:
-            self._add(kind, fields, fields.get("update", trainer.step.counters.updates))
+            self._write(kind, fields, fields.get("update", trainer.step.counters.updates))
 
     def on_fit_end(self) -> None:
-        self._close(failed=False)
+        self._close_once(failed=False)
 
     def on_error(self) -> None:
-        self._close(failed=True)
+        self._close_once(failed=True)
 
-    def _close(self, failed: bool) -> None:
+    def _close_once(self, failed: bool) -> None:
         was_open = self._is_open
         self._is_open = False
         if was_open:
-            self._finish(failed)
+            self._end(failed)
 
     @abstractmethod
-    def _begin(self, trainer: Any) -> None: ...
+    def _open(self, trainer: Any) -> None: ...
 
     @abstractmethod
-    def _add(self, kind: str, fields: dict[str, Any], update: int) -> None: ...
+    def _write(self, kind: str, fields: dict[str, Any], update: int) -> None: ...
 
     @abstractmethod
-    def _finish(self, failed: bool) -> None: ...
+    def _end(self, failed: bool) -> None: ...
 
 
 class TensorBoard(Logger):
     """Write scalars for TensorBoard to `directory`; by default to "tensorboard" in the run directory."""
 
     def __init__(self, directory: str | Path | None = None):
-        _needed("tensorboard", self)
+        _import_library("tensorboard", self)
         self.directory = None if directory is None else absolute(directory)
         self._writer = None
-        self._make: Any = import_module("torch.utils.tensorboard").SummaryWriter
+        self._make_writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
 
-    def _begin(self, trainer: Any) -> None:
-        directory = _place(self, self.directory, trainer, "tensorboard")
-        done = trainer.step.counters.updates
+    def _open(self, trainer: Any) -> None:
+        directory = _log_directory(self, self.directory, trainer, "tensorboard")
+        updates = trainer.step.counters.updates
         # Purging also removes the lines of update `done` itself. Those that are in the log are written again.
-        self._writer = self._make(str(directory), purge_step=None if trainer.run is None else done)
-        for kind, fields in _so_far(trainer):
-            if fields.get("update") == done:
-                self._add(kind, fields, done)
+        self._writer = self._make_writer(str(directory), purge_step=None if trainer.run is None else updates)
+        for kind, fields in _logged_lines(trainer):
+            if fields.get("update") == updates:
+                self._write(kind, fields, updates)
 
-    def _add(self, kind: str, fields: dict[str, Any], update: int) -> None:
+    def _write(self, kind: str, fields: dict[str, Any], update: int) -> None:
         writer: Any = self._writer
-        for name, value in _scalars(kind, fields).items():
+        for name, value in _scalar_fields(kind, fields).items():
             writer.add_scalar(name, value, update)
         writer.flush()  # visible while the training runs
 
-    def _finish(self, failed: bool) -> None:
+    def _end(self, failed: bool) -> None:
         writer: Any = self._writer
         writer.close()
 
@@ -98,8 +98,8 @@ class CSV(Logger):
         self._files: dict[str, Path] = {}
         self._columns: dict[str, list[str]] = {}
 
-    def _begin(self, trainer: Any) -> None:
-        directory = _place(self, self.path, trainer)
+    def _open(self, trainer: Any) -> None:
+        directory = _log_directory(self, self.path, trainer)
         directory.mkdir(parents=True, exist_ok=True)
         if self._files and trainer.run is None:  # another call of fit appends to the files of the last one
             return
@@ -107,10 +107,10 @@ class CSV(Logger):
         self._files = {kind: directory / f"{kind}.csv" for kind in self.KINDS}
         for file in self._files.values():
             file.unlink(missing_ok=True)
-        for kind, fields in _so_far(trainer):
-            self._add(kind, fields, 0)
+        for kind, fields in _logged_lines(trainer):
+            self._write(kind, fields, 0)
 
-    def _add(self, kind: str, fields: dict[str, Any], update: int) -> None:
+    def _write(self, kind: str, fields: dict[str, Any], update: int) -> None:
         if kind not in self._files:
             return
         columns = self._columns.setdefault(kind, [name for name, v in fields.items() if not isinstance(v, dict)])
@@ -118,12 +118,12 @@ class CSV(Logger):
             rows = csv.writer(file, lineterminator="\n")
             if file.tell() == 0:
                 rows.writerow(columns)
-            rows.writerow([_cell(fields[name]) if name in fields else "" for name in columns])
+            rows.writerow([_csv_cell(fields[name]) if name in fields else "" for name in columns])
 
-    def _finish(self, failed: bool) -> None: ...
+    def _end(self, failed: bool) -> None: ...
 
 
-class Service(Logger):
+class TrackingLogger(Logger):
     """Base class of loggers for services with run ids: a resumed training continues the same run of the service."""
 
     _id: str | None = None
@@ -135,64 +135,66 @@ class Service(Logger):
         self._id = state["id"]
 
 
-class WandB(Service):
+class WandB(TrackingLogger):
     """Log scalars to Weights & Biases. Takes the arguments of `wandb.init`."""
 
     def __init__(self, **init: Any):
-        self._wandb = _needed("wandb", self)
+        self._wandb = _import_library("wandb", self)
         self.init = init
         self._run: Any = None
 
-    def _begin(self, trainer: Any) -> None:
-        again = {} if self._id is None else {"id": self._id, "resume": "allow"}
-        self._run = self._wandb.init(**{**self.init, **again})
+    def _open(self, trainer: Any) -> None:
+        resume_arguments = {} if self._id is None else {"id": self._id, "resume": "allow"}
+        self._run = self._wandb.init(**{**self.init, **resume_arguments})
         self._id = self._run.id
 
-    def _add(self, kind: str, fields: dict[str, Any], update: int) -> None:
-        if scalars := _scalars(kind, fields):
+    def _write(self, kind: str, fields: dict[str, Any], update: int) -> None:
+        if scalars := _scalar_fields(kind, fields):
             self._run.log(scalars, step=update)
 
-    def _finish(self, failed: bool) -> None:
+    def _end(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-class MLflow(Service):
+class MLflow(TrackingLogger):
     """Log scalars to MLflow. Takes the arguments of `mlflow.start_run`."""
 
     def __init__(self, **start: Any):
-        self._mlflow = _needed("mlflow", self)
+        self._mlflow = _import_library("mlflow", self)
         self.start = start
 
-    def _begin(self, trainer: Any) -> None:
-        again = {} if self._id is None else {"run_id": self._id}
-        self._id = self._mlflow.start_run(**{**self.start, **again}).info.run_id
+    def _open(self, trainer: Any) -> None:
+        resume_arguments = {} if self._id is None else {"run_id": self._id}
+        self._id = self._mlflow.start_run(**{**self.start, **resume_arguments}).info.run_id
 
-    def _add(self, kind: str, fields: dict[str, Any], update: int) -> None:
-        if scalars := _scalars(kind, fields):
+    def _write(self, kind: str, fields: dict[str, Any], update: int) -> None:
+        if scalars := _scalar_fields(kind, fields):
             self._mlflow.log_metrics(scalars, step=update)
 
-    def _finish(self, failed: bool) -> None:
+    def _end(self, failed: bool) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
 # --- shared functions ----------------------------------------------------------------------------------------------
 
 
-def _needed(library: str, logger: Logger) -> Any:
+def _import_library(library: str, logger: Logger) -> Any:
     try:
         return import_module(library)
     except ImportError as why:
         raise ImportError(f"{type(logger).__name__} needs {library}: pip install {library}") from why
 
 
-def _place(logger: Logger, given: Path | None, trainer: Any, name: str = "") -> Path:
-    if given is None and trainer.run is None:
-        kind = type(logger).__name__
-        raise ValueError(f"{kind} needs a directory; found none. Use {kind}('some/place') or Trainer(run=...).")
-    return given if given is not None else trainer.run / name
+def _log_directory(logger: Logger, directory: Path | None, trainer: Any, name: str = "") -> Path:
+    if directory is None and trainer.run is None:
+        logger_name = type(logger).__name__
+        raise ValueError(
+            f"{logger_name} needs a directory; found none. Use {logger_name}('some/place') or Trainer(run=...)."
+        )
+    return directory if directory is not None else trainer.run / name
 
 
-def _so_far(trainer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def _logged_lines(trainer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (kind, fields) for the lines in the log of the run; after a resume, those older than the checkpoint."""
     if trainer.run is not None:
         for line in (trainer.run / "log.jsonl").read_text().splitlines():
@@ -200,20 +202,20 @@ def _so_far(trainer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield fields.pop("kind"), fields
 
 
-def _scalars(kind: str, fields: dict[str, Any]) -> dict[str, float]:
+def _scalar_fields(kind: str, fields: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a log line by their names "kind/field" or "kind/field/part"."""
-    found = {}
+    scalars = {}
     for name, value in fields.items():
         if isinstance(value, (list, tuple)):
-            several: dict[Any, Any] = dict(enumerate(value))
+            values: dict[Any, Any] = dict(enumerate(value))
         else:
-            several = value if isinstance(value, dict) else {"": value}
-        for place, one in several.items():
-            if isinstance(one, (int, float)) and name != "update":
-                found[f"{kind}/{name}/{place}".rstrip("/")] = float(one)
-    return found
+            values = value if isinstance(value, dict) else {"": value}
+        for key, number in values.items():
+            if isinstance(number, (int, float)) and name != "update":
+                scalars[f"{kind}/{name}/{key}".rstrip("/")] = float(number)
+    return scalars
 
 
-def _cell(value: Any) -> str:
+def _csv_cell(value: Any) -> str:
     """Return a value as it is written in log.jsonl, from which rows are restored on resume."""
     return value if isinstance(value, str) else json.dumps(value)

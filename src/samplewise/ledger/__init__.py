@@ -1,9 +1,9 @@
 """Per-sample log of a training on disk: one row per sample and visit.
 
-indexed   dataset wrapper that adds the index of each sample
-rows      conversion of updates to table columns
-files     Parquet files, one per part: writing and reading
-visits    aggregation of visits to one row per sample: means and ranks
-previews  thumbnails, texts or values of suspicious samples
-ledger    `sw.Ledger`, for the trainer and for custom loops
+indexed    dataset wrapper that adds the index of each sample
+rows       conversion of updates to table columns
+files      Parquet files, one per part: writing and reading
+aggregate  aggregation of visits to one row per sample: means and ranks
+previews   thumbnails, texts or values of suspicious samples
+ledger     `sw.Ledger`, for the trainer and for custom loops
 """

@@ -23,7 +23,7 @@ VERSION = 1
 FOLDER = "samples"
 
 
-def arrow() -> Any:
+def load_pyarrow() -> Any:
     """The module pyarrow, with parquet and compute loaded."""
     try:
         import_module("pyarrow.parquet")
@@ -44,29 +44,29 @@ def samples(run: str | Path, damaged: str = "raise") -> Any:
 
     damaged: "raise" an error if a part cannot be read, or "skip" the part with a warning
     """
-    return together(list(parts(run, damaged)), run)
+    return concat_tables(list(parts(run, damaged)), run)
 
 
 def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
     """Yield the ledger of a run directory part by part, as pyarrow tables with the columns of `samples`."""
     if damaged not in ("raise", "skip"):
         raise ValueError(f"damaged must be 'raise' or 'skip'; found {damaged!r}.")
-    if not numbered(Path(run)):
+    if not list_parts(Path(run)):
         raise LedgerError(
             f"a run must have a ledger, {FOLDER}/part-*.parquet, to read its samples; found none in {run}. Train with "
             "callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
         )
-    found = False
-    for entries in _in_order(Path(run)):
-        of_ranks = [table for entry in entries for table in _if_whole(entry, damaged)]
-        if of_ranks:
-            found = True
-            yield of_ranks[0] if len(of_ranks) == 1 else _in_turn(together(of_ranks, run))
-    if not found:
+    any_read = False
+    for entries in _files_by_part(Path(run)):
+        rank_tables = [table for entry in entries for table in _read_or_skip(entry, damaged)]
+        if rank_tables:
+            any_read = True
+            yield rank_tables[0] if len(rank_tables) == 1 else _sorted_by_update(concat_tables(rank_tables, run))
+    if not any_read:
         raise LedgerError(f"a ledger must have at least one readable part; found none in {run}.")
 
 
-def _if_whole(entry: Path | str, damaged: str) -> list[Any]:
+def _read_or_skip(entry: Path | str, damaged: str) -> list[Any]:
     """The table of a file as a list of one, or an empty list if it is damaged and to be skipped."""
     try:
         if isinstance(entry, str):
@@ -88,9 +88,9 @@ class LedgerPart(NamedTuple):
     files: dict[tuple[int, int], Path]  # by (number of ranks that wrote the part, rank)
 
 
-def numbered(run: Path) -> list[LedgerPart]:
+def list_parts(run: Path) -> list[LedgerPart]:
     """Parts in the folder of a run, sorted by number. Files with other names are ignored."""
-    found: dict[int, dict[tuple[int, int], Path]] = {}
+    files_by_part: dict[int, dict[tuple[int, int], Path]] = {}
     for path in (run / FOLDER).iterdir() if (run / FOLDER).is_dir() else ():
         match = re.fullmatch(r"part-([0-9]{6,})(?:-rank-([0-9]+)-of-([0-9]+))?\.parquet", path.name)
         if match is None:
@@ -98,106 +98,108 @@ def numbered(run: Path) -> list[LedgerPart]:
         number = int(match[1])
         rank = int(match[2] or 0)
         size = int(match[3] or 1)
-        if rank < size and path.name == path_of(run, number, rank, size).name:
-            found.setdefault(number, {})[size, rank] = path
-    return [LedgerPart(number, files) for number, files in sorted(found.items())]
+        if rank < size and path.name == part_path(run, number, rank, size).name:
+            files_by_part.setdefault(number, {})[size, rank] = path
+    return [LedgerPart(number, files) for number, files in sorted(files_by_part.items())]
 
 
-def _in_order(run: Path, end: int | None = None) -> Iterator[list[Path | str]]:
+def _files_by_part(run: Path, end: int | None = None) -> Iterator[list[Path | str]]:
     """Files of each part below number `end`, sorted by rank; a string in place of files describes what is missing.
 
     A gap is a single entry regardless of its length, because a file name may hold any number.
     """
     expected = 0
-    for part in numbered(run):
+    for part in list_parts(run):
         if end is not None and part.number >= end:
             break
         if part.number > expected:
-            yield [_none(path_of(run, expected), part.number - expected)]
-        yield _of_ranks(run, part)
+            yield [_missing(part_path(run, expected), part.number - expected)]
+        yield _files_of_part(run, part)
         expected = part.number + 1
     if end is not None and expected < end:
-        yield [_none(path_of(run, expected), end - expected)]
+        yield [_missing(part_path(run, expected), end - expected)]
 
 
-def _of_ranks(run: Path, part: LedgerPart) -> list[Path | str]:
+def _files_of_part(run: Path, part: LedgerPart) -> list[Path | str]:
     """Files of a part, one per rank; a string in place of files that are missing or contradict each other."""
     size, *others = sorted({size for size, _ in part.files}, reverse=True)
     if others:
         return [f"part {part.number} in {run / FOLDER} twice, written by {size} ranks and by {others[0]}"]
-    there = {rank: path for (_, rank), path in sorted(part.files.items())}
-    if len(there) == size:
-        return list(there.values())
-    first = next(rank for rank in range(size) if rank not in there)
-    return [*there.values(), _none(path_of(run, part.number, first, size), size - len(there))]
+    present = {rank: path for (_, rank), path in sorted(part.files.items())}
+    if len(present) == size:
+        return list(present.values())
+    first = next(rank for rank in range(size) if rank not in present)
+    return [*present.values(), _missing(part_path(run, part.number, first, size), size - len(present))]
 
 
-def _none(first: Path, count: int) -> str:
+def _missing(first: Path, count: int) -> str:
     return f"no {first}" if count == 1 else f"no {first} (and {count - 1:,} more after it)"
 
 
-def visits_in(run: Path) -> int:
+def count_visits(run: Path) -> int:
     """Number of rows in the ledger of a run, from the Parquet footers; unreadable files are not counted."""
     count = 0
     with suppress(OSError):  # the folder cannot be listed
-        for path in (path for part in numbered(run) for path in part.files.values() if path.is_file()):
+        for path in (path for part in list_parts(run) for path in part.files.values() if path.is_file()):
             with suppress(Exception):  # reading the part reports the error
-                count += arrow().parquet.read_metadata(path).num_rows
+                count += load_pyarrow().parquet.read_metadata(path).num_rows
     return count
 
 
-def path_of(run: Path, number: int, rank: int = 0, size: int = 1) -> Path:
+def part_path(run: Path, number: int, rank: int = 0, size: int = 1) -> Path:
     """Path of the file that rank `rank` of `size` writes for part `number`."""
-    of_rank = f"-rank-{rank}-of-{size}" if size > 1 else ""
-    return run / FOLDER / f"part-{number:06d}{of_rank}.parquet"
+    rank_suffix = f"-rank-{rank}-of-{size}" if size > 1 else ""
+    return run / FOLDER / f"part-{number:06d}{rank_suffix}.parquet"
 
 
-def _in_turn(table: Any) -> Any:
+def _sorted_by_update(table: Any) -> Any:
     """The rows of several ranks sorted by update; within an update by rank."""
-    return table.take(arrow().compute.sort_indices(table["update"])) if table.num_rows else table
+    return table.take(load_pyarrow().compute.sort_indices(table["update"])) if table.num_rows else table
 
 
 def _read(path: Path) -> Any:
-    pa = arrow()
+    pa = load_pyarrow()
     if not path.is_file():  # reading a named pipe would never end
         raise LedgerError(
             f"a part of a ledger must be a complete Parquet file; found {path}, which is not a regular file."
         )
     try:
         file = pa.parquet.ParquetFile(path, page_checksum_verification=True)
-        about = file.schema_arrow.metadata or {}
-        if about.get(b"format") != FORMAT.encode() or about.get(b"version") != str(VERSION).encode():
-            found = " ".join(about.get(key, b"?").decode(errors="replace") for key in (b"format", b"version"))
+        metadata = file.schema_arrow.metadata or {}
+        if metadata.get(b"format") != FORMAT.encode() or metadata.get(b"version") != str(VERSION).encode():
+            written_format = " ".join(
+                metadata.get(key, b"?").decode(errors="replace") for key in (b"format", b"version")
+            )
             raise LedgerError(
                 f"a part of a ledger must have the format that this version of samplewise reads, {FORMAT} {VERSION}; "
-                f"found {found} in {path}. Read it with the version of samplewise that wrote it."
+                f"found {written_format} in {path}. Read it with the version of samplewise that wrote it."
             )
         return file.read().replace_schema_metadata(None)
     except (pa.ArrowException, OSError) as why:
-        said = str(why).strip().partition("\n")[0].rstrip(".")
+        reason = str(why).strip().partition("\n")[0].rstrip(".")
         raise LedgerError(
-            f"a part of a ledger must be a complete Parquet file; found {path}, which cannot be read: {said}."
+            f"a part of a ledger must be a complete Parquet file; found {path}, which cannot be read: {reason}."
         ) from why
 
 
-def agreed(before: Any, now: Any) -> Any:
+def unify_schemas(old_schema: Any, new_schema: Any) -> Any:
     """Unified schema of two tables. A column may mix numeric types, but not numbers and strings."""
-    pa = arrow()
-    for name in (name for name in now.names if name in before.names):
-        old, new = before.field(name), now.field(name)
+    pa = load_pyarrow()
+    for name in (name for name in new_schema.names if name in old_schema.names):
+        old_field, new_field = old_schema.field(name), new_schema.field(name)
         try:
-            pa.unify_schemas([pa.schema([old]), pa.schema([new])], promote_options="permissive")
+            pa.unify_schemas([pa.schema([old_field]), pa.schema([new_field])], promote_options="permissive")
         except pa.ArrowException as why:
             raise LedgerError(
-                f"the column {name!r} must be of one kind in all batches; found {old.type} and then {new.type}. Return "
-                "either numbers or strings."
+                f"the column {name!r} must have one type in all batches; found {old_field.type} and then "
+                f"{new_field.type}. Return either numbers or strings."
             ) from why
-    return pa.unify_schemas([before, now], promote_options="permissive")
+    return pa.unify_schemas([old_schema, new_schema], promote_options="permissive")
 
 
-def together(tables: list[Any], run: str | Path) -> Any:
+def concat_tables(tables: list[Any], run: str | Path) -> Any:
     """Concatenate tables. Integers in a column that has floats elsewhere must be exactly representable as floats."""
-    pa = arrow()
+    pa = load_pyarrow()
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as why:
@@ -206,7 +208,7 @@ def together(tables: list[Any], run: str | Path) -> Any:
         ) from why
 
 
-class LedgerParts:
+class LedgerWriter:
     """Writer of the parts of a ledger. `count`: number of parts so far. Each of `size` ranks writes a file per part."""
 
     def __init__(self, run: Path, count: int, rank: int = 0, size: int = 1):
@@ -217,14 +219,14 @@ class LedgerParts:
 
     def open(self) -> None:
         """Check that the first `count` parts exist, and remove all newer ones. Called on one rank only."""
-        entries = (entry for entries in _in_order(self.run, self.count) for entry in entries)
-        wrong = next((entry for entry in entries if isinstance(entry, str)), None)
-        if wrong is not None:
+        entries = (entry for entries in _files_by_part(self.run, self.count) for entry in entries)
+        problem = next((entry for entry in entries if isinstance(entry, str)), None)
+        if problem is not None:
             raise LedgerError(
-                f"a ledger must have all parts it had at the checkpoint to be resumed; found {wrong}. Restore the "
+                f"a ledger must have all parts it had at the checkpoint to be resumed; found {problem}. Restore the "
                 "folder from a copy, or start a new run directory."
             )
-        for part in reversed(numbered(self.run)):  # newest first: if interrupted, no gap is left
+        for part in reversed(list_parts(self.run)):  # newest first: if interrupted, no gap is left
             if part.number >= self.count:
                 for path in part.files.values():
                     _remove(path)
@@ -232,10 +234,10 @@ class LedgerParts:
 
     def write(self, table: Any) -> None:
         """Write the next part atomically."""
-        path = path_of(self.run, self.count, self.rank, self.size)
-        temporary = self.run / f".{path.name}.partial"
+        path = part_path(self.run, self.count, self.rank, self.size)
+        partial = self.run / f".{path.name}.partial"
         try:
-            with atomic_write(path, temporary) as file:
+            with atomic_write(path, partial) as file:
                 _write(table, file)
         except OSError as why:
             raise LedgerError(
@@ -259,10 +261,10 @@ def _write(table: Any, file: Any) -> None:
     """Write a table as Parquet with encodings that compress well: deltas of integers, byte streams of floats split,
     strings in a dictionary.
     """
-    pa = arrow()
-    is_whole, is_float = pa.types.is_integer, pa.types.is_floating
-    encodings = {f.name: "DELTA_BINARY_PACKED" for f in table.schema if is_whole(f.type)}
-    encodings |= {f.name: "BYTE_STREAM_SPLIT" for f in table.schema if is_float(f.type)}
+    pa = load_pyarrow()
+    is_integer, is_float = pa.types.is_integer, pa.types.is_floating
+    encodings = {column.name: "DELTA_BINARY_PACKED" for column in table.schema if is_integer(column.type)}
+    encodings |= {column.name: "BYTE_STREAM_SPLIT" for column in table.schema if is_float(column.type)}
     pa.parquet.write_table(
         table.replace_schema_metadata({"format": FORMAT, "version": str(VERSION)}),
         file,

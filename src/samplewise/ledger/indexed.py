@@ -8,10 +8,10 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 
-class Numbered(tuple[Any, ...]):
+class IndexedItem(tuple[Any, ...]):
     """Tuple (*items, id). It looks like a named tuple, so that a DataLoader collates samples to a `Numbered` again."""
 
-    def __new__(cls, *items: Any) -> Numbered:
+    def __new__(cls, *items: Any) -> IndexedItem:
         return super().__new__(cls, items)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
@@ -50,9 +50,11 @@ class Indexed(Dataset[Any]):
         if isinstance(item, Mapping) and "id" not in item:
             return {**item, "id": index}
         if isinstance(item, Mapping) or hasattr(item, "_fields"):
-            found = "a dict that has an id" if isinstance(item, Mapping) else f"the named tuple {type(item).__name__}"
-            raise TypeError(
-                f"Indexed must be able to add an id to a sample; found {found}. Remove Indexed, and pass the key of "
-                "the samples' own id: Ledger(id=...)."
+            description = (
+                "a dict that has an id" if isinstance(item, Mapping) else f"the named tuple {type(item).__name__}"
             )
-        return Numbered(*item, index) if isinstance(item, (tuple, list)) else Numbered(item, index)
+            raise TypeError(
+                f"Indexed must be able to add an id to a sample; found {description}. Remove Indexed, and pass the key "
+                "of the samples' own id: Ledger(id=...)."
+            )
+        return IndexedItem(*item, index) if isinstance(item, (tuple, list)) else IndexedItem(item, index)

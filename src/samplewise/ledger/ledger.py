@@ -12,13 +12,22 @@ from samplewise.core.atomic_io import absolute
 from samplewise.core.snapshot import random_state
 from samplewise.distributed.group import current_group
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
-from samplewise.ledger.files import FOLDER, LedgerParts, agreed, arrow, numbered, parts, samples, together
-from samplewise.ledger.previews import items_within, write_previews
-from samplewise.ledger.rows import table_of
-from samplewise.ledger.visits import visited
+from samplewise.ledger.aggregate import aggregate_visits
+from samplewise.ledger.files import (
+    FOLDER,
+    LedgerWriter,
+    concat_tables,
+    list_parts,
+    load_pyarrow,
+    parts,
+    samples,
+    unify_schemas,
+)
+from samplewise.ledger.previews import indexed_items, write_previews
+from samplewise.ledger.rows import updates_to_table
 from samplewise.step.update import Update
 
-TOGETHER = 512  # updates converted to rows at a time
+CONVERT_EVERY = 512  # updates converted to rows at a time
 
 
 class Ledger:
@@ -60,29 +69,29 @@ class Ledger:
                 f"columns must be a list of keys, or a dict of names and keys; found the string {columns!r}. Pass "
                 f"[{columns!r}]."
             )
-        arrow()  # raises now, not after an epoch, if pyarrow is missing
+        load_pyarrow()  # raises now, not after an epoch, if pyarrow is missing
         self.directory = None if directory is None else absolute(directory)
         self.norms = norms
         self.every = every
         self.show = show
         named = columns if isinstance(columns, Mapping) else {str(key): key for key in columns}
         self.keys: dict[str, Hashable] = {**named, "id": id}
-        self._resumes = False
-        self._rehearses = False
+        self._resuming = False
+        self._dry_run = False
         self._item: Callable[[Any], Any] | None = show if callable(show) else None
-        self._parts: LedgerParts | None = None
-        self._count = 0  # of parts in the loaded state
-        self._schema = arrow().schema([])
-        self._forget()
+        self._parts: LedgerWriter | None = None
+        self._loaded_parts = 0  # of parts in the loaded state
+        self._schema = load_pyarrow().schema([])
+        self._discard_rows()
 
-    def _forget(self) -> None:
+    def _discard_rows(self) -> None:
         """Discard rows that have not been written."""
         self._updates: list[Update] = []
         self._epochs: list[int | None] = []
         self._tables: list[Any] = []
         self._rows = 0  # samples since the last part, of all ranks
         self._added = 0  # updates since the last part
-        self._patience = 1  # convert the first update at once, to raise its errors early; later ones in groups
+        self._convert_after = 1  # convert the first update at once, to raise its errors early; later ones in groups
 
     def listen(self, step: Any) -> None:
         """Register the columns and norms that the ledger needs with the step. Call it before the first update."""
@@ -90,36 +99,36 @@ class Ledger:
 
     def add(self, update: Update, epoch: int | None = None) -> None:
         """Record an update. `epoch`: default the epoch counted by step.over."""
-        if self._rehearses:
+        if self._dry_run:
             return
-        if self._parts is None or self._resumes:
-            self._open(self._place(), clear=False)
+        if self._parts is None or self._resuming:
+            self._open(self._run_directory(), clear=False)
         assert self._parts is not None
-        ours = self._parts.size == 1 or bool(
+        has_samples = self._parts.size == 1 or bool(
             update.local_samples or update.batch_columns
         )  # False: all samples are of other ranks
-        if ours and not update.has_columns(*self.keys):
+        if has_samples and not update.has_columns(*self.keys):
             raise LedgerError(
                 "an update must have the ids of all its samples to be recorded; found an update without some of them. "
                 "Call ledger.listen(step) before the first update, and do not add updates that were started earlier."
             )
-        if ours:
+        if has_samples:
             self._updates.append(update)
             self._epochs.append(epoch)
         self._rows += update.samples
         self._added += 1
-        if len(self._updates) >= self._patience:
-            self._gather()
+        if len(self._updates) >= self._convert_after:
+            self._convert()
         if self._rows >= self.every * self._parts.size:  # equal on all ranks: either all write a part, or none does
             self.flush()
 
     def flush(self) -> None:
         """Write the rows recorded so far as a new part. Every rank must call it."""
-        self._gather()
+        self._convert()
         if self._added:
             assert self._parts is not None
-            tables = self._tables or [arrow().table({})]
-            self._parts.write(together(tables, self._parts.run))
+            tables = self._tables or [load_pyarrow().table({})]
+            self._parts.write(concat_tables(tables, self._parts.run))
             self._tables = []
             self._rows = 0
             self._added = 0
@@ -128,57 +137,57 @@ class Ledger:
         """Rows recorded so far, of all ranks, as a pyarrow table: see `sw.samples`. Every rank must call it."""
         self.flush()
         current_group().barrier()
-        return samples(self._place() if self._parts is None else self._parts.run)
+        return samples(self._run_directory() if self._parts is None else self._parts.run)
 
-    def _gather(self) -> None:
+    def _convert(self) -> None:
         """Convert the updates recorded so far to a table."""
         updates = self._updates
         epochs = self._epochs
         self._updates = []
         self._epochs = []
         if updates:
-            table = table_of(updates, epochs, self.norms)
-            self._schema = agreed(self._schema, table.schema)
+            table = updates_to_table(updates, epochs, self.norms)
+            self._schema = unify_schemas(self._schema, table.schema)
             self._tables.append(table)
-            self._patience = TOGETHER
+            self._convert_after = CONVERT_EVERY
 
     # --- directory -------------------------------------------------------------------------------------------------
 
-    def _place(self, trainer: Any = None) -> Path:
-        place = self.directory or getattr(trainer, "run", None)
-        if place is None:
+    def _run_directory(self, trainer: Any = None) -> Path:
+        directory = self.directory or getattr(trainer, "run", None)
+        if directory is None:
             raise ValueError("Ledger needs a directory; found none. Use Ledger('some/place'), or a trainer with run=.")
-        return Path(place)
+        return Path(directory)
 
-    def _open(self, place: Path, clear: bool) -> None:
+    def _open(self, directory: Path, clear: bool) -> None:
         """Continue after the parts of the loaded state. `clear`: without a loaded state, remove existing parts."""
-        self._parts = LedgerParts(place, self._count, current_group().rank, current_group().size)
+        self._parts = LedgerWriter(directory, self._loaded_parts, current_group().rank, current_group().size)
         if current_group().rank == 0:
-            self._clean(self._parts, clear)
+            self._prepare_files(self._parts, clear)
         current_group().barrier()
-        self._resumes = False
+        self._resuming = False
 
-    def _clean(self, parts: LedgerParts, clear: bool) -> None:
-        there = len(numbered(parts.run))
-        if there and not self._resumes and not clear:
+    def _prepare_files(self, parts: LedgerWriter, clear: bool) -> None:
+        existing = len(list_parts(parts.run))
+        if existing and not self._resuming and not clear:
             self._parts = None
             raise LedgerError(
-                f"a new ledger must have a directory without parts; found {there} parts in {parts.run / FOLDER}. Load "
-                "the state that belongs to them to continue that ledger, or choose another directory."
+                f"a new ledger must have a directory without parts; found {existing} parts in {parts.run / FOLDER}. "
+                "Load the state that belongs to them to continue that ledger, or choose another directory."
             )
         parts.open()
 
     # --- callback of the trainer -----------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Any, step: Any) -> None:
-        self._rehearses = trainer.fast_dev_run
-        if self._rehearses:
+        self._dry_run = trainer.fast_dev_run
+        if self._dry_run:
             return
         self.listen(step)
         if self.show is None:
-            self._item = items_within(getattr(trainer, "loader", None))
-        if self._parts is None or self._resumes:
-            self._open(self._place(trainer), clear=self.directory is None)
+            self._item = indexed_items(getattr(trainer, "loader", None))
+        if self._parts is None or self._resuming:
+            self._open(self._run_directory(trainer), clear=self.directory is None)
 
     def on_update(self, update: Update) -> None:
         self.add(update)
@@ -193,7 +202,7 @@ class Ledger:
 
     def _preview(self) -> None:
         """Write previews of the most suspicious samples. An error becomes a warning and does not end the training."""
-        if self._rehearses or self._item is None or self._parts is None or not (self._parts.count or self._added):
+        if self._dry_run or self._item is None or self._parts is None or not (self._parts.count or self._added):
             return
         self.flush()
         current_group().barrier()
@@ -203,7 +212,7 @@ class Ledger:
     def _write_previews(self, run: Path, item: Callable[[Any], Any]) -> None:
         restore = random_state()  # datasets may draw random numbers
         try:
-            write_previews(run, item, visited(parts(run)))
+            write_previews(run, item, aggregate_visits(parts(run)))
         except Exception as why:
             warnings.warn(
                 f"samples must be accessible by id to be shown in the report; found {type(why).__name__}: {why} "
@@ -221,8 +230,8 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Number of parts written so far; writes the recorded rows first."""
         self.flush()
-        if self._parts is None or self._resumes:
-            return {"parts": self._count}
+        if self._parts is None or self._resuming:
+            return {"parts": self._loaded_parts}
         return {"parts": self._parts.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -233,6 +242,6 @@ class Ledger:
                 f"the state of a ledger must hold its number of parts, 0 or more; found {parts!r}. Load what "
                 "state_dict() returned."
             )
-        self._forget()
-        self._count = parts
-        self._resumes = True
+        self._discard_rows()
+        self._loaded_parts = parts
+        self._resuming = True

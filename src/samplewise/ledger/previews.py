@@ -20,28 +20,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.core.atomic_io import atomic_write
+from samplewise.ledger.aggregate import SCORES, recommended_score, suspicion
 from samplewise.ledger.indexed import Indexed
-from samplewise.ledger.visits import SCORES, recommended, suspicion
 
 FILE = "previews.json"
 VERSION = 1
-MOST = 300  # samples
-LARGEST = 64  # pixels per side
-LETTERS = 400  # characters of a text
-VALUES = 32  # values of a mapping or vector
-LABELS = ("label", "labels", "y", "target")
-TEXTS = ("text", "sentence", "content", "document", "prompt", "question")
-IMAGES = ("image", "img", "picture", "pixels", "pixel_values")
+MAX_PREVIEWS = 300  # samples
+MAX_PIXELS = 64  # pixels per side
+MAX_CHARACTERS = 400  # characters of a text
+MAX_VALUES = 32  # values of a mapping or vector
+LABEL_KEYS = ("label", "labels", "y", "target")
+TEXT_KEYS = ("text", "sentence", "content", "document", "prompt", "question")
+IMAGE_KEYS = ("image", "img", "picture", "pixels", "pixel_values")
 
 Preview = dict[str, Any]
 
 
-def items_within(loader: Any) -> Callable[[Any], Any] | None:
+def indexed_items(loader: Any) -> Callable[[Any], Any] | None:
     """Function from id to item of the dataset wrapped by `sw.Indexed` inside a loader or subsets; None without one."""
-    found = getattr(loader, "dataset", None)
-    while found is not None and not isinstance(found, Indexed):
-        found = getattr(found, "dataset", None)
-    return None if found is None else found.dataset.__getitem__
+    dataset = getattr(loader, "dataset", None)
+    while dataset is not None and not isinstance(dataset, Indexed):
+        dataset = getattr(dataset, "dataset", None)
+    return None if dataset is None else dataset.dataset.__getitem__
 
 
 def write_previews(run: Path, item: Callable[[Any], Any], samples: Any) -> None:
@@ -50,22 +50,22 @@ def write_previews(run: Path, item: Callable[[Any], Any], samples: Any) -> None:
     item: function of an id; if it fails, the other previews are written before its first error is raised
     samples: table of `visited`
     """
-    found: dict[str, Preview] = {}
-    failed: list[Exception] = []
-    for each in islice(_most_suspicious(samples), MOST):
+    previews: dict[str, Preview] = {}
+    errors: list[Exception] = []
+    for sample_id in islice(_most_suspicious(samples), MAX_PREVIEWS):
         try:
-            found[str(each)] = preview(item(each))
-        except Exception as why:
-            failed.append(why)
-    if found:
-        _write(run, found)
-    if failed:
-        raise failed[0]
+            previews[str(sample_id)] = preview(item(sample_id))
+        except Exception as error:
+            errors.append(error)
+    if previews:
+        _write(run, previews)
+    if errors:
+        raise errors[0]
 
 
-def _write(run: Path, found: dict[str, Preview]) -> None:
+def _write(run: Path, previews: dict[str, Preview]) -> None:
     with atomic_write(run / FILE, run / f".{FILE}.partial") as file:
-        file.write(json.dumps({"version": VERSION, "samples": found}).encode())
+        file.write(json.dumps({"version": VERSION, "samples": previews}).encode())
 
 
 def _most_suspicious(samples: Any) -> Iterable[Any]:
@@ -73,9 +73,9 @@ def _most_suspicious(samples: Any) -> Iterable[Any]:
     ids = samples["id"].to_pylist()
     scores = [name for name in samples.column_names if name in SCORES]
     rankings = []
-    for by in (recommended(scores), *((name,) for name in scores)):
+    for by in (recommended_score(scores), *((name,) for name in scores)):
         score = suspicion(samples, by)
-        rankings.append(sorted(range(len(ids)), key=lambda k: -score[k])[:MOST])
+        rankings.append(sorted(range(len(ids)), key=lambda k: -score[k])[:MAX_PREVIEWS])
     return dict.fromkeys(ids[k] for k in chain.from_iterable(zip(*rankings, strict=True)))
 
 
@@ -84,35 +84,37 @@ def _most_suspicious(samples: Any) -> Iterable[Any]:
 
 def preview(item: Any) -> Preview:
     """Preview of an image, a text, or a vector or mapping of values; or of a tuple of one of these and a label."""
-    content, label = _parts(item)
+    content, label = _split_label(item)
     if label is None:
-        return _seen(content)
-    said = f"{label:.6g}" if isinstance(label, float) else str(label)
-    return {"label": said, **_seen(content)}
+        return _preview_content(content)
+    label_text = f"{label:.6g}" if isinstance(label, float) else str(label)
+    return {"label": label_text, **_preview_content(content)}
 
 
-def _parts(item: Any) -> tuple[Any, Any]:
+def _split_label(item: Any) -> tuple[Any, Any]:
     """Content of a sample, and its label or None."""
     if isinstance(item, Mapping):
-        label = next((item[name] for name in LABELS if name in item), None)
-        rest = {name: value for name, value in item.items() if name not in LABELS}
-        telling = [rest[name] for name in TEXTS if isinstance(rest.get(name), str)]
-        telling += [value for name, value in rest.items() if len(rest) == 1 or _pictures(name, value)]
-        return next(iter(telling), rest), _single(label)
+        label = next((item[name] for name in LABEL_KEYS if name in item), None)
+        others = {name: value for name, value in item.items() if name not in LABEL_KEYS}
+        candidates = [others[name] for name in TEXT_KEYS if isinstance(others.get(name), str)]
+        candidates += [value for name, value in others.items() if len(others) == 1 or _is_image(name, value)]
+        return next(iter(candidates), others), _as_scalar(label)
     if isinstance(item, (tuple, list)) and item:
-        return item[0], _single(item[1]) if len(item) > 1 else None
+        return item[0], _as_scalar(item[1]) if len(item) > 1 else None
     return item, None
 
 
-def _pictures(name: Any, value: Any) -> bool:
+def _is_image(name: Any, value: Any) -> bool:
     """True if an entry of a sample is an image: 3-D arrays of image shape, and matrices under a name in IMAGES."""
     shape = getattr(value, "shape", ())
     if _is_pillow(value):
         return True
-    return (len(shape) == 3 or (len(shape) == 2 and name in IMAGES)) and _as_image(torch.as_tensor(value)) is not None
+    return (len(shape) == 3 or (len(shape) == 2 and name in IMAGE_KEYS)) and _as_image(
+        torch.as_tensor(value)
+    ) is not None
 
 
-def _single(label: Any) -> Any:
+def _as_scalar(label: Any) -> Any:
     """A label as a Python number or string; None if it is something else."""
     if isinstance(label, Tensor):
         return label.item() if label.numel() == 1 else None
@@ -121,26 +123,26 @@ def _single(label: Any) -> Any:
     return label if isinstance(label, (int, float, str)) else None
 
 
-def _seen(content: Any) -> Preview:
+def _preview_content(content: Any) -> Preview:
     if isinstance(content, str):
-        return {"text": content[:LETTERS]}
+        return {"text": content[:MAX_CHARACTERS]}
     if isinstance(content, Mapping):
-        return {"values": {str(name): _value(value) for name, value in islice(content.items(), VALUES)}}
+        return {"values": {str(name): _value(value) for name, value in islice(content.items(), MAX_VALUES)}}
     array = _tensor(content)
     if array is None:
-        return {"text": repr(content)[:LETTERS]}
+        return {"text": repr(content)[:MAX_CHARACTERS]}
     image = _as_image(array)
     if image is not None:
         height, width, channels = image.shape
         data = base64.b64encode(bytes(image.flatten().tolist())).decode()
         return {"image": {"width": width, "height": height, "channels": channels, "data": data}}
     numbers = array.flatten()
-    return {"values": {str(k): _value(v) for k, v in enumerate(numbers[:VALUES].tolist())}}
+    return {"values": {str(k): _value(v) for k, v in enumerate(numbers[:MAX_VALUES].tolist())}}
 
 
 def _value(value: Any) -> int | float | str:
-    single = _single(value)
-    return single if isinstance(single, (int, float, str)) else repr(value)[:LETTERS]
+    single = _as_scalar(value)
+    return single if isinstance(single, (int, float, str)) else repr(value)[:MAX_CHARACTERS]
 
 
 def _tensor(content: Any) -> Tensor | None:
@@ -160,18 +162,18 @@ def _is_pillow(content: Any) -> bool:
     return hasattr(content, "convert") and hasattr(content, "getbands")
 
 
-def _as_image(array: Tensor) -> Tensor | None:
+def _as_image(image: Tensor) -> Tensor | None:
     """Thumbnail (height, width, channels), uint8, at most 64 pixels per side; None if the shape is not an image's."""
-    if array.dim() == 2:
-        array = array[None]
-    elif array.dim() == 3 and array.shape[-1] in (1, 3, 4) and array.shape[0] not in (1, 3, 4):
-        array = array.permute(2, 0, 1)
-    if array.dim() != 3 or array.shape[0] not in (1, 3, 4) or min(array.shape[1:]) < 4 or array.is_complex():
+    if image.dim() == 2:
+        image = image[None]
+    elif image.dim() == 3 and image.shape[-1] in (1, 3, 4) and image.shape[0] not in (1, 3, 4):
+        image = image.permute(2, 0, 1)
+    if image.dim() != 3 or image.shape[0] not in (1, 3, 4) or min(image.shape[1:]) < 4 or image.is_complex():
         return None
-    pixels = _brightness(array)
-    shrink = max(array.shape[1:]) / LARGEST
+    pixels = _brightness(image)
+    shrink = max(image.shape[1:]) / MAX_PIXELS
     if shrink > 1:
-        size = [max(1, round(side / shrink)) for side in array.shape[1:]]
+        size = [max(1, round(side / shrink)) for side in image.shape[1:]]
         pixels = F.interpolate(pixels[None], size=size, mode="area")[0]
     return pixels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
 

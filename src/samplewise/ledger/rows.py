@@ -6,7 +6,7 @@ become float64, provided that no value changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,110 +15,122 @@ from torch import Tensor
 
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.errors import LedgerError
-from samplewise.ledger.files import arrow
+from samplewise.ledger.files import load_pyarrow
 from samplewise.step.batch_columns import BatchColumns, Column
 from samplewise.step.update import Update
 
-OWN = ("id", "epoch", "update", "loss", "norm", "weight")
-WHOLE = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
-KEPT = {torch.bool: torch.int8, torch.float64: torch.float64}  # other non-integer columns become float32
+STANDARD_COLUMNS = ("id", "epoch", "update", "loss", "norm", "weight")
+INTEGER_DTYPES = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
+STORED_DTYPES = {torch.bool: torch.int8, torch.float64: torch.float64}  # other non-integer columns become float32
 Columns = dict[str, Column]
 
 
-def table_of(updates: Sequence[Update], epochs: Sequence[int | None], norms: bool) -> Any:
+def updates_to_table(updates: Sequence[Update], epochs: Sequence[int | None], norms: bool) -> Any:
     """Pyarrow table of some updates.
 
     epochs: one per update; None: the epoch recorded in the update
     norms: False records NaN
     """
-    rows = [_rows(update) for update in updates]
-    pieces = [(piece, epoch) for update, epoch in zip(updates, epochs, strict=True) for piece in update.batch_columns]
-    lengths = [len(piece.values["id"]) for piece, _ in pieces]
-    of_batches = {name: _joined(name, [p.values.get(name) for p, _ in pieces], lengths) for name in _named(pieces)}
-    each = [_numbers(update, n, norms) for update, n in zip(updates, rows, strict=True)]
-    names = dict.fromkeys(name for columns in each for name in columns)
+    rows = [_count_rows(update) for update in updates]
+    batches: list[BatchColumns] = []
+    batch_epochs: list[int] = []
+    for update, epoch in zip(updates, epochs, strict=True):
+        for batch in update.batch_columns:
+            batches.append(batch)
+            batch_epochs.append(batch.epoch if epoch is None else epoch)
+    batch_rows = [len(batch.values["id"]) for batch in batches]
+    batch_columns = _concat_columns([batch.values for batch in batches], batch_rows)
+    update_columns = [_update_columns(update, n, norms) for update, n in zip(updates, rows, strict=True)]
     columns: Columns = {
-        "id": of_batches.pop("id"),
-        "epoch": _repeated([piece.epoch if epoch is None else epoch for piece, epoch in pieces], lengths),
-        "update": _indices(updates, rows),
-        **{name: _joined(name, [found.get(name) for found in each], rows) for name in names},
+        "id": batch_columns.pop("id"),
+        "epoch": _repeated(batch_epochs, batch_rows),
+        "update": _update_indices(updates, rows),
+        **_concat_columns(update_columns, rows),
     }
-    strange = [name for name in of_batches if name in columns or name in OWN]
-    if strange:
-        raise _taken(strange[0])
-    return arrow().table({name: _array(name, values) for name, values in {**columns, **of_batches}.items()})
+    for name in batch_columns:
+        if name in columns or name in STANDARD_COLUMNS:
+            raise _reserved_name_error(name)
+    columns |= batch_columns
+    return load_pyarrow().table({name: _to_array(name, values) for name, values in columns.items()})
 
 
-def _named(pieces: Sequence[tuple[BatchColumns, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for piece, _ in pieces for name in piece.values))
+def _concat_columns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> Columns:
+    """Concatenate all columns that any part has; a part that lacks a column gets `rows` NaN."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _concat_column(name, [part.get(name) for part in parts], rows) for name in names}
 
 
-def _taken(name: str) -> LedgerError:
+def _reserved_name_error(name: str) -> LedgerError:
     return LedgerError(
-        f"a column must not have the name of a standard column ({', '.join(OWN)}); found {name!r}. Rename it."
+        f"a column must not have the name of a standard column ({', '.join(STANDARD_COLUMNS)}); found {name!r}. "
+        "Rename it."
     )
 
 
-def _rows(update: Update) -> int:
+def _count_rows(update: Update) -> int:
     """Number of samples of an update, counted by ids. A skipped update may have fewer losses than ids."""
     rows = 0
-    for piece in update.batch_columns:
-        ids = piece.values["id"]
+    for batch in update.batch_columns:
+        ids = batch.values["id"]
         if not isinstance(ids, (Tensor, list, tuple)) or getattr(ids, "ndim", 1) != 1:
-            found = f"a tensor of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise LedgerError(f"ids must be a tensor (B,) or a list, one per sample; found {found}. {_WHERE}")
+            description = f"a tensor of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise LedgerError(f"ids must be a tensor (B,) or a list, one per sample; found {description}. {_ID_HINT}")
         rows += len(ids)
     if rows != update.local_samples and not update.skipped:
         raise LedgerError(
-            f"a batch must have one id for each loss; found {rows} ids for {update.local_samples} losses. {_WHERE}"
+            f"a batch must have one id for each loss; found {rows} ids for {update.local_samples} losses. {_ID_HINT}"
         )
     return rows
 
 
-_WHERE = "Pass the key of the ids: Ledger(id=...)."
+_ID_HINT = "Pass the key of the ids: Ledger(id=...)."
 
 
-def _numbers(update: Update, rows: int, norms: bool) -> dict[str, Tensor]:
+def _update_columns(update: Update, rows: int, norms: bool) -> dict[str, Tensor]:
     """Columns loss, norm and weight of an update, and those of the loss function.
 
     The weights of a skipped update are 0; values that were not computed are NaN.
     """
-    said = update.loss_columns
+    extra = update.loss_columns
     unknown = torch.full((rows,), torch.nan) if update.skipped or not norms else torch.empty(0)
-    for name in said:
-        if name in OWN:
-            raise _taken(name)
+    for name in extra:
+        if name in STANDARD_COLUMNS:
+            raise _reserved_name_error(name)
     if update.skipped and len(update.losses) != rows:  # the batch cannot be sliced, and its losses were not computed
         return {"loss": unknown, "norm": unknown, "weight": torch.zeros(rows)}
-    own = {"loss": update.losses, "norm": update.norms if norms else unknown}
+    standard = {"loss": update.losses, "norm": update.norms if norms else unknown}
     if update.skipped:
-        return {**own, "weight": torch.zeros(rows), **said}
+        return {**standard, "weight": torch.zeros(rows), **extra}
     weights = update.weights
     if isinstance(weights, Tensor):
-        return {**own, "weight": weights, **said}
-    apart = {f"weight/{name}": w for name, w in weights.items()}  # a weight per parameter
-    return {**own, "weight": torch.full((rows,), torch.nan), **apart, **said}
+        return {**standard, "weight": weights, **extra}
+    per_parameter = {f"weight/{name}": w for name, w in weights.items()}
+    return {**standard, "weight": torch.full((rows,), torch.nan), **per_parameter, **extra}
 
 
-def _indices(updates: Sequence[Update], rows: Sequence[int]) -> Tensor:
+def _update_indices(updates: Sequence[Update], rows: Sequence[int]) -> Tensor:
     """Update index of each row. A group of updates made at once has the same number of samples in each update."""
     firsts = _repeated([update.index for update in updates], rows)
     if all(update.updates == 1 for update in updates):
         return firsts
-    return firsts + torch.cat([torch.arange(n) // (n // u.updates) for u, n in zip(updates, rows, strict=True)])
+    offsets = []
+    for update, count in zip(updates, rows, strict=True):
+        samples_per_update = count // update.updates
+        offsets.append(torch.arange(count) // samples_per_update)
+    return firsts + torch.cat(offsets)
 
 
 def _repeated(values: Sequence[int], times: Sequence[int]) -> Tensor:
     return torch.cat([torch.full((n,), value) for value, n in zip(values, times, strict=True)])
 
 
-def _joined(name: str, values: Sequence[Any], rows: Sequence[int]) -> Column:
-    """Concatenate the pieces of a column; None stands for `rows` NaN."""
+def _concat_column(name: str, values: Sequence[Any], rows: Sequence[int]) -> Column:
+    """Concatenate the parts of a column; None stands for `rows` NaN."""
     if all(isinstance(v, (list, tuple)) for v in values):
         return [entry for v in values for entry in v]
     if not all(v is None or isinstance(v, Tensor) for v in values):
         raise LedgerError(
-            f"the column {name!r} must be of one kind in all batches; found lists in some batches only. Return a list "
+            f"the column {name!r} must have one type in all batches; found lists in some batches only. Return a list "
             "in every batch, or a tensor in every batch."
         )
     filled = [torch.full((n,), torch.nan) if v is None else v for v, n in zip(values, rows, strict=True)]
@@ -130,7 +142,7 @@ def _joined(name: str, values: Sequence[Any], rows: Sequence[int]) -> Column:
 
 def _as_double(name: str, values: Tensor) -> Tensor:
     double = values.double()
-    if values.dtype in WHOLE and not torch.equal(double.to(values.dtype), values):
+    if values.dtype in INTEGER_DTYPES and not torch.equal(double.to(values.dtype), values):
         raise LedgerError(
             f"the column {name!r} must hold integers in all batches if they are as large as 2**53; found floats, or no "
             "value, in some batches. Return strings, or integers in all batches."
@@ -138,29 +150,32 @@ def _as_double(name: str, values: Tensor) -> Tensor:
     return double
 
 
-def _array(name: str, values: Column) -> Any:
+def _to_array(name: str, values: Column) -> Any:
     """Pyarrow array of a column."""
-    pa = arrow()
-    if name in OWN and name != "id":
+    pa = load_pyarrow()
+    if name in STANDARD_COLUMNS and name != "id":
         dtype = {"epoch": torch.int32, "update": torch.int64}.get(name, torch.float32)
-        return _from_memory(torch.as_tensor(values).to(dtype))
+        return _array_from_tensor(torch.as_tensor(values).to(dtype))
     if isinstance(values, Tensor):
-        if values.dtype in WHOLE:
-            return _from_memory(values.to(torch.int64))
+        if values.dtype in INTEGER_DTYPES:
+            return _array_from_tensor(values.to(torch.int64))
         if name != "id" and not values.is_complex():
-            return _from_memory(values.to(KEPT.get(values.dtype, torch.float32)))
+            return _array_from_tensor(values.to(STORED_DTYPES.get(values.dtype, torch.float32)))
     elif all(isinstance(v, str) for v in values):
         return pa.array(list(values), pa.string())
     elif all(isinstance(v, Integral) and not isinstance(v, bool) for v in values):
-        return pa.array(_fitting(name, [int(v) for v in values]), pa.int64())
+        return pa.array(_check_int64(name, [int(v) for v in values]), pa.int64())
     elif name != "id" and all(isinstance(v, Real) for v in values):
         return pa.array([float(v) for v in values], pa.float64())
-    found = values.dtype if isinstance(values, Tensor) else " and ".join(sorted({type(v).__name__ for v in values}))
+    if isinstance(values, Tensor):
+        types = str(values.dtype)
+    else:
+        types = " and ".join(sorted({type(v).__name__ for v in values}))
     wanted = "integers or strings" if name == "id" else "numbers or strings"
-    raise LedgerError(f"the column {name!r} must hold {wanted}; found {found}. Convert them in the dataset.")
+    raise LedgerError(f"the column {name!r} must hold {wanted}; found {types}. Convert them in the dataset.")
 
 
-def _fitting(name: str, values: list[int]) -> list[int]:
+def _check_int64(name: str, values: list[int]) -> list[int]:
     large = [v for v in values if not -(2**63) <= v < 2**63]
     if large:
         raise LedgerError(
@@ -170,10 +185,10 @@ def _fitting(name: str, values: list[int]) -> list[int]:
     return values
 
 
-def _from_memory(values: Tensor) -> Any:
+def _array_from_tensor(values: Tensor) -> Any:
     """Pyarrow array with a copy of a tensor's memory; avoids a conversion through NumPy or Python numbers."""
-    pa = arrow()
-    kinds = {torch.int8: pa.int8(), torch.int32: pa.int32(), torch.int64: pa.int64()}
-    kinds |= {torch.float32: pa.float32(), torch.float64: pa.float64()}
+    pa = load_pyarrow()
+    types = {torch.int8: pa.int8(), torch.int32: pa.int32(), torch.int64: pa.int64()}
+    types |= {torch.float32: pa.float32(), torch.float64: pa.float64()}
     data = pa.py_buffer(bytes(tensor_bytes(values)))
-    return pa.Array.from_buffers(kinds[values.dtype], len(values), [None, data])
+    return pa.Array.from_buffers(types[values.dtype], len(values), [None, data])

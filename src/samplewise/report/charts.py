@@ -13,15 +13,15 @@ from math import copysign, isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samplewise.report.html import COLOURS
-from samplewise.report.run import Curve, Point
+from samplewise.report.run_log import Curve, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_POINTS = 1000  # per chart, over all its curves
-FEWEST_POINTS = 200  # per curve, regardless of the number of curves
-FEW_POINTS = 40  # up to this number, each point is marked with a dot
-LARGEST = 1e300  # larger values overflow the margins of the axes
+MAX_POINTS = 1000  # per chart, over all its curves
+MIN_POINTS_PER_CURVE = 200  # per curve, regardless of the number of curves
+DOTTED_POINTS = 40  # up to this number, each point is marked with a dot
+MAX_VALUE = 1e300  # larger values overflow the margins of the axes
 
 # matplotlib has no CSS variables: it draws with these placeholder colours, which are replaced in the SVG.
 INK, GRID = "#010203", "#040506"
@@ -59,15 +59,15 @@ class Band(NamedTuple):
     high: list[Point]
 
 
-class Frame(NamedTuple):
+class XRange(NamedTuple):
     """Horizontal range of the charts of a page, shared so that the same update has the same position in each."""
 
     first: float  # update
     last: float  # update
-    points: int = MOST_POINTS  # per chart
+    points: int = MAX_POINTS  # per chart
 
 
-def lines(curves: Sequence[Curve], frame: Frame, prefix: str, label: str, log: bool = False) -> str:
+def lines(curves: Sequence[Curve], frame: XRange, prefix: str, label: str, log: bool = False) -> str:
     """Line chart as an `<svg>` element.
 
     prefix: makes the ids of the element unique within the page
@@ -77,22 +77,22 @@ def lines(curves: Sequence[Curve], frame: Frame, prefix: str, label: str, log: b
     return _svg(lambda axes: _plot(axes, curves, frame), frame, prefix, label, log)
 
 
-def bands(around: Sequence[Band], curves: Sequence[Curve], frame: Frame, prefix: str, label: str, log: bool) -> str:
+def bands(areas: Sequence[Band], curves: Sequence[Curve], frame: XRange, prefix: str, label: str, log: bool) -> str:
     """Line chart with bands behind the curves, in the colour of the first curve."""
 
-    def paint(axes: Axes) -> None:
-        for band in around:
+    def draw(axes: Axes) -> None:
+        for band in areas:
             xs = [x for x, _ in band.low]
             axes.fill_between(xs, [y for _, y in band.low], [y for _, y in band.high], color=LINES[0], alpha=0.2, lw=0)
         _plot(axes, curves, frame)
 
-    return _svg(paint, frame, prefix, label, log)
+    return _svg(draw, frame, prefix, label, log)
 
 
-def shares(curves: Sequence[Curve], frame: Frame, prefix: str, label: str) -> str:
+def shares(curves: Sequence[Curve], frame: XRange, prefix: str, label: str) -> str:
     """Stacked area chart of curves over the same updates, as percentages of their sum."""
 
-    def paint(axes: Axes) -> None:
+    def draw(axes: Axes) -> None:
         xs = [x for x, _ in curves[0].points]
         totals = [sum(values) or 1.0 for values in zip(*([y for _, y in c.points] for c in curves), strict=True)]
         parts = [[100 * y / total for (_, y), total in zip(c.points, totals, strict=True)] for c in curves]
@@ -100,48 +100,48 @@ def shares(curves: Sequence[Curve], frame: Frame, prefix: str, label: str) -> st
         axes.set_ylim(0, 100)
         axes.yaxis.set_major_formatter("{x:.0f} %")
 
-    return _svg(paint, frame, prefix, label, log=False)
+    return _svg(draw, frame, prefix, label, log=False)
 
 
-def spans_decades(values: Sequence[float], times: float = 100.0) -> bool:
-    """True if values are positive and span a factor of `times`, so that a logarithmic axis is preferable."""
-    found = [value for value in values if isfinite(value)]
-    return bool(found) and min(found) > 0 and max(found) / min(found) >= times
+def spans_decades(values: Sequence[float], factor: float = 100.0) -> bool:
+    """True if values are positive and span a factor of `factor`, so that a logarithmic axis is preferable."""
+    finite = [value for value in values if isfinite(value)]
+    return bool(finite) and min(finite) > 0 and max(finite) / min(finite) >= factor
 
 
-def _svg(paint: Callable[[Axes], None], frame: Frame, prefix: str, label: str, log: bool) -> str:
+def _svg(draw: Callable[[Axes], None], frame: XRange, prefix: str, label: str, log: bool) -> str:
     try:
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("the report needs matplotlib: pip install 'samplewise[report]'") from None
-    out = StringIO()
+    buffer = StringIO()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # ignore the user's settings for other figures
         matplotlib.rcParams.update(STYLE)
         figure = Figure(figsize=(4.7, 2.6), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
-        paint(axes)
+        draw(axes)
         _frame(axes, frame.first, frame.last)
         _logarithmic(axes) if log else _linear(axes)
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # omit matplotlib's metadata and its URLs
-        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
-    return _for_the_page(out.getvalue(), prefix, label)
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # omit matplotlib's metadata and its URLs
+        figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
+    return _adapt_svg(buffer.getvalue(), prefix, label)
 
 
-def _plot(axes: Axes, curves: Sequence[Curve], frame: Frame) -> None:
-    most = max(FEWEST_POINTS, frame.points // max(1, len(curves)))
+def _plot(axes: Axes, curves: Sequence[Curve], frame: XRange) -> None:
+    limit = max(MIN_POINTS_PER_CURVE, frame.points // max(1, len(curves)))
     for k, curve in enumerate(curves):
-        points = thin([(x, _drawable(y)) for x, y in curve.points], most)
+        points = thin([(x, _drawable(y)) for x, y in curve.points], limit)
         xs, ys = zip(*points, strict=True) if points else ((), ())
-        width = 1.4 if len(points) <= 10 * FEW_POINTS else 0.9
+        width = 1.4 if len(points) <= 10 * DOTTED_POINTS else 0.9
         if len(curves) < 5:  # curves such as learning rates often coincide: later ones are thinner and drawn on top
             width += 0.6 * (len(curves) - 1 - k)
         color = LINES[k % COLOURS]
         style = "-" if k < COLOURS else "--"
-        dots = _marked(points)
+        dots = _dotted_points(points)
         axes.plot(xs, ys, color=color, linewidth=width, linestyle=style)
         axes.plot([xs[d] for d in dots], [ys[d] for d in dots], color=color, linestyle="", marker="o", markersize=3)
 
@@ -178,53 +178,53 @@ def _logarithmic(axes: Axes) -> None:
 def _drawable(y: float) -> float:
     if not isfinite(y):
         return nan
-    return copysign(LARGEST, y) if abs(y) > LARGEST else y
+    return copysign(MAX_VALUE, y) if abs(y) > MAX_VALUE else y
 
 
-def thin(points: list[Point], most: int = MOST_POINTS) -> list[Point]:
+def thin(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
     """Reduce a curve to at most `most` points: minimum, maximum and one non-finite point of each interval.
 
     Taking every n-th point would lose single spikes.
     """
-    if len(points) <= most:
+    if len(points) <= limit:
         return points
-    stretches = (most - 1) // 3
-    edges = [k * len(points) // stretches for k in range(stretches + 1)]
-    kept = {k for start, end in pairwise(edges) for k in _telling(points, range(start, end))}
+    intervals = (limit - 1) // 3
+    edges = [k * len(points) // intervals for k in range(intervals + 1)]
+    kept = {k for start, end in pairwise(edges) for k in _extreme_points(points, range(start, end))}
     return [points[k] for k in sorted(kept | {len(points) - 1})]
 
 
-def _telling(points: list[Point], stretch: range) -> Iterator[int]:
+def _extreme_points(points: list[Point], interval: range) -> Iterator[int]:
     """Indices of the minimum, the maximum and the first non-finite point of an interval."""
-    finite = [k for k in stretch if isfinite(points[k][1])]
+    finite = [k for k in interval if isfinite(points[k][1])]
     if finite:
         yield min(finite, key=lambda k: points[k][1])
         yield max(finite, key=lambda k: points[k][1])
-    if len(finite) < len(stretch):
-        yield next(k for k in stretch if not isfinite(points[k][1]))
+    if len(finite) < len(interval):
+        yield next(k for k in interval if not isfinite(points[k][1]))
 
 
-def _marked(points: list[Point]) -> list[int]:
+def _dotted_points(points: list[Point]) -> list[int]:
     """Indices of points marked with a dot: all if few, otherwise those between two gaps, where there is no line."""
-    there = [False, *(isfinite(y) for _, y in points), False]
-    few = len(points) <= FEW_POINTS
-    return [k for k in range(len(points)) if there[k + 1] and (few or not (there[k] or there[k + 2]))]
+    is_finite = [False, *(isfinite(y) for _, y in points), False]
+    few = len(points) <= DOTTED_POINTS
+    return [k for k in range(len(points)) if is_finite[k + 1] and (few or not (is_finite[k] or is_finite[k + 2]))]
 
 
-def _for_the_page(svg: str, prefix: str, label: str) -> str:
+def _adapt_svg(svg: str, prefix: str, label: str) -> str:
     """The `<svg>` element of a file of matplotlib, with unique ids and the colours of the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)  # it would apply to the whole page
     svg = re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{prefix}">', svg, count=1)
     svg = svg.replace("xlink:href", "href")
-    svg = _smaller(svg)
+    svg = _compress_svg(svg)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
-    for drawn, meant in CSS.items():
-        svg = svg.replace(drawn, meant)
+    for placeholder, css in CSS.items():
+        svg = svg.replace(placeholder, css)
     return svg.replace(f'aria-label="{prefix}"', f'aria-label="{label}"', 1)  # last: a label may hold any text
 
 
-def _smaller(svg: str) -> str:
+def _compress_svg(svg: str) -> str:
     """Halve the size of the SVG: round paths to hundredths of a point, remove font families and unused ids."""
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.[0-9]{2})[0-9]+", r"\1", path[0].replace("\n", "")), svg)
     svg = re.sub(r"font-family: [^;\"]*; ", "", svg)

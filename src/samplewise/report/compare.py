@@ -8,18 +8,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samplewise.report import settings, training
-from samplewise.report.html import NOTHING, Section, aligned, columns, fact, pairs, quiet, shortened, table, text
-from samplewise.report.page import page, warned, write
+from samplewise.report.html import (
+    MISSING,
+    Section,
+    aligned,
+    columns,
+    definition_list,
+    format_value,
+    note_paragraph,
+    shortened,
+    table,
+    text,
+)
+from samplewise.report.page import page, warnings_section, write
 from samplewise.report.previews import Preview, Previews, as_html, read_previews
-from samplewise.report.run import Curve, RunLog, read_run
+from samplewise.report.run_log import Curve, RunLog, read_run
 from samplewise.report.samples import Samples, read_samples
 
-MOST_CARDS = 24  # suspects shown as cards
-MOST_IDS = 60  # suspects of one run listed by id
-UNSET = {"name", "started"}  # not settings: they always differ
+MAX_CARDS = 24  # suspects shown as cards
+MAX_IDS = 60  # suspects of one run listed by id
+NOT_SETTINGS = {"name", "started"}  # fields of run.json that always differ
+
+Ranks = Mapping[str, Mapping[str, int]]  # name of the run -> id of the sample -> rank, from 1
 
 
-class Compared(NamedTuple):
+class ComparedRun(NamedTuple):
     """One of the compared runs."""
 
     name: str  # unique
@@ -34,149 +47,163 @@ def write_comparison(runs: Sequence[Path], to: Path | None = None, reload: float
     return write(comparison([read_run(Path(run)) for run in runs], reload), Path(to or "comparison.html"))
 
 
-def comparison(runs: Sequence[RunLog], reload: float | None = None) -> str:
+def comparison(logs: Sequence[RunLog], reload: float | None = None) -> str:
     """HTML page that compares several runs. `reload`: seconds after which the page reloads itself."""
-    compared = [
-        Compared(name, run, training.charts(run), read_samples(run), read_previews(run))
-        for name, run in zip(names(runs), runs, strict=True)
+    runs = [
+        ComparedRun(name, run, training.charts(run), read_samples(run), read_previews(run))
+        for name, run in zip(names(logs), logs, strict=True)
     ]
     sections = [
-        _differences(compared),
-        _curves(compared),
-        _best(compared),
-        _suspects(compared),
-        _same(compared),
+        _differences(runs),
+        _curves(runs),
+        _best(runs),
+        _suspects(runs),
+        _equal_settings(runs),
     ]
-    said = [f"{c.name}: {words}" for c in compared for words in _warnings(c)]  # last: sections add warnings
-    states = "".join(f"<li><b>{text(c.name)}</b> {text(training.state(c.run))}</li>" for c in compared)
-    title = " and ".join(c.name for c in compared) if len(compared) == 2 else f"{len(compared)} runs"
-    return page(title, f'<ul class="states quiet">{states}</ul>\n', [warned(said), *sections], reload=reload)
+    messages = [f"{run.name}: {message}" for run in runs for message in _warnings(run)]  # last: sections add warnings
+    states = "".join(f"<li><b>{text(run.name)}</b> {text(training.state(run.run))}</li>" for run in runs)
+    title = " and ".join(run.name for run in runs) if len(runs) == 2 else f"{len(runs)} runs"
+    head = f'<ul class="states quiet">{states}</ul>\n'
+    return page(title, head, [warnings_section(messages), *sections], reload=reload)
 
 
 def names(runs: Sequence[RunLog]) -> list[str]:
     """Unique names of runs: with the directory if names are equal, and with a number if these are equal, too."""
     counts = Counter(run.name for run in runs)
-    placed = [run.name if counts[run.name] == 1 else f"{run.name} ({run.directory})" for run in runs]
-    counts = Counter(placed)
-    return [name if counts[name] == 1 else f"{name} #{k + 1}" for k, name in enumerate(placed)]
+    with_directory = [run.name if counts[run.name] == 1 else f"{run.name} ({run.directory})" for run in runs]
+    counts = Counter(with_directory)
+    return [name if counts[name] == 1 else f"{name} #{k + 1}" for k, name in enumerate(with_directory)]
 
 
-def _warnings(compared: Compared) -> list[str]:
-    run = compared.run
-    found = run.left_out + settings.warnings(run) + training.warnings(compared.charts)
-    return found + compared.samples.warnings + compared.previews.warnings
+def _warnings(compared_run: ComparedRun) -> list[str]:
+    run = compared_run.run
+    messages = run.warnings + settings.warnings(run) + training.warnings(compared_run.charts)
+    return messages + compared_run.samples.warnings + compared_run.previews.warnings
 
 
 # ------------------------------------------------------------------------------------ settings
 
 
-def flat(known: Mapping[str, Any], above: str = "") -> dict[str, str]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested dicts as one flat dict, with keys such as settings.lr."""
-    found: dict[str, str] = {}
-    for name, value in known.items():
-        inner = isinstance(value, dict) and value
-        found |= flat(value, f"{above}{name}.") if inner else {f"{above}{name}": fact(value)}
-    return found
+    flat_settings: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            flat_settings |= flat(value, f"{prefix}{name}.")
+        else:
+            flat_settings[f"{prefix}{name}"] = format_value(value)
+    return flat_settings
 
 
-def _settings(compared: Sequence[Compared]) -> dict[str, list[str]]:
+def _settings(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """Name -> value of each run."""
-    each = [flat(c.run.about) for c in compared]
-    known = dict.fromkeys(name for found in each for name in found if name not in UNSET)
-    return {name: [found.get(name, NOTHING) for found in each] for name in known}
+    settings_of_runs = [flat(c.run.metadata) for c in runs]
+    names = dict.fromkeys(name for settings in settings_of_runs for name in settings if name not in NOT_SETTINGS)
+    return {name: [settings.get(name, MISSING) for settings in settings_of_runs] for name in names}
 
 
-def _differences(compared: Sequence[Compared]) -> Section:
-    rows = [(name, *found) for name, found in _settings(compared).items() if len(set(found)) > 1]
-    content = table(("", *(c.name for c in compared)), rows, words=1 + len(compared)) if rows else quiet("None.")
-    return Section("Different settings", content)
+def _differences(runs: Sequence[ComparedRun]) -> Section:
+    rows = [(name, *values) for name, values in _settings(runs).items() if len(set(values)) > 1]
+    if not rows:
+        return Section("Different settings", note_paragraph("None."))
+    return Section("Different settings", table(("", *(c.name for c in runs)), rows, text_columns=1 + len(runs)))
 
 
-def _same(compared: Sequence[Compared]) -> Section:
-    rows = [(name, found[0]) for name, found in _settings(compared).items() if len(set(found)) == 1]
-    content = table(("", "all"), rows, words=2) if rows else ""
-    said = f"<details><summary>{len(rows):,} settings</summary>{content}</details>"
-    return Section("Equal settings", said if rows else "")
+def _equal_settings(runs: Sequence[ComparedRun]) -> Section:
+    rows = [(name, values[0]) for name, values in _settings(runs).items() if len(set(values)) == 1]
+    if not rows:
+        return Section("Equal settings", "")
+    settings_table = table(("", "all"), rows, text_columns=2)
+    return Section("Equal settings", f"<details><summary>{len(rows):,} settings</summary>{settings_table}</details>")
 
 
 # -------------------------------------------------------------------------------------- curves
 
 
-def _curves(compared: Sequence[Compared]) -> Section:
+def _curves(runs: Sequence[ComparedRun]) -> Section:
     """One chart for each title that any run has."""
-    each = [c.charts for c in compared]
-    titles = dict.fromkeys(title for charts in each for title in charts)
-    spans = [c.run.span for c in compared]
+    charts_of_runs = [c.charts for c in runs]
+    titles = dict.fromkeys(title for charts in charts_of_runs for title in charts)
+    spans = [c.run.span for c in runs]
     span = min(first for first, _ in spans), max(last for _, last in spans)
-    found = training.figures({title: _overlaid(title, compared, each) for title in titles}, span)
-    several = any(len(curves) > 1 for charts in each for curves in charts.values())
-    note = quiet("Only the learning rate of the first parameter group is drawn.") if several else ""
-    return Section("Curves", found + note if found else quiet("No data to draw yet."))
+    figures = training.figures({title: _overlaid(title, runs, charts_of_runs) for title in titles}, span)
+    has_groups = any(len(curves) > 1 for charts in charts_of_runs for curves in charts.values())
+    note = note_paragraph("Only the learning rate of the first parameter group is drawn.") if has_groups else ""
+    return Section("Curves", figures + note if figures else note_paragraph("No data to draw yet."))
 
 
-def _overlaid(title: str, compared: Sequence[Compared], each: Sequence[training.Charts]) -> list[Curve]:
+def _overlaid(title: str, runs: Sequence[ComparedRun], charts_of_runs: Sequence[training.Charts]) -> list[Curve]:
     """One curve per run; a run without this chart gets an empty curve, so that each run keeps its colour."""
-    found = [charts[title][0].points if title in charts else [] for charts in each]
-    return [Curve(c.name, points) for c, points in zip(compared, found, strict=True)]
+    points_of_runs = [charts[title][0].points if title in charts else [] for charts in charts_of_runs]
+    return [Curve(c.name, points) for c, points in zip(runs, points_of_runs, strict=True)]
 
 
-def _best(compared: Sequence[Compared]) -> Section:
-    each = [{drawn.name: drawn for drawn in training.measured(c.run)} for c in compared]
-    known = dict.fromkeys(name for found in each for name in found)
+def _best(runs: Sequence[ComparedRun]) -> Section:
+    curves_of_runs = [{curve.name: curve for curve in training.measured_curves(c.run)} for c in runs]
+    names = dict.fromkeys(name for curves in curves_of_runs for name in curves)
     rows = []
-    for name in known:
-        for which in training.better(name):
-            ends = [training.extreme(found[name], which) if name in found else [] for found in each]
-            if any(ends):
-                rows.append((name, which, *aligned([end[0][1] if end else None for end in ends])))
-    head = ("", "", *(c.name for c in compared))
-    return Section("Best values", table(head, rows, words=2) if rows else "")
+    for name in names:
+        for which in training.better_extremes(name):
+            extremes = [training.extreme(curves[name], which) if name in curves else [] for curves in curves_of_runs]
+            if any(extremes):
+                rows.append((name, which, *aligned([extreme[0][1] if extreme else None for extreme in extremes])))
+    head = ("", "", *(c.name for c in runs))
+    return Section("Best values", table(head, rows, text_columns=2) if rows else "")
 
 
 # ------------------------------------------------------------------------------------ suspects
 
 
-def _suspects(compared: Sequence[Compared]) -> Section:
+def _suspects(runs: Sequence[ComparedRun]) -> Section:
     """Suspects compared by id, which identifies a sample only if the runs used the same dataset."""
-    known = [c for c in compared if c.samples.scores]
-    if len(known) < 2:
-        return Section("Suspects", quiet("Comparing suspects needs two runs with a ledger."))
-    ranked = [{one: place + 1 for place, one in enumerate(c.samples.suspects)} for c in known]
-    common = [one for one in ranked[0] if all(one in places for places in ranked)]
-    common.sort(key=lambda one: sum(places[one] for places in ranked))
-    whose = "both runs" if len(known) == 2 else f"all {len(known)} runs"
-    are = "sample is" if len(common) == 1 else "samples are"
-    said = f"{len(common):,} {are} suspect in {whose}{_first(MOST_CARDS, common)}, with the rank in each run."
-    shown = _previews(common[:MOST_CARDS], known)
-    cards = "".join(_card(one, shown.get(one, {}), known, ranked) for one in common[:MOST_CARDS])
+    with_ledger = [c for c in runs if c.samples.rankings]
+    if len(with_ledger) < 2:
+        return Section("Suspects", note_paragraph("Comparing suspects needs two runs with a ledger."))
+    ranks = {c.name: {sample_id: k + 1 for k, sample_id in enumerate(c.samples.suspects)} for c in with_ledger}
+    only_in_one = columns("".join(_only_in_run(c, ranks) for c in with_ledger))
+    return Section("Suspects", _common_suspects(with_ledger, ranks) + only_in_one)
+
+
+def _common_suspects(runs: Sequence[ComparedRun], ranks: Ranks) -> str:
+    """Cards of the samples that are suspect in all runs, sorted by the sum of their ranks."""
+    in_all_runs = set.intersection(*(set(of_run) for of_run in ranks.values()))
+    ids = [sample_id for sample_id in ranks[runs[0].name] if sample_id in in_all_runs]
+    ids.sort(key=lambda sample_id: sum(of_run[sample_id] for of_run in ranks.values()))
+    scope = "both runs" if len(runs) == 2 else f"all {len(runs)} runs"
+    are = "sample is" if len(ids) == 1 else "samples are"
+    summary = f"{len(ids):,} {are} suspect in {scope}{_limit_note(MAX_CARDS, ids)}, with the rank in each run."
+    previews = _previews(ids[:MAX_CARDS], runs)
+    cards = "".join(_card(sample_id, previews.get(sample_id, {}), ranks) for sample_id in ids[:MAX_CARDS])
     gallery = f'<ol class="gallery">{cards}</ol>' if cards else ""
-    alone = columns("".join(_alone(k, known, ranked) for k in range(len(known))))
-    return Section("Suspects", f"<p>{said}</p>{gallery}{alone}")
+    return f"<p>{summary}</p>{gallery}"
 
 
-def _previews(ids: Sequence[str], known: Sequence[Compared]) -> dict[str, Preview]:
+def _previews(ids: Sequence[str], runs: Sequence[ComparedRun]) -> dict[str, Preview]:
     """Previews of samples, each from the first run that has one."""
-    shown: dict[str, Preview] = {}
-    for c in known:
-        shown |= c.previews.shown([one for one in ids if one not in shown])
-    return shown
+    previews: dict[str, Preview] = {}
+    for compared_run in runs:
+        previews |= compared_run.previews.shown([sample_id for sample_id in ids if sample_id not in previews])
+    return previews
 
 
-def _card(one: str, preview: Preview, known: Sequence[Compared], ranked: Sequence[dict[str, int]]) -> str:
-    places = [(c.name, f"{found[one]:,}") for c, found in zip(known, ranked, strict=True)]
-    return f'<li><div class="card">{as_html(preview)}<strong>{text(shortened(one))}</strong>{pairs(places)}</div></li>'
+def _card(sample_id: str, preview: Preview, ranks: Ranks) -> str:
+    ranks_of_sample = definition_list([(name, f"{of_run[sample_id]:,}") for name, of_run in ranks.items()])
+    title = f"<strong>{text(shortened(sample_id))}</strong>"
+    return f'<li><div class="card">{as_html(preview)}{title}{ranks_of_sample}</div></li>'
 
 
-def _alone(k: int, known: Sequence[Compared], ranked: Sequence[dict[str, int]]) -> str:
-    others = {one for j, places in enumerate(ranked) if j != k for one in places}
-    alone = [one for one in ranked[k] if one not in others]
-    by = known[k].samples.scores[0].title.replace(" (recommended)", "")
-    ids = "".join(f"<li>{text(shortened(one))}</li>" for one in alone[:MOST_IDS])
+def _only_in_run(run: ComparedRun, ranks: Ranks) -> str:
+    """List of the samples that are suspect in one run only."""
+    in_other_runs = {sample_id for name, of_run in ranks.items() if name != run.name for sample_id in of_run}
+    suspects = ranks[run.name]
+    only_here = [sample_id for sample_id in suspects if sample_id not in in_other_runs]
+    score = run.samples.rankings[0].title.replace(" (recommended)", "")
+    ids = "".join(f"<li>{text(shortened(sample_id))}</li>" for sample_id in only_here[:MAX_IDS])
     return (
-        f"<figure><figcaption>Only in {text(known[k].name)}: {len(alone):,} of {len(ranked[k]):,}, by {text(by)}"
-        f'{_first(MOST_IDS, alone)}</figcaption><ol class="ids">{ids}</ol></figure>'
+        f"<figure><figcaption>Only in {text(run.name)}: {len(only_here):,} of {len(suspects):,}, by {text(score)}"
+        f'{_limit_note(MAX_IDS, only_here)}</figcaption><ol class="ids">{ids}</ol></figure>'
     )
 
 
-def _first(most: int, ids: Sequence[str]) -> str:
-    return f"; the first {most} are shown" if len(ids) > most else ""
+def _limit_note(limit: int, ids: Sequence[str]) -> str:
+    return f"; the first {limit} are shown" if len(ids) > limit else ""

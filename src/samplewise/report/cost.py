@@ -5,16 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from samplewise.report.charts import Frame, shares
+from samplewise.report.charts import XRange, shares
 from samplewise.report.html import Section, aligned, columns, figure, table
-from samplewise.report.run import Curve, Line, RunLog, curve, is_number
-from samplewise.report.training import drawn
+from samplewise.report.run_log import Curve, Line, RunLog, curve, is_number
+from samplewise.report.training import curve_figure
 
-STRETCHES = 100  # intervals of the run in the chart of phases
+INTERVALS = 100  # intervals of the run in the chart of phases
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
-class Spent(NamedTuple):
+class TimeInterval(NamedTuple):
     """Time between two lines of the log."""
 
     update: float  # at the end
@@ -23,64 +23,78 @@ class Spent(NamedTuple):
 
 
 def cost(run: RunLog) -> Section:
-    spent = _spent(run.train)
-    frame = Frame(*run.span)
-    timed = [{"update": s.update, "ms": 1e3 * sum(s.seconds.values()) / s.updates} for s in spent]
+    intervals = _time_intervals(run.train)
+    frame = XRange(*run.span)
+    timed = [{"update": s.update, "ms": 1e3 * sum(s.seconds.values()) / s.updates} for s in intervals]
     figures = []
     if timed:
-        figures.append(drawn("time", "Milliseconds per update", [curve(timed, "ms")], frame))
-    phases = list(dict.fromkeys(name for s in spent for name in s.seconds if name))
+        figures.append(curve_figure("time", "Milliseconds per update", [curve(timed, "ms")], frame))
+    phases = list(dict.fromkeys(name for s in intervals for name in s.seconds if name))
     if phases:
-        parts = _parts(spent, phases)
-        drawing = shares(parts, frame, "phases", "Share of time of each phase over updates")
+        drawing = shares(_phase_curves(intervals, phases), frame, "phases", "Share of time of each phase over updates")
         figures.append(figure("Share of time by phase", drawing, phases if len(phases) > 1 else ()))
     memory = curve(run.train, "memory")
     if memory.finite:
-        unit = next((u for u, size in UNITS.items() if max(y for _, y in memory.finite) >= size), "KiB")
-        scaled = memory._replace(points=[(x, y / UNITS[unit]) for x, y in memory.points])
-        figures.append(drawn("memory", f"Peak memory so far, {unit}", [scaled], frame))
-    return Section("Time and memory", columns("".join(figures)) + (_table(spent, phases) if phases else ""))
+        figures.append(_memory_figure(memory, frame))
+    content = columns("".join(figures))
+    if phases:
+        content += _table(intervals, phases)
+    return Section("Time and memory", content)
 
 
-def _spent(train: list[Line]) -> list[Spent]:
+def _memory_figure(memory: Curve, frame: XRange) -> str:
+    peak = max(value for _, value in memory.finite)
+    unit = next((name for name, size in UNITS.items() if peak >= size), "KiB")
+    scaled = memory._replace(points=[(x, y / UNITS[unit]) for x, y in memory.points])
+    return curve_figure("memory", f"Peak memory so far, {unit}", [scaled], frame)
+
+
+def _time_intervals(train: list[Line]) -> list[TimeInterval]:
     """Time of each train line: by phase if the line has phases, otherwise its seconds under the name ""."""
-    found = []
-    before = 0.0
+    intervals = []
+    previous = 0.0
     for line in train:
         update = line.get("update")
-        if not is_number(update) or not update > before:
+        if not is_number(update) or not update > previous:
             continue
-        phases: Any = line.get("phases")
-        named = {k: v for k, v in phases.items() if _is_time(v)} if isinstance(phases, dict) else {}
-        seconds = named or ({"": line["seconds"]} if _is_time(line.get("seconds")) else {})
+        seconds = _seconds(line)
         if seconds:
-            found.append(Spent(float(update), update - before, seconds))
-        before = float(update)
-    return found
+            intervals.append(TimeInterval(float(update), update - previous, seconds))
+        previous = float(update)
+    return intervals
+
+
+def _seconds(line: Line) -> dict[str, float]:
+    phases: Any = line.get("phases")
+    if isinstance(phases, dict):
+        valid = {name: seconds for name, seconds in phases.items() if _is_time(seconds)}
+        if valid:
+            return valid
+    return {"": line["seconds"]} if _is_time(line.get("seconds")) else {}
 
 
 def _is_time(value: object) -> bool:
     return is_number(value) and 0 <= value < float("inf")
 
 
-def _parts(spent: list[Spent], phases: list[str]) -> list[Curve]:
+def _phase_curves(intervals: list[TimeInterval], phases: list[str]) -> list[Curve]:
     """Seconds of each phase, summed over intervals of the run."""
-    stretches = min(len(spent), STRETCHES)
-    edges = [k * len(spent) // stretches for k in range(stretches + 1)]
-    pieces = [spent[start:end] for start, end in pairwise(edges)]
-    begin = spent[0].update - spent[0].updates
-    places = [begin, *(piece[-1].update for piece in pieces)]
-    sums = [{p: sum(s.seconds.get(p, 0.0) for s in piece) for p in phases} for piece in [pieces[0], *pieces]]
-    return [Curve(p, [(x, total[p]) for x, total in zip(places, sums, strict=True)]) for p in phases]
+    count = min(len(intervals), INTERVALS)
+    edges = [k * len(intervals) // count for k in range(count + 1)]
+    groups = [intervals[start:end] for start, end in pairwise(edges)]
+    start = intervals[0].update - intervals[0].updates
+    updates = [start, *(group[-1].update for group in groups)]
+    sums = [{p: sum(s.seconds.get(p, 0.0) for s in group) for p in phases} for group in [groups[0], *groups]]
+    return [Curve(p, [(x, total[p]) for x, total in zip(updates, sums, strict=True)]) for p in phases]
 
 
-def _table(spent: list[Spent], phases: list[str]) -> str:
-    known = [s for s in spent if "" not in s.seconds]
-    updates = sum(s.updates for s in known)
-    totals = {p: sum(s.seconds.get(p, 0.0) for s in known) for p in phases}
-    whole = sum(totals.values())
-    per_update = aligned([1e3 * t / updates for t in (*totals.values(), whole)])
-    seconds = aligned([*totals.values(), whole])
-    percent = [f"{100 * t / whole if whole else 0:.1f} %" for t in (*totals.values(), whole)]
+def _table(intervals: list[TimeInterval], phases: list[str]) -> str:
+    with_phases = [s for s in intervals if "" not in s.seconds]
+    updates = sum(s.updates for s in with_phases)
+    totals = {p: sum(s.seconds.get(p, 0.0) for s in with_phases) for p in phases}
+    total = sum(totals.values())
+    per_update = aligned([1e3 * t / updates for t in (*totals.values(), total)])
+    seconds = aligned([*totals.values(), total])
+    percent = [f"{100 * t / total if total else 0:.1f} %" for t in (*totals.values(), total)]
     rows = list(zip((*phases, "all"), per_update, percent, seconds, strict=True))
-    return table(("phase", "ms per update", "share", "total seconds"), rows, words=1)
+    return table(("phase", "ms per update", "share", "total seconds"), rows, text_columns=1)

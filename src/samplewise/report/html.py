@@ -10,9 +10,9 @@ from importlib.resources import files
 from math import floor, isfinite, isnan, log10
 from typing import Any, NamedTuple
 
-from samplewise.report.run import is_number
+from samplewise.report.run_log import is_number
 
-NOTHING = "–"
+MISSING = "–"
 COLOURS = 8  # colours of curves in style.css; further curves are dashed
 
 # Characters that would end a script element, or a line of JavaScript, are escaped in JSON.
@@ -37,20 +37,20 @@ def package_file(name: str) -> str:
     return (files("samplewise.report") / name).read_text(encoding="utf-8")
 
 
-def text(words: object) -> str:
+def text(value: object) -> str:
     """Text escaped for elements and attributes; control characters, which HTML forbids, are replaced."""
-    return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "\N{REPLACEMENT CHARACTER}", str(words)))
+    return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "\N{REPLACEMENT CHARACTER}", str(value)))
 
 
-def quiet(words: str) -> str:
+def note_paragraph(message: str) -> str:
     """Paragraph in the colour of notes."""
-    return f'<p class="quiet">{text(words)}</p>'
+    return f'<p class="quiet">{text(message)}</p>'
 
 
 def embedded(name: str, value: Any) -> str:
     """JSON data element for the script of the page. `value` must not contain NaN or infinity."""
-    written = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(IN_SCRIPT)
-    return f'<script type="application/json" id="{name}">{written}</script>\n'
+    encoded = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(IN_SCRIPT)
+    return f'<script type="application/json" id="{name}">{encoded}</script>\n'
 
 
 def columns(content: str) -> str:
@@ -78,32 +78,40 @@ def legend(names: Sequence[str]) -> str:
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
-def pairs(known: Iterable[Sequence[str]]) -> str:
+def definition_list(entries: Iterable[Sequence[str]]) -> str:
     """Compact list of names and values."""
-    return "<dl>" + "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in known) + "</dl>"
+    return "<dl>" + "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in entries) + "</dl>"
 
 
-def facts(title: str, known: Mapping[str, Any]) -> str:
+def value_table(title: str, values: Mapping[str, Any]) -> str:
     """Table with one row per name and value."""
-    rows = (f'<tr><th scope="row">{text(name)}</th><td>{text(fact(value))}</td></tr>' for name, value in known.items())
+    rows = (
+        f'<tr><th scope="row">{text(name)}</th><td>{text(format_value(value))}</td></tr>'
+        for name, value in values.items()
+    )
     return f'<table class="facts"><caption>{text(title)}</caption><tbody>{"".join(rows)}</tbody></table>'
 
 
-def fact(value: object) -> str:
+def format_value(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), 1000)
 
 
-def shortened(words: str, longest: int = 200) -> str:
-    return words if len(words) <= longest else words[:longest] + "…"
+def shortened(value: str, limit: int = 200) -> str:
+    return value if len(value) <= limit else value[:limit] + "…"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int) -> str:
     """Table; the first `words` columns hold text, the others numbers, aligned to the right."""
-    kinds = ["" if k < words else ' class="number"' for k in range(len(head))]
-    titles = "".join(f'<th scope="col"{kind}>{text(title)}</th>' for kind, title in zip(kinds, head, strict=True))
-    cells = ("".join(f"<td{kind}>{text(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) for row in rows)
+    classes = ["" if k < text_columns else ' class="number"' for k in range(len(head))]
+    titles = "".join(
+        f'<th scope="col"{css_class}>{text(title)}</th>' for css_class, title in zip(classes, head, strict=True)
+    )
+    cells = (
+        "".join(f"<td{css_class}>{text(cell)}</td>" for css_class, cell in zip(classes, row, strict=True))
+        for row in rows
+    )
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -115,15 +123,17 @@ def number(value: object) -> str:
 def aligned(values: Sequence[Any]) -> list[str]:
     """Numbers of one column formatted with the same number of decimals, so that the decimal points align."""
     sizes = [abs(value) for value in values if is_number(value) and isfinite(value) and value]
-    small, large = min(sizes, default=1.0), max(sizes, default=1.0)
-    if large >= 1e7 or small < 1e-4:
-        return [_written(value, ".3e") for value in values]
-    return [_written(value, f",.{min(6, max(0, 3 - floor(log10(large))))}f") for value in values]
+    smallest, largest = min(sizes, default=1.0), max(sizes, default=1.0)
+    if largest >= 1e7 or smallest < 1e-4:
+        return [_format_number(value, ".3e") for value in values]
+    return [_format_number(value, f",.{min(6, max(0, 3 - floor(log10(largest))))}f") for value in values]
 
 
-def _written(value: Any, how: str) -> str:
+def _format_number(value: Any, format_spec: str) -> str:
     if not is_number(value):
-        return NOTHING
+        return MISSING
     if isnan(value):
         return "NaN"
-    return format(value, how).replace("-", "\N{MINUS SIGN}") if isfinite(value) else ("∞" if value > 0 else "−∞")
+    return (
+        format(value, format_spec).replace("-", "\N{MINUS SIGN}") if isfinite(value) else ("∞" if value > 0 else "−∞")
+    )

@@ -5,31 +5,31 @@ from __future__ import annotations
 from math import inf, isfinite, log
 from typing import Any
 
-from samplewise.report.charts import Frame, lines, spans_decades
-from samplewise.report.html import Section, aligned, beside, figure, quiet, table
-from samplewise.report.run import Curve, RunLog, points
+from samplewise.report.charts import XRange, lines, spans_decades
+from samplewise.report.html import Section, aligned, beside, figure, note_paragraph, table
+from samplewise.report.run_log import Curve, RunLog, points
 
-MOST = 12  # layers in the chart
+MAX_LAYERS = 12  # layers in the chart
 
 
 def layers(run: RunLog) -> Section:
     curves = _curves(run)
     if not curves:
         return Section("Layers", "")
-    shown = telling(curves)
+    shown = select_layers(curves)
     if not any(c.finite for c in shown):
-        return Section("Layers", quiet("No layer has a finite gradient norm."))
+        return Section("Layers", note_paragraph("No layer has a finite gradient norm."))
     values = [value for c in shown for _, value in c.finite]
     drawing = lines(
-        shown, Frame(*run.span), "layers", "Gradient norm of each layer over updates", spans_decades(values)
+        shown, XRange(*run.span), "layers", "Gradient norm of each layer over updates", spans_decades(values)
     )
-    left = len(curves) - len(shown)
-    note = (
-        f"{left:,} of {len(curves):,} layers are left out. The chart shows the layers with the largest norms and those "
-        "whose norms changed the most."
+    left_out = len(curves) - len(shown)
+    left_out_note = (
+        f"{left_out:,} of {len(curves):,} layers are left out. The chart shows the layers with the largest norms and "
+        "those whose norms changed the most."
     )
     chart = figure("Gradient norm of each layer", drawing, [c.name for c in shown])
-    return Section("Layers", beside(chart, _table(shown) + (quiet(note) if left else "")))
+    return Section("Layers", beside(chart, _table(shown) + (note_paragraph(left_out_note) if left_out else "")))
 
 
 def _curves(run: RunLog) -> list[Curve]:
@@ -39,39 +39,41 @@ def _curves(run: RunLog) -> list[Curve]:
         norms = line.get("norms")
         for name, norm in norms.items() if isinstance(norms, dict) else ():
             values.setdefault(name, []).append((line.get("update"), norm))
-    curves = [Curve(name, points(found)) for name, found in values.items()]
-    return [found for found in curves if found.points]
+    curves = [Curve(name, points(values_of_layer)) for name, values_of_layer in values.items()]
+    return [curve for curve in curves if curve.points]
 
 
-def telling(curves: list[Curve], most: int = MOST) -> list[Curve]:
-    """At most `most` curves in their order, chosen alternately by largest norm and by largest change."""
-    if len(curves) <= most:
+def select_layers(curves: list[Curve], limit: int = MAX_LAYERS) -> list[Curve]:
+    """At most `limit` curves in their order, chosen alternately by largest norm and by largest change."""
+    if len(curves) <= limit:
         return curves
     largest = sorted(curves, key=_size, reverse=True)
     changed = sorted(curves, key=_change, reverse=True)
     chosen = dict.fromkeys(c.name for pair in zip(largest, changed, strict=True) for c in pair)
-    kept = set(list(chosen)[:most])
+    kept = set(list(chosen)[:limit])
     return [c for c in curves if c.name in kept]
 
 
-def _size(found: Curve) -> float:
-    return max((value for _, value in found.finite), default=inf)
+def _size(layer_curve: Curve) -> float:
+    return max((value for _, value in layer_curve.finite), default=inf)
 
 
-def _change(found: Curve) -> float:
+def _change(layer_curve: Curve) -> float:
     """Log ratio of largest and smallest norm; infinite if a norm was ever non-finite."""
-    positive = [value for _, value in found.points if value > 0 and isfinite(value)]
-    return log(max(positive) / min(positive)) if len(found.finite) == len(found.points) and positive else inf
+    positive = [value for _, value in layer_curve.points if value > 0 and isfinite(value)]
+    if len(layer_curve.finite) < len(layer_curve.points) or not positive:
+        return inf
+    return log(max(positive) / min(positive))
 
 
 def _table(shown: list[Curve]) -> str:
     values = [[value for _, value in c.finite] or [float("nan")] for c in shown]
-    told = {
+    summary = {
         "first": [v[0] for v in values],
         "last": [v[-1] for v in values],
         "lowest": [min(v) for v in values],
         "highest": [max(v) for v in values],
     }
-    numbers = [aligned(column) for column in told.values()]
+    numbers = [aligned(column) for column in summary.values()]
     rows = [(c.name, *row) for c, row in zip(shown, zip(*numbers, strict=True), strict=True)]
-    return table(("layer", *told), rows, words=1)
+    return table(("layer", *summary), rows, text_columns=1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from samplewise.report.charts import Band, Frame, bands, spans_decades
-from samplewise.report.html import Section, beside, figure, quiet
-from samplewise.report.run import RunLog
+from samplewise.report.charts import Band, XRange, bands, spans_decades
+from samplewise.report.html import Section, beside, figure, note_paragraph
+from samplewise.report.run_log import RunLog
 from samplewise.report.samples import Samples
 
 
@@ -14,11 +14,11 @@ def norms(run: RunLog, samples: Samples) -> Section:
         return Section(title, "")
     middle, lowest, low, high, highest, maximum = samples.norms
     if not middle.finite:
-        return Section(title, quiet("The ledger has no finite norms: it was recorded with norms=False."))
+        return Section(title, note_paragraph("The ledger has no finite norms: it was recorded with norms=False."))
     log = spans_decades([y for c in (lowest, maximum) for _, y in c.finite])
     around = [Band(lowest.points, highest.points), Band(low.points, high.points)]
     first, last = run.span  # of the log; the ledger may be ahead of it
-    frame = Frame(min(first, middle.points[0][0]), max(last, middle.points[-1][0]))
+    frame = XRange(min(first, middle.points[0][0]), max(last, middle.points[-1][0]))
     label = "Quantiles of per-sample gradient norms over updates"
     drawing = bands(around, [middle, maximum], frame, "norms", label, log)
     note = (
@@ -28,4 +28,4 @@ def norms(run: RunLog, samples: Samples) -> Section:
         "samples."
     )
     chart = figure("Per-sample gradient norms", drawing, ["median", "maximum"])
-    return Section(title, beside(chart, quiet(note)))
+    return Section(title, beside(chart, note_paragraph(note)))

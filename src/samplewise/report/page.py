@@ -15,11 +15,11 @@ from samplewise.report.layers import layers
 from samplewise.report.noise import noise
 from samplewise.report.norms import norms
 from samplewise.report.previews import read_previews
-from samplewise.report.run import RunLog, read_run
+from samplewise.report.run_log import RunLog, read_run
 from samplewise.report.samples import read_samples
 from samplewise.report.scatter import scatter
 
-MOST_WARNINGS = 30
+MAX_WARNINGS = 30
 
 
 def write_report(run: Path, to: Path | None = None, reload: float | None = None) -> Path:
@@ -57,35 +57,35 @@ def report(run: RunLog, reload: float | None = None) -> str:
         training.skipped(run),
         settings.configuration(run),
     ]
-    said = run.left_out + settings.warnings(run) + training.warnings(charts) + samples.warnings + previews.warnings
+    messages = run.warnings + settings.warnings(run) + training.warnings(charts) + samples.warnings + previews.warnings
     head = f'<p class="quiet">{text(training.state(run))}</p>\n' + settings.tiles(run, samples.count)
-    scripts = ["words.js", "plot.js", "samples.js"] if samples.each is not None else []
-    return page(run.name, head, [warned(said), *sections], scripts, reload)
+    scripts = ["dom.js", "plot.js", "samples.js"] if samples.table is not None else []
+    return page(run.name, head, [warnings_section(messages), *sections], scripts, reload)
 
 
-def warned(said: Sequence[str]) -> Section:
+def warnings_section(messages: Sequence[str]) -> Section:
     """Section "Warnings" with at most 30 entries; empty without warnings."""
-    more = [f"… and {len(said) - MOST_WARNINGS:,} more."] if len(said) > MOST_WARNINGS else []
-    entries = "".join(f"<li>{text(warning)}</li>" for warning in [*said[:MOST_WARNINGS], *more])
-    return Section("Warnings", f'<ul class="warnings">{entries}</ul>' if said else "")
+    more = [f"… and {len(messages) - MAX_WARNINGS:,} more."] if len(messages) > MAX_WARNINGS else []
+    entries = "".join(f"<li>{text(warning)}</li>" for warning in [*messages[:MAX_WARNINGS], *more])
+    return Section("Warnings", f'<ul class="warnings">{entries}</ul>' if messages else "")
 
 
 def page(
     title: str, head: str, sections: Sequence[Section], scripts: Sequence[str] = (), reload: float | None = None
 ) -> str:
     """Complete HTML page. `head` is HTML; `scripts` are files of the package, and no other script can run."""
-    shown = [section for section in sections if section.content]
-    links = "".join(f'<li><a href="#{section.anchor}">{text(section.title)}</a></li>' for section in shown)
-    code = _script([*(["reload.js"] if reload else []), *scripts])
-    timed = f' data-reload="{reload:g}"' if reload else ""
+    visible = [section for section in sections if section.content]
+    links = "".join(f'<li><a href="#{section.anchor}">{text(section.title)}</a></li>' for section in visible)
+    script = _script([*(["reload.js"] if reload else []), *scripts])
+    reload_attribute = f' data-reload="{reload:g}"' if reload else ""
     return (
-        f'<!DOCTYPE html>\n<html lang="en"{timed}>\n<head>\n<meta charset="utf-8" />\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_allowed(code)}" />\n'
+        f'<!DOCTYPE html>\n<html lang="en"{reload_attribute}>\n<head>\n<meta charset="utf-8" />\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_security_policy(script)}" />\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1" />\n<title>{text(title)}</title>\n'
         f"<style>{package_file('style.css')}</style>\n</head>\n<body>\n<header>\n<h1>{text(title)}</h1>\n{head}"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n</header>\n<main>\n'
-        f"{''.join(section.html() for section in shown)}</main>\n"
-        f"{f'<script>{code}</script>' if code else ''}</body>\n</html>\n"
+        f"{''.join(section.html() for section in visible)}</main>\n"
+        f"{f'<script>{script}</script>' if script else ''}</body>\n</html>\n"
     )
 
 
@@ -95,7 +95,7 @@ def _script(names: Sequence[str]) -> str:
     return f'"use strict";\n(() => {{\n{code}}})();\n' if names else ""
 
 
-def _allowed(code: str) -> str:
+def _security_policy(code: str) -> str:
     """Content security policy: no network access, and only the script with this digest may run."""
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     scripts = f"'sha256-{digest}'" if code else "'none'"

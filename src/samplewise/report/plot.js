@@ -40,10 +40,10 @@ class Scale {  // maps values of an axis to 0..1
 }
 
 class Plot {
-  // `about`: count; of(k) -> [x, y] or nulls; suspects() -> indices, the most suspicious first; pinned(); title(k);
+  // `source`: count; of(k) -> [x, y] or nulls; suspects() -> indices, the most suspicious first; pinned(); title(k);
   // facts(k); pin(k or null)
-  constructor(canvas, tip, axes, grid, about) {
-    Object.assign(this, {canvas, tip, grid, about, hovered: null, places: [], colour: {}, width: 0, height: 0});
+  constructor(canvas, tip, axes, grid, source) {
+    Object.assign(this, {canvas, tip, grid, source, hovered: null, positions: [], colour: {}, width: 0, height: 0});
     [this.x, this.y] = axes.map(axis => new Scale(axis));
     this.edge = {left: 58, right: 12, top: 10, bottom: 42};
     this.resting = document.createElement("canvas");  // everything but the rings: it is not redrawn on pointer moves
@@ -63,8 +63,8 @@ class Plot {
       this.colour[name] = style.getPropertyValue(`--${name}`);
     for (const sheet of [this.canvas, this.resting])
       [sheet.width, sheet.height] = [Math.round(this.width * sharp), Math.round(this.height * sharp)];
-    this.places = Array.from({length: this.about.count}, (_, k) => {
-      const [x, y] = this.about.of(k);
+    this.positions = Array.from({length: this.source.count}, (_, k) => {
+      const [x, y] = this.source.of(k);
       return x === null || y === null ? null : [this.across(this.x.place(x)), this.down(this.y.place(y))];
     });
     const pen = this.resting.getContext("2d");
@@ -106,9 +106,9 @@ class Plot {
 
   points(pen) {
     pen.fillStyle = this.colour.sample;
-    pen.globalAlpha = this.places.length > 3000 ? .35 : .55;
-    const side = [[3000, 3], [300, 4]].find(([many]) => this.places.length > many)?.[1] || 6;
-    for (const at of this.places) if (at) pen.fillRect(at[0] - side / 2, at[1] - side / 2, side, side);
+    pen.globalAlpha = this.positions.length > 3000 ? .35 : .55;
+    const side = [[3000, 3], [300, 4]].find(([many]) => this.positions.length > many)?.[1] || 6;
+    for (const at of this.positions) if (at) pen.fillRect(at[0] - side / 2, at[1] - side / 2, side, side);
     pen.globalAlpha = 1;
   }
 
@@ -127,10 +127,10 @@ class Plot {
   suspects(pen) {
     pen.fillStyle = this.colour.suspect;
     Object.assign(pen, {strokeStyle: this.colour.card, lineWidth: .6});
-    for (const k of this.about.suspects().slice().reverse()) {
-      if (!this.places[k]) continue;
+    for (const k of this.source.suspects().slice().reverse()) {
+      if (!this.positions[k]) continue;
       pen.beginPath();
-      pen.arc(...this.places[k], 4, 0, 2 * Math.PI);
+      pen.arc(...this.positions[k], 4, 0, 2 * Math.PI);
       pen.fill();
       pen.stroke();
     }
@@ -143,10 +143,10 @@ class Plot {
     pen.drawImage(this.resting, 0, 0);
     pen.scale(this.canvas.width / this.width, this.canvas.height / this.height);
     Object.assign(pen, {lineWidth: 2, strokeStyle: this.colour.ink});
-    for (const [k, radius] of [[this.hovered, 6], [this.about.pinned(), 8]]) {
-      if (k === null || !this.places[k]) continue;
+    for (const [k, radius] of [[this.hovered, 6], [this.source.pinned(), 8]]) {
+      if (k === null || !this.positions[k]) continue;
       pen.beginPath();
-      pen.arc(...this.places[k], radius, 0, 2 * Math.PI);
+      pen.arc(...this.positions[k], radius, 0, 2 * Math.PI);
       pen.stroke();
     }
   }
@@ -155,8 +155,8 @@ class Plot {
 
   nearest(left, top, reach) {
     let best = null, least = reach ** 2;
-    for (const k of this.grid ? this.about.suspects() : this.places.keys()) {  // visible points only
-      const at = this.places[k], distance = at ? (at[0] - left) ** 2 + (at[1] - top) ** 2 : Infinity;
+    for (const k of this.grid ? this.source.suspects() : this.positions.keys()) {  // visible points only
+      const at = this.positions[k], distance = at ? (at[0] - left) ** 2 + (at[1] - top) ** 2 : Infinity;
       if (distance < least) [best, least] = [k, distance];
     }
     return best;
@@ -178,12 +178,12 @@ class Plot {
     const cell = k === null ? this.cell(left, top) : null;
     this.hovered = k;
     this.tip.hidden = k === null && cell === null;
-    const title = k === null ? [] : [node("strong", {textContent: this.about.title(k)})];
-    if (!this.tip.hidden) this.say([...title, facts(cell || this.about.facts(k))], left, top);
+    const title = k === null ? [] : [node("strong", {textContent: this.source.title(k)})];
+    if (!this.tip.hidden) this.showTip([...title, facts(cell || this.source.facts(k))], left, top);
     this.rings();
   }
 
-  say(words, left, top) {
+  showTip(words, left, top) {
     this.tip.replaceChildren(...words);
     const [wide, high] = [this.tip.offsetWidth, this.tip.offsetHeight];
     const beside = left + 14 + wide > this.width ? left - wide - 14 : left + 14;
@@ -192,22 +192,22 @@ class Plot {
   }
 
   move(step) {
-    const order = this.about.suspects(), at = order.indexOf(this.hovered);
+    const order = this.source.suspects(), at = order.indexOf(this.hovered);
     const k = order[Math.min(order.length - 1, Math.max(0, at < 0 ? 0 : at + step))];
-    this.hover(k, ...(this.places[k] || [this.edge.left, this.edge.top]));
+    this.hover(k, ...(this.positions[k] || [this.edge.left, this.edge.top]));
   }
 
   click(event) {
     const k = this.nearest(event.offsetX, event.offsetY, event.pointerType === "touch" ? 24 : 12);
     this.hover(k, event.offsetX, event.offsetY);
-    if (k !== null || this.about.pinned() !== null) this.about.pin(k);
+    if (k !== null || this.source.pinned() !== null) this.source.pin(k);
   }
 
   key(event) {
     const steps = {ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity};
     if (event.key in steps) this.move(steps[event.key]);
-    else if ((event.key === "Enter" || event.key === " ") && this.hovered !== null) this.about.pin(this.hovered);
-    else if (event.key === "Escape") [this.hover(null), this.about.pin(null)];
+    else if ((event.key === "Enter" || event.key === " ") && this.hovered !== null) this.source.pin(this.hovered);
+    else if (event.key === "Escape") [this.hover(null), this.source.pin(null)];
     else return;
     event.preventDefault();
   }

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
 
-from samplewise.report.html import pairs, shortened, text
-from samplewise.report.run import RunLog
+from samplewise.report.html import definition_list, shortened, text
+from samplewise.report.run_log import RunLog
 
 VERSION = 1
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-LARGEST = 112  # pixels per side
-LOSSLESS = 48  # pixels per side; images up to this size are saved without loss
-LONGEST_TEXT = 600  # characters
-MOST_VALUES = 24
+MAX_PIXELS = 112  # pixels per side
+MAX_LOSSLESS_PIXELS = 48  # pixels per side; images up to this size are saved without loss
+MAX_CHARACTERS = 600  # characters
+MAX_VALUES = 24
 BUDGET = 500_000  # characters of all previews of a page
 Preview = dict[str, Any]
 
@@ -27,36 +27,36 @@ Preview = dict[str, Any]
 class Previews:
     """Content of previews.json, and warnings about it."""
 
-    found: dict[str, Any] = field(default_factory=dict)  # entries of the file by id
+    entries: dict[str, Any] = field(default_factory=dict)  # entries of the file by id
     warnings: list[str] = field(default_factory=list)
 
-    def label(self, one: str) -> str | None:
-        entry = self.found.get(one)
+    def label(self, sample_id: str) -> str | None:
+        entry = self.entries.get(sample_id)
         label = entry.get("label") if isinstance(entry, dict) else None
-        return None if label is None else str(label)[:LONGEST_TEXT]
+        return None if label is None else str(label)[:MAX_CHARACTERS]
 
     def shown(self, ids: Iterable[str], budget: int = BUDGET) -> dict[str, Preview]:
         """Previews of samples, within a budget of characters. Broken and left out previews are added to `warnings`."""
         shown: dict[str, Preview] = {}
         broken = []
-        left = 0
-        for one in ids:
-            if one not in self.found:
+        left_out = 0
+        for sample_id in ids:
+            if sample_id not in self.entries:
                 continue
             try:
-                preview = prepared(self.found[one])
+                preview = page_preview(self.entries[sample_id])
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-                broken.append(one)
+                broken.append(sample_id)
                 continue
             budget -= len(json.dumps(preview))
             if budget < 0:
-                left += 1
+                left_out += 1
             elif preview:
-                shown[one] = preview
+                shown[sample_id] = preview
         if broken:
             self.warnings.append(f"Previews that cannot be shown: {len(broken):,}, for example of {broken[0]!r}.")
-        if left:
-            self.warnings.append(f"Previews left out to limit the size of the page: {left:,}.")
+        if left_out:
+            self.warnings.append(f"Previews left out to limit the size of the page: {left_out:,}.")
         return shown
 
 
@@ -68,28 +68,30 @@ def read_previews(run: RunLog) -> Previews:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["version"] != VERSION:
-            found = content["version"]
-            return Previews(warnings=[f"previews.json has version {found!r}; this report reads version {VERSION}."])
+            version = content["version"]
+            return Previews(warnings=[f"previews.json has version {version!r}; this report reads version {VERSION}."])
         return Previews(dict(content["samples"]))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as why:
         return Previews(warnings=[f"previews.json cannot be read; samples are shown without it: {_reason(why)}."])
 
 
-def _reason(why: Exception) -> str:
-    said = str(why).partition("\n")[0].rstrip(".")
-    return f"there is no {said}" if isinstance(why, KeyError) else said
+def _reason(error: Exception) -> str:
+    message = str(error).partition("\n")[0].rstrip(".")
+    return f"there is no {message}" if isinstance(error, KeyError) else message
 
 
-def prepared(entry: Preview) -> Preview:
+def page_preview(entry: Preview) -> Preview:
     """An entry of the file as used by the page: data URL of an image, shortened text, or list of values."""
     if "image" in entry:
-        return {"image": picture(**entry["image"])}
+        return {"image": image_url(**entry["image"])}
     if "text" in entry:
-        return {"text": shortened(str(entry["text"]), LONGEST_TEXT)}
+        return {"text": shortened(str(entry["text"]), MAX_CHARACTERS)}
     values = entry.get("values")
     if values is None:
         return {}
-    return {"values": [[shortened(str(name)), _written(value)] for name, value in list(values.items())[:MOST_VALUES]]}
+    return {
+        "values": [[shortened(str(name)), _format_value(value)] for name, value in list(values.items())[:MAX_VALUES]]
+    }
 
 
 def as_html(preview: Preview) -> str:
@@ -98,14 +100,14 @@ def as_html(preview: Preview) -> str:
         return f'<img src="{preview["image"]}" alt="" />'
     if "text" in preview:
         return f"<blockquote>{text(preview['text'])}</blockquote>"
-    return pairs(preview["values"]) if "values" in preview else ""
+    return definition_list(preview["values"]) if "values" in preview else ""
 
 
-def _written(value: object) -> str:
+def _format_value(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else shortened(str(value))
 
 
-def picture(width: int, height: int, channels: int, data: str) -> str:
+def image_url(width: int, height: int, channels: int, data: str) -> str:
     """Data URL of an image from base64 bytes; small images are lossless, large ones become thumbnails."""
     from PIL import Image
 
@@ -116,9 +118,9 @@ def picture(width: int, height: int, channels: int, data: str) -> str:
     if channels not in MODES or len(pixels) != width * height * channels:
         raise ValueError(f"{len(pixels)} bytes are not an image of {height}×{width}×{channels}.")
     image = Image.frombytes(MODES[channels], (width, height), pixels)
-    small = max(width, height) <= LOSSLESS
-    image.thumbnail((LARGEST, LARGEST))
-    kind = "png" if small or channels == 4 else "jpeg"
-    out = BytesIO()
-    image.save(out, kind)
-    return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
+    small = max(width, height) <= MAX_LOSSLESS_PIXELS
+    image.thumbnail((MAX_PIXELS, MAX_PIXELS))
+    image_format = "png" if small or channels == 4 else "jpeg"
+    buffer = BytesIO()
+    image.save(buffer, image_format)
+    return f"data:image/{image_format};base64,{base64.b64encode(buffer.getvalue()).decode()}"

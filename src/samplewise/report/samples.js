@@ -8,7 +8,7 @@ const at = (key, k) => value(data.columns.find(column => column.key === key) || 
 const rank = (k, score) => data.scores[score].order.indexOf(k) + 1;
 const order = () => data.scores[chosen].order;
 const title = k => `Sample ${data.ids[k]}`;
-const known = k => data.columns.map(column => [column.name, value(column, k)]);
+const columnsOf = k => data.columns.map(column => [column.name, value(column, k)]);
 
 const preview = k => {
   const found = data.previews[k];
@@ -17,9 +17,9 @@ const preview = k => {
   return found.text === undefined ? facts(found.values) : node("blockquote", {textContent: found.text});
 };
 
-const left = JSON.parse(document.documentElement.dataset.view || "{}");  // state before the page was reloaded
-let chosen = data.scores[left.score] ? left.score : 0, cards = CARDS;
-let pinned = data.ids.includes(left.pinned) ? data.ids.indexOf(left.pinned) : null;
+const restored = JSON.parse(document.documentElement.dataset.view || "{}");  // state before the page was reloaded
+let chosen = data.scores[restored.score] ? restored.score : 0, cards = CARDS;
+let pinned = data.ids.includes(restored.pinned) ? data.ids.indexOf(restored.pinned) : null;
 const remember = () => {
   const view = {score: chosen, pinned: pinned === null ? null : data.ids[pinned]};
   document.documentElement.dataset.view = JSON.stringify(view);
@@ -55,7 +55,7 @@ const mark = () => {
 const choose = score => {
   [chosen, cards] = [score, CARDS];
   fill();
-  tell();
+  render();
   remember();
 };
 
@@ -72,7 +72,7 @@ const toGallery = k => {
 const pin = (k, scroll = false) => {
   pinned = k;
   mark();
-  tell();
+  render();
   remember();
   if (scroll && find("pinned")) find("pinned").scrollIntoView({block: "nearest"});
 };
@@ -82,10 +82,10 @@ const button = (id, words, onclick) => node("button", {type: "button", id, textC
 const details = k => {
   const short = score => score.title.replace(" (recommended)", "");
   const places = data.scores.map((score, s) => [short(score), rank(k, s)]).filter(([, place]) => place);
-  const said = places.map(([name, place]) => `${name} (rank ${place})`).join(", ");
+  const ranks = places.map(([name, place]) => `${name} (rank ${place})`).join(", ");
   return [
-    node("h3", {textContent: title(k)}), preview(k), facts(known(k)),
-    said ? node("p", {className: "quiet", textContent: `Suspect by ${said}.`}) : null,
+    node("h3", {textContent: title(k)}), preview(k), facts(columnsOf(k)),
+    ranks ? node("p", {className: "quiet", textContent: `Suspect by ${ranks}.`}) : null,
     node("p", {className: "actions"},
       rank(k, chosen) ? button("to-gallery", "Show in gallery", () => toGallery(k)) : null,
       button("let-go", "Unpin", () => pin(null))),
@@ -93,7 +93,7 @@ const details = k => {
 };
 
 const hint = find("pinned") ? [...find("pinned").childNodes] : [];
-const tell = () => {
+const render = () => {
   if (find("pinned")) find("pinned").replaceChildren(...(pinned === null ? hint : details(pinned)));
   if (plot) plot.paint();
 };
@@ -102,7 +102,7 @@ const tell = () => {
 
 const plot = data.axes && new Plot(find("plot"), find("tip"), data.axes, data.grid, {
   count: data.ids.length, of: k => [at("loss", k), at("norm", k)], suspects: order, pinned: () => pinned,
-  title, facts: k => known(k).slice(0, 8), pin: k => pin(k),
+  title, facts: k => columnsOf(k).slice(0, 8), pin: k => pin(k),
 });
 find("scores").addEventListener("click", event => {
   const pressed = event.target.closest("[data-score]");

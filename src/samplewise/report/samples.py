@@ -10,21 +10,21 @@ from math import inf
 from typing import Any, NamedTuple
 
 from samplewise.errors import LedgerError
-from samplewise.ledger.files import numbered, parts, visits_in
-from samplewise.ledger.visits import SCORES, Visits, recommended, suspicion
+from samplewise.ledger.aggregate import SCORES, VisitAggregator, recommended_score, suspicion
+from samplewise.ledger.files import count_visits, list_parts, parts
 from samplewise.report.html import shortened
-from samplewise.report.reading import Repeats, Spread
-from samplewise.report.run import Curve, RunLog
+from samplewise.report.ledger_stats import NormQuantiles, RepeatedIds
+from samplewise.report.run_log import Curve, RunLog
 
-MOST_SUSPECTS = 200
-MOST_NAMED = 10  # ids in the warning about samples without finite score
-SHARE = 10  # at most one in SHARE samples is suspect,
-FEWEST_SUSPECTS = 12  # but at least this number
+MAX_SUSPECTS = 200
+MAX_NAMED = 10  # ids in the warning about samples without finite score
+SAMPLES_PER_SUSPECT = 10  # at most one in SHARE samples is suspect,
+MIN_SUSPECTS = 12  # but at least this number
 
 TITLES = {"loss": "loss", "norm": "gradient norm", "el2n": "EL2N", "self_influence": "self-influence"}
 
 
-class Score(NamedTuple):
+class Ranking(NamedTuple):
     """Ranking of samples by some scores: `order` holds the rows of the suspects, the most suspicious first."""
 
     title: str
@@ -36,56 +36,60 @@ class Score(NamedTuple):
 class Samples:
     """Samples of a run; empty without a readable ledger."""
 
-    each: Any = None  # pyarrow table with one row per sample
+    table: Any = None  # pyarrow table with one row per sample
     norms: list[Curve] = field(default_factory=list)  # quantiles of gradient norms
-    scores: list[Score] = field(default_factory=list)  # the recommended one first
+    rankings: list[Ranking] = field(default_factory=list)  # the recommended one first
     warnings: list[str] = field(default_factory=list)
     missing: str = ""  # the reason why there are no samples
 
     @property
     def count(self) -> int | None:
-        return None if self.each is None else len(self.each)
+        return None if self.table is None else len(self.table)
 
     @property
     def suspects(self) -> list[str]:
         """Ids of the suspects by the recommended score, the most suspicious first."""
-        ids = self.each["id"].take(self.scores[0].order).to_pylist() if self.scores else []
-        return [str(one) for one in ids]
+        ids = self.table["id"].take(self.rankings[0].order).to_pylist() if self.rankings else []
+        return [str(sample_id) for sample_id in ids]
 
 
 def read_samples(run: RunLog) -> Samples:
     """Read the ledger of a run; errors become warnings."""
-    said: list[str] = []
-    seen = Visits()
-    repeats = Repeats()
-    spread = Spread(visits_in(run.directory))
+    messages: list[str] = []
+    aggregator = VisitAggregator()
+    repeats = RepeatedIds()
+    quantiles = NormQuantiles(count_visits(run.directory))
     try:
-        if not numbered(run.directory):
+        if not list_parts(run.directory):
             return Samples(missing="No ledger: train with callbacks=[sw.Ledger()] to see the samples here.")
-        _read(run, said, (seen, repeats, spread))
-        each = seen.samples()
+        _read_parts(run, messages, (aggregator, repeats, quantiles))
+        table = aggregator.samples()
     except (ImportError, LedgerError, OSError, ValueError, TypeError, KeyError, NotImplementedError) as why:
-        return Samples(warnings=[*said, f"The samples cannot be shown: {why}"], missing="The ledger cannot be read.")
-    spread.end()
-    if not len(each):
         return Samples(
-            norms=spread.curves, warnings=said, missing="The ledger has no sample with a finite loss or norm."
+            warnings=[*messages, f"The samples cannot be shown: {why}"], missing="The ledger cannot be read."
         )
-    said = said + repeats.warnings() + _never_finite(len(each), seen.unknown)
-    return Samples(each, spread.curves, scores(each), said)
+    quantiles.end()
+    if not len(table):
+        return Samples(
+            norms=quantiles.curves, warnings=messages, missing="The ledger has no sample with a finite loss or norm."
+        )
+    messages = messages + repeats.warnings() + _unknown_samples_warning(len(table), aggregator.unknown)
+    return Samples(table, quantiles.curves, rankings(table), messages)
 
 
-def _never_finite(known: int, unknown: Any) -> list[str]:
+def _unknown_samples_warning(ranked: int, unknown: Any) -> list[str]:
     """Warning about samples without a finite score, which are in no ranking."""
     if not len(unknown):
         return []
-    more = ", …" if len(unknown) > MOST_NAMED else "."
-    named = ", ".join(shortened(str(one), 40) for one in unknown.slice(0, MOST_NAMED).to_pylist())
-    count = f"{len(unknown):,} of {known + len(unknown):,} samples"
-    return [f"{count} never had a finite loss or norm and are not shown: {named}{more}"]
+    end = ", …" if len(unknown) > MAX_NAMED else "."
+    named = ", ".join(shortened(str(sample_id), 40) for sample_id in unknown.slice(0, MAX_NAMED).to_pylist())
+    count = f"{len(unknown):,} of {ranked + len(unknown):,} samples"
+    return [f"{count} never had a finite loss or norm and are not shown: {named}{end}"]
 
 
-def _read(run: RunLog, said: list[str], readers: Sequence[Visits | Repeats | Spread]) -> None:
+def _read_parts(
+    run: RunLog, messages: list[str], readers: Sequence[VisitAggregator | RepeatedIds | NormQuantiles]
+) -> None:
     """Pass each readable part of the ledger to the readers; add a warning for each part that cannot be read."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -94,15 +98,15 @@ def _read(run: RunLog, said: list[str], readers: Sequence[Visits | Repeats | Spr
                 for reader in readers:
                     reader.add(table)
         finally:
-            said += [f"Ledger: {warning.message}" for warning in caught]
+            messages += [f"Ledger: {warning.message}" for warning in caught]
 
 
-def scores(each: Any) -> list[Score]:
+def rankings(table: Any) -> list[Ranking]:
     """Rankings by each score of the table, the recommended one first."""
-    there = [name for name in SCORES if name in each.column_names]
-    best = recommended(there)
-    ways = dict.fromkeys([best, *((name,) for name in there)])
-    return [Score(_title(by, by == best), by, _most_suspect(suspicion(each, by))) for by in ways]
+    available = [name for name in SCORES if name in table.column_names]
+    recommended = recommended_score(available)
+    criteria = dict.fromkeys([recommended, *((name,) for name in available)])
+    return [Ranking(_title(by, by == recommended), by, _most_suspicious(suspicion(table, by))) for by in criteria]
 
 
 def _title(by: tuple[str, ...], best: bool) -> str:
@@ -110,7 +114,7 @@ def _title(by: tuple[str, ...], best: bool) -> str:
     return f"{title} (recommended)" if best else title
 
 
-def _most_suspect(suspicions: list[float]) -> list[int]:
+def _most_suspicious(suspicions: list[float]) -> list[int]:
     known = [row for row, value in enumerate(suspicions) if value > -inf]
-    count = min(MOST_SUSPECTS, max(FEWEST_SUSPECTS, len(suspicions) // SHARE), len(known))
+    count = min(MAX_SUSPECTS, max(MIN_SUSPECTS, len(suspicions) // SAMPLES_PER_SUSPECT), len(known))
     return nlargest(count, known, key=suspicions.__getitem__)

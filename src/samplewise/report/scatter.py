@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
-from samplewise.ledger.visits import SCORES
-from samplewise.report.html import Section, embedded, quiet, shortened, text
+from samplewise.ledger.aggregate import SCORES
+from samplewise.report.html import Section, embedded, note_paragraph, shortened, text
 from samplewise.report.previews import Previews
 from samplewise.report.samples import TITLES, Samples
 
-MOST_SAMPLES = 20_000
+MAX_SAMPLES = 20_000
 BUDGET = 1_200_000  # characters of all samples in the page
 GRID = (72, 48)  # columns, rows
 DECADES = 30.0  # ratio of largest and small values from which an axis is logarithmic
-SMALLEST = 1e-8  # relative to the largest value: smaller ones are drawn at the edge of a logarithmic axis
-EXACT = 2**53  # largest integer that JavaScript represents exactly
-HIDDEN = ("id", "visits", "epoch", "update")
+MIN_RELATIVE = 1e-8  # relative to the largest value: smaller ones are drawn at the edge of a logarithmic axis
+MAX_INTEGER = 2**53  # largest integer that JavaScript represents exactly
+HIDDEN_COLUMNS = ("id", "visits", "epoch", "update")
 Values = Sequence[float | None]
 Column = dict[str, Any]  # in the format of samples.js
 
@@ -37,13 +37,13 @@ class Axis(NamedTuple):
 
 def axis(name: str, values: Values) -> Axis | None:
     """Axis that covers all finite values; None if there are none."""
-    known = [value for value in values if value is not None and isfinite(value)]
-    if not known:
+    finite = [value for value in values if value is not None and isfinite(value)]
+    if not finite:
         return None
-    low, high = min(known), max(known)
-    positive = sorted(value for value in known if value > 0)
+    low, high = min(finite), max(finite)
+    positive = sorted(value for value in finite if value > 0)
     if low >= 0 and positive and high >= DECADES * positive[len(positive) // 100]:
-        return Axis(name, True, max(positive[0], high * SMALLEST) / 1.3, high * 1.3)
+        return Axis(name, True, max(positive[0], high * MIN_RELATIVE) / 1.3, high * 1.3)
     margin = 0.04 * (high - low) or 0.5 * abs(high) or 1.0
     return Axis(name, False, low - margin, high + margin)
 
@@ -64,124 +64,124 @@ def density(axes: Sequence[Axis], values: Sequence[Values]) -> list[list[int]]:
 
 def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
     """Data for samples.js."""
-    each = samples.each
-    rows, columns, whole = _chosen(samples)
-    xs, ys = (each[name].to_pylist() if name in each.column_names else [] for name in ("loss", "norm"))
+    table = samples.table
+    rows, columns, complete = _selected_rows(samples)
+    xs, ys = (table[name].to_pylist() if name in table.column_names else [] for name in ("loss", "norm"))
     x = axis("loss", xs)
     y = axis("gradient norm", ys)
-    numbers = {row: k for k, row in enumerate(rows)}
-    ids = [str(one) for one in each["id"].take(rows).to_pylist()]
-    suspects = list(dict.fromkeys(numbers[row] for places in _by_rank(samples) for row in places))
-    shown = previews.shown(ids[k] for k in suspects)
+    index_of_row = {row: k for k, row in enumerate(rows)}
+    ids = [str(sample_id) for sample_id in table["id"].take(rows).to_pylist()]
+    suspects = list(dict.fromkeys(index_of_row[row] for rows_of_rank in _rows_by_rank(samples) for row in rows_of_rank))
+    visible = previews.shown(ids[k] for k in suspects)
     return {
-        "total": len(each),
+        "total": len(table),
         "axes": [x._asdict(), y._asdict()] if x and y else None,
-        "grid": None if whole or not (x and y) else {"size": GRID, "cells": density((x, y), (xs, ys))},
-        "ids": [shortened(one) for one in ids],
-        "columns": _labels(each, ids, previews) + columns,
-        "scores": [{"title": s.title, "order": [numbers[row] for row in s.order]} for s in samples.scores],
-        "previews": {k: shown[ids[k]] for k in suspects if ids[k] in shown},
+        "grid": None if complete or not (x and y) else {"size": GRID, "cells": density((x, y), (xs, ys))},
+        "ids": [shortened(sample_id) for sample_id in ids],
+        "columns": _labels(table, ids, previews) + columns,
+        "scores": [{"title": s.title, "order": [index_of_row[row] for row in s.order]} for s in samples.rankings],
+        "previews": {k: visible[ids[k]] for k in suspects if ids[k] in visible},
     }
 
 
-def _by_rank(samples: Samples) -> list[list[int]]:
+def _rows_by_rank(samples: Samples) -> list[list[int]]:
     """Rows by rank: the first of all scores, then the second, so that the last ranks lose their previews first."""
-    longest = max(len(score.order) for score in samples.scores)
-    return [[s.order[k] for s in samples.scores if k < len(s.order)] for k in range(longest)]
+    longest = max(len(score.order) for score in samples.rankings)
+    return [[s.order[k] for s in samples.rankings if k < len(s.order)] for k in range(longest)]
 
 
-def _chosen(samples: Samples) -> tuple[list[int], list[Column], bool]:
+def _selected_rows(samples: Samples) -> tuple[list[int], list[Column], bool]:
     """Rows that are put into the page, their columns, and True if these are all rows."""
-    each = samples.each
-    if len(each) <= MOST_SAMPLES:
-        columns = [_column(each, name) for name in _names(each)]
-        if _size([each["id"].to_pylist(), columns]) <= BUDGET:
-            return list(range(len(each))), columns, True
-    rows = sorted({row for score in samples.scores for row in score.order})
-    return rows, _fitting(each.take(rows)), False
+    table = samples.table
+    if len(table) <= MAX_SAMPLES:
+        columns = [_column(table, name) for name in _shown_columns(table)]
+        if _size([table["id"].to_pylist(), columns]) <= BUDGET:
+            return list(range(len(table))), columns, True
+    rows = sorted({row for score in samples.rankings for row in score.order})
+    return rows, _columns_within_budget(table.take(rows)), False
 
 
 def _size(value: Any) -> int:
     return len(json.dumps(value))
 
 
-def _names(each: Any) -> list[str]:
+def _shown_columns(table: Any) -> list[str]:
     """Names of the columns shown for a sample, in order."""
-    extra = [name for name in each.column_names if name not in HIDDEN and name not in SCORES]
-    scores = [name for name in SCORES if name in each.column_names]
+    extra = [name for name in table.column_names if name not in HIDDEN_COLUMNS and name not in SCORES]
+    scores = [name for name in SCORES if name in table.column_names]
     return sorted([*scores, "visits", *extra], key=lambda name: name != "label")  # the label comes first
 
 
-def _fitting(chosen: Any) -> list[Column]:
+def _columns_within_budget(table: Any) -> list[Column]:
     """Columns of the chosen rows: all scores, and other columns within the budget."""
-    found: list[Column] = []
-    room = BUDGET
-    for name in _names(chosen):
-        column = _column(chosen, name)
-        room -= _size(column)
-        if room >= 0 or name in SCORES:
-            found.append(column)
-    return found
+    columns: list[Column] = []
+    remaining = BUDGET
+    for name in _shown_columns(table):
+        column = _column(table, name)
+        remaining -= _size(column)
+        if remaining >= 0 or name in SCORES:
+            columns.append(column)
+    return columns
 
 
-def _column(each: Any, name: str) -> Column:
-    values = [_plain(value) for value in each[name].to_pylist()]
-    return {"name": TITLES.get(name, name) if name in SCORES else name, "key": name, **_told(values)}
+def _column(table: Any, name: str) -> Column:
+    values = [_json_value(value) for value in table[name].to_pylist()]
+    return {"name": TITLES.get(name, name) if name in SCORES else name, "key": name, **_column_values(values)}
 
 
-def _told(values: list[Any]) -> dict[str, Any]:
+def _column_values(values: list[Any]) -> dict[str, Any]:
     """Values of a column; a constant column is stored once."""
     return {"same": values[0]} if len(set(values)) == 1 else {"values": values}
 
 
-def _plain(value: object) -> object:
+def _json_value(value: object) -> object:
     if isinstance(value, float):
         return float(f"{value:.4g}") if isfinite(value) else None
-    known = value is None or (isinstance(value, int) and abs(value) <= EXACT)
-    return value if known else shortened(str(value))
+    is_exact = value is None or (isinstance(value, int) and abs(value) <= MAX_INTEGER)
+    return value if is_exact else shortened(str(value))
 
 
-def _labels(each: Any, ids: list[str], previews: Previews) -> list[Column]:
+def _labels(table: Any, ids: list[str], previews: Previews) -> list[Column]:
     """Column of labels from the previews, if the ledger has no labels."""
-    found = [] if "label" in each.column_names else [previews.label(one) for one in ids]
-    if all(label is None for label in found):
+    labels = [] if "label" in table.column_names else [previews.label(sample_id) for sample_id in ids]
+    if all(label is None for label in labels):
         return []
-    return [{"name": "label", "key": "label", **_told(found)}]
+    return [{"name": "label", "key": "label", **_column_values(labels)}]
 
 
 # ---------------------------------------------------------------------------------------- page
 
 
 def scatter(samples: Samples, previews: Previews) -> Section:
-    if samples.each is None:
-        return Section("Samples", quiet(samples.missing))
+    if samples.table is None:
+        return Section("Samples", note_paragraph(samples.missing))
     data = payload(samples, previews)
-    plot = _PLOT if data["axes"] else quiet("Loss or gradient norm is not known, so there is no plot.")
+    plot = _PLOT if data["axes"] else note_paragraph("Loss or gradient norm is not known, so there is no plot.")
     choices = "".join(
         f'<button type="button" data-score="{k}" aria-pressed="{"false" if k else "true"}">{text(s["title"])}</button>'
         for k, s in enumerate(data["scores"])
     )
     return Section(
         "Samples",
-        f"{quiet(_said(samples, data))}\n"
+        f"{note_paragraph(_explanation(samples, data))}\n"
         f'<div id="scores" role="group" aria-label="Suspects by">{choices}</div>\n{plot}\n{_GALLERY}'
         f"{embedded('samples-data', data)}",
     )
 
 
-def _said(samples: Samples, data: dict[str, Any]) -> str:
+def _explanation(samples: Samples, data: dict[str, Any]) -> str:
     """Explanation of the points, and of what is left out."""
-    said = ["Values are means over the visits of each sample."]
+    sentences = ["Values are means over the visits of each sample."]
     if data["grid"]:
-        said = [
+        sentences = [
             f"{data['total']:,} samples are too many to draw individually: the shade shows their number, and only "
             "suspects are drawn as points."
         ]
-    left = set(_names(samples.each)) - {column["key"] for column in data["columns"]}
-    if left:
-        said.append(f"{len(left):,} columns of the ledger are left out.")
-    said.append("Suspects are the samples that are hardest to learn by the chosen score: wrong or unusual ones.")
-    return " ".join(said)
+    left_out = set(_shown_columns(samples.table)) - {column["key"] for column in data["columns"]}
+    if left_out:
+        sentences.append(f"{len(left_out):,} columns of the ledger are left out.")
+    sentences.append("Suspects are the samples that are hardest to learn by the chosen score: wrong or unusual ones.")
+    return " ".join(sentences)
 
 
 _PLOT = """<div class="explorer">

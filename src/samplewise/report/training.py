@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Any
 
-from samplewise.report.charts import MOST_POINTS, Frame, lines
-from samplewise.report.html import Section, aligned, columns, figure, number, quiet, table, text
-from samplewise.report.run import Curve, Line, RunLog, curve, is_number
+from samplewise.report.charts import MAX_POINTS, XRange, lines
+from samplewise.report.html import Section, aligned, columns, figure, note_paragraph, number, table, text
+from samplewise.report.run_log import Curve, Line, RunLog, curve, is_number
 
 LOWER_IS_BETTER = set("loss error err mse rmse mae nll ce bce perplexity ppl bpb wer cer fid brier ece regret".split())
 HIGHER_IS_BETTER = set(
     "accuracy acc top1 top5 f1 auc auroc precision recall iou miou dice bleu psnr ssim r2 map score reward".split()
 )
-MOST_CHARTS = 60
-FULL_CHARTS = 20  # with more charts, each has fewer points
-MOST_EPOCHS = 200  # rows of the table
+MAX_CHARTS = 60
+MAX_FULL_CHARTS = 20  # with more charts, each has fewer points
+MAX_EPOCHS = 200  # rows of the table
 Charts = dict[str, list[Curve]]  # by title
 
 
@@ -33,53 +33,57 @@ def state(run: RunLog) -> str:
 def charts(run: RunLog) -> Charts:
     """Charts of the numbers in the log, by title; numbers without any value have no chart."""
     metrics = {f"Validation: {name}": [curve(run.validation, name, f"validation {name}")] for name in run.metrics()}
-    found = {
+    charts = {
         "Train loss": [curve(run.train, "loss", "train loss")],
         **metrics,
         "Learning rate": run.learning_rates(),
         "Samples per second": [curve(run.train, "samples_per_second", "samples per second")],
     }
-    found |= {name: [curve(run.train, name)] for name in run.other_numbers() if name not in found}
-    return {title: curves for title, curves in found.items() if any(drawn.points for drawn in curves)}
+    charts |= {name: [curve(run.train, name)] for name in run.other_numbers() if name not in charts}
+    return {title: curves for title, curves in charts.items() if any(each.points for each in curves)}
 
 
-def warnings(found: Charts) -> list[str]:
+def warnings(charts: Charts) -> list[str]:
     """Warnings about curves with non-finite values."""
-    said = []
-    for title, curves in found.items():
-        for drawn in curves:
-            name = f"{title}, {drawn.name}" if len(curves) > 1 else title
-            said.append(not_finite(drawn._replace(name=name)))
-    return [warning for warning in said if warning]
+    messages = []
+    for title, curves in charts.items():
+        for chart_curve in curves:
+            name = f"{title}, {chart_curve.name}" if len(curves) > 1 else title
+            messages.append(not_finite(chart_curve._replace(name=name)))
+    return [warning for warning in messages if warning]
 
 
-def not_finite(drawn: Curve) -> str:
+def not_finite(values: Curve) -> str:
     """Warning about the non-finite values of a curve; empty if there are none."""
-    bad = len(drawn.points) - len(drawn.finite)
-    if not bad:
+    non_finite = len(values.points) - len(values.finite)
+    if not non_finite:
         return ""
-    return f"{drawn.name}: {bad:,} of {len(drawn.points):,} values are NaN or infinite and left out of the curve."
+    return (
+        f"{values.name}: {non_finite:,} of {len(values.points):,} values are NaN or infinite and left out of the curve."
+    )
 
 
-def curves(run: RunLog, found: Charts) -> Section:
-    missing = "" if run.metrics() else quiet("This run has no validation.")
-    content = figures(found, run.span)
-    return Section("Curves", content + missing if content else quiet("No data to draw yet."))
+def curves(run: RunLog, charts: Charts) -> Section:
+    validation_note = "" if run.metrics() else note_paragraph("This run has no validation.")
+    content = figures(charts, run.span)
+    return Section("Curves", content + validation_note if content else note_paragraph("No data to draw yet."))
 
 
-def figures(found: Charts, span: tuple[float, float]) -> str:
+def figures(charts: Charts, span: tuple[float, float]) -> str:
     """HTML of at most 60 charts."""
-    shown = list(found.items())[:MOST_CHARTS]
-    frame = Frame(*span, points=MOST_POINTS * min(FULL_CHARTS, len(shown)) // max(1, len(shown)))
-    left = f"{len(found) - len(shown):,} more numbers of the log are left out: at most {MOST_CHARTS} are drawn."
-    content = columns("".join(drawn(f"chart{k}", *chart, frame) for k, chart in enumerate(shown)))
-    return content + (quiet(left) if len(found) > len(shown) else "")
+    selected = list(charts.items())[:MAX_CHARTS]
+    frame = XRange(*span, points=MAX_POINTS * min(MAX_FULL_CHARTS, len(selected)) // max(1, len(selected)))
+    left_out_note = (
+        f"{len(charts) - len(selected):,} more numbers of the log are left out: at most {MAX_CHARTS} are drawn."
+    )
+    content = columns("".join(curve_figure(f"chart{k}", *chart, frame) for k, chart in enumerate(selected)))
+    return content + (note_paragraph(left_out_note) if len(charts) > len(selected) else "")
 
 
-def drawn(prefix: str, title: str, curves: Sequence[Curve], frame: Frame, log: bool = False) -> str:
+def curve_figure(prefix: str, title: str, curves: Sequence[Curve], frame: XRange, log: bool = False) -> str:
     """Figure with curves over updates."""
     if not any(curve.finite for curve in curves):
-        return figure(title, quiet("No finite values."))
+        return figure(title, note_paragraph("No finite values."))
     drawing = lines(curves, frame, prefix, f"{text(title)} over updates", log)
     return figure(title, drawing, [curve.name for curve in curves])
 
@@ -87,28 +91,34 @@ def drawn(prefix: str, title: str, curves: Sequence[Curve], frame: Frame, log: b
 # -------------------------------------------------------------------------------- best values
 
 
-def measured(run: RunLog) -> list[Curve]:
+def measured_curves(run: RunLog) -> list[Curve]:
     """Curves that have a best value: train loss and validation metrics."""
     train = curve(run.train, "loss", "train loss")
     return [train, *(curve(run.validation, name, f"validation {name}") for name in run.metrics())]
 
 
 def best(run: RunLog) -> Section:
-    found = measured(run)
-    rows = [
-        (drawn.name, which, number(value), f"{update:,.0f}", number(drawn.points[-1][1]))
-        for drawn in found
-        for which in better(drawn.name)
-        for update, value in extreme(drawn, which)
-    ]
-    unclear = any(len(better(drawn.name)) > 1 for drawn in found)
-    note = ""
+    """Lowest or highest value of each metric, with its update; both if the name does not show which is better."""
+    rows = []
+    unclear = False
+    for values in measured_curves(run):
+        extremes = better_extremes(values.name)
+        unclear = unclear or len(extremes) > 1
+        for extreme_name in extremes:
+            for update, value in extreme(values, extreme_name):
+                last = number(values.points[-1][1])
+                rows.append((values.name, extreme_name, number(value), f"{update:,.0f}", last))
+    if not rows:
+        return Section("Best values", "")
+    content = table(("", "", "value", "at update", "last"), rows, text_columns=2)
     if unclear:
-        note = quiet("If the name of a metric does not show whether lower or higher is better, both are listed.")
-    return Section("Best values", table(("", "", "value", "at update", "last"), rows, words=2) + note if rows else "")
+        content += note_paragraph(
+            "If the name of a metric does not show whether lower or higher is better, both are listed."
+        )
+    return Section("Best values", content)
 
 
-def better(name: str) -> Sequence[str]:
+def better_extremes(name: str) -> Sequence[str]:
     """("lowest",) or ("highest",), whichever is better by the name of a metric; both if the name does not show it."""
     words = set(re.findall(r"[a-z0-9]+", name.lower().replace("_", " ")))
     lower = bool(words & LOWER_IS_BETTER)
@@ -118,39 +128,44 @@ def better(name: str) -> Sequence[str]:
     return ("lowest",) if lower else ("highest",)
 
 
-def extreme(drawn: Curve, which: str) -> Sequence[tuple[float, float]]:
+def extreme(values: Curve, extreme_name: str) -> Sequence[tuple[float, float]]:
     """First point with the lowest or highest finite value, as a sequence of one; empty if there is none."""
-    pick = min if which == "lowest" else max
-    return [pick(drawn.finite, key=lambda point: point[1])] if drawn.finite else []
+    pick = min if extreme_name == "lowest" else max
+    return [pick(values.finite, key=lambda point: point[1])] if values.finite else []
 
 
 # ------------------------------------------------------------------------------------- epochs
 
 
 def epochs(run: RunLog) -> Section:
-    every = sorted({line["epoch"] for line in run.lines if is_number(line.get("epoch")) and isfinite(line["epoch"])})
-    found = _spread(every, MOST_EPOCHS)
+    numbers = {line["epoch"] for line in run.lines if is_number(line.get("epoch"))}
+    all_epochs = sorted(epoch for epoch in numbers if isfinite(epoch))
+    shown = _evenly_spaced(all_epochs, MAX_EPOCHS)
     train = _last_of_epoch(run.train)
     validation = _last_of_epoch(run.validation)
     ends = _last_of_epoch(run.epoch)
-    wanted = [("last train loss", train, "loss"), ("epoch loss", ends, "loss")]
-    wanted += [(f"validation {name}", validation, name) for name in run.metrics()]
-    wanted += [("seconds", ends, "seconds"), ("train seconds", _seconds_of_epoch(run.train), "seconds")]
-    filled = [
-        (title, [lines.get(epoch, {}).get(key) for epoch in found])
-        for title, lines, key in wanted
+    sources = [("last train loss", train, "loss"), ("epoch loss", ends, "loss")]
+    sources += [(f"validation {name}", validation, name) for name in run.metrics()]
+    sources += [("seconds", ends, "seconds"), ("train seconds", _seconds_of_epoch(run.train), "seconds")]
+    columns = [
+        (title, [lines.get(epoch, {}).get(key) for epoch in shown])
+        for title, lines, key in sources
         if any(is_number(line.get(key)) for line in lines.values())
     ]
-    rows = list(zip((f"{epoch:,}" for epoch in found), *(aligned(values) for _, values in filled), strict=True))
-    note = quiet(f"{len(found):,} of {len(every):,} epochs are shown.") if len(found) < len(every) else ""
-    return Section("Epochs", table(("epoch", *(title for title, _ in filled)), rows, words=0) + note if rows else "")
+    rows = list(zip((f"{epoch:,}" for epoch in shown), *(aligned(values) for _, values in columns), strict=True))
+    if not rows:
+        return Section("Epochs", "")
+    content = table(("epoch", *(title for title, _ in columns)), rows, text_columns=0)
+    if len(shown) < len(all_epochs):
+        content += note_paragraph(f"{len(shown):,} of {len(all_epochs):,} epochs are shown.")
+    return Section("Epochs", content)
 
 
-def _spread(values: list[Any], most: int) -> list[Any]:
-    """At most `most` evenly spaced values, with the first and the last."""
-    if len(values) <= most:
+def _evenly_spaced(values: list[Any], limit: int) -> list[Any]:
+    """At most `limit` evenly spaced values, with the first and the last."""
+    if len(values) <= limit:
         return values
-    return [values[k * (len(values) - 1) // (most - 1)] for k in range(most)]
+    return [values[k * (len(values) - 1) // (limit - 1)] for k in range(limit)]
 
 
 def _last_of_epoch(lines: Iterable[Line]) -> dict[Any, Line]:
@@ -159,20 +174,20 @@ def _last_of_epoch(lines: Iterable[Line]) -> dict[Any, Line]:
 
 def _seconds_of_epoch(lines: Iterable[Line]) -> dict[Any, Line]:
     """Sum of seconds of each epoch; a train line counts from the previous one."""
-    found = [line for line in lines if is_number(line.get("epoch")) and is_number(line.get("seconds"))]
-    sums = dict.fromkeys((line["epoch"] for line in found), 0.0)
-    for line in found:
+    timed = [line for line in lines if is_number(line.get("epoch")) and is_number(line.get("seconds"))]
+    sums = dict.fromkeys((line["epoch"] for line in timed), 0.0)
+    for line in timed:
         sums[line["epoch"]] += line["seconds"]
     return {epoch: {"seconds": seconds} for epoch, seconds in sums.items()}
 
 
 def skipped(run: RunLog) -> Section:
-    noted = [(update, count) for update, count in curve(run.train, "skipped").finite if count > 0]
-    if not noted:
-        return Section("Skipped updates", quiet("None." if run.train else "Nothing logged yet."))
+    skipped_counts = [(update, count) for update, count in curve(run.train, "skipped").finite if count > 0]
+    if not skipped_counts:
+        return Section("Skipped updates", note_paragraph("None." if run.train else "Nothing logged yet."))
     return Section(
         "Skipped updates",
-        f"<p>{sum(count for _, count in noted):,.0f} skipped because of NaN or infinity, "
-        f"{run.reached('update'):,} made. First logged at update {noted[0][0]:,.0f}, "
-        f"last at update {noted[-1][0]:,.0f}.</p>",
+        f"<p>{sum(count for _, count in skipped_counts):,.0f} skipped because of NaN or infinity, "
+        f"{run.reached('update'):,} made. First logged at update {skipped_counts[0][0]:,.0f}, "
+        f"last at update {skipped_counts[-1][0]:,.0f}.</p>",
     )

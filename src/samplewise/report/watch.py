@@ -9,11 +9,11 @@ from pathlib import Path
 from samplewise.ledger.files import FOLDER
 from samplewise.report.compare import write_comparison
 from samplewise.report.page import write_report
-from samplewise.report.run import read_run
+from samplewise.report.run_log import read_run
 
-EVERY = 5.0  # seconds
+INTERVAL = 5.0  # seconds
 FILES = ("log.jsonl", "run.json", "previews.json", f"{FOLDER}/*.parquet")
-Seen = list[tuple[str, int, int]]
+FileStamps = list[tuple[str, int, int]]
 
 
 def write_any(runs: Sequence[Path], to: Path | None = None, reload: float | None = None) -> Path:
@@ -24,42 +24,42 @@ def write_any(runs: Sequence[Path], to: Path | None = None, reload: float | None
 def watch(
     runs: Sequence[Path],
     to: Path | None,
-    tell: Callable[[str], object],
-    every: float = EVERY,
+    print_line: Callable[[str], object],
+    interval: float = INTERVAL,
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Rewrite the page every `every` seconds if a run has changed, until all runs have ended or Ctrl-C is pressed.
+    """Rewrite the page every `interval` seconds if a run has changed, until all runs have ended or Ctrl-C is pressed.
 
     The page reloads itself until then.
     """
-    before: Seen | None = None
+    previous: FileStamps | None = None
     try:
         while not _ended(runs):
-            now = seen(runs)  # before reading: later changes are noticed in the next round
-            if now != before:
-                path = write_any(runs, to, every)
-            if before is None:
-                tell(f"{path} is updated during training and reloads itself. Stop with Ctrl-C.")
-            before = now
-            sleep(every)
-        why = "Training has ended"
+            current = file_stamps(runs)  # before reading: later changes are noticed in the next round
+            if current != previous:
+                path = write_any(runs, to, interval)
+            if previous is None:
+                print_line(f"{path} is updated during training and reloads itself. Stop with Ctrl-C.")
+            previous = current
+            sleep(interval)
+        reason = "Training has ended"
     except KeyboardInterrupt:
-        why = "Stopped by Ctrl-C"
-    tell(f"{why}: {write_any(runs, to)} is not updated any more.")
+        reason = "Stopped by Ctrl-C"
+    print_line(f"{reason}: {write_any(runs, to)} is not updated any more.")
 
 
-def seen(runs: Sequence[Path]) -> Seen:
+def file_stamps(runs: Sequence[Path]) -> FileStamps:
     """Path, modification time and size of each file of the runs. A file that disappears meanwhile is left out."""
     paths = (path for run in runs for pattern in FILES for path in sorted(Path(run).glob(pattern)))
-    return [found for path in paths for found in _stamp(path)]
+    return [stamp for path in paths for stamp in _file_stamp(path)]
 
 
-def _stamp(path: Path) -> Seen:
+def _file_stamp(path: Path) -> FileStamps:
     try:
-        about = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return []
-    return [(str(path), about.st_mtime_ns, about.st_size)]
+    return [(str(path), status.st_mtime_ns, status.st_size)]
 
 
 def _ended(runs: Sequence[Path]) -> bool:

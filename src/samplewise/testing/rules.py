@@ -29,30 +29,31 @@ def check_rule(
     `tolerance` is relative to the largest element, and 100 times larger for second order.
     """
     shuffle = torch.randperm(len(losses(model)), generator=torch.Generator().manual_seed(0))
-    with _watched(key) as forms:
+    with _record_results(key) as results:
         _compare(model, losses, tolerance)
-    assert forms, f"the losses must use the operand of the rule for {key}; found that the rule was not called"
-    assert any(form is not None for form in forms), f"the rule for {key} must return a result; found None for every use"
+    assert results, f"the losses must use the operand of the rule for {key}; found that the rule was not called"
+    supported = any(result is not None for result in results)
+    assert supported, f"the rule for {key} must return a result; found None for every use"
     _compare(model, lambda m: losses(m)[shuffle], tolerance)
     with mock.patch.dict(RULES):
         del RULES[key]
         _compare(model, losses, tolerance)
     if second_order:
-        _compare_slopes(model, losses, tolerance)
+        _compare_second_order(model, losses, tolerance)
 
 
 @contextmanager
-def _watched(key: tuple[str, int]) -> Iterator[list[object]]:
-    """Record the return values of a rule."""
-    answers: list[object] = []
+def _record_results(key: tuple[str, int]) -> Iterator[list[object]]:
+    """Yield a list to which each return value of the rule is appended."""
+    results: list[object] = []
     rule = RULES[key]
 
-    def watching(use: Use) -> object:
-        answers.append(rule.form(use))
-        return answers[-1]
+    def recording_rule(use: Use) -> object:
+        results.append(rule.form(use))
+        return results[-1]
 
-    with mock.patch.dict(RULES, {key: Rule(watching, rule.reads)}):  # type: ignore[arg-type]
-        yield answers
+    with mock.patch.dict(RULES, {key: Rule(recording_rule, rule.reads)}):  # type: ignore[arg-type]
+        yield results
 
 
 def _compare(model: nn.Module, losses: Losses, tolerance: float) -> None:
@@ -61,33 +62,38 @@ def _compare(model: nn.Module, losses: Losses, tolerance: float) -> None:
     flat = torch.cat([row.flatten(1) if row.dim() > 1 else row[:, None] for row in rows.values()], 1)
     weights = torch.linspace(-0.5, 1.5, len(flat), dtype=flat.dtype)
     direction = {name: torch.cos(p.detach() * 3) for name, p in named.items()}
-    along = torch.cat([d.flatten() for d in direction.values()])
+    flat_direction = torch.cat([d.flatten() for d in direction.values()])
     g = gradients(losses(model), model)
     _close(g.norms(), flat.norm(dim=1), tolerance, "norms")
-    _close(g.dot(direction), flat @ along, tolerance, "dot")
+    _close(g.dot(direction), flat @ flat_direction, tolerance, "dot")
     _close(g.gram(), flat @ flat.T, tolerance, "gram")
-    full, summed, moment, spread = g.full(), g.sum(weights), g.second_moment(), g.variance()
+    full = g.full()
+    summed = g.sum(weights)
+    second_moment = g.second_moment()
+    variance = g.variance()
     for name, row in rows.items():
         _close(full[name], row, tolerance, f"rows of {name}")
         _close(summed[name], torch.tensordot(weights, row, 1), tolerance, f"sum of {name}")
-        _close(moment[name], row.square().sum(0), tolerance, f"second moment of {name}")
-        _close(spread[name], row.var(0), tolerance, f"variance of {name}")
+        _close(second_moment[name], row.square().sum(0), tolerance, f"second moment of {name}")
+        _close(variance[name], row.var(0), tolerance, f"variance of {name}")
     _close(g.project(7), gradients(losses(model), model, strategy="reference").project(7), tolerance, "projection")
 
 
-def _compare_slopes(model: nn.Module, losses: Losses, tolerance: float) -> None:
+def _compare_second_order(model: nn.Module, losses: Losses, tolerance: float) -> None:
     named = named_parameters(model)
     rows = jacobian_rows(losses(model), named, create_graph=True)
-    truth = total(row.square().sum() for row in rows.values())
-    found = gradients(losses(model), model, create_graph=True).norms().square().sum()
-    for name, ours, right in zip(named, _slopes(found, named), _slopes(truth, named), strict=True):
-        _close(ours, right, 100 * tolerance, f"gradient of the squared norms with respect to {name}")
+    expected = _penalty_gradients(total(row.square().sum() for row in rows.values()), named)
+    result = _penalty_gradients(gradients(losses(model), model, create_graph=True).norms().square().sum(), named)
+    for name in named:
+        quantity = f"gradient of the squared norms with respect to {name}"
+        _close(result[name], expected[name], 100 * tolerance, quantity)
 
 
-def _slopes(penalty: Tensor, named: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(penalty, list(named.values()), materialize_grads=True)
+def _penalty_gradients(penalty: Tensor, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    gradients_of_penalty = torch.autograd.grad(penalty, list(named.values()), materialize_grads=True)
+    return dict(zip(named, gradients_of_penalty, strict=True))
 
 
-def _close(found: Tensor, truth: Tensor, tolerance: float, what: str) -> None:
-    off = (found - truth).abs().max() / truth.abs().max().clamp_min(1e-12)
-    assert off <= tolerance, f"{what}: off by {off:.1e} of the largest element, allowed {tolerance:.0e}"
+def _close(result: Tensor, expected: Tensor, tolerance: float, quantity: str) -> None:
+    error = (result - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
+    assert error <= tolerance, f"{quantity}: off by {error:.1e} of the largest element, allowed {tolerance:.0e}"

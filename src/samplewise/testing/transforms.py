@@ -36,8 +36,8 @@ def check_transform(transform: Any, batch: Any = None) -> None:
     batch: needed only by transforms that read the batch.
     """
     if isinstance(transform, Chain):
-        for each in transform.transforms:
-            check_transform(each, batch)
+        for part in transform.transforms:
+            check_transform(part, batch)
         return None
     transform = as_transform(transform)
     if isinstance(transform, SumTransform):
@@ -52,33 +52,31 @@ def check_transform(transform: Any, batch: Any = None) -> None:
 
 
 def _check_sample(transform: SampleTransform, batch: Any, samples: int) -> None:
-    whole = _numbers(transform, batch, samples)
-    given = _numbers(transform, batch, samples)
-    kept = copy.deepcopy(batch)
-    answer = transform(whole)
-    _same(transform, transform(whole), answer, "when it is called again")
-    if not _untouched(whole, given, batch, kept):
+    stats = _random_stats(transform, batch, samples)
+    original = _random_stats(transform, batch, samples)
+    batch_copy = copy.deepcopy(batch)
+    coefficients = transform(stats)
+    _check_same(transform, transform(stats), coefficients, "when it is called again")
+    if not _is_unchanged(stats, original, batch, batch_copy):
         raise TransformError(f"{transform} must not modify its input; found changed values. Copy before changing.")
-    transform(replace(whole, raw_norms=_each(whole.raw_norms, torch.zeros_like)))
-    transform(_at(whole, [0]))
+    transform(replace(stats, raw_norms=_map_values(stats.raw_norms, torch.zeros_like)))
+    transform(_select(stats, [0]))
     order = [*range(1, samples), 0]
     if transform.positions is None:
-        _same(transform, transform(_at(whole, order)), _each(answer, lambda a: a[order]), "for any order of samples")
+        expected = _map_values(coefficients, lambda values: values[order])
+        _check_same(transform, transform(_select(stats, order)), expected, "for any order of samples")
     if not transform.window:
         half = list(range(samples // 2, samples))
-        part = _at(whole, half)
-        _same(transform, transform(part), _each(answer, lambda a: a[half]), "for a subset of the samples")
+        expected = _map_values(coefficients, lambda values: values[half])
+        _check_same(transform, transform(_select(stats, half)), expected, "for a subset of the samples")
 
 
 def _check_sum(transform: SumTransform) -> None:
     sums = [torch.ones(3, 2), torch.ones(4, dtype=torch.float64)]
-    given = list(sums)
+    original = list(sums)
     act: Any = transform.act
-    if (
-        act(sums) is not None
-        or len(sums) != 2
-        or any(a is not b or not a.isfinite().all() for a, b in zip(sums, given, strict=False))
-    ):
+    in_place = act(sums) is None and len(sums) == 2 and all(a is b for a, b in zip(sums, original, strict=True))
+    if not in_place or not all(tensor.isfinite().all() for tensor in sums):
         raise TransformError(f"{transform} must change the sums in place and keep them finite; found that it does not.")
 
 
@@ -93,20 +91,20 @@ def _check_keys(transform: Grouping, batch: Any) -> None:
         )
 
 
-def _numbers(transform: SampleTransform, batch: Any, samples: int) -> SampleStats:
+def _random_stats(transform: SampleTransform, batch: Any, samples: int) -> SampleStats:
     """Random per-sample values between 0 and 3, restricted to what the transform declares in `needs`."""
     generator = torch.Generator().manual_seed(0)
 
-    def some() -> Tensor:
+    def random_values() -> Tensor:
         return torch.rand(samples, generator=generator, dtype=torch.float64) * 3
 
     def per_sample() -> PerSample:
-        return {name: some() for name in NAMES} if transform.by_parameter else some()
+        return {name: random_values() for name in NAMES} if transform.by_parameter else random_values()
 
     norms: PerSample | None = per_sample() if "norms" in transform.needs else None
     references: list[Reference] = [] if transform.reference is None else [transform.reference]
     return SampleStats(
-        losses=some(),
+        losses=random_values(),
         counts=torch.ones(samples, dtype=torch.float64),
         batch=batch if "batch" in transform.needs else None,
         raw_norms=norms,
@@ -114,38 +112,40 @@ def _numbers(transform: SampleTransform, batch: Any, samples: int) -> SampleStat
     )
 
 
-def _at(numbers: SampleStats, places: list[int]) -> SampleStats:
+def _select(stats: SampleStats, rows: list[int]) -> SampleStats:
     return replace(
-        numbers,
-        losses=numbers.losses[places],
-        counts=numbers.denominators[places],
-        batch=None if numbers.batch is None else take(numbers.batch, places),
-        positions=torch.tensor(places),
-        raw_norms=_each(numbers.raw_norms, lambda values: values[places]),
-        raw_dots={r: _each(dots, lambda values: values[places]) for r, dots in numbers.raw_dots.items()},
+        stats,
+        losses=stats.losses[rows],
+        counts=stats.denominators[rows],
+        batch=None if stats.batch is None else take(stats.batch, rows),
+        positions=torch.tensor(rows),
+        raw_norms=_map_values(stats.raw_norms, lambda values: values[rows]),
+        raw_dots={r: _map_values(dots, lambda values: values[rows]) for r, dots in stats.raw_dots.items()},
     )
 
 
-def _each(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if values is None or isinstance(values, Tensor):
-        return None if values is None else change(values)
+def _map_values(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if values is None:
+        return None
+    if isinstance(values, Tensor):
+        return change(values)
     return {name: change(v) for name, v in values.items()}
 
 
-def _same(transform: SampleTransform, found: PerSample, wanted: PerSample, when: str) -> None:
-    if not _equal(found, wanted):
+def _check_same(transform: SampleTransform, coefficients: PerSample, expected: PerSample, when: str) -> None:
+    if not _equal(coefficients, expected):
         raise TransformError(
-            f"{transform} must return the same coefficients {when}; found {found} instead of {wanted}."
+            f"{transform} must return the same coefficients {when}; found {coefficients} instead of {expected}."
         )
 
 
-def _untouched(whole: SampleStats, given: SampleStats, batch: Any, kept: Any) -> bool:
-    same = _equal(whole.losses, given.losses) and _equal(whole.denominators, given.denominators)
-    tensors = [(a, b) for a, b in zip(leaves(batch), leaves(kept), strict=True) if isinstance(a, Tensor)]
-    return same and all(torch.equal(a, b) for a, b in tensors)
+def _is_unchanged(stats: SampleStats, original: SampleStats, batch: Any, batch_copy: Any) -> bool:
+    same_stats = _equal(stats.losses, original.losses) and _equal(stats.denominators, original.denominators)
+    tensors = [(a, b) for a, b in zip(leaves(batch), leaves(batch_copy), strict=True) if isinstance(a, Tensor)]
+    return same_stats and all(torch.equal(a, b) for a, b in tensors)
 
 
-def _equal(found: PerSample, wanted: PerSample) -> bool:
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(_equal(found[name], wanted[name]) for name in found)
-    return isinstance(found, Tensor) and isinstance(wanted, Tensor) and torch.allclose(found, wanted, rtol=1e-9)
+def _equal(values: PerSample, expected: PerSample) -> bool:
+    if isinstance(values, dict) and isinstance(expected, dict):
+        return values.keys() == expected.keys() and all(_equal(values[name], expected[name]) for name in values)
+    return isinstance(values, Tensor) and isinstance(expected, Tensor) and torch.allclose(values, expected, rtol=1e-9)

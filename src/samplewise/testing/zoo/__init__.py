@@ -3,7 +3,7 @@
 case     Case: model, inputs and loss; the files of models register their cases in CASES
 oracle   per-sample gradients row by row with plain autograd, and every quantity computed from those rows
 compare  quantities that are computed by engine and oracle, and tolerances
-judge    comparison of one case on one device and in one precision, for tests and `samplewise doctor --zoo`
+runner   comparison of one case on one device and in one precision, for tests and `samplewise doctor --zoo`
 """
 
 from samplewise.testing.zoo import attention as attention
@@ -40,21 +40,21 @@ from samplewise.testing.zoo.compare import Tolerance as Tolerance
 from samplewise.testing.zoo.compare import as_dict as as_dict
 from samplewise.testing.zoo.compare import assert_agrees as assert_agrees
 from samplewise.testing.zoo.compare import assert_same as assert_same
+from samplewise.testing.zoo.compare import defined_quantities as defined_quantities
 from samplewise.testing.zoo.compare import other_losses as other_losses
 from samplewise.testing.zoo.compare import probe_for as probe_for
-from samplewise.testing.zoo.compare import questions_for as questions_for
-from samplewise.testing.zoo.judge import BF16 as BF16
-from samplewise.testing.zoo.judge import FP32 as FP32
-from samplewise.testing.zoo.judge import FP64 as FP64
-from samplewise.testing.zoo.judge import PRECISIONS as PRECISIONS
-from samplewise.testing.zoo.judge import Trial as Trial
-from samplewise.testing.zoo.judge import Verdict as Verdict
-from samplewise.testing.zoo.judge import ZooPrecision as ZooPrecision
-from samplewise.testing.zoo.judge import judge as judge
-from samplewise.testing.zoo.judge import trial as trial
 from samplewise.testing.zoo.oracle import ExpectedRows as ExpectedRows
 from samplewise.testing.zoo.oracle import rows_of as rows_of
 from samplewise.testing.zoo.oracle import wanted as wanted
+from samplewise.testing.zoo.runner import BF16 as BF16
+from samplewise.testing.zoo.runner import FP32 as FP32
+from samplewise.testing.zoo.runner import FP64 as FP64
+from samplewise.testing.zoo.runner import PRECISIONS as PRECISIONS
+from samplewise.testing.zoo.runner import CaseComparison as CaseComparison
+from samplewise.testing.zoo.runner import CaseResult as CaseResult
+from samplewise.testing.zoo.runner import ZooPrecision as ZooPrecision
+from samplewise.testing.zoo.runner import prepare_comparison as prepare_comparison
+from samplewise.testing.zoo.runner import run_case as run_case
 
 INDEPENDENT = [case for case in CASES.values() if not case.interacts]
 INTERACTING = [case for case in CASES.values() if case.interacts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,20 @@ from torch import Tensor, nn
 DEFAULT_B = 5  # the other sizes of the zoo are 6 (features), 7 (tokens), 3 (outputs), 8 (hidden), 11 (vocabulary)
 
 Make = Callable[[int], tuple[Any, ...]]
+Loss = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class CaseTraits:
+    """Properties of a case that decide which tests it takes part in."""
+
+    float32: bool = True  # float32 rows are within 1e-4 of float64 rows
+    autocast: bool = True  # runs under bf16 autocast
+    second_order: bool = True  # PyTorch can differentiate the rows once more
+    rows: bool = True  # dim 0 of every input is the sample; a sample alone has the same loss
+    sizes: tuple[int, ...] | None = None  # supported batch sizes; None: all
+    needs_module: bool = False  # a buffer with B rows is distinguished from data only by the module
+    shared: tuple[int, ...] = ()  # rows of data shared by all samples; with such a B they look like samples
 
 
 @dataclass(frozen=True)
@@ -22,15 +36,9 @@ class Case:
 
     name: str
     make: Make = field(repr=False)
-    loss: Callable[[Tensor], Tensor] = field(repr=False)
+    loss: Loss = field(repr=False)
     interacts: bool = False  # the loss of one sample depends on others: refused by default
-    float32: bool = True  # float32 rows are within 1e-4 of float64 rows
-    autocast: bool = True  # runs under bf16 autocast
-    second_order: bool = True  # PyTorch can differentiate the rows once more
-    rows: bool = True  # dim 0 of every input is the sample; a sample alone has the same loss
-    sizes: tuple[int, ...] | None = None  # supported batch sizes; None: all
-    needs_module: bool = False  # a buffer with B rows is distinguished from data only by the module
-    shared: tuple[int, ...] = ()  # rows of data shared by all samples; with such a B they look like samples
+    traits: CaseTraits = CaseTraits()
 
     def build(
         self, B: int = DEFAULT_B, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
@@ -48,7 +56,8 @@ class Case:
         return self.loss(self.output(model, inputs))
 
     def allows(self, B: int) -> bool:
-        return (self.sizes is None or B in self.sizes) and B not in self.shared
+        sizes = self.traits.sizes
+        return (sizes is None or B in sizes) and B not in self.traits.shared
 
     @property
     def family(self) -> str:
@@ -64,12 +73,12 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(make: Make | None = None, **flags: Any) -> Any:
-    """Decorator that registers a case under the function's name; `flags` are fields of Case."""
+def case(make: Make | None = None, loss: Loss | None = None, interacts: bool = False, **traits: Any) -> Any:
+    """Decorator that registers a case under the function's name; `traits` are fields of CaseTraits."""
     if make is None:
-        return lambda function: case(function, **flags)
+        return lambda function: case(function, loss, interacts, **traits)
     assert make.__name__ not in CASES, f"case names must be unique; found two cases named {make.__name__}"
-    CASES[make.__name__] = replace(Case(make.__name__, make, squared_loss), **flags)
+    CASES[make.__name__] = Case(make.__name__, make, loss or squared_loss, interacts, CaseTraits(**traits))
     return make
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from samplewise.testing.zoo.case import seeded
 from samplewise.testing.zoo.oracle import ExpectedRows, real
 
-Answer = Tensor | dict[str, Tensor]
+Value = Tensor | dict[str, Tensor]
 
 
 class Disagreement(AssertionError):
@@ -46,7 +46,7 @@ def probe_for(parameters: dict[str, Tensor], B: int) -> Probe:
         )
 
 
-QUANTITIES: dict[str, Callable[[Any, Probe], Answer]] = {
+QUANTITIES: dict[str, Callable[[Any, Probe], Value]] = {
     "norms": lambda g, p: g.norms(),
     "norms by parameter": lambda g, p: g.norms(by="parameter"),
     "dot": lambda g, p: g.dot(p.direction),
@@ -65,12 +65,12 @@ QUANTITIES: dict[str, Callable[[Any, Probe], Answer]] = {
 CORE = ("norms", "norms by parameter", "dot", "weighted sum", "full")
 
 
-def questions_for(rows: ExpectedRows, names: Iterable[str] = tuple(QUANTITIES)) -> list[str]:
+def defined_quantities(rows: ExpectedRows, names: Iterable[str] = tuple(QUANTITIES)) -> list[str]:
     """Filter `names`: variance needs two samples; squares of complex gradients are not defined."""
-    unclear = {"variance"} if len(rows) < 2 else set()
+    undefined = {"variance"} if len(rows) < 2 else set()
     if any(rows[name].is_complex() for name in rows.names):
-        unclear |= {"second moment", "variance"}
-    return [name for name in names if name not in unclear]
+        undefined |= {"second moment", "variance"}
+    return [name for name in names if name not in undefined]
 
 
 def other_losses(losses: Tensor) -> Tensor:
@@ -96,11 +96,11 @@ HALF = Tolerance(4e-2, 4e-3)
 
 
 def assert_same(
-    found: Answer,
-    expected: Answer,
+    result: Value,
+    expected: Value,
     tolerance: Tolerance = EXACT,
     what: str = "",
-    scale: Answer | None = None,
+    scale: Value | None = None,
     terms: float = 0.0,
 ) -> None:
     """Raise Disagreement if tensors, or dicts of tensors, differ by more than the tolerance.
@@ -108,19 +108,21 @@ def assert_same(
     `scale` replaces `expected` as the reference for relative errors in low precision. `terms` is the size of the
     summed terms, whose rounding errors remain even if the sum is 0.
     """
-    found, expected = as_dict(found), as_dict(expected)
+    result = as_dict(result)
+    expected = as_dict(expected)
     scale = expected if scale is None else as_dict(scale)
-    if list(found) != list(expected):
-        raise Disagreement(f"{what}: names {list(found)}, expected {list(expected)}")
+    if list(result) != list(expected):
+        raise Disagreement(f"{what}: names {list(result)}, expected {list(expected)}")
     overall = max([terms, *(largest(t) for t in scale.values())])
-    for name, right in expected.items():
-        ours, where = found[name].detach().to(right.dtype), f"{what} of {name}" if name else what
-        if ours.shape != right.shape:
-            raise Disagreement(f"{where}: shape {tuple(ours.shape)}, expected {tuple(right.shape)}")
-        error = largest(ours - right.detach())
+    for name, expected_tensor in expected.items():
+        tensor = result[name].detach().to(expected_tensor.dtype)
+        location = f"{what} of {name}" if name else what
+        if tensor.shape != expected_tensor.shape:
+            raise Disagreement(f"{location}: shape {tuple(tensor.shape)}, expected {tuple(expected_tensor.shape)}")
+        error = largest(tensor - expected_tensor.detach())
         allowed = tolerance.relative * largest(scale[name]) + tolerance.floor * overall
         if not error <= allowed:  # also true for NaN
-            raise Disagreement(f"{where}: off by {error:.2e}, allowed {allowed:.2e}\n{ours}\n{right}")
+            raise Disagreement(f"{location}: off by {error:.2e}, allowed {allowed:.2e}\n{tensor}\n{expected_tensor}")
 
 
 def assert_agrees(
@@ -132,10 +134,14 @@ def assert_agrees(
     other: tuple[Any, ExpectedRows | None] = (None, None),
 ) -> None:
     """Compare every quantity of `names` of one g with the rows; `other` is a second pair (g, rows) for gram."""
-    ours, theirs = probe.against(other[0]), probe.against(other[1]).to(rows.dtype)
-    for name in questions_for(rows, names):
-        found, expected = QUANTITIES[name](g, ours), QUANTITIES[name](rows, theirs)
-        assert_same(found, expected, tolerance, name, scale_of(name, rows, tolerance), terms_of(name, rows, probe))
+    other_gradients, other_rows = other
+    engine_probe = probe.against(other_gradients)
+    oracle_probe = probe.against(other_rows).to(rows.dtype)
+    for name in defined_quantities(rows, names):
+        quantity = QUANTITIES[name]
+        scale = scale_of(name, rows, tolerance)
+        terms = terms_of(name, rows, probe)
+        assert_same(quantity(g, engine_probe), quantity(rows, oracle_probe), tolerance, name, scale, terms)
 
 
 def scale_of(name: str, rows: ExpectedRows, tolerance: Tolerance) -> dict[str, Tensor] | None:
@@ -159,7 +165,7 @@ def cast_all(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
     return {name: t.to(dtype.to_complex() if t.is_complex() else dtype) for name, t in tensors.items()}
 
 
-def as_dict(value: Answer) -> dict[str, Tensor]:
+def as_dict(value: Value) -> dict[str, Tensor]:
     return value if isinstance(value, dict) else {"": value}
 
 

@@ -133,12 +133,12 @@ def recurrent_net_run_along_the_batch(B):
 
 @interacting()
 def checkpointed_batch_mean(B):
-    from samplewise.testing.zoo.mechanics import remember
+    from samplewise.testing.zoo.mechanics import recompute
 
     def centred(h):
         return h - h.mean(0)
 
-    return Net(lambda m, x: m.b(remember(centred, m.a(x))), a=nn.Linear(6, 8), b=nn.Linear(8, 3)), noise(B, 6)
+    return Net(lambda m, x: m.b(recompute(centred, m.a(x))), a=nn.Linear(6, 8), b=nn.Linear(8, 3)), noise(B, 6)
 
 
 @interacting(loss=as_losses)

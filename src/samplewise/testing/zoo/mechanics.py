@@ -11,20 +11,20 @@ from samplewise.testing.zoo.case import Net, as_losses, case, noise, squared_los
 from samplewise.testing.zoo.layers import mlp
 
 
-def remember(block, *inputs):
+def recompute(block, *inputs):
     return checkpoint(block, *inputs, use_reentrant=False)
 
 
 @case
 def checkpointed_block(B):
-    return Net(lambda m, x: m.head(remember(m.block, x)), block=mlp(6, 8, 6), head=nn.Linear(6, 3)), noise(B, 7, 6)
+    return Net(lambda m, x: m.head(recompute(m.block, x)), block=mlp(6, 8, 6), head=nn.Linear(6, 3)), noise(B, 7, 6)
 
 
 @case
 def checkpointed_blocks_in_a_row(B):
     def forward(m, x):
         for block in m.blocks:
-            x = x + remember(block, x)
+            x = x + recompute(block, x)
         return m.head(x)
 
     return Net(forward, blocks=nn.ModuleList([mlp(6, 8, 6) for _ in range(3)]), head=nn.Linear(6, 3)), noise(B, 7, 6)
@@ -33,7 +33,7 @@ def checkpointed_blocks_in_a_row(B):
 @case
 def checkpoint_within_a_checkpoint(B):
     def forward(m, x):
-        return m.head(remember(lambda h: remember(m.inner, torch.tanh(m.outer(h))), x))
+        return m.head(recompute(lambda h: recompute(m.inner, torch.tanh(m.outer(h))), x))
 
     return Net(forward, outer=nn.Linear(6, 6), inner=mlp(6, 8, 6), head=nn.Linear(6, 3)), noise(B, 6)
 
@@ -41,31 +41,34 @@ def checkpoint_within_a_checkpoint(B):
 @case(rows=False)
 def checkpointed_dropout(B):
     block = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.ReLU(), nn.Linear(8, 6))
-    return Net(lambda m, x: m.head(remember(m.block, x)), block=block, head=nn.Linear(6, 3)), noise(B, 7, 6)
+    return Net(lambda m, x: m.head(recompute(m.block, x)), block=block, head=nn.Linear(6, 3)), noise(B, 7, 6)
 
 
 @case
 def checkpointed_block_used_twice(B):
-    return Net(lambda m, x: remember(m.block, torch.tanh(remember(m.block, x))), block=mlp(6, 8, 6)), noise(B, 6)
+    return Net(lambda m, x: recompute(m.block, torch.tanh(recompute(m.block, x))), block=mlp(6, 8, 6)), noise(B, 6)
 
 
 @case
 def checkpointed_transformer_layer(B):
     block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-    return Net(lambda m, x: m.head(remember(m.block, x)), block=block, head=nn.Linear(6, 3)), noise(B, 5, 6)
+    return Net(lambda m, x: m.head(recompute(m.block, x)), block=block, head=nn.Linear(6, 3)), noise(B, 5, 6)
 
 
 @case
 def checkpointed_norms_and_convolutions(B):
     block = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU())
     return Net(
-        lambda m, x: m.out(remember(m.block, m.enter(x))), enter=nn.Conv1d(3, 4, 1), block=block, out=nn.Conv1d(4, 3, 1)
+        lambda m, x: m.out(recompute(m.block, m.enter(x))),
+        enter=nn.Conv1d(3, 4, 1),
+        block=block,
+        out=nn.Conv1d(4, 3, 1),
     ), noise(B, 3, 9)
 
 
 @case(loss=as_losses)
 def whole_loss_checkpointed(B):
-    return Net(lambda m, x: remember(lambda h: squared_loss(m.f(h)), x), f=mlp()), noise(B, 6)
+    return Net(lambda m, x: recompute(lambda h: squared_loss(m.f(h)), x), f=mlp()), noise(B, 6)
 
 
 class Cube(torch.autograd.Function):

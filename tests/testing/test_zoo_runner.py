@@ -1,4 +1,4 @@
-"""The judge tells right from wrong, a due refusal from another, and PyTorch's failures from the engine's."""
+"""Outcomes of zoo cases: right, wrong, refused, not run."""
 
 from dataclasses import replace
 from unittest import mock
@@ -16,12 +16,12 @@ from samplewise.testing.zoo import (
     PRECISIONS,
     Case,
     Disagreement,
-    judge,
     noise,
+    prepare_comparison,
+    run_case,
     squared_loss,
-    trial,
 )
-from samplewise.testing.zoo.judge import tally
+from samplewise.testing.zoo.runner import count_outcomes
 
 CPU = torch.device("cpu")
 OFF = {("Addmm", 0): Rule(lambda use: elementwise.summed(use, 1.5 * use.gradient))}
@@ -30,21 +30,21 @@ each_precision = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=P
 
 @each_precision
 def test_right(precision):
-    assert judge(CASES["linear_on_vectors"], precision).outcome == "right"
+    assert run_case(CASES["linear_on_vectors"], precision).outcome == "right"
 
 
 @each_precision
-def test_refused_as_it_must_be(precision):
-    assert judge(CASES["batch_mean_subtracted"], precision).outcome == "refused"
+def test_refused_if_samples_interact(precision):
+    assert run_case(CASES["batch_mean_subtracted"], precision).outcome == "refused"
 
 
 @each_precision
-def test_a_rule_that_is_off(precision):
+def test_a_wrong_rule(precision):
     with mock.patch.dict(RULES, OFF):
-        verdict = judge(CASES["linear_on_vectors"], precision)
-    assert verdict.outcome == "wrong"
-    assert verdict.why.startswith("norms: off by ")
-    assert "\n" not in verdict.why
+        result = run_case(CASES["linear_on_vectors"], precision)
+    assert result.outcome == "wrong"
+    assert result.reason.startswith("norms: off by ")
+    assert "\n" not in result.reason
 
 
 def test_a_rule_that_fails():
@@ -52,38 +52,47 @@ def test_a_rule_that_fails():
         raise RuntimeError("no such luck\nand more of it")
 
     with mock.patch.dict(RULES, {("Addmm", 0): Rule(broken)}):
-        verdict = judge(CASES["linear_on_vectors"])
-    assert (verdict.outcome, verdict.why) == ("wrong", "RuntimeError: no such luck")
+        result = run_case(CASES["linear_on_vectors"])
+    assert (result.outcome, result.reason) == ("wrong", "RuntimeError: no such luck")
 
 
-def test_a_refusal_without_need():
-    verdict = judge(replace(CASES["batch_mean_subtracted"], interacts=False))
-    assert verdict.outcome == "wrong"
-    assert verdict.why.startswith("SamplesInteractError: the loss of a sample must not depend on other samples; found")
+def test_an_unnecessary_refusal():
+    result = run_case(replace(CASES["batch_mean_subtracted"], interacts=False))
+    assert result.outcome == "wrong"
+    assert result.reason.startswith(
+        "SamplesInteractError: the loss of a sample must not depend on other samples; found"
+    )
 
 
-def test_a_refusal_that_is_missing():
-    verdict = judge(replace(CASES["linear_on_vectors"], interacts=True))
-    assert (verdict.outcome, verdict.why) == (
+def test_a_missing_refusal():
+    result = run_case(replace(CASES["linear_on_vectors"], interacts=True))
+    assert (result.outcome, result.reason) == (
         "wrong",
         "samples interact, so SamplesInteractError must be raised; found a result",
     )
 
 
-def test_what_pytorch_cannot_run():
-    verdict = judge(Case("mismatched", lambda B: (nn.Linear(6, 3), noise(B, 5)), squared_loss))
-    assert verdict.outcome == "not run"
-    assert verdict.why.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+def test_a_case_that_pytorch_cannot_run():
+    result = run_case(Case("mismatched", lambda B: (nn.Linear(6, 3), noise(B, 5)), squared_loss))
+    assert result.outcome == "not run"
+    assert result.reason.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
 
 
-def test_a_tally_counts_every_outcome():
+def test_count_outcomes():
     names = ("linear_on_vectors", "conv1d", "batch_mean_subtracted")
-    assert tally(judge(CASES[name]) for name in names) == {"right": 2, "refused": 1, "wrong": 0, "not run": 0}
+    assert count_outcomes(run_case(CASES[name]) for name in names) == {
+        "right": 2,
+        "refused": 1,
+        "wrong": 0,
+        "not run": 0,
+    }
 
 
-def test_what_rows_are_compared_with():
+def test_precision_of_the_reference_rows():
     """float32 on the CPU against float64; everything else against its own graph."""
-    rows = {name: trial(CASES["linear_on_vectors"], precision).rows for name, precision in PRECISIONS.items()}
+    rows = {
+        name: prepare_comparison(CASES["linear_on_vectors"], precision).rows for name, precision in PRECISIONS.items()
+    }
     assert {name: r.dtype for name, r in rows.items()} == {
         "fp64": torch.float64,
         "fp32": torch.float64,
@@ -99,12 +108,12 @@ def test_what_rows_are_compared_with():
 
 
 def test_disagreement_is_an_assertion_that_optimised_python_keeps():
-    prepared = trial(CASES["linear_on_vectors"])
+    prepared = prepare_comparison(CASES["linear_on_vectors"])
     with mock.patch.dict(RULES, OFF), pytest.raises(Disagreement, match=r"^norms: off by .*, allowed "):
         prepared.compare()
 
 
-def test_tf32_is_as_it_was(monkeypatch):
+def test_tf32_setting_is_restored(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    judge(CASES["conv1d"], FP32)
+    run_case(CASES["conv1d"], FP32)
     assert torch.backends.cudnn.allow_tf32

@@ -1,4 +1,4 @@
-"""Comparison of the engine with plain autograd for one case, device and precision."""
+"""`run_case`: compare the engine with plain autograd on one case, device and precision."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class ZooPrecision:
 
     dtype: torch.dtype
     tolerance: Tolerance
-    asked: tuple[str, ...]
+    quantities: tuple[str, ...]
     autocast: torch.dtype | None = None
 
-    def running(self, device: torch.device) -> AbstractContextManager[Any]:
+    def autocast_context(self, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
-    def against_double(self, device: torch.device) -> bool:
+    def reference_in_float64(self, device: torch.device) -> bool:
         """True if the reference rows are computed in float64: for float32 on the CPU.
 
         On other devices dropout draws other numbers, and under autocast the forward pass itself is less precise; there
@@ -55,14 +55,14 @@ class ZooPrecision:
     def describe(self, device: torch.device) -> str:
         """Description of the comparison for `samplewise doctor --zoo`."""
         if self.autocast is not None:
-            held = "float32 under bf16 autocast"
+            precision = "float32 under bf16 autocast"
         else:
-            held = "float64" if self.dtype == torch.float64 else "float32"
-            held += " without TF32" if held == "float32" and device.type == "cuda" else ""
-        truth = "in float64" if self.against_double(device) else "in the same precision, on the same device"
+            precision = "float64" if self.dtype == torch.float64 else "float32"
+            precision += " without TF32" if precision == "float32" and device.type == "cuda" else ""
+        reference = "in float64" if self.reference_in_float64(device) else "in the same precision, on the same device"
         return (
-            f"{held}.\nPer-sample gradients and derived quantities, compared with one backward pass per sample\n"
-            f"{truth}. Tolerance: {self.tolerance.relative:.0e} of a parameter's largest value\n"
+            f"{precision}.\nPer-sample gradients and derived quantities, compared with one backward pass per sample\n"
+            f"{reference}. Tolerance: {self.tolerance.relative:.0e} of a parameter's largest value\n"
             f"plus {self.tolerance.floor:.0e} of the largest value of all parameters."
         )
 
@@ -74,7 +74,7 @@ PRECISIONS = {"fp64": FP64, "fp32": FP32, "bf16": BF16}
 
 
 @dataclass(frozen=True)
-class Trial:
+class CaseComparison:
     """Prepared comparison: model, losses and reference rows, computed without the engine."""
 
     model: nn.Module
@@ -82,39 +82,43 @@ class Trial:
     rows: ExpectedRows
     precision: ZooPrecision
 
-    def compare(self, **how: Any) -> None:
+    def compare(self, **options: Any) -> None:
         """Raise Disagreement if a quantity of gradients(losses, model, **how) differs from the rows."""
-        theirs, other = None, None
-        if "gram with another" in self.precision.asked:
-            theirs = gradients(other_losses(self.losses()), self.model, **how)
-            other = rows_of(other_losses(self.losses()), wanted(self.model))
-        g, probe = gradients(self.losses(), self.model, **how), probe_for(wanted(self.model), len(self.rows))
-        assert_agrees(g, self.rows, probe, self.precision.asked, self.precision.tolerance, (theirs, other))
+        other_gradients = None
+        other_rows = None
+        if "gram with another" in self.precision.quantities:
+            other_gradients = gradients(other_losses(self.losses()), self.model, **options)
+            other_rows = rows_of(other_losses(self.losses()), wanted(self.model))
+        g = gradients(self.losses(), self.model, **options)
+        probe = probe_for(wanted(self.model), len(self.rows))
+        assert_agrees(
+            g, self.rows, probe, self.precision.quantities, self.precision.tolerance, (other_gradients, other_rows)
+        )
 
 
-def trial(case: Case, precision: ZooPrecision = FP64, device: torch.device = CPU) -> Trial:
+def prepare_comparison(case: Case, precision: ZooPrecision = FP64, device: torch.device = CPU) -> CaseComparison:
     """Build the case and compute its reference rows with plain autograd."""
     model, inputs = case.build(dtype=precision.dtype, device=device)
 
     def losses() -> Tensor:
-        with precision.running(device):
+        with precision.autocast_context(device):
             return case.losses(model, inputs)
 
-    if precision.against_double(device):
-        double, same = case.build()
-        rows = rows_of(case.losses(double, same), wanted(double))
+    if precision.reference_in_float64(device):
+        double_model, double_inputs = case.build()
+        rows = rows_of(case.losses(double_model, double_inputs), wanted(double_model))
     else:
         rows = rows_of(losses(), wanted(model))
-    return Trial(model, losses, rows, precision)
+    return CaseComparison(model, losses, rows, precision)
 
 
-# --- verdict ----------------------------------------------------------------------------------------------------------
+# --- result -----------------------------------------------------------------------------------------------------------
 
 RIGHT, REFUSED, WRONG, NOT_RUN = OUTCOMES = ("right", "refused", "wrong", "not run")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CaseResult:
     """Outcome of one case, with the reason.
 
     right: all quantities agree. refused: samples interact, the engine raises SamplesInteractError, and agrees with
@@ -123,35 +127,35 @@ class Verdict:
 
     case: Case
     outcome: str
-    why: str = ""
+    reason: str = ""
 
 
-def judge(case: Case, precision: ZooPrecision = FP64, device: torch.device = CPU) -> Verdict:
+def run_case(case: Case, precision: ZooPrecision = FP64, device: torch.device = CPU) -> CaseResult:
     """Compare engine and oracle on one case; never raises."""
     with warnings.catch_warnings(), _without_tf32():
         warnings.simplefilter("ignore")  # for example warnings about missing kernels
         try:
-            prepared = trial(case, precision, device)
+            prepared = prepare_comparison(case, precision, device)
         except Exception as error:
-            return Verdict(case, NOT_RUN, _first_line(error))
+            return CaseResult(case, NOT_RUN, _first_line(error))
         try:
             if case.interacts:
                 _must_refuse(prepared)
                 prepared.compare(interacting="allow")
-                return Verdict(case, REFUSED)
+                return CaseResult(case, REFUSED)
             prepared.compare()
-            return Verdict(case, RIGHT)
+            return CaseResult(case, RIGHT)
         except Exception as error:
-            return Verdict(case, WRONG, _first_line(error))
+            return CaseResult(case, WRONG, _first_line(error))
 
 
-def tally(verdicts: Iterable[Verdict]) -> dict[str, int]:
+def count_outcomes(results: Iterable[CaseResult]) -> dict[str, int]:
     """Number of verdicts by outcome."""
-    found = Counter(verdict.outcome for verdict in verdicts)
-    return {outcome: found[outcome] for outcome in OUTCOMES}
+    counts = Counter(result.outcome for result in results)
+    return {outcome: counts[outcome] for outcome in OUTCOMES}
 
 
-def _must_refuse(prepared: Trial) -> None:
+def _must_refuse(prepared: CaseComparison) -> None:
     try:
         gradients(prepared.losses(), prepared.model).norms()
     except SamplesInteractError:
@@ -160,9 +164,9 @@ def _must_refuse(prepared: Trial) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    said = str(error).strip().splitlines()
-    kind = "" if isinstance(error, Disagreement) else type(error).__name__
-    return ": ".join(filter(None, (kind, said[0] if said else "")))
+    lines = str(error).strip().splitlines()
+    error_name = "" if isinstance(error, Disagreement) else type(error).__name__
+    return ": ".join(filter(None, (error_name, lines[0] if lines else "")))
 
 
 @contextmanager

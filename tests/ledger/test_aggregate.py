@@ -1,4 +1,4 @@
-"""From visits to samples, whether all visits are there at once or come table by table."""
+"""Aggregation of visits to samples, at once and table by table."""
 
 import math
 from itertools import pairwise
@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 
 import samplewise as sw
-from samplewise.ledger import visits
-from samplewise.ledger.visits import Visits, visited
+from samplewise.ledger import aggregate
+from samplewise.ledger.aggregate import VisitAggregator, aggregate_visits
 
 
 def drawn(seed, rows=300):
-    """Some 40 samples in any order, with numbers that are not finite, and a score that comes later."""
+    """Visits of 40 samples in random order, with non-finite values and a column that starts later."""
     rng = np.random.default_rng(seed)
     loss, norm, margin = rng.normal(size=(3, rows))
     loss[rng.random(rows) < 0.3] = math.nan
@@ -47,11 +47,11 @@ def by_hand(columns):
 @pytest.mark.parametrize("together", [1, 20, 10_000])
 @pytest.mark.parametrize("seed", range(3))
 def test_means_over_visits(monkeypatch, seed, together):
-    monkeypatch.setattr(visits, "TOGETHER", together)
-    columns, seen, rng = drawn(seed), Visits(), np.random.default_rng(seed)
+    monkeypatch.setattr(aggregate, "AGGREGATE_EVERY", together)
+    columns, seen, rng = drawn(seed), VisitAggregator(), np.random.default_rng(seed)
     edges = [0, *sorted(rng.integers(0, 150, 4).tolist()), 150, 170, 170, 300]
     for start, end in pairwise(edges):
-        late = () if start >= 150 else ("margin",)  # no such column yet
+        late = () if start >= 150 else ("margin",)  # the column starts later
         seen.add(pa.table({name: values[start:end] for name, values in columns.items() if name not in late}))
     found = {row["id"]: row for row in seen.samples().to_pylist()}
     expected = list(by_hand(columns))
@@ -59,13 +59,13 @@ def test_means_over_visits(monkeypatch, seed, together):
     for row in expected:
         assert found[row["id"]] == pytest.approx(row), row["id"]
     assert (
-        visited([pa.table(columns)]).sort_by("id").to_pydict()["visits"]
+        aggregate_visits([pa.table(columns)]).sort_by("id").to_pydict()["visits"]
         == seen.samples().sort_by("id")["visits"].to_pylist()
     )
 
 
-def test_columns_of_one_name_and_two_kinds():
-    seen = Visits()
+def test_columns_of_one_name_and_two_types():
+    seen = VisitAggregator()
     seen.add(pa.table({"id": [1], "loss": [1.0]}))
     seen.add(pa.table({"id": ["a"], "loss": [1.0]}))
     with pytest.raises(
@@ -75,7 +75,7 @@ def test_columns_of_one_name_and_two_kinds():
 
 
 def test_no_visit():
-    seen = Visits()
+    seen = VisitAggregator()
     seen.add(pa.table({}))
     with pytest.raises(ValueError, match="at least one row, one per visit; found none"):
         seen.samples()

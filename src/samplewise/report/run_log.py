@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from samplewise.core.format_version import RUN_VERSION, other_version
-from samplewise.ledger.files import numbered, samples
+from samplewise.ledger.files import list_parts, samples
 
 Line = dict[str, Any]
 Point = tuple[float, float]  # update, value
 
-PLACE = {"kind", "epoch", "update", "samples", "seconds", "skipped"}  # position of a line, not a measured value
-KNOWN = {"loss", "lr", "samples_per_second", "memory"}  # numbers of a train line that have their own chart
+POSITION_FIELDS = {
+    "kind",
+    "epoch",
+    "update",
+    "samples",
+    "seconds",
+    "skipped",
+}  # position of a line, not a measured value
+CHARTED_FIELDS = {"loss", "lr", "samples_per_second", "memory"}  # numbers of a train line that have their own chart
 
 
 class Curve(NamedTuple):
@@ -32,33 +39,33 @@ class Curve(NamedTuple):
 
 @dataclass
 class RunLog:
-    """Lines of a log by kind, in the order of the log, and warnings about lines that were left out.
+    """Content of a run directory, filled by `read_run`: lines of the log by kind, in their order, and warnings.
 
     In a train line, `update` and `samples` count from the start of the run, `skipped` and `seconds` from the previous
     train line.
     """
 
     directory: Path
-    about: Line = field(default_factory=dict)
-    train: list[Line] = field(default_factory=list)
-    validation: list[Line] = field(default_factory=list)
-    epoch: list[Line] = field(default_factory=list)
-    lr: list[Line] = field(default_factory=list)  # written by LRMonitor
-    layers: list[Line] = field(default_factory=list)  # gradient norm of each layer
-    noise: list[Line] = field(default_factory=list)  # noise scale and batch size
-    end: Line | None = None  # the end line, if it is the last line; a resumed run has earlier ones
-    left_out: list[str] = field(default_factory=list)  # one warning per reason
+    metadata: Line = field(init=False, default_factory=dict)
+    train: list[Line] = field(init=False, default_factory=list)
+    validation: list[Line] = field(init=False, default_factory=list)
+    epoch: list[Line] = field(init=False, default_factory=list)
+    lr: list[Line] = field(init=False, default_factory=list)  # written by LRMonitor
+    layers: list[Line] = field(init=False, default_factory=list)  # gradient norm of each layer
+    noise: list[Line] = field(init=False, default_factory=list)  # noise scale and batch size
+    end: Line | None = field(init=False, default=None)  # set if it is the last line
+    warnings: list[str] = field(init=False, default_factory=list)  # one warning per reason
 
     @property
     def name(self) -> str:
-        return str(self.about.get("name") or self.directory.resolve().name)
+        return str(self.metadata.get("name") or self.directory.resolve().name)
 
     @property
     def span(self) -> tuple[float, float]:
         """First and last update in the log; zeros without any."""
-        places = [line.get("update") for line in self.lines + self.lr + self.layers + self.noise]
-        known = [float(place) for place in places if is_number(place) and isfinite(place)]
-        return min(known, default=0.0), max(known, default=0.0)
+        updates = [line.get("update") for line in self.lines + self.lr + self.layers + self.noise]
+        finite = [float(update) for update in updates if is_number(update) and isfinite(update)]
+        return min(finite, default=0.0), max(finite, default=0.0)
 
     @property
     def lines(self) -> list[Line]:
@@ -66,12 +73,12 @@ class RunLog:
 
     def reached(self, key: str) -> int:
         """Largest value of a counter such as `update` over all lines."""
-        found = (line.get(key) for line in self.lines)
-        return int(max((total for total in found if is_number(total) and isfinite(total)), default=0))
+        values = (line.get(key) for line in self.lines)
+        return int(max((value for value in values if is_number(value) and isfinite(value)), default=0))
 
     def metrics(self) -> list[str]:
         """Names of the validation metrics."""
-        return _measured(self.validation)
+        return _numeric_fields(self.validation)
 
     def samples(self, damaged: str = "raise") -> Any:
         """Ledger of the run as a pyarrow table: see `sw.samples`."""
@@ -79,7 +86,7 @@ class RunLog:
 
     def other_numbers(self) -> list[str]:
         """Names of the numbers in train lines that have no chart of their own."""
-        return [name for name in _measured(self.train) if name not in KNOWN]
+        return [name for name in _numeric_fields(self.train) if name not in CHARTED_FIELDS]
 
     def learning_rates(self) -> list[Curve]:
         """One curve per parameter group. In the log, `lr` is a list if there are several groups."""
@@ -104,8 +111,8 @@ def curve(lines: Iterable[Line], key: str, name: str | None = None) -> Curve:
     return Curve(name or key, points((line.get("update"), line.get(key)) for line in lines))
 
 
-def points(found: Iterable[tuple[Any, Any]]) -> list[Point]:
-    return [(float(x), float(y)) for x, y in found if is_number(x) and isfinite(x) and is_number(y)]
+def points(pairs: Iterable[tuple[Any, Any]]) -> list[Point]:
+    return [(float(x), float(y)) for x, y in pairs if is_number(x) and isfinite(x) and is_number(y)]
 
 
 def read_run(directory: Path) -> RunLog:
@@ -116,63 +123,63 @@ def read_run(directory: Path) -> RunLog:
         )
     log = directory / "log.jsonl"
     run = RunLog(directory)
-    if not log.is_file() and not numbered(directory):
+    if not log.is_file() and not list_parts(directory):
         raise FileNotFoundError(
             f"a run directory must contain log.jsonl; found none in {directory}. "
             "Pass the directory of one run, not its parent; the log is written from the first update on."
         )
-    _read_about(run)
+    _read_metadata(run)
     if log.is_file():
         _read_log(run, log)
     else:  # the ledger of a custom loop
-        run.left_out.append("There is no log.jsonl: curves, time and epochs are not known.")
+        run.warnings.append("There is no log.jsonl: curves, time and epochs are not known.")
     return run
 
 
-def _read_about(run: RunLog) -> None:
+def _read_metadata(run: RunLog) -> None:
     path = run.directory / "run.json"
     if not path.is_file():
-        run.left_out.append("There is no run.json: name, versions and settings are not known.")
+        run.warnings.append("There is no run.json: name, versions and settings are not known.")
         return
     try:
-        about = _parse(path.read_bytes())
+        metadata = _parse(path.read_bytes())
     except OSError:
-        about = None
-    if about is None:
-        run.left_out.append("run.json cannot be read: name, versions and settings are not known.")
+        metadata = None
+    if metadata is None:
+        run.warnings.append("run.json cannot be read: name, versions and settings are not known.")
         return
-    version = about.pop("format_version", RUN_VERSION)
+    version = metadata.pop("format_version", RUN_VERSION)
     if version != RUN_VERSION:
-        run.left_out.append(other_version("run.json", version, RUN_VERSION))
+        run.warnings.append(other_version("run.json", version, RUN_VERSION))
         return
-    run.about = about
+    run.metadata = metadata
 
 
 def _read_log(run: RunLog, log: Path) -> None:
     ends: list[Line] = []
     names = ("train", "validation", "epoch", "lr", "layers", "noise")
-    kinds = {"end": ends} | {name: getattr(run, name) for name in names}
+    lines_by_kind = {"end": ends} | {name: getattr(run, name) for name in names}
     unreadable = 0
     unknown = 0
-    cut = False
+    truncated = False
     for text in _filled_lines(log):
         line = _parse(text)
         if line is None:
-            cut = not text.endswith(b"\n")  # only possible in the last line
-            unreadable += not cut
-        elif (kind := str(line.get("kind"))) in kinds:
-            kinds[kind].append(line)
+            truncated = not text.endswith(b"\n")  # only possible in the last line
+            unreadable += not truncated
+        elif (kind := str(line.get("kind"))) in lines_by_kind:
+            lines_by_kind[kind].append(line)
             run.end = line if kind == "end" else None
         else:
             unknown += 1
-    if cut:
-        run.left_out.append(
+    if truncated:
+        run.warnings.append(
             "The last line of the log is incomplete and left out: the run is writing it or was interrupted."
         )
     if unreadable:
-        run.left_out.append(f"Unreadable lines of the log, left out: {unreadable:,}.")
+        run.warnings.append(f"Unreadable lines of the log, left out: {unreadable:,}.")
     if unknown:
-        run.left_out.append(f"Lines of the log of an unknown kind, left out: {unknown:,}.")
+        run.warnings.append(f"Lines of the log of an unknown kind, left out: {unknown:,}.")
 
 
 def _filled_lines(log: Path) -> Iterator[bytes]:
@@ -194,6 +201,6 @@ def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) < 300 else float(digits)
 
 
-def _measured(lines: list[Line]) -> list[str]:
-    names = (name for line in lines for name, value in line.items() if is_number(value) and name not in PLACE)
+def _numeric_fields(lines: list[Line]) -> list[str]:
+    names = (name for line in lines for name, value in line.items() if is_number(value) and name not in POSITION_FIELDS)
     return list(dict.fromkeys(names))
