@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from samplewise.core.batches import pick
 from samplewise.core.losses import LossFn
+from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import render
 from samplewise.diagnostics.scores import ADDED_UP, SCORES, ClassGradients, Piece
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import BatchError
-from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
+from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
 from samplewise.ledger.files import arrow
 from samplewise.ledger.visits import SCORES as OF_VISITS
 from samplewise.ledger.visits import Visits, ranks, recommended, scored, suspicion
@@ -151,7 +152,7 @@ class _Survey:
         if checkpoints is not None or "agreement" in self.names:
             check_repeatable(self.loader, "loader")
         found = []
-        with evaluating(self.model), parameters_kept(self.model):
+        with eval_mode(self.model), parameters_kept(self.model):
             for rate in at_each(self.model, checkpoints):
                 found.append(self._once(rate))
         ids = found[0][0]
