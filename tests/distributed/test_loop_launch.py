@@ -14,7 +14,7 @@ from script import main
 from torch.distributed import HashStore
 
 from samplewise.cli.main import app
-from samplewise.distributed.rendezvous import agreed_name
+from samplewise.distributed.launch import agree_on_prefix
 from samplewise.errors import DistributedError
 from samplewise.loop.checkpoint.store import Checkpoints
 
@@ -63,7 +63,7 @@ def test_only_those_who_live_meet(late):
 def _meet(store, late, size=3):
     def come(rank):
         time.sleep(0.1 * (rank == late))
-        return agreed_name(store, rank, size, 60.0)
+        return agree_on_prefix(store, rank, size, 60.0)
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(come, range(size)))
@@ -71,10 +71,10 @@ def _meet(store, late, size=3):
 
 def test_who_meets_nobody_says_so():
     store = HashStore()
-    store.set("hello/1", "dead")
+    store.set("id/1", "dead")
     message = "all 2 processes .* must join the rendezvous; found that rank 0 has waited for 0 seconds. Check the logs"
     with pytest.raises(DistributedError, match=message):
-        agreed_name(store, 0, 2, 0.1)
+        agree_on_prefix(store, 0, 2, 0.1)
 
 
 def test_the_command_line_starts_processes(tmp_path):

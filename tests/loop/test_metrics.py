@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samplewise as sw
-from samplewise.core.devices import moved, resolve
+from samplewise.core.batches import to_device
+from samplewise.distributed.launch import resolve_device
 from samplewise.loop.metrics import accuracy
 
 
@@ -187,7 +188,7 @@ class Graph:
 def test_batches_of_any_structure_are_moved():
     there, x = torch.device("meta"), torch.zeros(2)
     batch = {"a": [x, (x, "text")], "b": Pair(x, 3), "c": Sample(x, ["u", "v"]), "d": UserDict(e=x), "g": Graph(x)}
-    found = moved(batch, there)
+    found = to_device(batch, there)
     tensors = [found["a"][0], found["a"][1][0], found["b"].a, found["c"].x, found["d"]["e"], found["g"].x]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert found["a"][1][1] == "text" and found["b"].b == 3 and found["c"].names == ["u", "v"]
@@ -196,18 +197,18 @@ def test_batches_of_any_structure_are_moved():
 
 def test_what_is_there_stays_as_it_is():
     batch = [X, Y]
-    assert moved(batch, torch.device("cpu")) is batch
+    assert to_device(batch, torch.device("cpu")) is batch
 
 
 def test_auto_takes_the_accelerator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert resolve("auto") == torch.device("cpu")
+    assert resolve_device("auto") == torch.device("cpu")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert resolve("auto") == torch.device("mps")
+    assert resolve_device("auto") == torch.device("mps")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert resolve("auto") == torch.device("cuda")
-    assert resolve("cpu") == torch.device("cpu")
+    assert resolve_device("auto") == torch.device("cuda")
+    assert resolve_device("cpu") == torch.device("cpu")
 
 
 # ------------------------------------------------------------- waiting for the device

@@ -20,8 +20,7 @@ from samplewise.cli.arguments import Device, device_named
 from samplewise.cli.costs import PLAIN, Costs, Key, advice, measured, memory_is, microseconds, table, three_digits
 from samplewise.cli.recipe import Recipe, RecipeError, blaming
 from samplewise.cli.zoo import examine, precision_named
-from samplewise.core.batches import cut, length
-from samplewise.core.devices import moved
+from samplewise.core.batches import cut, length, to_device
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import telling
@@ -110,7 +109,7 @@ def _consulted(recipe: Path, where: torch.device) -> bool:
     with blaming(recipe):
         well = _check(patient)
         patient.model.to(where)
-        patient.batch = moved(patient.batch, where)
+        patient.batch = to_device(patient.batch, where)
         _plan(patient)
         _first_update(patient)
         costs = _measure(patient, where)
@@ -130,7 +129,7 @@ def _examined(recipe: Recipe) -> RecipeCheck:
             samples = None if total is None else min(total, SAMPLES)
             batch = batch if samples is None else cut(batch, 0, samples)
             first = next(model.parameters(), None)
-            batch = batch if first is None else moved(batch, first.device)
+            batch = batch if first is None else to_device(batch, first.device)
             return RecipeCheck(recipe, model, recipe.loss(), batch, samples, total)
 
 

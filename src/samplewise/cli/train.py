@@ -15,7 +15,7 @@ from samplewise.cli.arguments import Device, RecipeFile, device_named
 from samplewise.cli.recipe import Recipe, blaming, read_source, shortened
 from samplewise.core.atomic_io import absolute
 from samplewise.distributed.group import current_group
-from samplewise.distributed.launch import join
+from samplewise.distributed.launch import join_process_group
 from samplewise.loop.data.rng import seed_everything
 from samplewise.loop.trainer import Trainer
 from samplewise.step.step import Step
@@ -79,7 +79,7 @@ def train(
     if epochs is not None and updates is not None:
         raise typer.BadParameter("give one of --epochs and --updates; found both.", param_hint="--updates")
     pieces = _microbatch(microbatch)
-    where = join(device_named(device))
+    where = join_process_group(device_named(device))
     transforms = () if clip is None else (clipped(_bound(clip)),)
     run = _directory(run or Path("runs") / recipe.stem, resume)
     place = absolute(run)  # before the recipe, which may change the working directory
