@@ -36,11 +36,12 @@ class LossMeter:
 
     def read(self) -> dict[str, Any]:
         """Return the values since the last log line, and reset them."""
+        lr = self._learning_rates()
         sums = self._line
         self._line = UpdateSums()
         return {
             "loss": sums.mean.value(),
-            "lr": self._learning_rates(),
+            "lr": lr,
             "skipped": sums.skipped,
             "seconds": sums.seconds,
             "samples_per_second": sums.samples / sums.seconds if sums.seconds else 0.0,

@@ -24,7 +24,7 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-class Silent:
+class NoProgress:
     """No display."""
 
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None: ...
@@ -33,14 +33,14 @@ class Silent:
     def close(self) -> None: ...
 
 
-class Lines:
+class ProgressLines:
     """Plain lines."""
 
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
-        self.line(f"epoch {epoch + 1}  update {done}  loss {shown(loss)}  {speed:.0f} samples/s")
+        self.line(f"epoch {epoch + 1}  update {done}  loss {format_value(loss)}  {speed:.0f} samples/s")
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        self.line(f"epoch {epoch + 1}  {named(metrics)}")
+        self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
 
     def line(self, text: str) -> None:
         with suppress(OSError):  # a closed pipe or a full disk must not stop the training
@@ -49,7 +49,7 @@ class Lines:
     def close(self) -> None: ...
 
 
-class Bar:
+class ProgressBar:
     """Progress bar of rich: epoch, updates, time left, loss, speed, and the metrics of the last validation."""
 
     def __init__(self, total: int | None, done: int) -> None:
@@ -72,13 +72,13 @@ class Bar:
         self._bar.start()
 
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
-        text = f"loss {shown(loss)}  {speed:.0f} samples/s  {self._metrics}"
+        text = f"loss {format_value(loss)}  {speed:.0f} samples/s  {self._metrics}"
         self._bar.update(self._task, completed=done, epoch=epoch + 1, text=text)
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        self.line(f"epoch {epoch + 1}  {named(metrics)}")
+        self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
         measured = {name: value for name, value in metrics.items() if name not in ("train_loss", "loss")}
-        self._metrics = named(measured)
+        self._metrics = format_values(measured)
 
     def line(self, text: str) -> None:
         self._bar.console.print(text, highlight=False, markup=False)
@@ -87,12 +87,12 @@ class Bar:
         self._bar.stop()
 
 
-def shown(value: float) -> str:
+def format_value(value: float) -> str:
     return "NaN" if math.isnan(value) else f"{value:.4g}"
 
 
-def named(values: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {shown(value)}" for name, value in values.items())
+def format_values(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {format_value(value)}" for name, value in values.items())
 
 
 def make_progress(wanted: bool, total: int | None, done: int) -> Progress:
@@ -103,10 +103,10 @@ def make_progress(wanted: bool, total: int | None, done: int) -> Progress:
     done: number of updates made so far.
     """
     if not wanted or sys.stderr is None:  # None if stderr was closed when Python started
-        return Silent()
+        return NoProgress()
     if not sys.stderr.isatty():
-        return Lines()
+        return ProgressLines()
     try:
-        return Bar(total, done)
+        return ProgressBar(total, done)
     except ImportError:
-        return Lines()
+        return ProgressLines()

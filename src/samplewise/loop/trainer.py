@@ -28,7 +28,7 @@ from samplewise.loop.evaluation import Evaluator
 from samplewise.loop.events import Listeners
 from samplewise.loop.meters import LossMeter, PhaseTimer, peak_memory
 from samplewise.loop.nested_fit import only_fit_of
-from samplewise.loop.progress import Progress, Silent, make_progress
+from samplewise.loop.progress import NoProgress, Progress, make_progress
 from samplewise.loop.run_dir import RunDirectory
 from samplewise.loop.run_metadata import about
 from samplewise.loop.stopping import Duration, duration, stop_controller
@@ -83,7 +83,7 @@ class Trainer:
         self._evaluator = Evaluator(step, self.model, metrics or {}, self.device, seed)
         self._run_directory = None if self.run is None else RunDirectory(self.run)
         self._wants_progress = progress
-        self._progress: Progress = Silent()
+        self._progress: Progress = NoProgress()
         self._stopping = stop_controller(step)
         self._loader: ResumableLoader | None = None
         self._epoch = step.counters.epochs
