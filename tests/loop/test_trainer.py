@@ -20,7 +20,7 @@ from samplewise.core import slow_notice
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
 from samplewise.loop.checkpoint.store import read
 from samplewise.loop.metrics import accuracy
-from samplewise.loop.progress import make_progress
+from samplewise.loop.progress import make_display
 from samplewise.step.compiled import compiling
 from samplewise.step.compiled.errors import CannotCompile
 
@@ -36,11 +36,11 @@ def loader(batch_size=7, shuffle=False):
     return DataLoader(TensorDataset(X, Y), batch_size=batch_size, shuffle=shuffle)
 
 
-def make(run=None, callbacks=(), samples=10, **options):
+def make(run=None, callbacks=(), samples=10, progress=False, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_fn, samples=samples)
-    return sw.Trainer(step, run, callbacks, progress=False, device="cpu", **options)
+    return sw.Trainer(step, run, callbacks, progress=progress, device="cpu", **options)
 
 
 def parameters(trainer):
@@ -270,7 +270,7 @@ def test_a_bar_that_fits_into_eighty_columns(monkeypatch):
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    bar = make_progress(True, total=1000, done=0)
+    bar = make_display(total=1000, done=0)
     bar.epoch(0, {"train_loss": 1.0, "loss": math.nan, "accuracy": 0.9333})
     bar.line("compiling an update ...")
     bar.update(1, 500, 0.8799, 1234.5)
@@ -361,8 +361,7 @@ def test_the_step_is_left_as_it_is_without_a_directory(tmp_path, monkeypatch):
 
 
 def test_lines_where_there_is_no_terminal(capsys):
-    trainer = make(log_every=2)
-    trainer._wants_progress = True
+    trainer = make(log_every=2, progress=True)
     trainer.fit(loader(), validate=loader(), epochs=1)
     said = capsys.readouterr().err
     assert "epoch 1  update 2  loss" in said

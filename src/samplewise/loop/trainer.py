@@ -28,7 +28,7 @@ from samplewise.loop.evaluation import Evaluator
 from samplewise.loop.events import Listeners
 from samplewise.loop.meters import LossMeter, PhaseTimer, peak_memory
 from samplewise.loop.nested_fit import only_fit_of
-from samplewise.loop.progress import NoProgress, Progress, make_progress
+from samplewise.loop.progress import Progress
 from samplewise.loop.run_dir import RunDirectory
 from samplewise.loop.run_metadata import about
 from samplewise.loop.stopping import Duration, duration, stop_controller
@@ -79,11 +79,14 @@ class Trainer:
             step.loss_fn.to(self.device)
         self.loader: Iterable[Any] | None = None  # loader of the last call of fit
         self.fast_dev_run = False  # True while fit(fast_dev_run=True) runs
-        self._callbacks = Listeners(_complete(callbacks, self.run), trainer=self, step=step, model=self.model)
+        self.expected_updates: int | None = None  # total number of updates at the end of fit; None if unknown
+        self._progress = Progress()
+        shown = [self._progress] if progress else []
+        self._callbacks = Listeners(
+            [*shown, *_complete(callbacks, self.run)], trainer=self, step=step, model=self.model
+        )
         self._evaluator = Evaluator(step, self.model, metrics or {}, self.device, seed)
         self._run_directory = None if self.run is None else RunDirectory(self.run)
-        self._wants_progress = progress
-        self._progress: Progress = NoProgress()
         self._stopping = stop_controller(step)
         self._loader: ResumableLoader | None = None
         self._epoch = step.counters.epochs
@@ -119,13 +122,13 @@ class Trainer:
         with (
             only_fit_of(self.step),
             self._session(fast_dev_run),
-            self.step.slow_compile_notice(lambda line: self._progress.line(line)),
+            self.step.slow_compile_notice(self._progress.line),
         ):
             until = duration(epochs, updates)
             data = self._open(loader, overfit, resume)
             if self.fast_dev_run:
                 until = Duration(epochs=self._epoch + 1)
-            self._start_progress(data, until)
+            self.expected_updates = self._expected_updates(data, until)
             self._callbacks.emit("on_fit_start")
             self._timer.start(data.seconds_waited)
             self._stopping.synchronize()
@@ -173,15 +176,14 @@ class Trainer:
         self._timer.add(update)
         self._loss_meter.add(update)
         if (update.index + 1) % self.log_every == 0 and not update.skipped:
-            self._log_progress(data)
+            self._write_train_line(data)
 
-    def _log_progress(self, data: ResumableLoader) -> None:
+    def _write_train_line(self, data: ResumableLoader) -> None:
         """Write a line of kind "train" with the values since the last one."""
         counters = self.step.counters
         line = self._loss_meter.read()
         costs = {"phases": self._timer.read(data.seconds_waited), "memory": peak_memory(self.device)}
         self.write("train", epoch=self._epoch, update=counters.updates, samples=counters.samples, **line, **costs)
-        self._progress.update(self._epoch, counters.updates, line["loss"], line["samples_per_second"])
 
     def _end_epoch(self, data: ResumableLoader, validate: Iterable[Any] | None) -> dict[str, float]:
         """Validate, write log lines, go to the next epoch, and return the metrics of this one.
@@ -189,7 +191,7 @@ class Trainer:
         If the training is stopped during validation, a resumed run repeats the validation.
         """
         if self._loss_meter.has_unread_updates:
-            self._log_progress(data)
+            self._write_train_line(data)
         self._check_has_updates()
         found = {} if validate is None else self._validate(data, validate)
         epoch = self._epoch
@@ -200,9 +202,7 @@ class Trainer:
         self.write("epoch", epoch=epoch, update=done, **trained)
         if validate is not None:
             self.write("validation", epoch=epoch, update=done, **found)
-        metrics = {"train_loss": trained["loss"], **found}
-        self._progress.epoch(epoch, metrics)
-        return {"loss": trained["loss"], **metrics}
+        return {"loss": trained["loss"], "train_loss": trained["loss"], **found}
 
     def _check_has_updates(self) -> None:
         """Raise BatchError if the epoch has made no update, unless its samples are carried into the next epoch."""
@@ -227,7 +227,7 @@ class Trainer:
         # ModelCheckpoint saves before the last lines are written, so that a resumed log does not contain them.
         self._callbacks.emit("on_fit_end", reason=reason)
         if self._loss_meter.has_unread_updates:
-            self._log_progress(data)
+            self._write_train_line(data)
         self.write("end", update=self.step.counters.updates, reason=reason)
         if self._files is not None:
             self._files.finish()
@@ -253,14 +253,14 @@ class Trainer:
             self._files.describe(**about(self.step, self.loader, self.device, **settings))
         return self._loader
 
-    def _start_progress(self, data: ResumableLoader, until: Duration) -> None:
-        """Start the progress display, on rank 0."""
-        done = self.step.counters.updates
-        total = until.updates
-        if until.epochs is not None:
-            per_epoch = 1 if self.fast_dev_run else data.updates_per_epoch(self.step.samples)
-            total = None if per_epoch is None else done + per_epoch * (until.epochs - self._epoch)
-        self._progress = make_progress(self._wants_progress and current_group().rank == 0, total, done)
+    def _expected_updates(self, data: ResumableLoader, until: Duration) -> int | None:
+        """Number of updates at the end of the training; None if unknown."""
+        if until.epochs is None:
+            return until.updates
+        per_epoch = 1 if self.fast_dev_run else data.updates_per_epoch(self.step.samples)
+        if per_epoch is None:
+            return None
+        return self.step.counters.updates + per_epoch * (until.epochs - self._epoch)
 
     @contextmanager
     def _session(self, fast_dev_run: bool) -> Iterator[None]:
