@@ -216,22 +216,22 @@ class ResumableLoader:
         if not current_group().distributed:
             return {"place": vars(here), "used": self._used_alone(here), "data": [self.data]}
         of_ranks = current_group().all_gather_object((vars(here), self.data))
-        places = [DataPosition(**place) for place, _ in of_ranks]
+        positions = [DataPosition(**position) for position, _ in of_ranks]
         data = [data for _, data in of_ranks]
-        return {"places": [vars(place) for place in places], "used": self._used(places), "data": data}
+        return {"places": [vars(position) for position in positions], "used": self._used(positions), "data": data}
 
     def check_data(self, state: dict[str, Any], epoch: int) -> None:
         """Compare the data with that of a checkpoint: raise inside an epoch, warn between two epochs.
 
         With another number of ranks the position is counted in samples, so the batch size may differ.
         """
-        places = [DataPosition(**place) for place in state.get("places") or [state["place"]]]
+        positions = _positions(state)
         saved = state.get("data")  # None: written by an earlier version
         if not saved:
             return
         as_many = len(saved) == current_group().size
         before = saved[current_group().rank] if as_many else saved[0]
-        if any(place.is_inside_epoch for place in places):
+        if any(position.is_inside_epoch for position in positions):
             remedy = (
                 f"Resume with the data of the checkpoint until epoch {epoch} has ended (epochs={epoch + 1}) and change "
                 "it then, or start a new run directory."
@@ -253,12 +253,12 @@ class ResumableLoader:
                 f"started with, or samples would be lost or repeated; found {listed(found)}. {remedy}"
             )
 
-    def _used(self, places: Sequence[DataPosition]) -> int | None:
+    def _used(self, positions: Sequence[DataPosition]) -> int | None:
         """Number of samples of the epoch that all ranks have used, if they are its first samples; otherwise None."""
-        taken = [place.samples + place.inside for place in places]
+        taken = [position.samples + position.inside for position in positions]
         even = all(n == len(range(rank, sum(taken), len(taken))) for rank, n in enumerate(taken))
         known = even and not self.is_marked and self._adapter.samples(0, 0) is not None
-        return places[0].start + sum(taken) if known else None
+        return positions[0].start + sum(taken) if known else None
 
     def _used_alone(self, here: DataPosition) -> int | None:
         """Number of samples that one process has used; None if the batch size is unknown.
@@ -271,25 +271,25 @@ class ResumableLoader:
 
     def load(self, state: dict[str, Any], epoch: int) -> None:
         """Go to the position of a checkpoint, also with another number of ranks."""
-        places = [DataPosition(**place) for place in state.get("places") or [state["place"]]]
-        if len(places) == current_group().size:
-            self.seek(places[current_group().rank])
-        elif all(place.kind is None for place in places):
+        positions = _positions(state)
+        if len(positions) == current_group().size:
+            self.seek(positions[current_group().rank])
+        elif all(position.kind is None for position in positions):
             self.seek(DataPosition())
         else:
-            self.seek(DataPosition(kind=places[0].kind, start=self._used_before(state, places, epoch)))
+            self.seek(DataPosition(kind=positions[0].kind, start=self._used_before(state, positions, epoch)))
 
-    def _used_before(self, state: dict[str, Any], places: Sequence[DataPosition], epoch: int) -> int:
+    def _used_before(self, state: dict[str, Any], positions: Sequence[DataPosition], epoch: int) -> int:
         """Number of used samples of the epoch, from which another number of ranks continues."""
         used = state.get("used")
-        first = places[0]
-        if used is None and len(places) == 1:
+        first = positions[0]
+        if used is None and len(positions) == 1:
             found = self._adapter.samples(epoch if self.first is None else 0, first.batches, first.start)
             used = None if found is None else first.start + found + first.inside
         if used is None or self.first is not None or self.is_marked:
             raise CheckpointError(
                 f"inside an epoch, a run with {kind_name(first.kind)} must be resumed with the number of ranks it was "
-                f"saved with, {len(places)}; found {current_group().size}. Start that number of ranks, or resume from "
+                f"saved with, {len(positions)}; found {current_group().size}. Start that number of ranks, or resume from "
                 "a checkpoint between two epochs."
             )
         return used
@@ -337,6 +337,11 @@ class ResumableLoader:
             except TypeError as why:
                 raise CheckpointError(f"the state of a loader must be savable in a checkpoint: {why}") from why
             self._state_unchecked = False
+
+
+def _positions(state: dict[str, Any]) -> list[DataPosition]:
+    """Positions of all ranks in the state of a checkpoint, ordered by rank."""
+    return [DataPosition(**position) for position in state.get("places") or [state["place"]]]
 
 
 def _check_rows(batch: Any, used: int) -> None:

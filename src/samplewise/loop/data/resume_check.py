@@ -78,12 +78,12 @@ def _kind(sampler: Any) -> str | None:
         return None
     inner = getattr(sampler, "sampler", None)
     settings = {name: _number(sampler, name) for name in SETTINGS}
-    told = [f"{name}={value}" for name, value in settings.items() if value is not None]
+    described = [f"{name}={value}" for name, value in settings.items() if value is not None]
     if getattr(sampler, "generator", None) is not None:
-        told.append("generator")
+        described.append("generator")
     if inner is not None:
-        told.append(f"sampler={_kind(inner)}")
-    return f"{type(sampler).__name__}({', '.join(told)})" if told else type(sampler).__name__
+        described.append(f"sampler={_kind(inner)}")
+    return f"{type(sampler).__name__}({', '.join(described)})" if described else type(sampler).__name__
 
 
 def _number(owner: Any, name: str) -> int | bool | None:
