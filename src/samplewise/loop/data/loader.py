@@ -289,8 +289,8 @@ class ResumableLoader:
         if used is None or self.first is not None or self.is_marked:
             raise CheckpointError(
                 f"inside an epoch, a run with {kind_name(first.kind)} must be resumed with the number of ranks it was "
-                f"saved with, {len(positions)}; found {current_group().size}. Start that number of ranks, or resume from "
-                "a checkpoint between two epochs."
+                f"saved with, {len(positions)}; found {current_group().size}. Start that number of ranks, or resume "
+                "from a checkpoint between two epochs."
             )
         return used
 
