@@ -9,6 +9,7 @@ from samplewise.diagnostics.noise import noise_scale as noise_scale
 from samplewise.diagnostics.noise import signal_to_noise as signal_to_noise
 from samplewise.diagnostics.similarity import similarity as similarity
 from samplewise.diagnostics.suspects import suspects as suspects
+from samplewise.distributed.fsdp import fsdp as fsdp
 from samplewise.distributed.launch import join_process_group as join_process_group
 from samplewise.engine.gradients import Gradients as Gradients
 from samplewise.engine.gradients import gradients as gradients
@@ -39,7 +40,6 @@ from samplewise.loop.checkpoint.load import load_checkpoint as load_checkpoint
 from samplewise.loop.data.sharding import sharded as sharded
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.scan import scan as scan
-from samplewise.step.fsdp import fsdp as fsdp
 from samplewise.step.functional_optim import sgd as sgd
 from samplewise.step.microbatch import auto as auto
 from samplewise.step.step import Step as Step

@@ -357,7 +357,7 @@ def test_ranks_and_one_process_take_turns(two, three, undisturbed, tmp_path):
     assert [window for some in found for window in windows(some)] == windows([(expected, updates)])
 
 
-def in_parts(*ends):
+def is_dtensor(*ends):
     made = trainer()
     for end in ends:
         made.fit(loader(), updates=end)
@@ -365,8 +365,8 @@ def in_parts(*ends):
 
 
 def test_a_trainer_that_goes_on_in_the_middle_of_a_batch(two):
-    expected = in_parts(9)
-    for found in two.run(in_parts, 2, 3, 9):
+    expected = is_dtensor(9)
+    for found in two.run(is_dtensor, 2, 3, 9):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 

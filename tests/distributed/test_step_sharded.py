@@ -113,9 +113,9 @@ def alone_in_between():
 
 def test_the_parts_are_what_is_saved_and_what_the_optimizer_has(two):
     found = two.run(saved_in_between)
-    for parameters, in_parts, _ in found:
+    for parameters, is_dtensor, _ in found:
         torch.testing.assert_close(parameters, alone_in_between(), rtol=1e-10, atol=1e-12)
-        assert all(in_parts)
+        assert all(is_dtensor)
     assert sum(elements for *_, elements in found) == len(alone_in_between())
 
 

@@ -5,7 +5,7 @@ import torch
 
 import samplewise as sw
 from samplewise.transforms.chain import as_chain
-from samplewise.transforms.stats import Numbers
+from samplewise.transforms.stats import SampleStats
 
 
 def soft(losses):
@@ -92,7 +92,7 @@ def test_nothing_is_computed_in_vain():
 def numbers(*norms, counts=None, **options):
     norms = torch.tensor(norms, dtype=torch.float64)
     counts = torch.ones_like(norms) if counts is None else torch.tensor(counts)
-    return Numbers(torch.zeros_like(norms), counts, raw_norms=norms, **options)
+    return SampleStats(torch.zeros_like(norms), counts, raw_norms=norms, **options)
 
 
 def test_norms_as_left_by_the_one_before():
@@ -132,7 +132,7 @@ def test_each_renormalising_transform_multiplies_the_share():
 
 def test_coefficients_by_parameter_go_on_by_parameter():
     lengths = {"a": torch.tensor([3.0, 1.0]).double(), "b": torch.tensor([4.0, 1.0]).double()}
-    given = Numbers(torch.zeros(2), torch.ones(2), raw_norms=lengths)
+    given = SampleStats(torch.zeros(2), torch.ones(2), raw_norms=lengths)
     chain = sw.chain(sw.weight(lambda norms: norms / 5), sw.clip(1.0, by="parameter"), sw.weight(lambda norms: norms))
     (found,) = chain.samples.weigh([given])
     small = 2**0.5 / 5

@@ -7,13 +7,13 @@ import torch
 
 import samplewise as sw
 from samplewise.transforms.reference import Reference
-from samplewise.transforms.stats import Numbers
+from samplewise.transforms.stats import SampleStats
 
 
 def given(*norms, losses=None, **options):
     norms = torch.tensor(norms, dtype=torch.float64)
     losses = torch.arange(len(norms)).double() if losses is None else torch.tensor(losses, dtype=torch.float64)
-    return Numbers(losses, torch.ones_like(losses), raw_norms=norms, **options)
+    return SampleStats(losses, torch.ones_like(losses), raw_norms=norms, **options)
 
 
 def exactly(found, *wanted):
@@ -47,7 +47,7 @@ def test_clip_automatic():
 
 
 def test_clip_by_parameter():
-    numbers = Numbers(torch.zeros(2), torch.ones(2), raw_norms={"a": torch.tensor([3.0, 1.0]), "b": torch.zeros(2)})
+    numbers = SampleStats(torch.zeros(2), torch.ones(2), raw_norms={"a": torch.tensor([3.0, 1.0]), "b": torch.zeros(2)})
     found = sw.clip(2.0, by="parameter")(numbers)
     assert list(found) == ["a", "b"]
     torch.testing.assert_close(found["a"], torch.tensor([2 / 3, 1.0]))

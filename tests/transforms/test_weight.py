@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import samplewise as sw
-from samplewise.transforms.stats import Numbers
+from samplewise.transforms.stats import SampleStats
 
 LOSSES = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
 BATCH = {"x": torch.zeros(3, 2), "w": torch.tensor([0.5, 0.25, 4.0]), "i": torch.tensor([4, 0, 2])}
-NUMBERS = Numbers(LOSSES, 2 * LOSSES, BATCH, raw_norms=3 * LOSSES, coefficients=torch.full((3,), -2.0).double())
+NUMBERS = SampleStats(LOSSES, 2 * LOSSES, BATCH, raw_norms=3 * LOSSES, coefficients=torch.full((3,), -2.0).double())
 
 
 def exactly(found, *wanted):
@@ -89,9 +89,9 @@ def test_a_function_of_the_window_sees_no_batch():
 def test_a_tensor_by_place_in_the_window():
     transform = sw.weight(torch.arange(5.0))
     exactly(transform(NUMBERS), 0, 1, 2)
-    exactly(transform(replace(NUMBERS, places=torch.tensor([4, 2, 3]))), 4, 2, 3)
+    exactly(transform(replace(NUMBERS, positions=torch.tensor([4, 2, 3]))), 4, 2, 3)
     with pytest.raises(sw.TransformError, match=r"weight\(tensor of 5\) must have one value .* at least 6"):
-        transform(replace(NUMBERS, places=torch.tensor([5, 0, 1])))
+        transform(replace(NUMBERS, positions=torch.tensor([5, 0, 1])))
 
 
 def test_a_tensor_by_number():
@@ -169,4 +169,4 @@ def test_texts_are_no_weights():
 
 def test_a_transform_must_declare_what_it_reads():
     with pytest.raises(sw.TransformError, match="must declare the values it reads; found that it reads norms without"):
-        sw.weight(lambda norms: norms)(Numbers(LOSSES, LOSSES))
+        sw.weight(lambda norms: norms)(SampleStats(LOSSES, LOSSES))

@@ -122,7 +122,7 @@ class NoiseScale:
         return Noise(self._trace / self._weight, self._signal / self._weight)
 
     def on_fit_start(self, step: Any) -> None:
-        step.record.add("norms")
+        step.require(norms=True)
 
     def on_update(self, update: Any, trainer: Any = None) -> None:
         """Add an update; skipped updates, single samples (no variance) and groups of updates are ignored.

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samplewise.distributed.fsdp import is_sharded, whole_parameters
+from samplewise.distributed.sharded_parameters import is_sharded, whole_parameters
 from samplewise.engine.finite import all_finite
 from samplewise.errors import LossesError, NonFiniteLossError, ParameterError
 

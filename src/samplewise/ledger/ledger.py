@@ -86,9 +86,7 @@ class Ledger:
 
     def listen(self, step: Any) -> None:
         """Register the columns and norms that the ledger needs with the step. Call it before the first update."""
-        step.columns.update(self.keys)
-        if self.norms:
-            step.record.add("norms")
+        step.require(norms=self.norms, columns=self.keys)
 
     def add(self, update: Update, epoch: int | None = None) -> None:
         """Record an update. `epoch`: default the epoch counted by step.over."""
@@ -98,7 +96,7 @@ class Ledger:
             self._open(self._place(), clear=False)
         assert self._parts is not None
         ours = self._parts.size == 1 or bool(
-            update.local_samples or update.noted
+            update.local_samples or update.batch_columns
         )  # False: all samples are of other ranks
         if ours and not update.has_columns(*self.keys):
             raise LedgerError(

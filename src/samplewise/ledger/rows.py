@@ -32,7 +32,7 @@ def table_of(updates: Sequence[Update], epochs: Sequence[int | None], norms: boo
     norms: False records NaN
     """
     rows = [_rows(update) for update in updates]
-    pieces = [(piece, epoch) for update, epoch in zip(updates, epochs, strict=True) for piece in update.noted]
+    pieces = [(piece, epoch) for update, epoch in zip(updates, epochs, strict=True) for piece in update.batch_columns]
     lengths = [len(piece.values["id"]) for piece, _ in pieces]
     of_batches = {name: _joined(name, [p.values.get(name) for p, _ in pieces], lengths) for name in _named(pieces)}
     each = [_numbers(update, n, norms) for update, n in zip(updates, rows, strict=True)]
@@ -62,7 +62,7 @@ def _taken(name: str) -> LedgerError:
 def _rows(update: Update) -> int:
     """Number of samples of an update, counted by ids. A skipped update may have fewer losses than ids."""
     rows = 0
-    for piece in update.noted:
+    for piece in update.batch_columns:
         ids = piece.values["id"]
         if not isinstance(ids, (Tensor, list, tuple)) or getattr(ids, "ndim", 1) != 1:
             found = f"a tensor of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__

@@ -32,9 +32,9 @@ from samplewise.loop.progress import Progress
 from samplewise.loop.run_dir import RunDirectory
 from samplewise.loop.run_metadata import about
 from samplewise.loop.stopping import Duration, duration, stop_controller
-from samplewise.step.batch_cursor import BatchCursor
 from samplewise.step.step import Step
 from samplewise.step.update import Update
+from samplewise.step.window import BatchCursor
 
 
 class Trainer:

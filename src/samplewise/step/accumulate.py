@@ -14,123 +14,114 @@ from torch import Tensor
 
 from samplewise.core.snapshot import checksum, snapshot
 from samplewise.engine.gradients import Gradients
-from samplewise.step.distributed_window import DistributedWindow
 from samplewise.step.forward import LossEvaluator
-from samplewise.step.microbatch import Microbatch
-from samplewise.step.microbatch_stats import MicrobatchStats
+from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.nonfinite import problem_of_losses
+from samplewise.step.window_ranks import WindowRanks
 from samplewise.transforms.chain import Chain, Stage
 from samplewise.transforms.reference import Reference
-from samplewise.transforms.stats import Numbers, PerSample, joined, rows_of
+from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of
 
 
 class Accumulator(ABC):
-    """Base class of gradient accumulators. `window`: all microbatches of a window must be passed in one call.
-    `knows_norms`: the norm of every sample's gradient is computed.
+    """Base class of gradient accumulators.
+
+    needs_window: all microbatches of a window must be passed in one call.
+    knows_norms: the norm of every sample's gradient is computed.
+    exchanges: `add` contains collectives, so that one rank alone cannot repeat it.
     """
 
-    window: bool
-    knows_norms: bool
+    needs_window = False
+    knows_norms = False
+    exchanges = False
 
     @abstractmethod
     def begin(self) -> None:
         """Reset the state of the window before the first microbatch."""
 
     @abstractmethod
-    def add(self, pieces: Sequence[Any], start: int) -> list[MicrobatchStats]:
-        """Accumulate the gradients of these microbatches; the first one begins at sample `start` of the window."""
+    def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+        """Accumulate the gradients of these microbatches; the first one begins at sample `start` of the window. With
+        `exchanges`, there may be none on this rank.
+        """
+
+    def fingerprint(self) -> list[float] | None:
+        """Numbers that identify the reference directions of the window, for comparison between ranks; None if there are
+        none.
+        """
+        return None
 
 
 class PlainAccumulator(Accumulator):
     """Accumulation without per-sample quantities: one ordinary backward pass per microbatch."""
 
-    window = knows_norms = False
-
-    def __init__(self, evaluation: LossEvaluator):
-        self.evaluation = evaluation
+    def __init__(self, evaluator: LossEvaluator):
+        self.evaluator = evaluator
 
     def begin(self) -> None:
         """Do nothing: there is no state."""
 
-    def add(self, pieces: Sequence[Any], start: int) -> list[MicrobatchStats]:
-        return [self._add(piece) for piece in pieces]
+    def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+        parts: list[SampleStats] = []
+        for microbatch in microbatches:
+            losses, counts = self.evaluator.losses(microbatch)
+            self.evaluator.add_sum(losses)
+            parts.append(SampleStats(losses.detach(), counts, columns=self.evaluator.columns))
+        return parts
 
-    def _add(self, piece: Any) -> MicrobatchStats:
-        losses, counts = self.evaluation.losses(piece)
-        self.evaluation.add_sum(losses)
-        return MicrobatchStats(losses.detach(), counts, columns=self.evaluation.columns)
-
-    def add_mean(self, piece: Any) -> tuple[MicrobatchStats, bool]:
+    def add_mean(self, microbatch: Any) -> tuple[SampleStats, bool]:
         """Accumulate a microbatch that is the whole window, already divided by its counts, which saves a pass over the
         gradients. Also returns whether they were divided: not in half precision, where 1/B would not be exact.
         """
-        losses, counts = self.evaluation.losses(piece)
+        losses, counts = self.evaluator.losses(microbatch)
         exact = losses.dtype in (torch.float32, torch.float64)
         if exact:
-            self.evaluation.add_mean(losses, counts)
+            self.evaluator.add_mean(losses, counts)
         else:
-            self.evaluation.add_sum(losses)
-        return MicrobatchStats(losses.detach(), counts, columns=self.evaluation.columns), exact
+            self.evaluator.add_sum(losses)
+        return SampleStats(losses.detach(), counts, columns=self.evaluator.columns), exact
 
 
 class PerSampleAccumulator(Accumulator):
     """Base class of accumulators with per-sample quantities: computes the norms and dots that transforms need."""
 
     def __init__(
-        self, evaluation: LossEvaluator, chain: Chain, record_norms: bool, team: DistributedWindow | None = None
+        self,
+        evaluator: LossEvaluator,
+        chain: Chain,
+        record_norms: bool,
+        ranks: WindowRanks,
+        size: MicrobatchSize,
     ):
-        self.evaluation = evaluation
+        self.evaluator = evaluator
         self.chain = chain
         self.record_norms = record_norms
-        self.team = team
-        self.window = chain.window or (team is not None and chain.samples.counts_places)
+        self.ranks = ranks
+        self.size = size
+        self.needs_window = chain.window or (ranks.distributed and chain.samples.uses_positions)
         self.knows_norms = record_norms or "norms" in chain.samples.needs
+        self.exchanges = ranks.distributed and self.needs_window
+        self._measures = chain.samples.measures or record_norms
         self._directions: dict[Reference, dict[str, Tensor]] | None = None
-
-    @abstractmethod
-    def add_with_others(self, pieces: Sequence[Any], microbatch: Microbatch) -> list[MicrobatchStats]:
-        """Like `add`, for transforms that see the window of all ranks. `pieces` may be empty on this rank."""
 
     def begin(self) -> None:
         self._directions = None
-
-    def prepare(self) -> None:
-        """Compute references before the first pass: they may draw random numbers, and passes are repeated."""
-        if self.chain.measures:
-            _ = self.directions
 
     @property
     def directions(self) -> dict[Reference, dict[str, Tensor]]:
         """Direction of each reference, computed once per window at the first use."""
         if self._directions is None:
-            with self.evaluation.trained.without_grads():
-                self._directions = self.chain.directions(self.evaluation.trained.wanted())
+            trained = self.evaluator.trained
+            with trained.without_grads():
+                self._directions = self.chain.directions(trained.wanted())
         return self._directions
 
-    def measured(self, g: Gradients, numbers: Numbers, stage: Stage, record: bool) -> Numbers:
-        """`numbers` with the norms and dots that this stage needs, without the loss scale."""
-        by = "parameter" if stage.by_parameter else None
-        scale = self.evaluation.precision.scale
-        norms = _unscaled(g.norms(by), scale) if "norms" in stage.needs or record else None
-        dots = {r: _unscaled(g.dot(self.directions[r], by), scale) for r in stage.references}
-        return replace(numbers, raw_norms=norms, raw_dots=dots)
-
-    def one_pass(self, piece: Any, places: int | Tensor) -> tuple[Tensor, Gradients | None, Numbers]:
-        """Losses of a microbatch; its per-sample gradients, or None if no norm or dot is needed; and its per-sample
-        results. `places`: positions of its samples in the window, or position of the first one.
-        """
-        losses, counts = self.evaluation.losses(piece)
-        places = places + torch.arange(len(losses)) if isinstance(places, int) else places
-        check_finite(losses, places)
-        said = self.evaluation.columns
-        numbers = Numbers(losses.detach(), counts_of(losses, counts), piece, places, columns=said)
-        if not (self.chain.samples.measures or self.record_norms):
-            return losses, None, numbers
-        g = self.evaluation.gradients(losses, piece)
-        return losses, g, self.measured(g, numbers, self.chain.samples, self.record_norms)
+    def compute_directions(self) -> None:
+        """Compute the directions before the first pass: they may draw random numbers, and passes are repeated."""
+        if self.chain.measures:
+            _ = self.directions
 
     def fingerprint(self) -> list[float] | None:
-        """Numbers that identify the directions, for comparison between ranks; None if none was needed."""
         if not self._directions:
             return None
         numbers: list[float] = []
@@ -138,109 +129,130 @@ class PerSampleAccumulator(Accumulator):
             numbers += _fingerprint(direction)
         return numbers
 
-    def all_numbers(self, pieces: Sequence[Any], start: int) -> list[Numbers]:
+    def stats_of(self, microbatch: Any, positions: int | Tensor) -> tuple[Tensor, Gradients | None, SampleStats]:
+        """Losses of a microbatch; its per-sample gradients, or None if no norm or dot is needed; and its per-sample
+        results. `positions`: of its samples in the window, or position of the first one.
+        """
+        losses, counts = self.evaluator.losses(microbatch)
+        if isinstance(positions, int):
+            positions = positions + torch.arange(len(losses))
+        check_finite(losses, positions)
+        stats = SampleStats(
+            losses=losses.detach(),
+            counts=torch.ones_like(losses) if counts is None else counts,
+            batch=microbatch,
+            positions=positions,
+            columns=self.evaluator.columns,
+        )
+        if not self._measures:
+            return losses, None, stats
+        g = self.evaluator.gradients(losses, microbatch)
+        self.measure(g, stats, self.chain.samples, self.record_norms)
+        return losses, g, stats
+
+    def measure(self, g: Gradients, stats: SampleStats, stage: Stage, record_norms: bool) -> None:
+        """Add the norms and dots that this stage needs to `stats`, without the loss scale."""
+        by = "parameter" if stage.by_parameter else None
+        scale = self.evaluator.precision.scale
+        if record_norms or "norms" in stage.needs:
+            stats.raw_norms = _unscaled(g.norms(by), scale)
+        if stage.references:
+            stats.raw_dots = {r: _unscaled(g.dot(self.directions[r], by), scale) for r in stage.references}
+
+    def all_stats(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         """Per-sample results of each microbatch; the first one begins at sample `start` of the window."""
-        found: list[Numbers] = []
-        for piece in pieces:
-            found.append(self.one_pass(piece, start)[2])
-            start += len(found[-1])
-        return found
+        parts: list[SampleStats] = []
+        for microbatch in microbatches:
+            parts.append(self.stats_of(microbatch, start)[2])
+            start += len(parts[-1])
+        return parts
 
 
 class WeightedAccumulator(PerSampleAccumulator):
     """Accumulates each sample's gradient times its coefficient."""
 
-    def add(self, pieces: Sequence[Any], start: int) -> list[MicrobatchStats]:
-        if self.window and len(pieces) > 1:
-            return self._in_two_passes(pieces, start)
-        parts: list[MicrobatchStats] = []
-        for piece in pieces:
-            parts.append(self._in_one_pass(piece, start))
-            start += len(parts[-1])
+    def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+        if self.exchanges:
+            return self._over_ranks(microbatches)
+        if self.needs_window and len(microbatches) > 1:
+            return self._in_two_passes(microbatches, start)
+        parts: list[SampleStats] = []
+        for microbatch in microbatches:
+            losses, g, stats = self.stats_of(microbatch, start)
+            (stats,) = self.chain.samples.weigh([stats])
+            self._sum(microbatch, losses, g, stats.coefficients)
+            parts.append(stats.result())
+            start += len(losses)
         return parts
 
-    def _in_one_pass(self, piece: Any, start: int) -> MicrobatchStats:
-        losses, g, numbers = self.one_pass(piece, start)
-        (numbers,) = self.chain.samples.weigh([numbers])
-        self._sum(piece, losses, g, numbers.coefficients)
-        return as_part(numbers)
-
-    def _sum(self, piece: Any, losses: Tensor, g: Gradients | None, coefficients: PerSample | None) -> None:
+    def _sum(self, microbatch: Any, losses: Tensor, g: Gradients | None, coefficients: PerSample | None) -> None:
         """Accumulate Σ c·g. One coefficient per sample needs only an ordinary backward pass."""
         if g is None and not isinstance(coefficients, dict):
-            self.evaluation.add_sum(losses, coefficients)
+            self.evaluator.add_sum(losses, coefficients)
         else:
-            g = self.evaluation.gradients(losses, piece) if g is None else g
+            g = self.evaluator.gradients(losses, microbatch) if g is None else g
             g.backward(coefficients, retain_graph=False)
 
-    def _in_two_passes(self, pieces: Sequence[Any], start: int) -> list[MicrobatchStats]:
+    def _in_two_passes(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         """Compute the per-sample results of all microbatches, then their weighted sum. The second pass uses the same
         random state as the first, and buffers advance once.
         """
-        self.prepare()
-        restore = snapshot(*self.evaluation.modules)
-        weighed = self.chain.samples.weigh(self.all_numbers(pieces, start))
+        self.compute_directions()
+        restore = snapshot(*self.evaluator.modules)
+        weighed = self.chain.samples.weigh(self.all_stats(microbatches, start))
         restore()
-        for piece, numbers in zip(pieces, weighed, strict=True):
-            self._sum(piece, self.evaluation.losses(piece)[0], None, numbers.coefficients)
-        return [as_part(numbers) for numbers in weighed]
+        for microbatch, stats in zip(microbatches, weighed, strict=True):
+            losses, _ = self.evaluator.losses(microbatch)
+            self._sum(microbatch, losses, None, stats.coefficients)
+        return [stats.result() for stats in weighed]
 
-    def add_with_others(self, pieces: Sequence[Any], microbatch: Microbatch) -> list[MicrobatchStats]:
+    def _over_ranks(self, microbatches: Sequence[Any]) -> list[SampleStats]:
         """Exchange per-sample results between ranks after the first pass, then accumulate. For a single microbatch the
         graph is kept, which saves the second forward pass.
         """
-        assert self.team is not None
-        self.prepare()
-        restore = snapshot(*self.evaluation.modules)
-        kept = None
-        if len(pieces) == 1 and not microbatch.automatic:
-            losses, g, numbers = self.one_pass(pieces[0], 0)
-            kept = losses, g
-            found = [numbers]
+        self.compute_directions()
+        restore = snapshot(*self.evaluator.modules)
+        graph = None
+        if len(microbatches) == 1 and not self.size.automatic:
+            losses, g, stats = self.stats_of(microbatches[0], 0)
+            graph = (losses, g)
+            parts = [stats]
         else:
-            pieces, found = microbatch.attempt(lambda pieces: (pieces, self.all_numbers(pieces, 0)), pieces)
-        weighed = self.team.weigh(self.chain.samples, self._placed(found))
-        if kept is not None:
-            self._sum(pieces[0], *kept, weighed[0].coefficients)
+            microbatches, parts = self.size.retry(lambda some: (some, self.all_stats(some, 0)), microbatches)
+        weighed = self.ranks.weigh(self.chain.samples, self._positioned(parts))
+        if graph is not None:
+            self._sum(microbatches[0], *graph, weighed[0].coefficients)
         else:
             restore()
-            microbatch.attempt(lambda pieces: self._sum_all(pieces, weighed), pieces)
-        return [as_part(numbers) for numbers in weighed]
+            self.size.retry(lambda some: self._sum_all(some, weighed), microbatches)
+        return [stats.result() for stats in weighed]
 
-    def _placed(self, found: Sequence[Numbers]) -> list[Numbers]:
-        """`found` with the positions of their samples in the window of all ranks."""
-        assert self.team is not None
-        self.team.check()
-        sizes = [len(numbers) for numbers in found]
-        places = self.team.places(sum(sizes)).split(sizes)
-        return [replace(numbers, places=where) for numbers, where in zip(found, places, strict=True)]
+    def _positioned(self, parts: Sequence[SampleStats]) -> list[SampleStats]:
+        """`parts` with the positions of their samples in the window of all ranks."""
+        self.ranks.sums()
+        sizes = [len(stats) for stats in parts]
+        positions = self.ranks.positions(sum(sizes)).split(sizes)
+        return [replace(stats, positions=own) for stats, own in zip(parts, positions, strict=True)]
 
-    def _sum_all(self, pieces: Sequence[Any], weighed: Sequence[Numbers]) -> None:
+    def _sum_all(self, microbatches: Sequence[Any], weighed: Sequence[SampleStats]) -> None:
         """Accumulate all microbatches; their sizes may differ from those of `weighed` after running out of memory."""
-        coefficients = joined(weighed).coefficients if weighed else None
+        coefficients = concatenate(weighed).coefficients if weighed else None
         start = 0
-        for piece in pieces:
-            losses, _ = self.evaluation.losses(piece)
+        for microbatch in microbatches:
+            losses, _ = self.evaluator.losses(microbatch)
             stop = start + len(losses)
             own = None if coefficients is None else rows_of(coefficients, slice(start, stop))
-            self._sum(piece, losses, None, own)
+            self._sum(microbatch, losses, None, own)
             start = stop
 
 
-def check_finite(losses: Tensor, places: Tensor) -> None:
-    """Raise NonFiniteLossError if a loss is not finite. `places`: positions of the samples in the window."""
-    problem = problem_of_losses(losses.detach(), places)
-    if problem is not None:
+def check_finite(losses: Tensor, positions: Tensor) -> None:
+    """Raise NonFiniteLossError if a loss is not finite. `positions`: of the samples in the window."""
+    losses = losses.detach()
+    if not bool(losses.isfinite().all()):
+        problem = problem_of_losses(losses, positions)
+        assert problem is not None
         raise problem
-
-
-def counts_of(losses: Tensor, counts: Tensor | None) -> Tensor:
-    return torch.ones_like(losses) if counts is None else counts
-
-
-def as_part(numbers: Numbers) -> MicrobatchStats:
-    known = numbers.losses, numbers.counts, numbers.unscaled_norms, numbers.coefficients, numbers.shares
-    return MicrobatchStats(*known, numbers.columns)
 
 
 def _unscaled(values: PerSample, scale: float) -> PerSample:

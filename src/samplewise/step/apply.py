@@ -4,168 +4,193 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from samplewise.core.snapshot import Buffers
 from samplewise.distributed.group import current_group
-from samplewise.errors import NonFiniteGradientError, ParameterError, SamplewiseError
+from samplewise.errors import ParameterError, SamplewiseError
 from samplewise.step.amp import MixedPrecision
-from samplewise.step.distributed_window import DistributedWindow
-from samplewise.step.microbatch_stats import MicrobatchStats, total
+from samplewise.step.config import StepConfig
 from samplewise.step.nonfinite import problem_of, problem_of_gradients, unread_problem
 from samplewise.step.parameters import TrainedParameters
-from samplewise.step.update import Outcome
-from samplewise.step.window import Window
-from samplewise.transforms.transform import SumTransform
+from samplewise.step.update import Outcome, Update
+from samplewise.step.window import Counters, Window
+from samplewise.step.window_ranks import WindowRanks
+from samplewise.transforms.stats import SampleStats, denominator
 
 
 class UpdateApplier:
-    """Applies the update of a window. Errors about the window are raised before parameters change."""
+    """Applies the updates of complete windows. Errors about a window are raised before parameters change."""
 
     def __init__(
         self,
+        config: StepConfig,
         trained: TrainedParameters,
         optimizer: Any,
         scheduler: Any,
         precision: MixedPrecision,
-        on_sum: Sequence[SumTransform],
-        max_grad_norm: float | None,
-        on_nonfinite: str,
-        team: DistributedWindow | None = None,
+        ranks: WindowRanks,
+        counters: Counters,
+        buffers: Buffers,
     ):
-        self.team = team
+        self.config = config
         self.trained = trained
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.precision = precision
-        self.on_sum = on_sum
-        self.max_grad_norm = max_grad_norm
-        self.on_nonfinite = on_nonfinite
-        self.checks = on_nonfinite != "ignore" or precision.scales
-        self._unread: SkipFlag | None = None
-        self._may_mask = on_nonfinite == "raise" and not precision.scales
+        self.ranks = ranks
+        self.counters = counters
+        self._buffers = buffers
+        self._on_sum = config.transforms.on_sum
+        self._last_flag: SkipFlag | None = None
+        self._may_flag = config.on_nonfinite == "raise" and not precision.scales
 
-    def __call__(self, window: Window) -> Outcome:
+    def apply(self, window: Window) -> Update:
+        """Change the parameters by the update of a window, and return its results."""
+        started = perf_counter()
+        outcome = self._change_parameters(window)
+        if outcome.skipped:
+            self.trained.clear()
+            self._buffers.restore()
+        elif outcome.flag is not None:
+            self._buffers.restore_unless(outcome.flag.finite)
+        counters = self.counters
+        samples = window.samples + window.samples_elsewhere
+        update = Update(counters.updates, samples, outcome, window.parts, window.columns, window.totals)
+        counters.samples += window.samples_elsewhere
+        if outcome.skipped:
+            counters.skipped += 1
+        else:
+            counters.updates += 1
+        update.phases = {
+            "forward": window.forward_seconds,
+            "gradients": window.seconds - window.forward_seconds,
+            "optimizer": perf_counter() - started,
+        }
+        return update
+
+    def _change_parameters(self, window: Window) -> Outcome:
+        """The sequence of an update."""
         rates = self.rates()
-        masks = self.masks and window.agreed is None
-        if window.failure is None:
-            self._divide(window)
-        sizes = self._sizes(window.unseen) if self.checks and window.failure is None else None
-        problem = window.failure if sizes is None or masks else self._problem(sizes, window.unseen)
-        if problem is not None:
-            if not self.may_skip(problem):
-                raise problem
-            self.precision.overflowed()
-            return Outcome(True, rates, lambda: torch.tensor(torch.nan))
-        mask = None
-        if masks:
-            mask = self._unread = SkipFlag(self.trained.gradients(), window.parts, self._unread)
-        if self.max_grad_norm is not None:
-            sizes = sizes or self._sizes(())
-            self._bound(sizes)
-        self._change(mask)
-        return Outcome(False, rates, self._norm(sizes), mask)
-
-    def rates(self) -> list[Any]:
-        """Current learning rate of each of the optimizer's parameter groups."""
-        return [lr.clone() if isinstance(lr := group["lr"], Tensor) else lr for group in self.optimizer.param_groups]
-
-    def prepare(self, window: Window) -> None:
-        """Divide and clip the gradients as the optimizer will see them, without the finite check."""
-        self._divide(window)
-        if self.max_grad_norm is not None:
-            self._bound(self._sizes(()))
-
-    def _bound(self, sizes: GradNorms) -> None:
-        """Clip the update's gradient to `max_grad_norm`, with the formula of torch.nn.utils.clip_grad_norm_."""
-        assert self.max_grad_norm is not None
-        torch._foreach_mul_(self.trained.gradients(), (self.max_grad_norm / (sizes.norm() + 1e-6)).clamp(max=1))
-
-    @property
-    def masks(self) -> bool:
-        """True if a non-finite update is skipped by a flag on the device, without a host sync."""
-        return self._may_mask and _can_mask(self.optimizer, self.trained.device)
-
-    def may_skip(self, problem: Exception) -> bool:
-        """True if this problem skips the update instead of raising: with on_nonfinite="skip"; or if gradients overflow
-        under a loss scale, which is then halved.
-        """
-        overflow = self.precision.scales and isinstance(problem, NonFiniteGradientError)
-        return self.on_nonfinite == "skip" or overflow
-
-    def _divide(self, window: Window) -> None:
-        """Divide the sums by loss scale and denominator. Transforms of the sum, such as noise, act after unscaling and
-        before the division by the denominator.
-        """
-        by = 1 if window.divided else window.denominator
-        scale = self.precision.scale
-        if self.on_sum:
-            self.trained.fill()  # noise is added to every parameter, also to those that the loss does not reach
-            gradients = self.trained.gradients()
-            torch._foreach_div_(gradients, scale)
-            scale = 1.0
-            for transform in self.on_sum:
-                if self.team is None:
-                    transform.act(gradients)
-                else:
-                    self.team.act(transform, self.trained)
-        if not (window.divided and scale == 1) and (gradients := self.trained.gradients()):
-            torch._foreach_div_(gradients, by * scale)
-
-    def _sizes(self, parts: Sequence[MicrobatchStats]) -> GradNorms:
-        """Norms of the gradients; and, for the finite check, of losses, of 1 / denominator (infinite if it is 0) and of
-        a value that is infinite if a count is negative.
-        """
-        others = [part.losses for part in parts]
-        if any(p.counts is not None or p.shares is not None for p in parts):
-            others.append(1 / torch.as_tensor(total(parts)))
-        others += [torch.where(p.counts.min() < 0, math.inf, 0.0) for p in parts if p.counts is not None]
-        return GradNorms(self.trained.gradients(), others, self.sharded)
-
-    @property
-    def sharded(self) -> bool:
-        """True if each rank holds a shard of the gradients."""
-        return self.team is not None and self.team.spread.sharded
-
-    def _problem(self, sizes: GradNorms, parts: Sequence[MicrobatchStats]) -> SamplewiseError | None:
-        """Error that describes the first non-finite value; None if all values are finite."""
-        if sizes.finite():
-            return None
-        problem = problem_of(parts, self.trained.owned)
-        if self.sharded and current_group().all_reduce_scalars(problem is not None)[0]:
-            problem = problem or problem_of_gradients("in the part of another rank")
-        if problem is None:  # all values are finite, but the squares overflow
-            sizes.measure_again(self.trained.gradients())
-        return problem
-
-    def _change(self, mask: SkipFlag | None) -> None:
+        if window.failure is not None:
+            return self._skip(window.failure, rates)
+        self.divide(window)
+        flags = self.flags and window.totals is None
+        norms = self._norms(window.unchecked) if self.config.checks_finite else None
+        if norms is not None and not flags:
+            problem = self._problem(norms, window.unchecked)
+            if problem is not None:
+                return self._skip(problem, rates)
+        flag = None
+        if flags:
+            flag = self._last_flag = SkipFlag(self.trained.gradients(), window.parts, self._last_flag)
+        if self.config.max_grad_norm is not None:
+            norms = norms or self._norms(())
+            self._clip(norms)
         try:
-            if mask is None:
+            if flag is None:
                 self.optimizer.step()
             else:
-                mask.step(self.optimizer)
+                flag.step(self.optimizer)
             if self.scheduler is not None:
                 self.scheduler.step()
         finally:
-            if self.team is not None:
-                self.team.spread.gather()  # a collective: other ranks call it even if the optimizer failed here
-        self.precision.went_well()
+            self.ranks.strategy.gather_parameters()  # a collective: other ranks call it even if the optimizer failed
+        self.precision.record_success()
+        return Outcome(False, rates, norms.norm if norms is not None else self._late_norm(), flag)
 
-    def _norm(self, sizes: GradNorms | None) -> Callable[[], Tensor]:
-        if sizes is not None:
-            return sizes.norm
+    def _skip(self, problem: Exception, rates: list[Any]) -> Outcome:
+        """Skip the update because of a non-finite value, or raise it."""
+        if not self.config.skips(problem):
+            raise problem
+        self.precision.record_overflow()
+        return Outcome(True, rates, lambda: torch.tensor(torch.nan))
+
+    def rates(self) -> list[Any]:
+        """Current learning rate of each of the optimizer's parameter groups."""
+        rates = []
+        for group in self.optimizer.param_groups:
+            rate = group["lr"]
+            rates.append(rate.clone() if isinstance(rate, Tensor) else rate)
+        return rates
+
+    def prepare(self, window: Window) -> None:
+        """Divide and clip the gradients as the optimizer will see them, without the finite check."""
+        self.divide(window)
+        if self.config.max_grad_norm is not None:
+            self._clip(self._norms(()))
+
+    @property
+    def flags(self) -> bool:
+        """True if a non-finite update is skipped by a flag on the device, without a host sync."""
+        return self._may_flag and _supports_flag(self.optimizer, self.trained.device)
+
+    def divide(self, window: Window) -> None:
+        """Divide the sums by loss scale and denominator. Transforms of the sum, such as noise, act after unscaling and
+        before the division by the denominator.
+        """
+        scale = self.precision.scale
+        if self._on_sum:
+            self.trained.fill()  # noise is added to every parameter, also to those that the loss does not reach
+            torch._foreach_div_(self.trained.gradients(), scale)
+            scale = 1.0
+            for transform in self._on_sum:
+                self.ranks.transform_sum(transform, self.trained)
+        if window.divided and scale == 1:
+            return
+        divisor = 1 if window.divided else window.denominator
+        gradients = self.trained.gradients()
+        if gradients:
+            torch._foreach_div_(gradients, divisor * scale)
+
+    def _clip(self, norms: GradNorms) -> None:
+        """Clip the update's gradient to `max_grad_norm`, with the formula of torch.nn.utils.clip_grad_norm_."""
+        assert self.config.max_grad_norm is not None
+        factor = (self.config.max_grad_norm / (norms.norm() + 1e-6)).clamp(max=1)
+        torch._foreach_mul_(self.trained.gradients(), factor)
+
+    def _norms(self, parts: Sequence[SampleStats]) -> GradNorms:
+        """Norms of the gradients; and, for the finite check, of losses, of 1 / denominator (infinite if it is 0) and of
+        a value that is infinite if a count is negative.
+        """
+        others: list[Tensor] = []
+        counted = False
+        for part in parts:
+            others.append(part.losses)
+            counted = counted or part.counts is not None or part.shares is not None
+        if counted:
+            others.append(1 / torch.as_tensor(denominator(parts)))
+            others += [torch.where(p.counts.min() < 0, math.inf, 0.0) for p in parts if p.counts is not None]
+        return GradNorms(self.trained.gradients(), others, self.ranks.strategy.sharded)
+
+    def _problem(self, norms: GradNorms, parts: Sequence[SampleStats]) -> SamplewiseError | None:
+        """Error that describes the first non-finite value; None if all values are finite."""
+        if norms.finite():
+            return None
+        problem = problem_of(parts, self.trained.owned)
+        if self.ranks.strategy.sharded and current_group().all_reduce_scalars(problem is not None)[0]:
+            problem = problem or problem_of_gradients("in the part of another rank")
+        if problem is None:  # all values are finite, but the squares overflow
+            norms.recompute(self.trained.gradients())
+        return problem
+
+    def _late_norm(self) -> Callable[[], Tensor]:
+        """Function that computes the gradient norm when it is read, before the gradients are cleared."""
         stamp = self.trained.cleared
-        return lambda: self._late_norm(stamp)
 
-    def _late_norm(self, stamp: int) -> Tensor:
-        if stamp != self.trained.cleared:
-            raise ParameterError(
-                "update.grad_norm with on_nonfinite='ignore' must be read before the next update begins; found that "
-                "its gradients were cleared. Read it right after the update."
-            )
-        return self._sizes(()).norm()
+        def norm() -> Tensor:
+            if stamp != self.trained.cleared:
+                raise ParameterError(
+                    "update.grad_norm with on_nonfinite='ignore' must be read before the next update begins; found "
+                    "that its gradients were cleared. Read it right after the update."
+                )
+            return self._norms(()).norm()
+
+        return norm
 
 
 class GradNorms:
@@ -178,10 +203,11 @@ class GradNorms:
         self._unit: float | Tensor = 1.0
         self._sharded = sharded
         norms = torch._foreach_norm([*gradients, *others])
-        self._all = self._over_ranks(torch.stack([n.to(norms[0].device) for n in norms]))
+        stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+        self._all = self._over_ranks(stacked) if sharded else stacked
 
     def _over_ranks(self, norms: Tensor) -> Tensor:
-        return current_group().all_reduce_(norms.double().square()).sqrt() if self._sharded else norms
+        return current_group().all_reduce_(norms.double().square()).sqrt()
 
     def norm(self) -> Tensor:
         return torch.linalg.vector_norm(self._all[: self._gradients]) * self._unit
@@ -189,15 +215,16 @@ class GradNorms:
     def finite(self) -> bool:
         return math.isfinite(self._all.sum().item())
 
-    def measure_again(self, gradients: Sequence[Tensor]) -> None:
+    def recompute(self, gradients: Sequence[Tensor]) -> None:
         """Recompute the norms in units of the largest element, so that squares do not overflow."""
         self._unit = torch.stack([g.abs().max().double() for g in gradients if g.numel()]).max()
         if self._sharded:
             self._unit = current_group().all_gather_rows(self._unit[None]).max()
-        self._all = self._over_ranks(torch.stack([(g / self._unit).norm().double() for g in gradients]))
+        norms = torch.stack([(g / self._unit).norm().double() for g in gradients])
+        self._all = self._over_ranks(norms) if self._sharded else norms
 
 
-def _can_mask(optimizer: Any, device: torch.device) -> bool:
+def _supports_flag(optimizer: Any, device: torch.device) -> bool:
     """True if the optimizer can skip an update by a flag on the device (`found_inf`), which saves the host sync."""
     return device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False)
 
@@ -207,16 +234,16 @@ class SkipFlag:
     earlier updates that were not read.
     """
 
-    def __init__(self, gradients: Sequence[Tensor], parts: Sequence[MicrobatchStats], before: SkipFlag | None):
+    def __init__(self, gradients: Sequence[Tensor], parts: Sequence[SampleStats], before: SkipFlag | None):
         self._parts = parts
         losses = torch.stack([part.losses.isfinite().all() for part in parts]).all()
-        self.well = torch.stack([losses, *(g.isfinite().all() for g in gradients)]).all()
+        self.finite = torch.stack([losses, *(g.isfinite().all() for g in gradients)]).all()
         self._losses: Tensor = losses if before is None else losses & before._losses
-        self._all: Tensor = self.well if before is None else self.well & before._all
+        self._all: Tensor = self.finite if before is None else self.finite & before._all
 
     def step(self, optimizer: Any) -> None:
         optimizer.grad_scale = None
-        optimizer.found_inf = (~self.well).to(torch.float32)
+        optimizer.found_inf = (~self.finite).to(torch.float32)
         try:
             optimizer.step()
         finally:

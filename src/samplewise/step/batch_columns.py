@@ -25,27 +25,27 @@ class BatchColumns:
         return {"epoch": self.epoch, "values": self.values}
 
 
-def note(batch: Any, keys: Mapping[str, Hashable], epoch: int, rows: slice | None = None) -> BatchColumns:
+def record_columns(batch: Any, keys: Mapping[str, Hashable], epoch: int, rows: slice | None = None) -> BatchColumns:
     """Values of the batch, or of these rows of it, under the keys. `keys`: column name -> key of the batch."""
-    return BatchColumns(epoch, {name: _some(pick(batch, key), rows) for name, key in keys.items()})
+    return BatchColumns(epoch, {name: _rows(pick(batch, key), rows) for name, key in keys.items()})
 
 
-def _some(values: Any, rows: slice | None) -> Any:
+def _rows(values: Any, rows: slice | None) -> Any:
     return values if rows is None else values[rows]
 
 
-def columns_of(noted: Sequence[BatchColumns]) -> dict[str, Column]:
+def columns_of(recorded: Sequence[BatchColumns]) -> dict[str, Column]:
     """Columns of all microbatches, concatenated, and "epoch". Columns that a microbatch lacks are left out."""
-    if not noted:
+    if not recorded:
         return {}
-    names = [name for name in noted[0].values if all(name in each.values for each in noted)]
-    found: dict[str, Column] = {name: _joined([each.values[name] for each in noted]) for name in names}
+    names = [name for name in recorded[0].values if all(name in each.values for each in recorded)]
+    found: dict[str, Column] = {name: _concatenated([each.values[name] for each in recorded]) for name in names}
     if names:
-        found["epoch"] = torch.cat([torch.full((len(n.values[names[0]]),), n.epoch) for n in noted])
+        found["epoch"] = torch.cat([torch.full((len(n.values[names[0]]),), n.epoch) for n in recorded])
     return found
 
 
-def _joined(values: Sequence[Any]) -> Column:
+def _concatenated(values: Sequence[Any]) -> Column:
     if len(values) == 1:
         return values[0]
     if all(isinstance(each, Tensor) for each in values):

@@ -106,13 +106,13 @@ def check_untracked(untracked: dict[str, Tensor], reached: set[int]) -> None:
         )
 
 
-def check_weights(chain: Chain, weights: Sequence[PerSample | None], with_others: bool = False) -> None:
+def check_weights(chain: Chain, weights: Sequence[PerSample | None]) -> None:
     """Raise if all coefficients of the first update are zero, over all ranks: the gradient would be zero."""
     columns: list[Tensor | None] = []
     for found in weights:
         columns += found.values() if isinstance(found, dict) else [found]
     some = not columns or any(w is None or bool(w.any()) for w in columns)
-    if not (current_group().all_reduce_scalars(some)[0] if with_others else some):
+    if not current_group().all_reduce_scalars(some)[0]:
         raise TransformError(
             f"at least one sample of the first update must have a nonzero weight; found none with {chain!r}. "
             "Check the values that the weights are computed from."

@@ -48,17 +48,17 @@ class LossEvaluator:
         self._coincidences: set[int] = set()  # graph structures in which a tensor has B rows only by coincidence
         self._bare = precision.name is None and budget is None  # skip the context managers, which cost microseconds
 
-    def losses(self, piece: Any) -> tuple[Tensor, Tensor | None]:
+    def losses(self, microbatch: Any) -> tuple[Tensor, Tensor | None]:
         """Losses (B,), attached to the autograd graph, and counts (B,), or None if the loss function returns none."""
         started = perf_counter()
         if self._bare:
-            result = self.loss_fn(self.model, piece)
+            result = self.loss_fn(self.model, microbatch)
         else:
             with (
                 self.precision.autocast(self.trained.device),
                 nullcontext() if self.budget is None else bounded(self.budget, *self.modules),
             ):
-                result = self.loss_fn(self.model, piece)
+                result = self.loss_fn(self.model, microbatch)
         losses, counts = per_sample(result)
         check_attached(losses)
         self.columns = columns_of(result, losses)
@@ -67,37 +67,37 @@ class LossEvaluator:
         self.seconds += perf_counter() - started
         return losses, counts
 
-    def gradients(self, losses: Tensor, piece: Any = None) -> Gradients:
-        """Gradients of every sample, times the loss scale. `piece`: the microbatch of the losses, used to find out
+    def gradients(self, losses: Tensor, microbatch: Any = None) -> Gradients:
+        """Gradients of every sample, times the loss scale. `microbatch`: the microbatch of the losses, used to find out
         whether samples really interact.
         """
         scaled = losses * self.precision.scale if self.precision.scales else losses
-        g = self._ask(scaled)
+        g = self._gradients_of(scaled)
         if self._coincidences and g.wiring in self._coincidences:
-            return self._ask(scaled, interacting="allow")
+            return self._gradients_of(scaled, interacting="allow")
         try:
-            return _certain(g)
+            return _prepared(g)
         except (SamplesInteractError, SamplesMayInteractWarning) as doubt:
-            if self._is_coincidence(piece):
+            if self._is_coincidence(microbatch):
                 self._coincidences.add(g.wiring)
-                return self._ask(scaled, interacting="allow")
+                return self._gradients_of(scaled, interacting="allow")
             if isinstance(doubt, SamplesMayInteractWarning):
-                return self._ask(scaled)
+                return self._gradients_of(scaled)
             raise SamplesInteractError(str(doubt).replace(f", {REMEDY}", ".")) from None
 
-    def _ask(self, losses: Tensor, interacting: str = "refuse") -> Gradients:
+    def _gradients_of(self, losses: Tensor, interacting: str = "refuse") -> Gradients:
         return gradients_of(losses, self.trained.wanted(), self.modules, interacting=interacting)
 
-    def _is_coincidence(self, piece: Any) -> bool:
+    def _is_coincidence(self, microbatch: Any) -> bool:
         """True if samples seem to interact only because an unrelated tensor has B rows (for example positional
         embeddings of B tokens). With B - 1 samples, the check then passes.
         """
-        total = length(piece)
+        total = length(microbatch)
         if total is None or total < 3:
             return False
         restore = snapshot(*self.modules)
         try:
-            _certain(self._ask(self.losses(cut(piece, 0, total - 1, total))[0]))
+            _prepared(self._gradients_of(self.losses(cut(microbatch, 0, total - 1, total))[0]))
         except (SamplesInteractError, SamplesMayInteractWarning):
             return False
         finally:
@@ -121,7 +121,7 @@ class LossEvaluator:
             torch.autograd.backward(losses, (scale / counts.sum()).to(losses.dtype).expand_as(losses))
 
 
-def _certain(g: Gradients) -> Gradients:
+def _prepared(g: Gradients) -> Gradients:
     """Prepare `g`; raise also if samples may interact, where the engine only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", SamplesMayInteractWarning)

@@ -7,7 +7,7 @@ group, with one buffer of the size of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,87 +18,75 @@ from samplewise.core.batches import length, take
 from samplewise.core.snapshot import snapshot
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
-from samplewise.step.accumulate import PerSampleAccumulator, as_part, check_finite, counts_of
+from samplewise.step.accumulate import PerSampleAccumulator, check_finite
 from samplewise.step.checks import listed, training_batch_norms
-from samplewise.step.distributed_window import DistributedWindow
-from samplewise.step.microbatch import Microbatch
-from samplewise.step.microbatch_stats import MicrobatchStats, split
-from samplewise.transforms.chain import Stage
+from samplewise.step.window_ranks import WindowRanks
 from samplewise.transforms.reference import Reference
-from samplewise.transforms.stats import Numbers, PerSample, joined, rows_of
+from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of, split
 
 
-class Grouped(PerSampleAccumulator):
+class GroupedAccumulator(PerSampleAccumulator):
     """Accumulates each group's gradient times its coefficient."""
 
-    def add(self, pieces: Sequence[Any], start: int) -> list[MicrobatchStats]:
-        if len(pieces) == 1:
-            return [self._at_once(pieces[0], start)]
-        return self._group_by_group(pieces, self._by_group(pieces))
-
-    def add_with_others(self, pieces: Sequence[Any], microbatch: Microbatch) -> list[MicrobatchStats]:
-        assert self.team is not None
-        self.prepare()
-        keys = [key for piece in pieces for key in self._checked_keys(piece)]
-        known = Known(self.team, keys)
-        if known.spanning or len(pieces) != 1 or microbatch.automatic:
-            return self._group_by_group(pieces, known.groups(self._by_group(pieces)), known.places)
-        return [self._at_once(pieces[0], known.places, known.numbers(keys))]
-
-    def keys(self, piece: Any) -> list[Hashable]:
+    def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+        if self.exchanges:
+            self.compute_directions()
         assert self.chain.grouping is not None
-        return self.chain.grouping.keys(piece)
+        keys = [self.chain.grouping.keys(microbatch) for microbatch in microbatches]
+        if self.exchanges or len(microbatches) > 1:
+            for own, microbatch in zip(keys, microbatches, strict=True):
+                _check_keys(own, self.samples_in(microbatch))
+        layout = GroupLayout(self.ranks, [key for own in keys for key in own])
+        repeatable = not (self.exchanges and self.size.automatic)
+        if len(microbatches) == 1 and repeatable and not layout.spanning:
+            return [self._at_once(microbatches[0], keys[0], layout)]
+        groups = layout.groups(_members_by_group(microbatches, keys))
+        return self._group_by_group(microbatches, groups, layout.positions)
 
-    def _checked_keys(self, piece: Any) -> list[Hashable]:
-        keys = self.keys(piece)
-        _check_keys(keys, _length(piece, self))
-        return keys
+    def samples_in(self, microbatch: Any) -> int:
+        """Number of samples; raises if the microbatch cannot be cut."""
+        samples = length(microbatch)
+        if samples is None:
+            raise BatchError(
+                f"{self.chain.grouping} must select single samples if a window has several microbatches; found a batch "
+                "that cannot be cut. Use a loader whose batch is the whole window."
+            )
+        return samples
 
     @property
-    def asks_samples(self) -> bool:
+    def needs_samples(self) -> bool:
         """True if per-sample results are needed before samples are grouped."""
         return bool(self.chain.samples.transforms) or self.record_norms
 
-    def weigh(self, stage: Stage, parts: Sequence[Numbers], owned: Tensor | None = None) -> list[Numbers]:
-        return stage.weigh(parts) if self.team is None else self.team.weigh(stage, parts, owned)
-
-    def _at_once(self, piece: Any, places: int | Tensor, numbers_of_groups: Tensor | None = None) -> MicrobatchStats:
+    def _at_once(self, microbatch: Any, keys: list[Hashable], layout: GroupLayout) -> SampleStats:
         """Accumulate a window of one microbatch, with the gradient of each group from the engine."""
-        losses, _, numbers = self.one_pass(piece, places)
-        (numbers,) = self.weigh(self.chain.samples, [numbers])
-        owner, groups = _owners(self.keys(piece), losses)
-        per_group = _sums(losses * numbers.weights, owner, groups)
-        g = self.evaluation.gradients(per_group)
-        where = torch.arange(groups) if numbers_of_groups is None else numbers_of_groups
-        whole = Numbers(per_group.detach(), _sums(numbers.denominators, owner, groups), places=where)
-        (whole,) = self.weigh(self.chain.groups, [self.measured(g, whole, self.chain.groups, record=False)])
-        g.backward(whole.coefficients, retain_graph=False)
-        return _part(numbers, whole, owner)
+        losses, _, samples = self.stats_of(microbatch, layout.positions)
+        owner, number = _owners(keys, losses)
+        (samples,) = self.ranks.weigh(self.chain.samples, [samples])
+        per_group = _sums(losses * samples.weights, owner, number)
+        g = self.evaluator.gradients(per_group)
+        groups = SampleStats(
+            losses=per_group.detach(),
+            counts=_sums(samples.denominators, owner, number),
+            positions=layout.numbers(keys),
+        )
+        self.measure(g, groups, self.chain.groups, record_norms=False)
+        (groups,) = self.ranks.weigh(self.chain.groups, [groups])
+        g.backward(groups.coefficients, retain_graph=False)
+        return _result(samples, groups, owner)
 
     def _group_by_group(
-        self, pieces: Sequence[Any], groups: Sequence[Group], places: Tensor | None = None
-    ) -> list[MicrobatchStats]:
+        self, microbatches: Sequence[Any], groups: Sequence[SampleGroup], positions: Tensor
+    ) -> list[SampleStats]:
         """Accumulate a window of several microbatches, or with groups on several ranks."""
-        mixing = training_batch_norms(self.evaluation.modules)
+        mixing = training_batch_norms(self.evaluator.modules)
         if mixing:  # only the engine's per-sample pass detects this, and it is not used here
             raise SamplesInteractError(
                 f"{self.chain.grouping} needs samples that do not depend on each other; found BatchNorm in training "
                 f"mode: {listed(mixing)}. Call eval() on it, or use GroupNorm."
             )
-        part = Gathering(self, groups, places).part()
-        return [] if part is None else split(part, [_length(piece, self) for piece in pieces])
-
-    def _by_group(self, pieces: Sequence[Any]) -> list[Group]:
-        """Samples of each group, with groups in order of first occurrence."""
-        groups: dict[Hashable, list[Members]] = {}
-        start = 0
-        for piece in pieces:
-            keys = self._checked_keys(piece)
-            for key in dict.fromkeys(keys):
-                places = [place for place, other in enumerate(keys) if other == key]
-                groups.setdefault(key, []).append(Members(take(piece, places), start + torch.tensor(places)))
-            start += len(keys)
-        return [Group(key, members, number) for number, (key, members) in enumerate(groups.items())]
+        stats = GroupAccumulation(self, groups, positions).run()
+        return [] if stats is None else split(stats, [self.samples_in(microbatch) for microbatch in microbatches])
 
 
 @dataclass
@@ -106,172 +94,178 @@ class Members:
     """Samples of one group in one microbatch."""
 
     batch: Any
-    places: Tensor  # in this rank's part of the window
-    numbers: Numbers | None = None
+    rows: Tensor  # in this rank's part of the window
+    stats: SampleStats | None = None
 
 
 @dataclass
-class Group:
+class SampleGroup:
     """One group of samples in a window."""
 
-    key: Hashable
     members: list[Members]  # on this rank
     number: int  # in the window, in order of first occurrence
-    spans: bool = False  # whether several ranks have members
-    owned: bool = True  # whether this rank sends the group's results and counts its denominator
+    spans: bool  # whether several ranks have members
+    owned: bool  # whether this rank sends the group's results and counts its denominator
 
 
-class Known:
-    """Groups of a window over all ranks, exchanged in one all-gather. `spanning`: keys of groups on several ranks."""
+class GroupLayout:
+    """Groups of a window over all ranks, exchanged in one all-gather. `spanning`: keys of groups on several ranks.
+    `positions`: of this rank's samples in the window of all ranks.
+    """
 
-    def __init__(self, team: DistributedWindow, keys: list[Hashable]):
-        team.check()
-        self.places = team.places(len(keys))
-        told = current_group().all_gather_object(list(zip(self.places.tolist(), keys, strict=True)))
-        pairs_of_all = [pair for pairs in told for pair in pairs]
+    def __init__(self, ranks: WindowRanks, keys: list[Hashable]):
+        ranks.sums()
+        self.positions = ranks.positions(len(keys))
+        gathered = current_group().all_gather_object(list(zip(self.positions.tolist(), keys, strict=True)))
+        pairs_of_all = [pair for pairs in gathered for pair in pairs]
         in_order = [key for _, key in sorted(pairs_of_all, key=lambda pair: pair[0])]
         self._numbers = {key: number for number, key in enumerate(dict.fromkeys(in_order))}
         self._holders: dict[Hashable, list[int]] = {}
-        for rank, pairs in enumerate(told):
+        for rank, pairs in enumerate(gathered):
             for key in dict.fromkeys(key for _, key in pairs):
                 self._holders.setdefault(key, []).append(rank)
-        self._rank = team.rank
+        self._rank = ranks.rank
         self.spanning = [key for key in self._numbers if len(self._holders[key]) > 1]
 
     def numbers(self, keys: list[Hashable]) -> Tensor:
         """Numbers of the groups of these keys in the window."""
         return torch.tensor([self._numbers[key] for key in dict.fromkeys(keys)])
 
-    def groups(self, here: Sequence[Group]) -> list[Group]:
+    def groups(self, members: Mapping[Hashable, list[Members]]) -> list[SampleGroup]:
         """Groups to process on this rank. Groups on several ranks come first, in the same order on every rank, also on
         ranks without a member, because they need collectives.
         """
-        found = {group.key: group for group in here}
-        keys = [*self.spanning, *(key for key in found if key not in set(self.spanning))]
+        spanning = set(self.spanning)
+        keys = [*self.spanning, *(key for key in members if key not in spanning)]
         return [
-            Group(
-                key,
-                found[key].members if key in found else [],
-                self._numbers[key],
-                spans=len(self._holders[key]) > 1,
+            SampleGroup(
+                members=members.get(key, []),
+                number=self._numbers[key],
+                spans=key in spanning,
                 owned=self._holders[key][0] == self._rank,
             )
             for key in keys
         ]
 
 
-class Gathering:
+class GroupAccumulation:
     """Processes the groups of a window one by one; a group may extend over several microbatches. Every pass over the
-    groups starts from the same random state. `places`: positions of this rank's samples in the window of all ranks.
+    groups starts from the same random state. `positions`: of this rank's samples in the window of all ranks.
     """
 
-    def __init__(self, summing: Grouped, groups: Sequence[Group], places: Tensor | None):
-        self.summing = summing
+    def __init__(self, accumulator: GroupedAccumulator, groups: Sequence[SampleGroup], positions: Tensor):
+        self.accumulator = accumulator
         self.groups = groups
-        self.places = places
-        self.stage = summing.chain.groups
-        self.evaluation = summing.evaluation
-        summing.prepare()
-        self.restore = snapshot(*self.evaluation.modules)
+        self.positions = positions
+        self.stage = accumulator.chain.groups
+        self.ranks = accumulator.ranks
+        self.evaluator = accumulator.evaluator
+        accumulator.compute_directions()
+        self.restore = snapshot(*self.evaluator.modules)
 
-    def part(self) -> MicrobatchStats | None:
+    def run(self) -> SampleStats | None:
         """Accumulate all groups into `.grad`; returns the per-sample results, or None if this rank has no samples."""
-        if self.summing.asks_samples:
+        if self.accumulator.needs_samples:
             self._weigh_samples()
-        weighed: list[Numbers] = []
+        weighed: list[SampleStats] = []
         if self.stage.window:  # coefficients need the results of all groups, so they are computed first
-            found = [self._gather(group) for group in self.groups]
-            weighed = self.summing.weigh(self.stage, found, torch.tensor([group.owned for group in self.groups]))
+            stats = [self._group_stats(group) for group in self.groups]
+            weighed = self.ranks.weigh(self.stage, stats, torch.tensor([group.owned for group in self.groups]))
             self.restore()
-        sums = GradientSums(self.evaluation.trained.named)
+        sums = GradientSums(self.evaluator.trained.named)
         for k, group in enumerate(self.groups):
             if self.stage.window:
-                self._partial(group)
+                self._group_gradient(group)
             else:
-                weighed += self.stage.weigh([self._gather(group)])
+                weighed += self.stage.weigh([self._group_stats(group)])
             sums.add(weighed[k].coefficients)
-        sums.put_back()
-        return self._in_order(joined(weighed)) if any(group.members for group in self.groups) else None
+        sums.write()
+        return self._in_order(concatenate(weighed)) if any(group.members for group in self.groups) else None
 
     def _weigh_samples(self) -> None:
         members = [m for group in self.groups for m in group.members]
-        found = [self.summing.one_pass(m.batch, self._places(m))[2] for m in members]
-        for m, numbers in zip(members, self.summing.weigh(self.summing.chain.samples, found), strict=True):
-            m.numbers = numbers
+        stats = [self.accumulator.stats_of(m.batch, self.positions[m.rows])[2] for m in members]
+        weighed = self.ranks.weigh(self.accumulator.chain.samples, stats)
+        for m, own in zip(members, weighed, strict=True):
+            m.stats = own
         self.restore()
 
-    def _places(self, m: Members) -> Tensor:
-        return m.places if self.places is None else self.places[m.places]
-
-    def _partial(self, group: Group) -> None:
+    def _group_gradient(self, group: SampleGroup) -> None:
         """Compute the gradient of the group's members on this rank, into `.grad`."""
-        self.evaluation.trained.clear()
+        self.evaluator.trained.clear()
         for m in group.members:
-            losses, counts = self.evaluation.losses(m.batch)
-            _check_keys(m.places.tolist(), len(losses))
-            check_finite(losses, m.places)
-            if m.numbers is None:
-                m.numbers = Numbers(losses.detach(), counts_of(losses, counts), columns=self.evaluation.columns)
-            self.evaluation.add_sum(losses, m.numbers.weights)
+            losses, counts = self.evaluator.losses(m.batch)
+            _check_keys(m.rows.tolist(), len(losses))
+            check_finite(losses, m.rows)
+            if m.stats is None:
+                counts = torch.ones_like(losses) if counts is None else counts
+                m.stats = SampleStats(losses.detach(), counts, columns=self.evaluator.columns)
+            self.evaluator.add_sum(losses, m.stats.weights)
 
-    def _gather(self, group: Group) -> Numbers:
-        """Call `_partial`, and return the results of the whole group over all ranks."""
-        self._partial(group)
-        known = [m.numbers for m in group.members if m.numbers is not None]
-        losses = sum(((n.losses * n.weights).sum() for n in known), start=self._zero())
-        counts = sum((n.denominators.sum() for n in known), start=self._zero())
-        gradients = {name: p.grad for name, p in self.evaluation.trained.wanted().items() if p.grad is not None}
+    def _group_stats(self, group: SampleGroup) -> SampleStats:
+        """Compute the group's gradient, and return the results of the whole group over all ranks."""
+        self._group_gradient(group)
+        known = [m.stats for m in group.members if m.stats is not None]
+        losses = sum(((stats.losses * stats.weights).sum() for stats in known), start=self._zero())
+        counts = sum((stats.denominators.sum() for stats in known), start=self._zero())
+        trained = self.evaluator.trained
+        gradients = {name: p.grad for name, p in trained.wanted().items() if p.grad is not None}
         if group.spans:
-            assert self.summing.team is not None
-            losses, counts = map(losses.new_tensor, self.summing.team.sums(losses, counts))
-            gradients = self._of_all() if self.stage.measures else {}
-        return Numbers(
+            losses, counts = map(losses.new_tensor, self.ranks.sums(losses, counts))
+            gradients = self._summed_gradients() if self.stage.measures else {}
+        return SampleStats(
             losses=losses[None],
             counts=counts[None],
-            places=torch.tensor([group.number]),
-            raw_norms=self._ask(gradients, lambda g, _: g.norm()) if "norms" in self.stage.needs else None,
-            raw_dots={r: self._ask(gradients, self._dot(r)) for r in self.stage.references},
+            positions=torch.tensor([group.number]),
+            raw_norms=self._per_parameter(gradients, lambda g, _: g.norm()) if "norms" in self.stage.needs else None,
+            raw_dots={r: self._per_parameter(gradients, self._dot(r)) for r in self.stage.references},
         )
 
     def _zero(self) -> Tensor:
-        first = next(iter(self.evaluation.trained.wanted().values()))
+        first = next(iter(self.evaluator.trained.wanted().values()))
         return torch.zeros((), dtype=first.real.dtype if first.is_complex() else first.dtype, device=first.device)
 
-    def _of_all(self) -> dict[str, Tensor]:
+    def _summed_gradients(self) -> dict[str, Tensor]:
         """Gradients summed over ranks, as new tensors; `.grad` keeps this rank's gradients."""
-        wanted = self.evaluation.trained.wanted()
+        wanted = self.evaluator.trained.wanted()
         sums = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for n, p in wanted.items()}
         current_group().all_reduce_bucketed_(list(sums.values()))
         return sums
 
     def _dot(self, reference: Reference) -> Callable[[Tensor, str], Tensor]:
-        return lambda gradient, name: (gradient * self.summing.directions[reference][name]).sum()
+        return lambda gradient, name: (gradient * self.accumulator.directions[reference][name]).sum()
 
-    def _ask(self, gradients: dict[str, Tensor], question: Callable[[Tensor, str], Tensor]) -> dict[str, Tensor]:
-        """`question` of each gradient, name -> (1,), without the loss scale; 0 for parameters without a gradient."""
-        scale = self.evaluation.precision.scale
+    def _per_parameter(
+        self, gradients: dict[str, Tensor], function: Callable[[Tensor, str], Tensor]
+    ) -> dict[str, Tensor]:
+        """function(gradient, name) of each gradient, name -> (1,), without the loss scale; 0 for parameters without a
+        gradient.
+        """
+        scale = self.evaluator.precision.scale
         return {
-            name: (question(gradients[name], name) / scale).reshape(1) if name in gradients else p.new_zeros(1)
-            for name, p in self.evaluation.trained.wanted().items()
+            name: (function(gradients[name], name) / scale).reshape(1) if name in gradients else p.new_zeros(1)
+            for name, p in self.evaluator.trained.wanted().items()
         }
 
-    def _in_order(self, groups: Numbers) -> MicrobatchStats:
+    def _in_order(self, groups: SampleStats) -> SampleStats:
         """Per-sample results in the order of this rank's samples. A group's share of the denominator counts only on the
         rank that owns the group.
         """
         members = [m for group in self.groups for m in group.members]
-        samples = joined([m.numbers for m in members if m.numbers is not None])
-        owner = torch.cat([torch.full_like(m.places, k) for k, group in enumerate(self.groups) for m in group.members])
-        part = _part(samples, groups, owner)
-        order = torch.cat([m.places for m in members]).argsort()
-        owned = torch.tensor([group.owned for group in self.groups], device=part.losses.device)
-        part.shares = groups.denominators * owned
-        part.losses = part.losses[order]
-        part.counts = None if part.counts is None else part.counts[order]
-        part.norms = None if part.norms is None else part.norms[order]
-        part.columns = part.columns and {name: values[order] for name, values in part.columns.items()}
-        part.weights = None if part.weights is None else rows_of(part.weights, order)
-        return part
+        samples = concatenate([m.stats for m in members if m.stats is not None])
+        owner = torch.cat([torch.full_like(m.rows, k) for k, group in enumerate(self.groups) for m in group.members])
+        stats = _result(samples, groups, owner)
+        order = torch.cat([m.rows for m in members]).argsort()
+        owned = torch.tensor([group.owned for group in self.groups], device=stats.losses.device)
+        columns = stats.columns
+        return SampleStats(
+            losses=stats.losses[order],
+            counts=None if stats.counts is None else stats.counts[order],
+            raw_norms=None if stats.raw_norms is None else rows_of(stats.raw_norms, order),
+            coefficients=None if stats.coefficients is None else rows_of(stats.coefficients, order),
+            shares=groups.denominators * owned,
+            columns=None if columns is None else {name: values[order] for name, values in columns.items()},
+        )
 
 
 class GradientSums:
@@ -288,10 +282,22 @@ class GradientSums:
                 scaled = p.grad if c is None else p.grad * c
                 self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled.clone()
 
-    def put_back(self) -> None:
+    def write(self) -> None:
         """Set `.grad` to the sums."""
         for name, p in self.parameters.items():
             p.grad = self.sums.get(name)
+
+
+def _members_by_group(microbatches: Sequence[Any], keys: Sequence[list[Hashable]]) -> dict[Hashable, list[Members]]:
+    """Samples of each group, with groups in order of first occurrence."""
+    groups: dict[Hashable, list[Members]] = {}
+    start = 0
+    for microbatch, own in zip(microbatches, keys, strict=True):
+        for key in dict.fromkeys(own):
+            rows = [row for row, other in enumerate(own) if other == key]
+            groups.setdefault(key, []).append(Members(take(microbatch, rows), start + torch.tensor(rows)))
+        start += len(own)
+    return groups
 
 
 def _owners(keys: list[Hashable], losses: Tensor) -> tuple[Tensor, int]:
@@ -301,7 +307,7 @@ def _owners(keys: list[Hashable], losses: Tensor) -> tuple[Tensor, int]:
     return torch.tensor([numbers[key] for key in keys], device=losses.device), len(numbers)
 
 
-def _check_keys(keys: list[Hashable], samples: int) -> None:
+def _check_keys(keys: Sequence[Hashable], samples: int) -> None:
     if len(keys) != samples:
         raise TransformError(f"group must give one key per sample; found {len(keys)} keys for {samples} samples.")
 
@@ -310,24 +316,14 @@ def _sums(values: Tensor, owner: Tensor, groups: int) -> Tensor:
     return values.new_zeros(groups).index_add(0, owner, values)
 
 
-def _part(samples: Numbers, groups: Numbers, owner: Tensor) -> MicrobatchStats:
+def _result(samples: SampleStats, groups: SampleStats, owner: Tensor) -> SampleStats:
     """Per-sample results; the coefficient of a sample is its own times that of its group."""
-    part = as_part(samples)
-    of_group = groups.coefficients
+    stats = samples.result()
     own = samples.weights
+    of_group = groups.coefficients
     if isinstance(of_group, dict):
-        part.weights = {n: c[owner] * own for n, c in of_group.items()}
+        stats.coefficients = {name: c[owner] * own for name, c in of_group.items()}
     elif of_group is not None:
-        part.weights = of_group[owner] * own
-    part.shares = groups.denominators
-    return part
-
-
-def _length(piece: Any, summing: Grouped) -> int:
-    found = length(piece)
-    if found is None:
-        raise BatchError(
-            f"{summing.chain.grouping} must select single samples if a window has several microbatches; found a batch "
-            "that cannot be cut. Use a loader whose batch is the whole window."
-        )
-    return found
+        stats.coefficients = of_group[owner] * own
+    stats.shares = groups.denominators
+    return stats

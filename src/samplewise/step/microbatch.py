@@ -32,58 +32,56 @@ def auto(memory: int | None = None) -> Auto:
     return Auto(memory)
 
 
-class Microbatch:
-    """Microbatch size of a step. `size`: samples per microbatch; None: as they arrive."""
+class MicrobatchSize:
+    """Microbatch size of a step. `size`: samples per microbatch; None: as they arrive. `budget`: bytes of saved
+    activations; None: no limit.
+    """
 
-    def __init__(self, given: int | str | Auto | None, modules: Sequence[nn.Module], trained: TrainedParameters):
-        given = auto() if given == "auto" else given
-        if not (given is None or isinstance(given, Auto) or (type(given) is int and given > 0)):
-            raise ValueError(
-                f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {given!r}."
-            )
+    def __init__(self, given: int | Auto | None, modules: Sequence[nn.Module], trained: TrainedParameters):
         self.size = given if isinstance(given, int) else None
         self.automatic = isinstance(given, Auto)
-        self.budget: int | None = None  # bytes
+        self.budget: int | None = None
         if isinstance(given, Auto):
             self.budget = given.memory or free_memory(modules[0]) // 2
         self._modules = modules
         self._trained = trained
 
-    def attempt(self, compute: Callable[[Sequence[Any]], Any], pieces: Sequence[Any]) -> Any:
-        """Return compute(pieces); with an automatic size, retry with smaller microbatches when memory runs out. A
+    def retry(self, compute: Callable[[Sequence[Any]], Any], microbatches: Sequence[Any]) -> Any:
+        """Return compute(microbatches); with an automatic size, retry with smaller microbatches when memory runs out. A
         failed attempt is undone: buffers, random state and gradients are restored.
         """
-        whole = pieces
+        whole = microbatches
         while self.automatic:
-            restore = self._everything()
+            restore = self._snapshot()
             try:
-                return compute(pieces)
+                return compute(microbatches)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 restore()
-                pieces = self._halved(whole, pieces, error)
-        return compute(pieces)
+                microbatches = self._halved(whole, microbatches, error)
+        return compute(microbatches)
 
-    def _halved(self, whole: Sequence[Any], pieces: Sequence[Any], error: Exception) -> list[Any]:
-        """Cut the original microbatches `whole` to half of the largest size in `pieces`."""
-        largest = max(length(piece) or 1 for piece in pieces)
+    def _halved(self, whole: Sequence[Any], microbatches: Sequence[Any], error: Exception) -> list[Any]:
+        """Cut the original microbatches `whole` to half of the largest size in `microbatches`."""
+        largest = max(length(microbatch) or 1 for microbatch in microbatches)
         if largest == 1:
             raise MemoryError(
                 "a microbatch of one sample, or a batch that cannot be cut, must fit into memory; found that it does "
                 f"not ({str(error) or f'the budget is {self.budget} bytes'}). Use a smaller model or a larger budget."
             ) from error
-        size = self.size = (largest + 1) // 2
+        size = (largest + 1) // 2
+        self.size = size
         halved: list[Any] = []
-        for piece in whole:
-            total = length(piece) or 1
+        for microbatch in whole:
+            total = length(microbatch) or 1
             if total <= size:
-                halved.append(piece)
+                halved.append(microbatch)
             else:
-                halved += [cut(piece, start, min(start + size, total)) for start in range(0, total, size)]
+                halved += [cut(microbatch, start, min(start + size, total)) for start in range(0, total, size)]
         return halved
 
-    def _everything(self) -> Callable[[], None]:
+    def _snapshot(self) -> Callable[[], None]:
         """Snapshot of buffers, random state and gradient sums; returns the function that restores them."""
         restore_model = snapshot(*self._modules)
         sums: dict[Tensor, Tensor | None] = {

@@ -7,24 +7,24 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError, SamplewiseError
-from samplewise.step.microbatch_stats import MicrobatchStats, cat, total
+from samplewise.transforms.stats import SampleStats, cat, denominator
 
 SKIP = "on_nonfinite='skip' skips such updates."
 
 
-def problem_of_losses(losses: Tensor, places: Tensor | None = None) -> NonFiniteLossError | None:
-    """Error for the first non-finite loss; None if all are finite. `places`: positions of the samples in the window."""
+def problem_of_losses(losses: Tensor, positions: Tensor | None = None) -> NonFiniteLossError | None:
+    """Error for the first non-finite loss; None if all are finite. `positions`: of the samples in the window."""
     bad = (~losses.isfinite()).nonzero().flatten().tolist()
     if not bad:
         return None
-    place = bad[0] if places is None else int(places[bad[0]])
+    position = bad[0] if positions is None else int(positions[bad[0]])
     return NonFiniteLossError(
-        f"losses must be finite; found {losses[bad[0]].item()} at sample {place} of the window ({len(bad)} of "
+        f"losses must be finite; found {losses[bad[0]].item()} at sample {position} of the window ({len(bad)} of "
         f"{len(losses)} samples). Nothing was updated. Check those samples and the learning rate; {SKIP}"
     )
 
 
-def problem_of_counts(parts: Sequence[MicrobatchStats]) -> NonFiniteLossError | None:
+def problem_of_counts(parts: Sequence[SampleStats]) -> NonFiniteLossError | None:
     """Error for a negative or NaN count; None if there is none."""
     counts = [p.counts for p in parts if p.counts is not None]
     if not counts or cat(counts).min() >= 0:
@@ -42,13 +42,13 @@ NO_DENOMINATOR = (
 )
 
 
-def problem_of(parts: Sequence[MicrobatchStats], named: Mapping[str, Tensor]) -> SamplewiseError | None:
+def problem_of(parts: Sequence[SampleStats], named: Mapping[str, Tensor]) -> SamplewiseError | None:
     """Error for the first non-finite value of a window; None if only a sum overflowed although each value is finite.
     Empty `parts`: losses and counts are already checked.
     """
     if parts:
         problem = problem_of_losses(cat([p.losses for p in parts])) or problem_of_counts(parts)
-        if problem is not None or total(parts) == 0:
+        if problem is not None or denominator(parts) == 0:
             return problem or NonFiniteLossError(NO_DENOMINATOR)
     broken = [n for n, p in named.items() if p.grad is not None and not p.grad.to_dense().isfinite().all()]
     if broken:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.distributed.sharded_parameters import local_gradient
 from samplewise.errors import ParameterError
 
 
@@ -18,12 +19,10 @@ class TrainedParameters:
     whole parameter.
     """
 
-    def __init__(
-        self, optimizer: Any, modules: Sequence[nn.Module], leaves: Mapping[int, tuple[str, Tensor]] | None = None
-    ):
+    def __init__(self, optimizer: Any, modules: Sequence[nn.Module], leaves: Mapping[int, tuple[str, Tensor]]):
         self._optimizer = optimizer
         self._modules = modules
-        self._leaves = leaves or {}
+        self._leaves = leaves
         self._count = -1
         self.cleared = 0  # number of calls of clear(): shows whether `.grad` still belongs to an update
         self.named: dict[str, Tensor] = {}
@@ -32,7 +31,9 @@ class TrainedParameters:
 
     def refresh(self) -> None:
         """Update `owned` and `named` if the number of the optimizer's parameters has changed."""
-        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        count = 0
+        for group in self._optimizer.param_groups:
+            count += len(group["params"])
         if count != self._count:
             self.owned = self._name()
             self._count = count
@@ -55,16 +56,11 @@ class TrainedParameters:
     def _dense(self, p: Tensor) -> Tensor:
         assert p.grad is not None
         if id(p) in self._leaves:
-            return self.part(p)
+            return local_gradient(p)
         if p.grad.layout is torch.strided:
             return p.grad
         p.grad = p.grad.coalesce()  # sums the values of rows that occur several times
         return p.grad._values()
-
-    def part(self, p: Any) -> Tensor:
-        """This rank's shard of a sharded gradient."""
-        with torch.no_grad():
-            return p.grad.to_local()
 
     def fill(self) -> None:
         """Make gradients dense: zeros for trainable parameters without a gradient, and for missing sparse rows."""

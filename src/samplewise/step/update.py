@@ -10,17 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from samplewise.errors import LossesError
+from samplewise.errors import LossesError, ParameterError
 from samplewise.step.batch_columns import BatchColumns, Column, columns_of
-from samplewise.step.microbatch_stats import MicrobatchStats, cat, total, total_loss
-from samplewise.step.window import Agreement
-from samplewise.transforms.stats import PerSample, together
+from samplewise.step.window import WindowTotals
+from samplewise.transforms.stats import PerSample, SampleStats, cat, cat_values, total_count, total_loss
 
 
 class SkipCheck(Protocol):
     """Flag on the device: whether the update was finite and was applied."""
 
-    well: Tensor
+    finite: Tensor
 
     def check(self) -> None:
         """Raise unless all values were finite."""
@@ -33,7 +32,7 @@ class Outcome:
     skipped: bool
     lr: list[Any]  # one for each of the optimizer's parameter groups
     norm: Callable[[], Tensor]
-    mask: SkipCheck | None = None  # set if the device decides whether the update is skipped
+    flag: SkipCheck | None = None  # set if the device decides whether the update is skipped
 
 
 class Update:
@@ -54,31 +53,29 @@ class Update:
     local_samples
               number of samples on this rank: losses, norms, weights and columns have that many rows
     columns   name -> (samples,) columns returned by the loss function; columns of the batches under the keys of
-              `step.columns`, and with these also "epoch"
+              `step.require(columns=...)`, and with these also "epoch"
     """
 
-    __slots__ = ("_agreed", "_asked_late", "_outcome", "_parts", "index", "noted", "phases", "samples", "updates")
+    __slots__ = ("_outcome", "_parts", "_totals", "batch_columns", "index", "phases", "samples", "updates")
 
     def __init__(
         self,
         index: int,
         samples: int,
         outcome: Outcome,
-        parts: list[MicrobatchStats],
-        asked_late: Callable[[Update], Tensor],
-        noted: Sequence[BatchColumns] = (),
+        parts: list[SampleStats],
+        batch_columns: Sequence[BatchColumns] = (),
+        totals: WindowTotals | None = None,
         updates: int = 1,  # more for a block of compiled updates
-        agreed: Agreement | None = None,
     ):
-        self._agreed = agreed
         self.index = index
         self.samples = samples
         self.updates = updates
+        self.batch_columns = batch_columns
+        self.phases: dict[str, float] = {}
         self._outcome = outcome
         self._parts = parts
-        self._asked_late = asked_late
-        self.noted = noted
-        self.phases: dict[str, float] = {}
+        self._totals = totals
 
     @property
     def skipped(self) -> bool:
@@ -95,7 +92,7 @@ class Update:
 
     @property
     def loss(self) -> float:
-        self._known_parts()
+        self._checked_parts()
         losses, counts = self.sums()
         return float(losses / counts)
 
@@ -105,34 +102,39 @@ class Update:
 
     def sums(self) -> tuple[Tensor | float, Tensor | float]:
         """Σ losses and Σ counts over all ranks, without copying them from the device."""
-        if self._agreed is not None:
+        if self._totals is not None:
             if self.skipped:
-                return nan, self._agreed.samples
-            return self._agreed.losses, self._agreed.counts
-        return total_loss(self._parts), total(self._parts, shares=False)
+                return nan, self._totals.samples
+            return self._totals.losses, self._totals.counts
+        return total_loss(self._parts), total_count(self._parts)
 
     @property
     def losses(self) -> Tensor:
-        return cat([p.losses for p in self._known_parts()])
+        return cat([p.losses for p in self._checked_parts()])
 
     @property
     def norms(self) -> Tensor:
-        parts = self._known_parts()
-        known = all(p.norms is not None for p in parts)
-        return cat([p.norms for p in parts]) if known else self._asked_late(self)
+        norms = [part.unscaled_norms for part in self._checked_parts()]
+        if any(each is None for each in norms):
+            raise ParameterError(
+                "update.norms must be requested before the update is made; found no request for update "
+                f"{self.index}. Use Step(..., record=['norms']), or step.require(norms=True) before the update."
+            )
+        return cat(norms)
 
     @property
     def weights(self) -> PerSample:
-        return together([torch.ones_like(p.losses) if p.weights is None else p.weights for p in self._known_parts()])
+        parts = self._checked_parts()
+        return cat_values([torch.ones_like(p.losses) if p.coefficients is None else p.coefficients for p in parts])
 
     @property
     def columns(self) -> dict[str, Column]:
-        return {**columns_of(self.noted), **self.loss_columns}
+        return {**columns_of(self.batch_columns), **self.loss_columns}
 
     @property
     def loss_columns(self) -> dict[str, Tensor]:
         """Columns returned by the loss function, name -> (samples,)."""
-        found = [p.columns or {} for p in self._known_parts()]
+        found = [p.columns or {} for p in self._checked_parts()]
         other = next((columns for columns in found if columns.keys() != found[0].keys()), None)
         if other is not None:
             raise LossesError(
@@ -143,17 +145,17 @@ class Update:
 
     def has_columns(self, *names: str) -> bool:
         """True if these batch columns were recorded for all samples of the update."""
-        return bool(self.noted) and all(name in each.values for name in names for each in self.noted)
+        return bool(self.batch_columns) and all(name in each.values for name in names for each in self.batch_columns)
 
     @property
     def grad_norm(self) -> float:
-        self._known_parts()
+        self._checked_parts()
         return float(self._outcome.norm())
 
-    def _known_parts(self) -> list[MicrobatchStats]:
+    def _checked_parts(self) -> list[SampleStats]:
         """The parts; first raises for non-finite values if that check was left on the device."""
-        if self._outcome.mask is not None:
-            self._outcome.mask.check()
+        if self._outcome.flag is not None:
+            self._outcome.flag.check()
         return self._parts
 
     def __repr__(self) -> str:
@@ -167,10 +169,12 @@ class Totals:
     KEPT = 1000  # number of parts that are kept before they are summed
 
     def __init__(self) -> None:
-        self.updates = self.skipped = self.samples = 0
+        self.updates = 0
+        self.skipped = 0
+        self.samples = 0
         self.seconds = 0.0
-        self._mask: SkipCheck | None = None
-        self._parts: list[MicrobatchStats] = []
+        self._flag: SkipCheck | None = None
+        self._parts: list[SampleStats] = []
         self._sum: Tensor | float = 0.0
         self._count: Tensor | float = 0
 
@@ -179,10 +183,10 @@ class Totals:
         self.skipped += update.skipped
         self.samples += update.samples
         self.seconds += update.seconds
-        self._mask = update._outcome.mask
-        if update._agreed is not None and not update.skipped:
-            self._sum = self._sum + update._agreed.losses
-            self._count = self._count + update._agreed.counts
+        self._flag = update._outcome.flag
+        if update._totals is not None and not update.skipped:
+            self._sum = self._sum + update._totals.losses
+            self._count = self._count + update._totals.counts
         elif not update.skipped:
             self._parts += update._parts
         if len(self._parts) > self.KEPT:
@@ -190,15 +194,15 @@ class Totals:
 
     @property
     def loss(self) -> float:
-        if self._mask is not None:
-            self._mask.check()
+        if self._flag is not None:
+            self._flag.check()
         self._add_up()
         return float(self._sum / self._count) if self.updates else float("nan")
 
     def _add_up(self) -> None:
         if self._parts:
             self._sum = self._sum + total_loss(self._parts)
-            self._count = self._count + total(self._parts, shares=False)
+            self._count = self._count + total_count(self._parts)
             self._parts = []
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Window: the samples accumulated for the next update, and the counters of a step."""
+"""Windows: cursor over a batch, the samples accumulated for the next update, and the counters of a step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.core.batches import cut, length
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.batch_columns import BatchColumns
-from samplewise.step.microbatch_stats import MicrobatchStats, total
-from samplewise.transforms.stats import PerSample, together
+from samplewise.transforms.stats import PerSample, SampleStats, cat_values, denominator
+
+UNKNOWN = -1
+
+
+class BatchCursor:
+    """Cursor over a batch: yields slices of its rows, starting at row `consumed`. A batch that cannot be cut is
+    returned whole. `number`: index of the batch in its epoch, from 0; None if unknown.
+    """
+
+    __slots__ = ("_length", "batch", "consumed", "empty", "number")
+
+    def __init__(self, batch: Any, consumed: int = 0, number: int | None = None):
+        self.batch = batch
+        self.consumed = consumed
+        self.empty = False
+        self.number = number
+        self._length: int | None = UNKNOWN
+
+    @property
+    def rows(self) -> int | None:
+        """Number of rows of the whole batch; None if it cannot be cut. Computed on first use: a batch that is taken
+        whole does not need it.
+        """
+        if self._length == UNKNOWN:
+            self._length = length(self.batch)
+        return self._length
+
+    @property
+    def left(self) -> int:
+        """Number of rows that are not consumed yet; 0 if the batch cannot be cut."""
+        return (self.rows or self.consumed) - self.consumed
+
+    def skip(self, rows: int) -> None:
+        """Advance the cursor by `rows`."""
+        self.consumed += rows
+        self.empty = self.consumed == self._length
+
+    def take(self, limit: int | None) -> tuple[Any, int | None]:
+        """Next slice of at most `limit` samples (None: all that remain) and its number of samples. The number is None
+        if it is known only from the losses.
+        """
+        start = self.consumed
+        if limit is None and start == 0:
+            self.empty = True
+            return self.batch, None
+        total = self._length if self._length != UNKNOWN else self.rows
+        if total is None:
+            self.empty = True
+            return self.batch, None
+        stop = total if limit is None else min(start + limit, total)
+        self.consumed = stop
+        self.empty = stop == total
+        if start == 0 and stop == total:
+            return self.batch, total
+        return cut(self.batch, start, stop, total), stop - start
 
 
 @dataclass
@@ -25,9 +80,14 @@ class Counters:
     skipped: int = 0
     epochs: int = 0
 
+    def load(self, state: dict[str, int]) -> None:
+        """Set the counters in place: other objects refer to them."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
 
 @dataclass(frozen=True)
-class Agreement:
+class WindowTotals:
     """Sums of a window over all ranks."""
 
     skips: float  # number of ranks that found a non-finite value and may skip the update
@@ -36,82 +96,95 @@ class Agreement:
     losses: float  # Σ losses
     counts: float  # Σ counts
     denominators: float
-    odd: float  # number of ranks with negative counts
+    invalid: float  # number of ranks with negative counts
 
 
 @dataclass(slots=True)
 class Window:
-    """Per-sample results of the samples whose gradient sum is in `.grad`."""
+    """Samples of the next update. The sum of their gradients is in `.grad`, their per-sample results in `parts`."""
 
-    parts: list[MicrobatchStats] = field(default_factory=list)
-    waiting: list[Any] = field(default_factory=list)  # deferred microbatches, if a transform needs the whole window
-    sized: bool = True  # whether the number of samples in `waiting` is known
+    parts: list[SampleStats] = field(default_factory=list)
+    deferred: list[Any] = field(default_factory=list)  # microbatches not computed yet: a transform needs all of them
+    sized: bool = True  # whether the number of samples in `deferred` is known
     samples: int = 0
-    seconds: float = 0.0
-    divided: bool = False  # whether `.grad` already holds the mean instead of the sum
+    share: float | None = None  # number of samples that this rank must add; None: not determined yet
     begun: bool = False  # whether gradients or buffers may have changed since the last update
+    divided: bool = False  # whether `.grad` already holds the mean instead of the sum
     failure: Exception | None = None  # why the update will be skipped
-    noted: list[BatchColumns] = field(default_factory=list)  # batch columns, if any are recorded
-    share: int | None = None  # number of samples that this rank must add, if there are several ranks
-    agreed: Agreement | None = None  # sums over all ranks, already checked for non-finite values
+    columns: list[BatchColumns] = field(default_factory=list)  # batch columns, if any are recorded
+    totals: WindowTotals | None = None  # sums over all ranks, already checked for non-finite values
+    seconds: float = 0.0  # of filling the window, with the forward passes
+    forward_seconds: float = 0.0
 
     @property
     def open(self) -> bool:
-        return bool(self.parts or self.waiting)
+        return bool(self.parts or self.deferred)
 
     @property
     def denominator(self) -> Tensor | float:
-        return total(self.parts) if self.agreed is None else self.agreed.denominators
+        return denominator(self.parts) if self.totals is None else self.totals.denominators
 
     @property
-    def others(self) -> int:
+    def samples_elsewhere(self) -> int:
         """Number of samples on other ranks."""
-        return 0 if self.agreed is None else self.agreed.samples - self.samples
+        return 0 if self.totals is None else self.totals.samples - self.samples
 
     @property
-    def unseen(self) -> list[MicrobatchStats]:
+    def unchecked(self) -> list[SampleStats]:
         """Parts that are not checked for non-finite values yet."""
-        return self.parts if self.agreed is None else []
+        return self.parts if self.totals is None else []
+
+    # --- state -----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, PerSample]:
         """Per-sample results of all parts, concatenated."""
-        columns = {name: [getattr(p, name) for p in self.parts] for name in MicrobatchStats.__slots__}
-        return {name: together(values) for name, values in columns.items() if values and values[0] is not None}
+        columns = {name: [getattr(part, source) for part in self.parts] for name, source in SAVED.items()}
+        return {name: cat_values(values) for name, values in columns.items() if values and values[0] is not None}
 
     def failure_state(self) -> list[str]:
         return [] if self.failure is None else [type(self.failure).__name__, str(self.failure)]
 
 
-def opened(parts: dict[str, Any], failure: list[str], noted: list[dict[str, Any]]) -> Window:
+SAVED = {  # name in a state dict -> attribute of SampleStats
+    "losses": "losses",
+    "counts": "counts",
+    "norms": "raw_norms",
+    "weights": "coefficients",
+    "shares": "shares",
+    "columns": "columns",
+}
+
+
+def restored(parts: dict[str, Any], failure: list[str], columns: list[dict[str, Any]]) -> Window:
     """Window restored from its state."""
     if not parts:
         return Window()
-    part = MicrobatchStats(**parts)
-    window = Window(parts=[part], samples=len(part), begun=True, noted=[BatchColumns(**each) for each in noted])
+    stats = SampleStats(**{SAVED[name]: values for name, values in parts.items()})
+    window = Window(parts=[stats], samples=len(stats), begun=True, columns=[BatchColumns(**each) for each in columns])
     if failure:
         kinds = {kind.__name__: kind for kind in (NonFiniteLossError, NonFiniteGradientError)}
         window.failure = kinds[failure[0]](failure[1])
     return window
 
 
-def empty(like: Tensor) -> MicrobatchStats:
-    """Part with 0 samples, for a rank that has none in the window."""
+def empty_stats(like: Tensor) -> SampleStats:
+    """Results of 0 samples, for a rank that has none in the window."""
     wide = torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32
     none = torch.zeros(0, dtype=wide, device=like.device)
-    return MicrobatchStats(none, norms=none)
+    return SampleStats(none, raw_norms=none)
 
 
-def nothing_known(samples: int, beside: Sequence[MicrobatchStats]) -> MicrobatchStats:
-    """Part filled with NaN, for a window that is skipped before its losses are computed. It has the same fields and
-    columns as the other parts of the window, `beside`.
+def unknown_stats(samples: int, others: Sequence[SampleStats]) -> SampleStats:
+    """Results filled with NaN, for a window that is skipped before its losses are computed. They have the same fields
+    and columns as the other parts of the window.
     """
     unknown = torch.full((samples,), torch.nan)
-    if not beside:
-        return MicrobatchStats(unknown, norms=unknown)
+    if not others:
+        return SampleStats(unknown, raw_norms=unknown)
 
-    def none_of(values: PerSample | None) -> Any:
+    def like(values: PerSample | None) -> Any:
         if isinstance(values, dict):
             return dict.fromkeys(values, unknown)
         return None if values is None else unknown
 
-    return MicrobatchStats(*(none_of(getattr(beside[0], name)) for name in MicrobatchStats.__slots__))
+    return SampleStats(**{name: like(getattr(others[0], name)) for name in SAVED.values()})

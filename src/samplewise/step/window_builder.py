@@ -1,293 +1,314 @@
-"""Window builder: collects microbatches into a window and makes one update from it.
-
-If an exception is raised, the caller must call `give_up`, which discards the window.
-"""
+"""Window builder: from batches to complete windows, whose gradient sum is in `.grad`."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import inf
 from time import perf_counter
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from samplewise.core.batches import length
 from samplewise.core.snapshot import Buffers
-from samplewise.distributed.group import current_group
 from samplewise.errors import (
-    DistributedError,
+    BatchError,
+    LoaderStopped,
     LossesError,
     NonFiniteGradientError,
     NonFiniteLossError,
-    ParameterError,
 )
-from samplewise.step.accumulate import Accumulator, PerSampleAccumulator, PlainAccumulator, WeightedAccumulator
-from samplewise.step.apply import UpdateApplier
+from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
 from samplewise.step.audit import Audit
-from samplewise.step.batch_columns import BatchColumns, note
+from samplewise.step.batch_columns import record_columns
 from samplewise.step.checks import check_batch_norm, check_modes, check_reached, check_weights
-from samplewise.step.distributed_window import DistributedWindow
+from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
-from samplewise.step.grouped import Grouped
-from samplewise.step.lazy_norms import LazyNorms
-from samplewise.step.microbatch import Microbatch
-from samplewise.step.microbatch_stats import MicrobatchStats
-from samplewise.step.update import Outcome, Update
-from samplewise.step.window import Counters, Window, empty, nothing_known, opened
-from samplewise.transforms.chain import Chain
+from samplewise.step.grouped import GroupedAccumulator
+from samplewise.step.microbatch import MicrobatchSize
+from samplewise.step.window import BatchCursor, Counters, Window, restored, unknown_stats
+from samplewise.step.window_ranks import ReduceInputs, WindowRanks
+from samplewise.transforms.stats import SampleStats
 
 
 class WindowBuilder:
-    """Fills the open window with microbatches and makes updates from it. `record` is the same set object as
-    `Step.record`, and may change between two windows.
+    """Fills windows with microbatches. `window` is the open window, `cursor` the batch that is not used up yet.
+
+    `fill`, `end` and `close` return complete windows. The caller applies each one and sets `window` to a new one.
     """
 
     def __init__(
         self,
-        evaluation: LossEvaluator,
-        microbatch: Microbatch,
-        finish: UpdateApplier,
-        audit: Audit,
-        chain: Chain,
-        record: set[str],
+        config: StepConfig,
+        evaluator: LossEvaluator,
+        size: MicrobatchSize,
+        ranks: WindowRanks,
+        counters: Counters,
+        buffers: Buffers,
     ):
-        self.evaluation = evaluation
-        self.microbatch = microbatch
-        self.finish = finish
-        self.chain = chain
-        self.trained = evaluation.trained
-        self.record = record
-        self.team = finish.team
-        self.columns: dict[str, Hashable] = {}  # column name -> key of the batch
-        self.counters = Counters()
+        self.config = config
+        self.evaluator = evaluator
+        self.size = size
+        self.ranks = ranks
+        self.counters = counters
         self.window = Window()
-        self._audit = audit
-        self._buffers = Buffers(evaluation.modules)
-        self._summing = self._make_summing()
+        self.cursor: BatchCursor | None = None
+        self.columns: dict[str, Hashable] = {}  # column name -> key of the batch
+        self.record_norms = "norms" in config.record
+        self.audit = Audit(evaluator, config.audit, config.transforms.measures)
+        self._trained = evaluator.trained
+        self._buffers = buffers
+        self._accumulator = self.make_accumulator()
         self._first = True  # no window was begun yet
-        self._unseen = True  # no gradients were checked for mistakes yet
-        self._recall: LazyNorms | None = None
+        self._unchecked = True  # the gradients of no window were checked for mistakes yet
 
-    def join(self, team: DistributedWindow) -> None:
+    def attach(self, ranks: WindowRanks) -> None:
         """Use these ranks from the next window on."""
-        self.team = self.finish.team = team
-        self._summing = self._make_summing()
+        self.ranks = ranks
+        self._accumulator = self.make_accumulator()
 
-    def check_alone(self) -> None:
-        """Raise if a process group was initialized after the step was created: each rank would train its own model."""
-        if self.team is None and current_group().distributed:
-            raise DistributedError(
-                f"the process group must exist before the step is created; found {current_group().size} ranks and a "
-                "step that was created for one process. Call init_process_group() before Step(...)."
-            )
+    def require(self, norms: bool, columns: Mapping[str, Hashable]) -> None:
+        """Record norms and batch columns from the next window on."""
+        self.record_norms = self.record_norms or norms
+        self.columns.update(columns)
 
-    @property
-    def sees_windows_whole(self) -> bool:
-        """True if microbatches are deferred until the window is complete."""
-        return self._summing.window
+    # --- from batches to windows -----------------------------------------------------------------------------------
+
+    def fill(self, cursor: BatchCursor) -> Iterator[Window]:
+        """Add the samples of a batch, and yield each window that they complete."""
+        self.ranks.check_group()
+        self.cursor = cursor
+        while self.cursor is not None:
+            window = self.next_window()
+            if window is not None:
+                yield window
+
+    def end(self) -> Iterator[Window]:
+        """Yield the windows that are completed at the end of a loader, according to `tail`. With several ranks, take
+        part in their windows until all loaders have ended.
+        """
+        config = self.config
+        while True:
+            complete = self.ranks.complete(self.window, config.samples, config.tail, ended=True)
+            all_ended = self.ranks.all_ended
+            if complete:
+                self._finish(self.window)
+            if all_ended:  # before the last update, so that a `break` there still ends the epoch
+                self.counters.epochs += 1
+                if config.tail == "drop" and not complete:
+                    self.drop()
+                self.ranks.next_pass(Window() if complete else self.window, config.samples)
+            if complete:
+                yield self.window
+            if all_ended:
+                return
+
+    def accumulate(self, cursor: BatchCursor) -> None:
+        """Add all samples of a batch to the open window."""
+        self.ranks.check_group()
+        while not cursor.empty:
+            microbatch, size = cursor.take(self.size.size)
+            self._add(cursor, microbatch, size, whole=False)
+
+    def close(self) -> Window | None:
+        """Complete the window with the samples it has, on all ranks; None if there are none."""
+        if not self.ranks.complete(self.window, None, "update", ended=True):
+            return None
+        self._finish(self.window)
+        return self.window
 
     # --- filling a window ------------------------------------------------------------------------------------------
 
-    def add(self, piece: Any, size: int | None, alone: bool = False) -> None:
-        """Add a microbatch of `size` samples (None: unknown) to the window; `alone`: it is the whole window."""
+    def next_window(self) -> Window | None:
+        """Add microbatches of the current batch until the window is complete; None if the batch is used up first."""
+        samples = self.config.samples
+        while self.cursor is not None:
+            cursor = self.cursor
+            window = self.window
+            if window.share is None:
+                window.share = self.ranks.share(samples)
+            if window.samples < window.share:
+                self._add_next(cursor, window.share - window.samples)
+            full = window.samples >= window.share or (samples is None and cursor.empty)
+            if full and self.ranks.complete(window, samples, self.config.tail):
+                self._finish(window)
+                return window
+        return None
+
+    def _add_next(self, cursor: BatchCursor, room: float) -> None:
+        """Add the next microbatch, of at most `room` samples."""
+        window = self.window
+        samples = self.config.samples
+        limit = room if self.size.size is None else min(room, self.size.size)
+        microbatch, size = cursor.take(None if limit == inf else int(limit))
+        if size == 0:  # an empty microbatch may be deferred, and would then fail only with a later batch
+            raise self._empty_batch(cursor)
+        if cursor.empty:
+            self.cursor = None
+        if samples is not None and size is None and self._accumulator.needs_window:
+            raise BatchError(_UNCUT.format(samples=samples, found="batches that cannot be cut"))
+        whole = cursor.empty if samples is None else size == samples
+        self._add(cursor, microbatch, size, whole and not (window.open or self.ranks.distributed))
+        if samples is not None and window.samples > (window.share or 0):
+            found = f"{window.samples} samples after a batch that cannot be cut"
+            raise BatchError(_UNCUT.format(samples=samples, found=found))
+
+    def _add(self, cursor: BatchCursor, microbatch: Any, size: int | None, whole: bool) -> None:
+        """Add a microbatch of `size` samples (None: unknown) to the window; `whole`: it is the whole window."""
         started = perf_counter()
         window = self.window
-        if not window.open:
-            self._begin(piece)
-        if self._recall is not None:
-            self._recall.pieces.append(piece)
-        if self.columns and (window.noted or not window.open):  # columns of all samples of a window, or of none
-            window.noted.append(note(piece, self.columns, self.counters.epochs))
-        if self._summing.window:
-            window.waiting.append(piece)
-            window.samples += size or length(piece) or 1  # a lower bound until the losses are computed
-            window.sized &= size is not None
-        else:
-            parts = self._sum([piece], alone)
-            window.samples += self._counted(parts, size)
-            window.parts += parts
+        try:
+            if not window.open:
+                self._begin(microbatch)
+            if self.columns and (window.columns or not window.open):  # columns of all samples of a window, or of none
+                window.columns.append(record_columns(microbatch, self.columns, self.counters.epochs))
+            if self._accumulator.needs_window:
+                window.deferred.append(microbatch)
+                window.samples += size or length(microbatch) or 1  # a lower bound until the losses are computed
+                window.sized &= size is not None
+            else:
+                parts = self._accumulate([microbatch], whole)
+                window.samples += self._count(parts, size)
+                window.parts += parts
+        except Exception as error:
+            if cursor.rows == 0:  # checked only after a failure: checking each batch would cost microseconds
+                raise self._empty_batch(cursor) from error
+            raise
         window.seconds += perf_counter() - started
 
-    def _begin(self, piece: Any) -> None:
+    def _begin(self, microbatch: Any) -> None:
+        """Prepare gradients and buffers for a new window. `microbatch`: its first one, None if this rank has none."""
         self.window.begun = True
-        self.evaluation.seconds = 0.0
-        if self.team is not None:
-            self.team.spread.open()
-        self.check_alone()
-        self.trained.refresh()
-        self.trained.clear()
+        self.evaluator.seconds = 0.0
+        self.ranks.strategy.unshard()
+        self._trained.refresh()
+        self._trained.clear()
         self._buffers.remember()
-        if "norms" in self.record and not self._summing.knows_norms:
-            self._summing = self._make_summing()
-        self._summing.begin()
-        self._recall = None
+        if self.record_norms and not self._accumulator.knows_norms:
+            self._accumulator = self.make_accumulator()
+        self._accumulator.begin()
         if self._first:
-            check_modes(self.evaluation.modules)
-            if not self._summing.knows_norms:
-                self._recall = LazyNorms(self.evaluation, self.microbatch)
-        if piece is not None:
-            self._audit.look(piece, self._first, self.counters.updates)
+            check_modes(self.evaluator.modules)
+        if microbatch is not None and (self._first or self.config.audit):
+            self.audit.look(microbatch, self._first, self.counters.updates)
             self._first = False  # not reached if the audit raises, so that the next attempt raises again
 
-    def _sum(self, pieces: Sequence[Any], alone: bool = False) -> list[MicrobatchStats]:
+    def _accumulate(self, microbatches: Sequence[Any], whole: bool = False) -> list[SampleStats]:
         """Accumulate gradients into `.grad`. A non-finite value that may be skipped marks the window as failed instead
         of raising.
         """
         window = self.window
-        summing = self._summing
-        if window.failure is not None:
-            return [nothing_known(length(piece) or 0, window.parts) for piece in pieces]
-        try:
-            if alone and isinstance(summing, PlainAccumulator) and not (self.chain.on_sum or self.microbatch.automatic):
-                part, window.divided = summing.add_mean(pieces[0])
-                return [part]
-            if self.team is not None and summing.window:
-                assert isinstance(summing, PerSampleAccumulator)
-                return summing.add_with_others(pieces, self.microbatch)
-            start = 0 if window.waiting else window.samples
-            return self.microbatch.attempt(lambda pieces: summing.add(pieces, start), pieces)
-        except (NonFiniteLossError, NonFiniteGradientError) as error:
-            if not self.finish.may_skip(error):
-                raise
-            window.failure = error
-            return [nothing_known(length(piece) or 0, window.parts) for piece in pieces]
+        accumulator = self._accumulator
+        start = 0 if window.deferred else window.samples
+        if window.failure is None:
+            try:
+                if whole and isinstance(accumulator, PlainAccumulator) and not self._sums_only:
+                    stats, window.divided = accumulator.add_mean(microbatches[0])
+                    return [stats]
+                if self.size.automatic and not accumulator.exchanges:
+                    return self.size.retry(lambda some: accumulator.add(some, start), microbatches)
+                return accumulator.add(microbatches, start)
+            except (NonFiniteLossError, NonFiniteGradientError) as error:
+                if not self.config.skips(error):
+                    raise
+                window.failure = error
+        return [unknown_stats(length(microbatch) or 0, window.parts) for microbatch in microbatches]
 
-    def _counted(self, parts: Sequence[MicrobatchStats], size: int | None) -> int:
-        found = sum(len(part) for part in parts)
-        if size is not None and found != size:
+    @property
+    def _sums_only(self) -> bool:
+        """True if `.grad` must hold sums until the update: noise is added to them, or microbatches may be halved."""
+        return bool(self.config.transforms.on_sum) or self.size.automatic
+
+    def _count(self, parts: Sequence[SampleStats], size: int | None) -> int:
+        """Count samples and microbatches; `size` is the expected number of samples, None if unknown."""
+        samples = 0
+        for part in parts:
+            samples += len(part.losses)
+        if size is not None and samples != size:
             raise LossesError(
-                f"loss_fn must return one loss per sample if batches are cut; found {found} losses for {size} samples. "
-                "Use samples=None and microbatch=None, or return one loss per sample."
+                f"loss_fn must return one loss per sample if batches are cut; found {samples} losses for {size} "
+                "samples. Use samples=None and microbatch=None, or return one loss per sample."
             )
-        self.counters.samples += found
+        self.counters.samples += samples
         self.counters.microbatches += len(parts)
-        return found
+        return samples
 
-    def drop(self) -> None:
-        """Discard the open window without an update, but count its samples."""
-        window = self.window
-        deferred = window.samples if window.waiting else 0
-        seen = self.counters.samples + deferred + window.others
-        self.give_up()
-        self.counters.samples = seen
+    def _finish(self, window: Window) -> None:
+        """Compute deferred microbatches, sum the gradients over ranks, and check the first window for mistakes."""
+        started = perf_counter()
+        if not window.begun:
+            self._begin(None)  # a rank without samples in this window
+        if self._accumulator.needs_window:
+            window.parts = self._accumulate(window.deferred)
+            window.samples = self._count(window.parts, window.samples if window.sized else None)
+            self.ranks.refresh_totals(window)
+        if self.ranks.distributed:
+            fingerprint = self._accumulator.fingerprint
+            self.ranks.reduce(window, ReduceInputs(self.config, self._trained, self._buffers, fingerprint))
+        if self._unchecked and window.failure is None:
+            self._check_first(window)
+            self._unchecked = False
+        window.forward_seconds = self.evaluator.seconds
+        window.seconds += perf_counter() - started
 
-    def give_up(self) -> None:
-        """Discard the open window and restore gradients, buffers and counters."""
+    def _check_first(self, window: Window) -> None:
+        """Check the first window for common mistakes; warn or raise."""
+        sizes = [len(part) for part in window.parts if len(part)]
+        if sizes:
+            check_batch_norm(self.evaluator.modules, sizes * self.ranks.size)
+        check_reached(self._trained.owned, noise=bool(self.config.transforms.on_sum))
+        check_weights(self.config.transforms, [part.coefficients for part in window.parts])
+
+    def make_accumulator(self) -> Accumulator:
+        """Accumulator for the transforms of the step and the norms to record."""
+        chain = self.config.transforms
+        if not chain.weighs and not self.record_norms:
+            return PlainAccumulator(self.evaluator)
+        kind = WeightedAccumulator if chain.grouping is None else GroupedAccumulator
+        return kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
+
+    # --- discarding a window ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def discard_on_error(self) -> Iterator[None]:
+        """After an exception in the block, discard the open window and the rest of the batch, and send the error to the
+        other ranks. A generator that is closed, and a loader that ends the pass early, leave the window open.
+        """
+        try:
+            yield
+        except (GeneratorExit, LoaderStopped):
+            raise
+        except BaseException as error:
+            self.discard()
+            if isinstance(error, Exception):
+                self.ranks.announce(error)
+            raise
+
+    def discard(self) -> None:
+        """Discard the open window and the rest of the batch; restore gradients, buffers and counters."""
         if self.window.begun:
-            self.trained.clear()
+            self._trained.clear()
             self._buffers.restore()
             self.counters.samples -= sum(len(part) for part in self.window.parts)
             self.counters.microbatches -= len(self.window.parts)
         self.window = Window()
+        self.cursor = None
 
-    # --- the update ------------------------------------------------------------------------------------------------
-
-    def update(self) -> Update:
-        """Make an update from the samples in the window; with several ranks, from the windows of all ranks."""
-        started = perf_counter()
+    def drop(self) -> None:
+        """Discard the open window without an update, but count its samples."""
         window = self.window
-        if self.team is not None:
-            self._compute_with_others(self.team)
-        elif window.waiting:
-            self._compute()
-        if self._unseen and window.failure is None:
-            self._look_back(window)
-            self._unseen = False
-        if self._recall is not None:
-            self._recall.keep_parameters()
-        finishing = perf_counter()
-        outcome = self.finish(window)
-        if outcome.skipped:
-            self.trained.clear()
-            self._buffers.restore()
-        if outcome.mask is not None:
-            self._buffers.restore_unless(outcome.mask.well)
-        counters = self.counters
-        others = 0 if self.team is None else window.others
-        known = outcome, window.parts, self._asked_late, window.noted
-        update = Update(counters.updates, window.samples + others, *known, agreed=window.agreed)
-        counters.samples += others
-        counters.updates += not outcome.skipped
-        counters.skipped += outcome.skipped
-        self.window = Window()
-        ended = perf_counter()
-        forward = self.evaluation.seconds
-        gradients = window.seconds + finishing - started - forward
-        update.phases = {"forward": forward, "gradients": gradients, "optimizer": ended - finishing}
-        return update
+        deferred = window.samples if window.deferred else 0
+        samples = self.counters.samples + deferred + window.samples_elsewhere
+        self.discard()
+        self.counters.samples = samples
 
-    def _compute(self) -> None:
-        """Compute the deferred microbatches of a complete window."""
-        window = self.window
-        window.parts = self._sum(window.waiting)
-        window.samples = self._counted(window.parts, window.samples if window.sized else None)
-
-    def _compute_with_others(self, team: DistributedWindow) -> None:
-        """Compute the window and reduce gradients over all ranks, into `.grad`."""
-        window = self.window
-        if not window.begun:
-            self._begin(None)
-        if self._summing.window:
-            self._compute()
-            team.agree_again(window)
-        window.parts = window.parts or [empty(next(iter(self.trained.named.values())))]
-        if self.finish.checks or window.failure is not None:
-            window.failure = team.problem(window, self.finish.on_nonfinite == "skip")
-        if window.failure is None:
-            if isinstance(self._summing, PerSampleAccumulator) and self.chain.references:
-                team.compare(self._summing.fingerprint())
-            team.spread.reduce(self.trained, self._buffers)
-
-    def _look_back(self, window: Window) -> None:
-        """Check the first window for common mistakes; warn or raise."""
-        pieces = [len(part) for part in window.parts if len(part)]
-        if pieces:
-            check_batch_norm(self.evaluation.modules, pieces * (1 if self.team is None else self.team.size))
-        check_reached(self.trained.owned, noise=bool(self.chain.on_sum))
-        check_weights(self.chain, [part.weights for part in window.parts], self.team is not None)
-
-    def tell(
-        self,
-        part: MicrobatchStats,
-        count: int,
-        made: int,
-        norm: float,
-        lr: list[Any],
-        seconds: float,
-        noted: list[BatchColumns],
-    ) -> Update:
-        """`Update` for `made` compiled updates of `count` samples; advances the counters."""
-        counters = self.counters
-        outcome = Outcome(False, lr, lambda: torch.tensor(norm, dtype=torch.float64))
-        update = Update(counters.updates, count, outcome, [part], self._asked_late, noted, made)
-        update.phases = {"compiled": seconds}
-        counters.updates += made
-        counters.microbatches += made
-        counters.samples += count
-        self._recall = None
-        return update
-
-    def _asked_late(self, update: Update) -> Tensor:
-        """Per-sample gradient norms that were not recorded. Only those of the first update can be recomputed; norms are
-        recorded from now on.
-        """
-        if self._recall is None:
-            self.record.add("norms")
-            raise ParameterError(
-                "update.norms must be requested before the update is made; found no request for update "
-                f"{update.index}. Norms are recorded from the next update on; Step(..., record=['norms']) records them "
-                "for all updates."
-            )
-        norms = self._recall.norms()
-        self.record.add("norms")
-        return norms
-
-    def _make_summing(self) -> Accumulator:
-        if not self.chain.weighs and "norms" not in self.record:
-            return PlainAccumulator(self.evaluation)
-        kind = WeightedAccumulator if self.chain.grouping is None else Grouped
-        return kind(self.evaluation, self.chain, "norms" in self.record, self.team)
+    def _empty_batch(self, cursor: BatchCursor) -> BatchError:
+        where = ""
+        if cursor.number is not None:
+            where = f", batch {cursor.number} of epoch {self.counters.epochs}, both counted from 0"
+        return BatchError(
+            f"a batch must have at least one sample; found an empty batch{where}. Check what the dataset, sampler "
+            "or collate_fn returns there, or leave the batch out."
+        )
 
     # --- state -----------------------------------------------------------------------------------------------------
 
@@ -296,21 +317,27 @@ class WindowBuilder:
     def state_dict(self) -> dict[str, Any]:
         """State of the open window, as gradient sums. Samples that are not computed yet are not included."""
         window = self.window
-        parts = window.state() if not window.waiting else {}
+        parts = window.state() if not window.deferred else {}
         sums = {}
-        noted = []
+        columns = []
         if parts:
-            sums = {name: p.grad.clone() for name, p in self.trained.named.items() if p.grad is not None}
-            noted = [each.state_dict() for each in window.noted]
-        return {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": noted}
+            sums = {name: p.grad.clone() for name, p in self._trained.named.items() if p.grad is not None}
+            columns = [each.state_dict() for each in window.columns]
+        return {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": columns}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore an open window from `state_dict`."""
-        self.window = opened(state["parts"], state["failure"], state.get("noted", []))
-        if "norms" in state["parts"] and not (state["failure"] or self._summing.knows_norms):
-            self.record.add("norms")  # the window was begun with norms, so all of its samples need them
-            self._summing = self._make_summing()
+        self.window = restored(state["parts"], state["failure"], state.get("noted", []))
+        if "norms" in state["parts"] and not (state["failure"] or self._accumulator.knows_norms):
+            self.record_norms = True  # the window was begun with norms, so all of its samples need them
+            self._accumulator = self.make_accumulator()
         self._buffers.remember()
-        for name, total_so_far in state["sums"].items():
-            parameter = self.trained.named[name]
-            parameter.grad = total_so_far.to(parameter.device, copy=True)
+        for name, gradient in state["sums"].items():
+            parameter = self._trained.named[name]
+            parameter.grad = gradient.to(parameter.device, copy=True)
+
+
+_UNCUT = (
+    "each update must have exactly samples={samples} samples; found {found}. Use samples=None, or batches whose "
+    "tensors have one row per sample."
+)

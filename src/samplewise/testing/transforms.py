@@ -14,7 +14,7 @@ from samplewise.core.batches import cut, leaves, length, take
 from samplewise.errors import TransformError
 from samplewise.transforms.chain import Chain, as_transform
 from samplewise.transforms.reference import Reference
-from samplewise.transforms.stats import Numbers, PerSample
+from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import Grouping, SampleTransform, SumTransform
 
 NAMES = ("weight", "bias")
@@ -93,7 +93,7 @@ def _check_keys(transform: Grouping, batch: Any) -> None:
         )
 
 
-def _numbers(transform: SampleTransform, batch: Any, samples: int) -> Numbers:
+def _numbers(transform: SampleTransform, batch: Any, samples: int) -> SampleStats:
     """Random per-sample values between 0 and 3, restricted to what the transform declares in `needs`."""
     generator = torch.Generator().manual_seed(0)
 
@@ -105,7 +105,7 @@ def _numbers(transform: SampleTransform, batch: Any, samples: int) -> Numbers:
 
     norms: PerSample | None = per_sample() if "norms" in transform.needs else None
     references: list[Reference] = [] if transform.reference is None else [transform.reference]
-    return Numbers(
+    return SampleStats(
         losses=some(),
         counts=torch.ones(samples, dtype=torch.float64),
         batch=batch if "batch" in transform.needs else None,
@@ -114,13 +114,13 @@ def _numbers(transform: SampleTransform, batch: Any, samples: int) -> Numbers:
     )
 
 
-def _at(numbers: Numbers, places: list[int]) -> Numbers:
+def _at(numbers: SampleStats, places: list[int]) -> SampleStats:
     return replace(
         numbers,
         losses=numbers.losses[places],
-        counts=numbers.counts[places],
+        counts=numbers.denominators[places],
         batch=None if numbers.batch is None else take(numbers.batch, places),
-        places=torch.tensor(places),
+        positions=torch.tensor(places),
         raw_norms=_each(numbers.raw_norms, lambda values: values[places]),
         raw_dots={r: _each(dots, lambda values: values[places]) for r, dots in numbers.raw_dots.items()},
     )
@@ -139,8 +139,8 @@ def _same(transform: SampleTransform, found: PerSample, wanted: PerSample, when:
         )
 
 
-def _untouched(whole: Numbers, given: Numbers, batch: Any, kept: Any) -> bool:
-    same = _equal(whole.losses, given.losses) and _equal(whole.counts, given.counts)
+def _untouched(whole: SampleStats, given: SampleStats, batch: Any, kept: Any) -> bool:
+    same = _equal(whole.losses, given.losses) and _equal(whole.denominators, given.denominators)
     tensors = [(a, b) for a, b in zip(leaves(batch), leaves(kept), strict=True) if isinstance(a, Tensor)]
     return same and all(torch.equal(a, b) for a, b in tensors)
 

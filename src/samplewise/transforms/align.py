@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from samplewise.transforms.reference import Direction, Reference
-from samplewise.transforms.stats import Numbers, PerSample
+from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import SampleTransform, quotient
 
 
@@ -23,9 +23,9 @@ def align(
         raise ValueError(f"by must be 'cosine' or 'dot'; found {by!r}.")
     towards = Reference(reference, unit=by == "cosine")
 
-    def answer(numbers: Numbers) -> PerSample:
-        dots = numbers.dots(towards).clamp(min=0)
-        return dots if by == "dot" else quotient(dots, numbers.norms)
+    def answer(stats: SampleStats) -> PerSample:
+        dots = stats.dots(towards).clamp(min=0)
+        return dots if by == "dot" else quotient(dots, stats.norms)
 
     options = (f", by={by!r}" if by != "cosine" else "") + (", renormalise=True" if renormalise else "")
     return SampleTransform(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from samplewise.errors import TransformError
 from samplewise.transforms.reference import Reference
-from samplewise.transforms.stats import Numbers, PerSample, joined, split
+from samplewise.transforms.stats import PerSample, SampleStats, concatenate, split_values
 from samplewise.transforms.transform import Grouping, SampleTransform, SumTransform, Transform
 from samplewise.transforms.weight import weight
 
-Ask = Callable[[SampleTransform, Numbers], PerSample]
+WindowCall = Callable[[SampleTransform, SampleStats], PerSample]
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,43 +25,43 @@ class Stage:
 
     transforms: tuple[SampleTransform, ...] = ()
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[str]:
         return frozenset().union(*(t.needs for t in self.transforms))
 
-    @property
+    @cached_property
     def references(self) -> list[Reference]:
         return [t.reference for t in self.transforms if t.reference is not None]
 
-    @property
+    @cached_property
     def measures(self) -> bool:
         """True if a transform needs norms or dot products of gradients."""
         return "norms" in self.needs or bool(self.references)
 
-    @property
+    @cached_property
     def by_parameter(self) -> bool:
         return any(t.by_parameter for t in self.transforms)
 
-    @property
+    @cached_property
     def window(self) -> bool:
         return any(t.window for t in self.transforms)
 
-    @property
-    def counts_places(self) -> bool:
+    @cached_property
+    def uses_positions(self) -> bool:
         """True if a transform depends on the positions of samples in the window."""
         return any(t.positions is not None for t in self.transforms)
 
-    def weigh(self, parts: Sequence[Numbers], ask: Ask = SampleTransform.__call__) -> list[Numbers]:
-        """The parts of a window with their coefficients. Each transform gets the results of the previous one. `ask`
+    def weigh(self, parts: Sequence[SampleStats], call: WindowCall = SampleTransform.__call__) -> list[SampleStats]:
+        """The parts of a window with their coefficients. Each transform gets the results of the previous one. `call`
         calls a transform that needs the whole window.
         """
         parts = list(parts)
         for t in self.transforms:
             if t.window:
-                found = split(ask(t, joined(parts)), [len(p) for p in parts])
+                coefficients = split_values(call(t, concatenate(parts)), [len(p) for p in parts])
             else:
-                found = [t(p) for p in parts]
-            parts = [p.scaled(c, t.renormalises) for p, c in zip(parts, found, strict=True)]
+                coefficients = [t(p) for p in parts]
+            parts = [p.scaled(c, t.renormalises) for p, c in zip(parts, coefficients, strict=True)]
         return parts
 
 
@@ -74,22 +75,22 @@ class Chain:
     groups: Stage
     on_sum: tuple[SumTransform, ...]
 
-    @property
+    @cached_property
     def weighs(self) -> bool:
         """True if samples or groups have coefficients."""
         return bool(self.samples.transforms or self.grouping)
 
-    @property
+    @cached_property
     def measures(self) -> bool:
         """True if a transform needs norms or dot products of gradients of single samples or groups."""
         return self.samples.measures or self.groups.measures
 
-    @property
+    @cached_property
     def window(self) -> bool:
         """True if the whole window must be computed before its gradients are summed."""
         return self.grouping is not None or self.samples.window
 
-    @property
+    @cached_property
     def references(self) -> list[Reference]:
         return [*self.samples.references, *self.groups.references]
 

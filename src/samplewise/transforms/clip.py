@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.transforms.stats import Numbers, PerSample
+from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import SampleTransform, positive
 
 
@@ -30,10 +30,10 @@ def clip(max_norm: float, by: str | None = None, mode: str = "flat", gamma: floa
             return max_norm / (norms + gamma)
         return torch.where(norms > max_norm, max_norm / norms, float(max_norm > 0))
 
-    def answer(numbers: Numbers) -> PerSample:
+    def answer(stats: SampleStats) -> PerSample:
         if by is None:
-            return coefficient(numbers.norms)
-        return {name: coefficient(norms) for name, norms in numbers.norms_by_parameter.items()}
+            return coefficient(stats.norms)
+        return {name: coefficient(norms) for name, norms in stats.norms_by_parameter.items()}
 
     length = "‖{g} of p‖" if by else "‖{g}‖"
     options = (f", by={by!r}" if by else "") + (f", mode={mode!r}, gamma={gamma}" if mode != "flat" else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.transforms.stats import Numbers, PerSample
+from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import SampleTransform
 
 
@@ -26,8 +26,8 @@ def drop(largest: int = 0, smallest: int = 0, quantile: float | None = None, by:
     if by not in ("norms", "losses"):
         raise ValueError(f"by must be 'norms' or 'losses'; found {by!r}.")
 
-    def answer(numbers: Numbers) -> PerSample:
-        values = numbers.norms if by == "norms" else numbers.losses
+    def answer(stats: SampleStats) -> PerSample:
+        values = stats.norms if by == "norms" else stats.losses
         keep = torch.ones_like(values)
         if quantile is not None:
             keep[values > _quantile(values, quantile)] = 0

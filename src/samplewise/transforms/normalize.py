@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samplewise.transforms.stats import Numbers, PerSample
+from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import SampleTransform, positive, quotient
 
 
@@ -13,8 +13,8 @@ def normalize(norm: float | str = 1.0) -> SampleTransform:
     """
     if norm == "mean":
 
-        def to_the_mean(numbers: Numbers) -> PerSample:
-            norms = numbers.norms
+        def to_the_mean(stats: SampleStats) -> PerSample:
+            norms = stats.norms
             return quotient(norms.mean(), norms)
 
         return SampleTransform("normalize('mean')", "mean‖{g}‖/‖{g}‖", to_the_mean, frozenset({"norms"}), window=True)
@@ -23,5 +23,5 @@ def normalize(norm: float | str = 1.0) -> SampleTransform:
     length = positive("norm", norm)
     name = "normalize()" if length == 1 else f"normalize({length})"
     return SampleTransform(
-        name, f"{length:g}/‖{{g}}‖", lambda numbers: quotient(length, numbers.norms), frozenset({"norms"})
+        name, f"{length:g}/‖{{g}}‖", lambda stats: quotient(length, stats.norms), frozenset({"norms"})
     )

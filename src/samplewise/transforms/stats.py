@@ -1,4 +1,4 @@
-"""Per-sample results that transforms get, with the coefficients of the transforms before.
+"""Per-sample results: what transforms read, what an update reports.
 
 The results of microbatches are combined by concatenation.
 """
@@ -17,14 +17,16 @@ from samplewise.errors import TransformError
 PerSample = Tensor | dict[str, Tensor]  # (B,), or name of a parameter -> (B,)
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """Per-sample results of B samples, or of B groups. `norms` and `dots` include the coefficients so far."""
+@dataclass(slots=True, eq=False)
+class SampleStats:
+    """Per-sample results of B samples, or of B groups of samples. Transforms get one and return coefficients (B,);
+    `norms` and `dots` include the coefficients of the transforms before.
+    """
 
     losses: Tensor  # (B,) as returned by the loss function
-    counts: Tensor  # (B,) denominator of each sample
+    counts: Tensor | None = None  # (B,) denominator of each sample; None: 1 for each
     batch: Any = None  # the batch passed to the loss function
-    places: Tensor | None = None  # (B,) positions of these samples, or groups, in the window
+    positions: Tensor | None = None  # (B,) positions of these samples, or groups, in the window
     raw_norms: PerSample | None = None  # gradient norms before any transform
     raw_dots: Mapping[Any, PerSample] = field(default_factory=dict)  # reference -> dot products before any transform
     coefficients: PerSample | None = None  # product of the coefficients so far; None: 1
@@ -37,10 +39,7 @@ class Numbers:
     @property
     def norms(self) -> Tensor:
         """(B,) gradient norms, times the coefficients so far."""
-        scaled = _times(self.raw_norms, self.coefficients)
-        if isinstance(scaled, Tensor):
-            return scaled.abs()
-        return torch.stack(list(scaled.values())).square().sum(0).sqrt()
+        return _over_parameters(_times(self.raw_norms, self.coefficients))
 
     @property
     def norms_by_parameter(self) -> dict[str, Tensor]:
@@ -48,6 +47,11 @@ class Numbers:
         scaled = _times(self.raw_norms, self.coefficients)
         assert isinstance(scaled, dict)
         return {name: norms.abs() for name, norms in scaled.items()}
+
+    @property
+    def unscaled_norms(self) -> Tensor | None:
+        """(B,) gradient norms before any transform; None if they are not known."""
+        return None if self.raw_norms is None else _over_parameters(self.raw_norms)
 
     def dots(self, reference: object) -> Tensor:
         """(B,) dot products of gradients and reference, times the coefficients so far."""
@@ -57,53 +61,129 @@ class Numbers:
     @property
     def weights(self) -> Tensor:
         """(B,) coefficients so far. Requires one coefficient per sample, not one per parameter."""
-        return torch.ones_like(self.losses) if self.coefficients is None else one_each(self.coefficients)
-
-    @property
-    def unscaled_norms(self) -> Tensor | None:
-        """(B,) gradient norms before any transform; None if they are not known."""
-        return None if self.raw_norms is None else replace(self, coefficients=None).norms
+        return torch.ones_like(self.losses) if self.coefficients is None else one_per_sample(self.coefficients)
 
     @property
     def denominators(self) -> Tensor:
         """(B,) terms of the denominator."""
-        return self.counts if self.shares is None else self.shares
+        if self.shares is not None:
+            return self.shares
+        return torch.ones_like(self.losses) if self.counts is None else self.counts
 
-    def scaled(self, coefficients: PerSample, renormalises: bool) -> Numbers:
+    def scaled(self, coefficients: PerSample, renormalises: bool) -> SampleStats:
         """Results after one more transform. A renormalising transform multiplies the denominators as well."""
-        shares = self.denominators * one_each(coefficients) if renormalises else self.shares
+        shares = self.denominators * one_per_sample(coefficients) if renormalises else self.shares
         product = coefficients if self.coefficients is None else _times(coefficients, self.coefficients)
         return replace(self, coefficients=product, shares=shares)
 
+    def result(self) -> SampleStats:
+        """The values that an update reports; batch, positions and dot products are released."""
+        return SampleStats(
+            losses=self.losses,
+            counts=self.counts,
+            raw_norms=self.unscaled_norms,
+            coefficients=self.coefficients,
+            shares=self.shares,
+            columns=self.columns,
+        )
 
-def one_each(values: PerSample) -> Tensor:
+
+def one_per_sample(values: PerSample) -> Tensor:
     """Narrow the type to a tensor (B,): coefficients per parameter cannot occur here."""
     assert isinstance(values, Tensor)
     return values
 
 
-def joined(parts: Sequence[Numbers]) -> Numbers:
-    """Results of all parts, concatenated. Batches are left out: transforms of a whole window do not get them."""
+# --- sums over a window ----------------------------------------------------------------------------------------------
+
+
+def denominator(parts: Sequence[SampleStats]) -> Tensor | int:
+    """Denominator of a window: Σ counts, times the coefficients of renormalising transforms."""
+    terms = [part.counts if part.shares is None else part.shares for part in parts]
+    return sum(len(part) if term is None else term.sum() for part, term in zip(parts, terms, strict=True))
+
+
+def total_count(parts: Sequence[SampleStats]) -> Tensor | int:
+    """Σ counts."""
+    return sum(len(part) if part.counts is None else part.counts.sum() for part in parts)
+
+
+def total_loss(parts: Sequence[SampleStats]) -> Tensor:
+    """Σ losses. Half precision is summed in float32: its own sums may stop growing at a few hundred."""
+    losses = cat([part.losses for part in parts])
+    half = losses.dtype in (torch.float16, torch.bfloat16)
+    return losses.sum(dtype=torch.float32 if half else None)
+
+
+# --- concatenation and splitting -------------------------------------------------------------------------------------
+
+
+def concatenate(parts: Sequence[SampleStats]) -> SampleStats:
+    """Results of all parts. Batches are left out: transforms of a whole window do not get them."""
     if len(parts) == 1:
         return parts[0]
-    return Numbers(
+    first = parts[0]
+    return SampleStats(
         losses=torch.cat([p.losses for p in parts]),
-        counts=torch.cat([p.counts for p in parts]),
-        places=None if parts[0].places is None else torch.cat([p.places for p in parts if p.places is not None]),
-        raw_norms=None if parts[0].raw_norms is None else together([p.raw_norms for p in parts]),
-        raw_dots={r: together([p.raw_dots[r] for p in parts]) for r in parts[0].raw_dots},
-        coefficients=None if parts[0].coefficients is None else together([p.coefficients for p in parts]),
+        counts=None if first.counts is None else torch.cat([p.counts for p in parts if p.counts is not None]),
+        positions=None
+        if first.positions is None
+        else torch.cat([p.positions for p in parts if p.positions is not None]),
+        raw_norms=None if first.raw_norms is None else cat_values([p.raw_norms for p in parts]),
+        raw_dots={r: cat_values([p.raw_dots[r] for p in parts]) for r in first.raw_dots},
+        coefficients=None if first.coefficients is None else cat_values([p.coefficients for p in parts]),
         shares=torch.cat([p.denominators for p in parts]),
-        columns=_columns(parts),
+        columns=_cat_columns(parts),
     )
 
 
-def as_table(numbers: Numbers) -> Tensor:
+def split(stats: SampleStats, sizes: list[int]) -> list[SampleStats]:
+    """Split the results of a window into parts of these sizes. All shares are put into the first part, because only
+    their sum is used.
+    """
+    fields: dict[str, list[Any]] = {}
+    for name in ("losses", "counts", "raw_norms", "coefficients", "columns"):
+        values = getattr(stats, name)
+        fields[name] = [None] * len(sizes) if values is None else split_values(values, sizes)
+    parts = [SampleStats(**dict(zip(fields, row, strict=True))) for row in zip(*fields.values(), strict=True)]
+    if stats.shares is not None:
+        for part in parts:
+            part.shares = stats.losses.new_zeros(0)
+        parts[0].shares = stats.shares
+    return parts
+
+
+def cat(values: Sequence[Any]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.cat(list(values))
+
+
+def cat_values(values: Sequence[Any]) -> PerSample:
+    if isinstance(values[0], Tensor):
+        return torch.cat(list(values))
+    return {name: torch.cat([v[name] for v in values]) for name in values[0]}
+
+
+def split_values(values: PerSample, sizes: list[int]) -> list[PerSample]:
+    """Split values of a window into those of its parts."""
+    if isinstance(values, Tensor):
+        return list(values.split(sizes))
+    pieces = {name: column.split(sizes) for name, column in values.items()}
+    return [{name: column[k] for name, column in pieces.items()} for k in range(len(sizes))]
+
+
+def rows_of(values: PerSample, rows: Tensor | slice) -> PerSample:
+    return values[rows] if isinstance(values, Tensor) else {name: v[rows] for name, v in values.items()}
+
+
+# --- exchange between ranks ------------------------------------------------------------------------------------------
+
+
+def as_table(stats: SampleStats) -> Tensor:
     """Table (B, values per sample) in float64, which represents all values exactly, for the exchange between ranks."""
-    return torch.stack([column.double() for column in _flat(numbers)], 1)
+    return torch.stack([column.double() for column in _flat(stats)], 1)
 
 
-def from_table(table: Tensor, places: Tensor, like: Numbers) -> Numbers:
+def from_table(table: Tensor, positions: Tensor, like: SampleStats) -> SampleStats:
     """Inverse of `as_table`: results from a table with the same columns as those of `like`."""
     columns = iter([column.to(mine.dtype) for column, mine in zip(table.unbind(1), _flat(like), strict=True)])
 
@@ -112,21 +192,21 @@ def from_table(table: Tensor, places: Tensor, like: Numbers) -> Numbers:
             return {name: next(columns) for name in values}
         return None if values is None else next(columns)
 
-    return Numbers(  # must have the order of `_flat`
+    return SampleStats(  # must have the order of `_flat`
         losses=filled(like.losses),
         counts=filled(like.counts),
         raw_norms=filled(like.raw_norms),
         coefficients=filled(like.coefficients),
         shares=filled(like.shares),
         raw_dots={reference: filled(dots) for reference, dots in like.raw_dots.items()},
-        places=places,
+        positions=positions,
     )
 
 
-def _flat(numbers: Numbers) -> list[Tensor]:
-    several = numbers.losses, numbers.counts, numbers.raw_norms, numbers.coefficients, numbers.shares
+def _flat(stats: SampleStats) -> list[Tensor]:
+    fields = (stats.losses, stats.counts, stats.raw_norms, stats.coefficients, stats.shares)
     columns: list[Tensor] = []
-    for values in (*several, *numbers.raw_dots.values()):
+    for values in (*fields, *stats.raw_dots.values()):
         if isinstance(values, dict):
             columns += values.values()
         elif values is not None:
@@ -134,27 +214,16 @@ def _flat(numbers: Numbers) -> list[Tensor]:
     return columns
 
 
-def rows_of(values: PerSample, rows: Tensor | slice) -> PerSample:
-    return values[rows] if isinstance(values, Tensor) else {name: v[rows] for name, v in values.items()}
+def _cat_columns(parts: Sequence[SampleStats]) -> dict[str, Tensor] | None:
+    columns = [part.columns for part in parts if part.columns is not None]
+    return {name: torch.cat([each[name] for each in columns]) for name in columns[0]} if columns else None
 
 
-def split(found: PerSample, sizes: list[int]) -> list[PerSample]:
-    """Split the coefficients of a window into those of its parts."""
-    if isinstance(found, Tensor):
-        return list(found.split(sizes))
-    pieces = {name: values.split(sizes) for name, values in found.items()}
-    return [{name: values[k] for name, values in pieces.items()} for k in range(len(sizes))]
-
-
-def together(values: Sequence[Any]) -> PerSample:
-    if isinstance(values[0], Tensor):
-        return torch.cat(list(values))
-    return {name: torch.cat([v[name] for v in values]) for name in values[0]}
-
-
-def _columns(parts: Sequence[Numbers]) -> dict[str, Tensor] | None:
-    found = [p.columns for p in parts if p.columns is not None]
-    return {name: torch.cat([columns[name] for columns in found]) for name in found[0]} if found else None
+def _over_parameters(norms: PerSample) -> Tensor:
+    """Norm of the whole gradient, from norms of its parameters."""
+    if isinstance(norms, Tensor):
+        return norms.abs()
+    return torch.stack(list(norms.values())).square().sum(0).sqrt()
 
 
 def _times(values: PerSample | None, factor: PerSample | None) -> PerSample:

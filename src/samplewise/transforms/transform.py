@@ -14,7 +14,7 @@ from torch import Tensor
 from samplewise.engine.finite import all_finite
 from samplewise.errors import TransformError
 from samplewise.transforms.reference import Reference
-from samplewise.transforms.stats import Numbers, PerSample
+from samplewise.transforms.stats import PerSample, SampleStats
 
 NEEDS = ("losses", "counts", "norms", "batch")
 
@@ -25,7 +25,7 @@ class SampleTransform:
 
     name: str  # as in code: clip(1.0)
     formula: str  # the coefficient of a gradient {g}
-    answer: Callable[[Numbers], PerSample] = field(repr=False)
+    answer: Callable[[SampleStats], PerSample] = field(repr=False)
     needs: frozenset[str] = frozenset()  # subset of losses, counts, norms, batch
     reference: Reference | None = None  # direction whose dot products it needs
     window: bool = False  # whether it needs all samples of the window at once
@@ -33,40 +33,41 @@ class SampleTransform:
     renormalises: bool = False  # whether its coefficients also multiply the counts in the denominator
     positions: int | None = None  # number of window positions it has values for; None: independent of the position
 
-    def __call__(self, numbers: Numbers) -> PerSample:
+    def __call__(self, stats: SampleStats) -> PerSample:
         """Coefficients, after a check of type, shape and finiteness."""
-        found = self.answer(numbers)
+        coefficients = self.answer(stats)
         if not self.by_parameter:
-            return self._checked(found, len(numbers), "one coefficient per sample")
-        if not isinstance(found, Mapping):
-            raise TransformError(f"{self} must return a dict name -> (B,); found {type(found).__name__}.")
+            return self._checked(coefficients, len(stats), "one coefficient per sample")
+        if not isinstance(coefficients, Mapping):
+            raise TransformError(f"{self} must return a dict name -> (B,); found {type(coefficients).__name__}.")
         return {
-            name: self._checked(c, len(numbers), f"one coefficient per sample for {name!r}")
-            for name, c in found.items()
+            name: self._checked(c, len(stats), f"one coefficient per sample for {name!r}")
+            for name, c in coefficients.items()
         }
 
-    def needed(self, numbers: Numbers) -> Numbers:
-        """`numbers` restricted to the values that this transform needs."""
-        return Numbers(
-            numbers.losses,
-            numbers.counts,
-            places=numbers.places,
-            raw_norms=numbers.raw_norms if "norms" in self.needs else None,
-            raw_dots={} if self.reference is None else {self.reference: numbers.raw_dots[self.reference]},
-            coefficients=numbers.coefficients,
-            shares=numbers.denominators,
+    def needed(self, stats: SampleStats) -> SampleStats:
+        """`stats` restricted to the values that this transform needs."""
+        return SampleStats(
+            stats.losses,
+            stats.counts,
+            positions=stats.positions,
+            raw_norms=stats.raw_norms if "norms" in self.needs else None,
+            raw_dots={} if self.reference is None else {self.reference: stats.raw_dots[self.reference]},
+            coefficients=stats.coefficients,
+            shares=stats.denominators,
         )
 
-    def _checked(self, found: Any, samples: int, what: str) -> Tensor:
-        if not isinstance(found, Tensor) or found.shape != (samples,):
-            kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise TransformError(f"{self} must return {what}, a tensor of shape ({samples},); found {kind}.")
-        found = found.detach()
-        found = found if found.is_floating_point() else found.to(torch.get_default_dtype())
-        if not all_finite(found):
-            bad = int((~found.isfinite()).nonzero()[0])
-            raise TransformError(f"{self} must return finite coefficients; found {found[bad].item()} at sample {bad}.")
-        return found
+    def _checked(self, values: Any, samples: int, what: str) -> Tensor:
+        if not isinstance(values, Tensor) or values.shape != (samples,):
+            found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise TransformError(f"{self} must return {what}, a tensor of shape ({samples},); found {found}.")
+        values = values.detach()
+        if not values.is_floating_point():
+            values = values.to(torch.get_default_dtype())
+        if not all_finite(values):
+            bad = int((~values.isfinite()).nonzero()[0])
+            raise TransformError(f"{self} must return finite coefficients; found {values[bad].item()} at sample {bad}.")
+        return values
 
     def __repr__(self) -> str:
         return self.name
@@ -80,7 +81,7 @@ class SumTransform:
     formula: str  # the term that it adds
     act: Callable[[list[Tensor]], None] = field(repr=False)
     additive: bool = False  # whether it only adds values that do not depend on the sum
-    generator: torch.Generator | None = None  # source of its random numbers; None: torch's default generators
+    generator: torch.Generator | None = None  # source of its random stats; None: torch's default generators
 
     def __repr__(self) -> str:
         return self.name

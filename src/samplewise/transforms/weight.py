@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samplewise.core.batches import pick
 from samplewise.errors import TransformError
-from samplewise.transforms.stats import Numbers, PerSample
+from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import NEEDS, SampleTransform, function_name
 
 
@@ -36,7 +36,7 @@ def weight(
     elif isinstance(by, Tensor):
         name, needs, answer = _listed(by, index)
     else:
-        name, needs, answer = repr(by), frozenset({"batch"}), lambda numbers: _as_weights(numbers, by)
+        name, needs, answer = repr(by), frozenset({"batch"}), lambda stats: _as_weights(stats, by)
     if index is not None and not isinstance(by, Tensor):
         raise TransformError("index= must be used with a tensor of weights; found no tensor. Leave it out.")
     if window and not callable(by):
@@ -59,7 +59,9 @@ def _formula(name: str, needs: frozenset[str]) -> str:
     return f"{name}({seen})" if seen and needs != {"batch"} else f"w[{name}]"
 
 
-def _asking(function: Callable[..., Any], window: bool) -> tuple[str, frozenset[str], Callable[[Numbers], PerSample]]:
+def _asking(
+    function: Callable[..., Any], window: bool
+) -> tuple[str, frozenset[str], Callable[[SampleStats], PerSample]]:
     """Name, needs and answer of a weight function. Its argument names are its needs."""
     parameters = inspect.signature(function).parameters.values()
     asked = [p.name for p in parameters if p.default is p.empty or p.name in NEEDS]  # others keep their defaults
@@ -76,44 +78,44 @@ def _asking(function: Callable[..., Any], window: bool) -> tuple[str, frozenset[
             "or norms."
         )
 
-    def answer(numbers: Numbers) -> PerSample:
-        return function(**{need: getattr(numbers, need) for need in asked})
+    def answer(stats: SampleStats) -> PerSample:
+        return function(**{need: getattr(stats, need) for need in asked})
 
     return function_name(function), frozenset(asked), answer
 
 
-def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Callable[[Numbers], PerSample]]:
+def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Callable[[SampleStats], PerSample]]:
     """Name, needs and answer of a tensor of weights, by position in the window or by sample index."""
     if values.dim() != 1:
         raise TransformError(f"weights must be one number per sample; found a tensor of shape {tuple(values.shape)}.")
     name = f"tensor of {len(values)}" + (f", index={index!r}" if index is not None else "")
 
-    def looked_up(numbers: Numbers) -> PerSample:
+    def looked_up(stats: SampleStats) -> PerSample:
         try:
-            places = torch.as_tensor(pick(numbers.batch, index), device=values.device)
-            if bool((places < 0).any()):
+            indices = torch.as_tensor(pick(stats.batch, index), device=values.device)
+            if bool((indices < 0).any()):
                 raise IndexError("some are negative")
-            return values[places].to(numbers.losses.device)
+            return values[indices].to(stats.losses.device)
         except (IndexError, TypeError, ValueError) as error:
             raise TransformError(
                 f"batch[{index!r}] must hold sample indices from 0 to {len(values) - 1}; found: {error}."
             ) from None
 
-    def in_order(numbers: Numbers) -> PerSample:
-        places = torch.arange(len(numbers)) if numbers.places is None else numbers.places
-        if int(places.max()) >= len(values):
+    def in_order(stats: SampleStats) -> PerSample:
+        positions = torch.arange(len(stats)) if stats.positions is None else stats.positions
+        if int(positions.max()) >= len(values):
             raise TransformError(
                 f"weight({name}) must have one value for each sample of the window; found a window of at least "
-                f"{int(places.max()) + 1}. Set Step(samples=) to that number, or look values up with index=."
+                f"{int(positions.max()) + 1}. Set Step(samples=) to that number, or look values up with index=."
             )
-        return values[places.to(values.device)].to(numbers.losses.device)
+        return values[positions.to(values.device)].to(stats.losses.device)
 
     return (name, frozenset(), in_order) if index is None else (name, frozenset({"batch"}), looked_up)
 
 
-def _as_weights(numbers: Numbers, key: Hashable) -> Tensor:
-    found = pick(numbers.batch, key)
+def _as_weights(stats: SampleStats, key: Hashable) -> Tensor:
+    found = pick(stats.batch, key)
     try:
-        return found if isinstance(found, Tensor) else torch.as_tensor(found, dtype=numbers.losses.dtype)
+        return found if isinstance(found, Tensor) else torch.as_tensor(found, dtype=stats.losses.dtype)
     except (TypeError, ValueError, RuntimeError):
         raise TransformError(f"batch[{key!r}] must hold one weight per sample; found {type(found).__name__}.") from None

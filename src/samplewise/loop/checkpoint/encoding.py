@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.distributed.fsdp import in_parts
+from samplewise.distributed.sharded_parameters import is_dtensor
 
 DEEPEST = 100  # levels; the JSON parser fails at about 300, and a state that contains itself is infinite
 DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -86,7 +86,7 @@ def _encode_items(value: dict[Any, Any], place: tuple[Any, ...], tensors: list[T
 
 
 def _encode_tensor(value: Tensor, place: tuple[Any, ...], tensors: list[Tensor]) -> list[Any]:
-    plain = type(value) in TENSORS or in_parts(value)
+    plain = type(value) in TENSORS or is_dtensor(value)
     if not plain or value.layout != torch.strided or value.is_meta or value.dtype not in NAMES:
         raise TypeError(
             f"{_dotted(place)} must be a plain, dense tensor with data; found {kind_of(value)} of layout "

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core import atomic_io
-from samplewise.distributed.fsdp import in_parts
+from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.encoding import (
     STRICT,
@@ -142,7 +142,7 @@ def remove(path: Path) -> None:
 
 def _stored(value: Tensor, snapshot: bool) -> Tensor:
     """Return the tensor as it is stored: on the CPU, contiguous, with a dtype of `STORED`; otherwise as uint8."""
-    if in_parts(value):
+    if is_dtensor(value):
         raise TypeError(
             "a tensor must not be sharded over ranks if one process writes it; found a DTensor. Gather it first."
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.distributed.fsdp import in_parts
+from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError
 from samplewise.step.step import Step
@@ -58,7 +58,7 @@ def load(part: Any, state: Any) -> None:
 
 
 def _as_shared(value: Any, like: Any) -> Any:
-    if in_parts(like) and isinstance(value, Tensor) and value.shape == like.shape:
+    if is_dtensor(like) and isinstance(value, Tensor) and value.shape == like.shape:
         from torch.distributed.tensor import distribute_tensor  # slow to import; a sharded tensor has imported it
 
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -67,7 +67,7 @@ def _as_shared(value: Any, like: Any) -> Any:
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a model with sharded tensors gathered, on every rank."""
-    return {name: value.full_tensor() if in_parts(value) else value for name, value in state.items()}
+    return {name: value.full_tensor() if is_dtensor(value) else value for name, value in state.items()}
 
 
 def kinds(parts: Mapping[str, Any]) -> dict[str, str]:

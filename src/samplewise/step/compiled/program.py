@@ -17,7 +17,7 @@ from samplewise.step.compiled.kernel_replay import CHUNK, KernelReplay, record
 from samplewise.step.compiled.raw_view import cells
 from samplewise.step.compiled.tracing import Tensors
 from samplewise.step.compiled.update_fn import CompiledUpdate, Inputs
-from samplewise.step.microbatch_stats import MicrobatchStats
+from samplewise.transforms.stats import SampleStats
 
 NOMINAL = 64  # rows of the example batch that is compiled; real batches may have any number
 SMALL = 2**18  # parameters up to which one thread is faster than several
@@ -26,10 +26,10 @@ SMALL = 2**18  # parameters up to which one thread is faster than several
 class Program:
     """Compiled update that reads rows of a batch by index. With checks, a non-finite update changes nothing."""
 
-    def __init__(self, whole: CompiledUpdate, tensors: Tensors, example: Any):
-        self.whole = whole
-        cohorts = whole.cohorts
-        width = 0 if cohorts is None else cohorts.width
+    def __init__(self, update: CompiledUpdate, tensors: Tensors, example: Any):
+        self.update = update
+        buckets = update.buckets
+        width = 0 if buckets is None else buckets.width
         self._cells = [
             torch.zeros(1, dtype=torch.int64),
             torch.zeros(1, dtype=torch.float64),
@@ -37,29 +37,29 @@ class Program:
         ]
         self._start, self._flag, self._numbers = map(cells, self._cells)
         self._era = -1
-        states = [] if cohorts is None else list(cohorts.states.values())
+        states = [] if buckets is None else list(buckets.states.values())
         self.states = states
         self._others = tensors.others
         self._trained = tensors.trained
-        self.count = whole.backward.samples
-        self._losses_only = whole.backward.known == 1
+        self.count = update.backward.samples
+        self._losses_only = update.backward.known == 1
         bound = Inputs(
             [p.detach() for p in tensors.trained.values()],
             [s.detach() for s in states],
             [t.detach() for t in tensors.others],
-            whole.backward.constants,
+            update.backward.constants,
             self._cells,
             [],
         )
         self._bound = bound.flat()
         self._batch: list[Tensor] = []
         self._changed = [
-            *(tensors.trained.values() if cohorts is not None else ()),
+            *(tensors.trained.values() if buckets is not None else ()),
             *states,
-            *(tensors.others[k] for k in whole.backward.moving),
+            *(tensors.others[k] for k in update.backward.moving),
         ]
         self._run = self._compile(bound._replace(batch=self._nominal(example)), tensors)
-        self.tried = False
+        self.verified = False
         self._recording: KernelReplay | None = None
         self._views: list[tuple[Tensor, ...]] = []  # rows for the results of the next updates, the next one last
 
@@ -68,21 +68,21 @@ class Program:
         if self._recording is not None:
             return
         batch = [t.detach() for t in self._batch]  # distinct objects, in case a tensor occurs twice
-        found = record(self._run, self._bound, batch) if self.whole.cohorts is not None else None
-        if found is not None and self.whole.checks:
+        found = record(self._run, self._bound, batch) if self.update.buckets is not None else None
+        if found is not None and self.update.checks:
             self._recording = KernelReplay(*found, self._cells, batch)
 
     def _nominal(self, example: Any) -> list[Tensor]:
         given = [leaf for leaf in leaves(example) if isinstance(leaf, Tensor)]
-        rows = max(NOMINAL, 2 * self.whole.samples)
+        rows = max(NOMINAL, 2 * self.update.samples)
         return [
             leaf.new_empty(rows, *leaf.shape[1:]) if has else leaf
-            for leaf, has in zip(given, self.whole.chosen, strict=True)
+            for leaf, has in zip(given, self.update.chosen, strict=True)
         ]
 
     def _compile(self, inputs: Inputs, tensors: Tensors) -> inductor.Compiled:
         def updates(*flat: Tensor) -> tuple[Tensor, ...]:
-            return self.whole(inputs.like(flat))
+            return self.update(inputs.like(flat))
 
         graph = inductor.trace_functional(updates, inputs.flat(), DECOMPOSITIONS)
         small = sum(p.numel() for p in tensors.trained.values()) <= SMALL
@@ -114,21 +114,21 @@ class Program:
         Returns None if the update was not finite or had an index out of range. `era` identifies the optimizer's
         hyperparameters: the scalars are written again when it changes.
         """
-        cohorts = self.whole.cohorts
+        buckets = self.update.buckets
         if self._recording is not None:
             return self._replayed(self._recording, start, era)
         self._start[0] = start
-        if cohorts is not None and (era != self._era or cohorts.formula.ages):
-            self._numbers[:] = cohorts.numbers()
+        if buckets is not None and (era != self._era or buckets.formula.ages):
+            self._numbers[:] = buckets.numbers()
             self._era = era
-        drawn = torch.get_rng_state() if self.whole.backward.draws else None
+        drawn = torch.get_rng_state() if self.update.backward.draws else None
         results = self._results()
         if results is None:
             if drawn is not None:
                 torch.set_rng_state(drawn)
             return None
-        if cohorts is not None and cohorts.formula.ages:
-            cohorts.advance(1)
+        if buckets is not None and buckets.formula.ages:
+            buckets.advance(1)
         increment_version(self._changed)
         return results
 
@@ -137,36 +137,36 @@ class Program:
             results = self._run([*self._bound, *self._batch])
         except (RuntimeError, IndexError):  # an index out of range; nothing has been written yet
             return None
-        return None if self.whole.checks and not isfinite(self._flag[0]) else results
+        return None if self.update.checks and not isfinite(self._flag[0]) else results
 
     def _replayed(self, recording: KernelReplay, start: int, era: int) -> Sequence[Tensor] | None:
-        cohorts = self.whole.cohorts
-        assert cohorts is not None
-        if era != self._era or cohorts.formula.ages:
-            recording.numbers[: cohorts.width] = cohorts.numbers()
+        buckets = self.update.buckets
+        assert buckets is not None
+        if era != self._era or buckets.formula.ages:
+            recording.numbers[: buckets.width] = buckets.numbers()
             self._era = era
         if not self._views:
             columns = recording.fresh_columns()
             self._views = [*zip(*(column.unbind() for column in columns), strict=True)][::-1]
-        if not recording(start, self.whole.samples, 1, CHUNK - len(self._views)):
+        if not recording(start, self.update.samples, 1, CHUNK - len(self._views)):
             return None
-        if cohorts.formula.ages:
-            cohorts.advance(1)
+        if buckets.formula.ages:
+            buckets.advance(1)
         increment_version(self._changed)
         return self._views.pop()
 
     def many(self, start: int, updates: int) -> tuple[int, Sequence[Tensor]]:
         """Run up to CHUNK updates; return the number run before a non-finite one, and their per-sample results."""
-        recording, cohorts = self._recording, self.whole.cohorts
-        assert recording is not None and cohorts is not None
-        numbers = cohorts.numbers(updates)
+        recording, buckets = self._recording, self.update.buckets
+        assert recording is not None and buckets is not None
+        numbers = buckets.numbers(updates)
         recording.numbers[: len(numbers)] = numbers
         self._era = -1
         self._views = []
         columns = recording.fresh_columns()
-        made = recording(start, self.whole.samples, updates, 0)
-        if cohorts.formula.ages:
-            cohorts.advance(made)
+        made = recording(start, self.update.samples, updates, 0)
+        if buckets.formula.ages:
+            buckets.advance(made)
         increment_version(self._changed)
         return made, [column[:made].flatten(0, 1) for column in columns]
 
@@ -174,15 +174,15 @@ class Program:
     def can_make_many(self) -> bool:
         return self._recording is not None
 
-    def part(self, results: Sequence[Tensor]) -> MicrobatchStats:
+    def stats(self, results: Sequence[Tensor]) -> SampleStats:
         """Per-sample results of an update, from the results of the compiled code."""
-        return MicrobatchStats(results[0]) if self._losses_only else self.whole.backward.part(results)
+        return SampleStats(results[0]) if self._losses_only else self.update.backward.stats(results)
 
     def gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients by parameter name, if the optimizer performs the update (no formula)."""
-        return self.whole.backward.gradients(results)
+        return self.update.backward.gradients(results)
 
-    def hand_over(self, results: Sequence[Tensor]) -> None:
+    def write_gradients(self, results: Sequence[Tensor]) -> None:
         """Write the gradients to `.grad` of the parameters."""
         for name, gradient in self.gradients(results).items():
             self._trained[name].grad = gradient
@@ -190,15 +190,15 @@ class Program:
     @property
     def tensors(self) -> list[Tensor]:
         """Tensors other than trained parameters whose memory address is compiled into the code."""
-        return [*self.states, *self._others, *self.whole.backward.constants]
+        return [*self.states, *self._others, *self.update.backward.constants]
 
     @property
     def counters(self) -> Sequence[Sequence[Any]]:
-        return () if self.whole.cohorts is None else self.whole.cohorts.counters
+        return () if self.update.buckets is None else self.update.buckets.counters
 
     def shape(self) -> Sequence[Any]:
         """Optimizer settings that are compiled into the code."""
-        return () if self.whole.cohorts is None else self.whole.cohorts.shape()
+        return () if self.update.buckets is None else self.update.buckets.shape()
 
     def norm(self) -> float:
         """Gradient norm of the last update, before `max_grad_norm`."""

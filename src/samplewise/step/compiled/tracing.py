@@ -19,13 +19,12 @@ from samplewise.core.batches import leaves, map_leaves
 from samplewise.engine.arguments import check_attached
 from samplewise.engine.gradients import gradients_of
 from samplewise.errors import SamplesMayInteractWarning
-from samplewise.step.accumulate import PerSampleAccumulator, as_part, counts_of
+from samplewise.step.accumulate import WeightedAccumulator
 from samplewise.step.compiled import inductor
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
 from samplewise.step.compiled.errors import CannotCompile
 from samplewise.step.forward import LossEvaluator
-from samplewise.step.microbatch_stats import MicrobatchStats, total
-from samplewise.transforms.stats import Numbers
+from samplewise.transforms.stats import SampleStats, denominator
 
 VIEWS = {
     getattr(torch.ops.aten, name).default
@@ -39,28 +38,28 @@ class Tensors:
 
     trained: dict[str, Tensor]
     others: list[Tensor]
-    places: list[tuple[nn.Module, str, Tensor]]
+    occurrences: list[tuple[nn.Module, str, Tensor]]
 
     @classmethod
-    def of(cls, evaluation: LossEvaluator) -> Tensors:
-        trained = evaluation.trained.wanted()
-        places = [
+    def of(cls, evaluator: LossEvaluator) -> Tensors:
+        trained = evaluator.trained.wanted()
+        occurrences = [
             (module, name, tensor)
-            for module in evaluation.modules
+            for module in evaluator.modules
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
         ]
-        if {id(p) for p in trained.values()} - {id(tensor) for _, _, tensor in places}:
+        if {id(p) for p in trained.values()} - {id(tensor) for _, _, tensor in occurrences}:
             raise CannotCompile("the optimizer has tensors that are not parameters of the model")
         ours = {id(p) for p in trained.values()}
-        others = {id(tensor): tensor for _, _, tensor in places if id(tensor) not in ours}
-        return cls(trained, list(others.values()), places)
+        others = {id(tensor): tensor for _, _, tensor in occurrences if id(tensor) not in ours}
+        return cls(trained, list(others.values()), occurrences)
 
     def replaced(self, stack: ExitStack, trained: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Replace all tensors in the modules until the stack is closed."""
         originals = [*self.trained.values(), *self.others]
         new = {id(a): b for a, b in zip(originals, [*trained, *others], strict=True)}
-        for root in dict.fromkeys(module for module, _, _ in self.places):
-            here = {name: new[id(tensor)] for module, name, tensor in self.places if module is root}
+        for root in dict.fromkeys(module for module, _, _ in self.occurrences):
+            here = {name: new[id(tensor)] for module, name, tensor in self.occurrences if module is root}
             stack.enter_context(inductor.parameters_replaced(root, here))
 
 
@@ -75,7 +74,7 @@ class Backward:
     graph: fx.GraphModule
     trained: list[str]
     columns: list[str]  # fields of the per-sample results, which come first
-    weights_by_name: list[str]  # empty unless the coefficients are a dict
+    coefficients_by_name: list[str]  # empty unless the coefficients are a dict
     reached: list[str]
     constants: list[Tensor]  # the graph's last inputs
     samples: int  # number of losses
@@ -83,88 +82,96 @@ class Backward:
     moving: list[int] = field(default_factory=list)
     factors: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def part(self, results: Sequence[Tensor]) -> MicrobatchStats:
+    def stats(self, results: Sequence[Tensor]) -> SampleStats:
         """Per-sample results, which are the first results of the graph."""
-        known: dict[str, Any] = dict(zip(self.columns, results, strict=False))
-        if self.weights_by_name:
+        fields: dict[str, Any] = dict(zip(self.columns, results, strict=False))
+        if self.coefficients_by_name:
             start = len(self.columns)
-            known["weights"] = dict(zip(self.weights_by_name, results[start:], strict=False))
-        return MicrobatchStats(**known)
+            fields["coefficients"] = dict(zip(self.coefficients_by_name, results[start:], strict=False))
+        return SampleStats(**fields)
 
     @property
     def known(self) -> int:
         """Number of results before the gradients."""
-        return len(self.columns) + len(self.weights_by_name)
+        return len(self.columns) + len(self.coefficients_by_name)
 
     def gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients of the update by parameter name."""
         return dict(zip(self.reached, results[self.known :], strict=False))
 
 
-def trace_backward(evaluation: LossEvaluator, summing: PerSampleAccumulator, tensors: Tensors, piece: Any) -> Backward:
-    """Trace forward and backward pass of one window; `piece` is an example of its samples."""
-    said: dict[str, Any] = {}
+def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatch: Any) -> Backward:
+    """Trace forward and backward pass of one window; `microbatch` is an example of its samples."""
+    layout: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
         inputs = iter(flat)
         wanted = {name: next(inputs).detach().requires_grad_() for name in tensors.trained}
         others = [next(inputs) for _ in tensors.others]
-        example = map_leaves(piece, lambda leaf: next(inputs) if isinstance(leaf, Tensor) else leaf)
+        example = map_leaves(microbatch, lambda leaf: next(inputs) if isinstance(leaf, Tensor) else leaf)
         with ExitStack() as stack:
             tensors.replaced(stack, list(wanted.values()), others)
-            part, gradients = _computed(evaluation, summing, wanted, example)
-        columns = {name: column for name in MicrobatchStats.__slots__ if (column := getattr(part, name)) is not None}
-        weights = columns.pop("weights") if isinstance(part.weights, dict) else {}
-        said.update(columns=list(columns), weights=list(weights), reached=list(gradients), samples=len(part))
-        return [*columns.values(), *weights.values(), *gradients.values()]
+            stats, gradients = _computed(accumulator, wanted, example)
+        columns = {name: column for name in RESULTS if (column := getattr(stats, name)) is not None}
+        by_name = columns.pop("coefficients") if isinstance(stats.coefficients, dict) else {}
+        layout.update(columns=list(columns), by_name=list(by_name), reached=list(gradients), samples=len(stats))
+        return [*columns.values(), *by_name.values(), *gradients.values()]
 
-    data = [leaf.contiguous() for leaf in leaves(piece) if isinstance(leaf, Tensor)]  # contiguous, as in compiled calls
+    # contiguous, as in compiled calls
+    data = [leaf.contiguous() for leaf in leaves(microbatch) if isinstance(leaf, Tensor)]
     examples = [t.detach() for t in (*tensors.trained.values(), *tensors.others, *data)]
     graph = inductor.trace(run, examples, DECOMPOSITIONS)
-    found = Backward(
+    backward = Backward(
         graph,
         list(tensors.trained),
-        said["columns"],
-        said["weights"],
-        said["reached"],
+        layout["columns"],
+        layout["by_name"],
+        layout["reached"],
         _lifted(graph),
-        said["samples"],
+        layout["samples"],
         any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.graph.nodes),
     )
     first = len(tensors.trained)
-    found.moving = [k - first for k in sorted(_changed(graph))]
-    if any(not 0 <= k < len(tensors.others) for k in found.moving):
+    backward.moving = [k - first for k in sorted(_changed(graph))]
+    if any(not 0 <= k < len(tensors.others) for k in backward.moving):
         raise CannotCompile("the model changes its parameters or its data in place")
-    _find_factors(found)
-    return found
+    _find_factors(backward)
+    return backward
+
+
+RESULTS = ("losses", "counts", "raw_norms", "coefficients", "shares")  # fields of SampleStats, in order
 
 
 def _computed(
-    evaluation: LossEvaluator, summing: PerSampleAccumulator, wanted: dict[str, Tensor], piece: Any
-) -> tuple[MicrobatchStats, dict[str, Tensor]]:
+    accumulator: WeightedAccumulator, wanted: dict[str, Tensor], microbatch: Any
+) -> tuple[SampleStats, dict[str, Tensor]]:
     """Compute the per-sample results of a window and the gradients of its update, by parameter name."""
-    losses, counts = evaluation.losses(piece)
+    evaluator = accumulator.evaluator
+    stage = accumulator.chain.samples
+    record_norms = accumulator.record_norms
+    losses, counts = evaluator.losses(microbatch)
     check_attached(losses)
     if losses.dtype not in (torch.float32, torch.float64):
         raise CannotCompile(f"losses are {losses.dtype}")
     reached = _reached(losses, wanted)
-    if not (summing.chain.weighs or summing.record_norms):
-        part = MicrobatchStats(losses.detach(), counts)
-        return part, _weighted(losses, reached, torch.ones_like(losses) / total([part]))
-    numbers = Numbers(losses.detach(), counts_of(losses, counts), piece, torch.arange(len(losses)))
+    if not (accumulator.chain.weighs or record_norms):
+        stats = SampleStats(losses.detach(), counts)
+        return stats, _weighted(losses, reached, torch.ones_like(losses) / denominator([stats]))
+    counts = torch.ones_like(losses) if counts is None else counts
+    stats = SampleStats(losses.detach(), counts, microbatch, torch.arange(len(losses)))
     g = None
-    if summing.chain.samples.measures or summing.record_norms:
+    if stage.measures or record_norms:
         with warnings.catch_warnings():
             warnings.simplefilter("error", SamplesMayInteractWarning)
-            g = gradients_of(losses, wanted, evaluation.modules).prepare()
-        numbers = summing.measured(g, numbers, summing.chain.samples, summing.record_norms)
-    (numbers,) = summing.chain.samples.weigh([numbers])
-    part = as_part(numbers)
-    if g is None and not isinstance(numbers.coefficients, dict):
-        return part, _weighted(losses, reached, numbers.weights / total([part]))
-    g = gradients_of(losses, wanted, evaluation.modules) if g is None else g
-    sums = g.sum(numbers.coefficients)
-    return part, {name: sums[name] / total([part]) for name in reached}
+            g = gradients_of(losses, wanted, evaluator.modules).prepare()
+        accumulator.measure(g, stats, stage, record_norms)
+    (stats,) = stage.weigh([stats])
+    result = stats.result()
+    if g is None and not isinstance(stats.coefficients, dict):
+        return result, _weighted(losses, reached, stats.weights / denominator([result]))
+    g = gradients_of(losses, wanted, evaluator.modules) if g is None else g
+    sums = g.sum(stats.coefficients)
+    return result, {name: sums[name] / denominator([result]) for name in reached}
 
 
 def _reached(losses: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:

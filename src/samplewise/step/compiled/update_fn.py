@@ -51,7 +51,7 @@ class CompiledUpdate:
     """One update of `samples` rows. `chosen[k]` is True if tensor k of the batch has one row per sample."""
 
     backward: Backward
-    cohorts: OptimBuckets | None  # None: gradients are returned and the optimizer performs the update
+    buckets: OptimBuckets | None  # None: gradients are returned and the optimizer performs the update
     samples: int
     chosen: list[bool]
     max_grad_norm: float | None
@@ -59,7 +59,7 @@ class CompiledUpdate:
 
     def __call__(self, given: Inputs) -> tuple[Tensor, ...]:
         start, flag, numbers = given.cells
-        states = {} if self.cohorts is None else dict(zip(self.cohorts.states, given.states, strict=True))
+        states = {} if self.buckets is None else dict(zip(self.buckets.states, given.states, strict=True))
         before = Values(dict(zip(self.backward.trained, given.trained, strict=True)), states, given.others)
         moving = self.backward.moving
         others = [t.clone() if k in moving else t for k, t in enumerate(given.others)]  # the model changes these
@@ -71,10 +71,10 @@ class CompiledUpdate:
         size = total([size, *doubts])
         flag.copy_(size.reshape(1))
         after = before._replace(others=others)
-        if self.cohorts is not None:
-            after = Values(*self.cohorts.apply(before.trained, gradients, states, numbers), others)
+        if self.buckets is not None:
+            after = Values(*self.buckets.apply(before.trained, gradients, states, numbers), others)
         self._write(before, after, size)
-        return (*known, *(gradients.values() if self.cohorts is None else ()))
+        return (*known, *(gradients.values() if self.buckets is None else ()))
 
     def _rows(self, batch: Sequence[Tensor], start: Tensor) -> list[Tensor]:
         places = start if self.samples == 1 else start + torch.arange(self.samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,11 @@ from torch import Tensor
 
 from samplewise.core.snapshot import snapshot
 from samplewise.errors import SamplewiseError
-from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
+from samplewise.step.accumulate import Accumulator
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled.program import Program
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.window import Window
-from samplewise.transforms.chain import Chain
 
 # An optimizer can scale a gradient that consists of rounding errors up to a full step, so single parameters may differ;
 # with a wrong graph all parameters differ.
@@ -26,11 +25,10 @@ LOSSES = 1e-3  # allowed difference of losses, absolute and relative
 @torch.no_grad()
 def agrees(
     program: Program,
-    evaluation: LossEvaluator,
-    finish: UpdateApplier,
-    chain: Chain,
-    record: Collection[str],
-    piece: Any,
+    accumulator: Accumulator,
+    evaluator: LossEvaluator,
+    applier: UpdateApplier,
+    microbatch: Any,
     start: int,
 ) -> bool | None:
     """Test whether the update from row `start` is equal compiled and uncompiled; None if it is not finite.
@@ -38,23 +36,23 @@ def agrees(
     Restores parameters, optimizer state, buffers and RNG.
     """
     state: list[Tensor] = []
-    for kept in getattr(finish.optimizer, "state", {}).values():
+    for kept in getattr(applier.optimizer, "state", {}).values():
         state += [t for t in kept.values() if isinstance(t, Tensor)]
-    touched = [*evaluation.trained.named.values(), *state]
+    touched = [*evaluator.trained.named.values(), *state]
     before = [t.clone() for t in touched]
-    restore_model = snapshot(*evaluation.modules)
+    restore_model = snapshot(*evaluator.modules)
 
     def undo() -> None:
         restore_model()
         for tensor, then in zip(touched, before, strict=True):
             tensor.copy_(then)
-        evaluation.trained.clear()
+        evaluator.trained.clear()
 
     try:
-        losses, gradients = _uncompiled(evaluation, finish, chain, record, piece)
-        step = program.whole.cohorts is not None
+        losses, gradients = _uncompiled(accumulator, evaluator, applier, microbatch)
+        step = program.update.buckets is not None
         if step:
-            finish.optimizer.step()
+            applier.optimizer.step()
         expected = [t.clone() for t in (touched if step else gradients)]
         undo()
         program.record()
@@ -67,25 +65,21 @@ def agrees(
         return None
     finally:
         undo()
-    same = torch.allclose(program.part(results).losses, losses, rtol=LOSSES, atol=LOSSES)
+    same = torch.allclose(program.stats(results).losses, losses, rtol=LOSSES, atol=LOSSES)
     origin = before if step else [torch.zeros_like(t) for t in expected]
     return same and _length(found, expected) <= APART * _length(expected, origin) + 1e-12
 
 
 def _uncompiled(
-    evaluation: LossEvaluator, finish: UpdateApplier, chain: Chain, record: Collection[str], piece: Any
+    accumulator: Accumulator, evaluator: LossEvaluator, applier: UpdateApplier, microbatch: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute the update's gradients uncompiled into `.grad`; return losses and gradients."""
-    weighs = chain.weighs or "norms" in record
-    summing: Accumulator = (
-        WeightedAccumulator(evaluation, chain, "norms" in record) if weighs else PlainAccumulator(evaluation)
-    )
-    evaluation.trained.clear()
-    summing.begin()
+    evaluator.trained.clear()
+    accumulator.begin()
     with torch.enable_grad():
-        parts = summing.add([piece], 0)
-    finish.prepare(Window(parts=parts, samples=len(parts[0])))
-    return parts[0].losses, evaluation.trained.gradients()
+        parts = accumulator.add([microbatch], 0)
+    applier.prepare(Window(parts=parts, samples=len(parts[0])))
+    return parts[0].losses, evaluator.trained.gradients()
 
 
 def _length(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:

@@ -1,0 +1,95 @@
+"""Unsharded parameters of a model sharded with `fully_shard` (FSDP2).
+
+`model.parameters()` are shards, `DTensor`s that do not occur in the graph: the forward pass uses unsharded parameters,
+gathered from all ranks. These are the leaves of the graph; here they are mapped to the parameter names of the model.
+
+`torch.distributed.fsdp` takes half as long to import as torch, so it is used only if the program has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.errors import GraphError
+
+
+class Sharded(NamedTuple):
+    """One sharded parameter."""
+
+    name: str  # name in the model
+    manager: Any  # torch's FSDPParam
+
+    @property
+    def shard(self) -> nn.Parameter:
+        return self.manager.sharded_param
+
+    @property
+    def whole(self) -> nn.Parameter | None:
+        """Unsharded parameter, always the same tensor object; None before the first forward pass."""
+        return getattr(self.manager, "_unsharded_param", None)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return bool(sharded_modules(model))
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Modules that `fully_shard` was called on."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def parameter_groups(model: nn.Module) -> Iterator[Any]:
+    """Torch's FSDPParamGroups; the parameters of a group are gathered together."""
+    for state in dict.fromkeys(module._get_fsdp_state() for module in sharded_modules(model)):
+        yield from state._fsdp_param_groups
+
+
+def sharded_parameters(model: nn.Module) -> list[Sharded]:
+    """Sharded parameters in the order of the model.
+
+    A module holds a parameter sharded or unsharded, depending on its last use, so all variants are looked up.
+    """
+    known: dict[int, Any] = {}
+    for group in parameter_groups(model):
+        for manager in group.fsdp_params:
+            known.update((id(getattr(manager, form, None)), manager) for form in FORMS)
+    return [Sharded(name, known[id(p)]) for name, p in model.named_parameters() if id(p) in known]
+
+
+FORMS = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+
+
+def is_dtensor(value: Any) -> bool:
+    """True for a `DTensor`, which is distributed over ranks."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Unsharded parameters (leaves of the graph) by name, in the order of the model.
+
+    Parameters that are not sharded are returned unchanged. Raises GraphError if one was never gathered.
+    """
+    found: dict[str, Tensor | None] = {each.name: each.whole for each in sharded_parameters(model)}
+    leaves = {name: found.get(name, p) for name, p in model.named_parameters()}
+    missing = [name for name, leaf in leaves.items() if leaf is None or is_dtensor(leaf)]
+    if missing:
+        raise GraphError(
+            f"the losses must be computed with the sharded model; found that it never gathered {missing[0]!r}. Call "
+            "the model, not one of its submodules, before computing gradients."
+        )
+    return {name: leaf for name, leaf in leaves.items() if leaf is not None}
+
+
+def local_gradient(shard: Any) -> Tensor:
+    """This rank's rows of the gradient of a sharded parameter."""
+    with torch.no_grad():
+        return shard.grad.to_local()

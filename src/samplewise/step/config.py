@@ -1,0 +1,116 @@
+"""Validated settings of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from samplewise.distributed.strategy import Strategy
+from samplewise.errors import NonFiniteGradientError
+from samplewise.step.amp import AUTOCAST_DTYPES
+from samplewise.step.microbatch import Auto, auto
+from samplewise.transforms.chain import Chain, as_chain
+
+TAILS = ("update", "drop", "carry")
+NONFINITE_POLICIES = ("raise", "skip", "ignore")
+RECORDABLE = frozenset({"norms"})
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Settings of a step, as given to `Step`; see there. Raises ValueError for invalid values."""
+
+    samples: int | None = None
+    tail: str = "update"
+    transforms: Chain = field(default_factory=lambda: as_chain(()))
+    max_grad_norm: float | None = None
+    on_nonfinite: str = "raise"
+    audit: int | bool | None = None
+    microbatch: int | Auto | None = None
+    precision: str | None = None
+    compile: bool | str = False
+    strategy: Strategy = None
+    record: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not (self.samples is None or (type(self.samples) is int and self.samples > 0)):
+            raise ValueError(
+                f"samples must be a positive integer, or None for one update per batch; found {self.samples!r}."
+            )
+        if self.tail not in TAILS:
+            raise ValueError(f"tail must be one of {', '.join(TAILS)}; found {self.tail!r}.")
+        if self.on_nonfinite not in NONFINITE_POLICIES:
+            raise ValueError(
+                f"on_nonfinite must be one of {', '.join(NONFINITE_POLICIES)}; found {self.on_nonfinite!r}."
+            )
+        norm = self.max_grad_norm
+        if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
+            raise ValueError(f"max_grad_norm must be positive; found {norm!r}.")
+        if not (self.audit is None or self.audit is False or (type(self.audit) is int and self.audit > 0)):
+            raise ValueError(f"audit must be a positive number of updates, None or False; found {self.audit!r}.")
+        size = self.microbatch
+        if not (size is None or isinstance(size, Auto) or (type(size) is int and size > 0)):
+            raise ValueError(f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {size!r}.")
+        if self.precision is not None and self.precision not in AUTOCAST_DTYPES:
+            names = ", ".join(map(repr, AUTOCAST_DTYPES))
+            raise ValueError(f"precision must be None, {names}; found {self.precision!r}.")
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(f"compile must be True, False or 'auto'; found {self.compile!r}.")
+
+    @property
+    def checks_finite(self) -> bool:
+        """True if non-finite values are looked for before each update."""
+        return self.on_nonfinite != "ignore" or self.precision == "16-mixed"
+
+    def skips(self, problem: Exception) -> bool:
+        """True if this problem skips the update instead of raising: with on_nonfinite="skip"; or if gradients overflow
+        under a loss scale, which is then halved.
+        """
+        overflow = self.precision == "16-mixed" and isinstance(problem, NonFiniteGradientError)
+        return self.on_nonfinite == "skip" or overflow
+
+    def settings(self) -> dict[str, Any]:
+        """Settings that all ranks must share and that run.json shows."""
+        return {
+            "samples": self.samples,
+            "microbatch": self.microbatch,
+            "transforms": self.transforms,
+            "tail": self.tail,
+            "precision": self.precision,
+            "max_grad_norm": self.max_grad_norm,
+            "on_nonfinite": self.on_nonfinite,
+            "compile": self.compile,
+        }
+
+
+def as_microbatch(given: Any) -> Any:
+    """The `microbatch` argument; "auto" becomes auto()."""
+    return auto() if isinstance(given, str) and given == "auto" else given
+
+
+def as_record(names: Any) -> frozenset[str]:
+    """The `record` argument as a set of names."""
+    if names is None or isinstance(names, str) or not isinstance(names, Collection) or set(names) - RECORDABLE:
+        raise ValueError(f"record must be a set of names, and the only name is 'norms'; found {names!r}.")
+    return frozenset(names)
+
+
+def check_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Raise TypeError unless the scheduler can step once per update of this optimizer."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError(
+            "scheduler must step once per update without a metric; found ReduceLROnPlateau. "
+            "Call its step(metric) yourself, after validation."
+        )
+    if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
+        raise TypeError(f"scheduler must be a torch.optim.lr_scheduler of the optimizer; found {scheduler!r}.")
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise TypeError(
+            "scheduler must be created with the optimizer of the step; found that it has another one. "
+            "Create it with the optimizer that is passed to Step(...)."
+        )

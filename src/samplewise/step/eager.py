@@ -1,0 +1,63 @@
+"""Uncompiled updates: fill a window, then apply it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from samplewise.step.apply import UpdateApplier
+from samplewise.step.update import Update
+from samplewise.step.window import BatchCursor, Window
+from samplewise.step.window_builder import WindowBuilder
+
+
+class Updates(Protocol):
+    """How a step makes updates: `fill` yields complete windows of a batch, `apply` makes the update of one."""
+
+    def fill(self, cursor: BatchCursor, blocks: bool) -> Iterator[Any]:
+        """Add the samples of a batch, and yield each window that they complete. `blocks`: the caller does not look at
+        single updates, so that several may be made at once.
+        """
+
+    def apply(self, window: Any) -> Update:
+        """Make the update of a window, and begin the next window."""
+
+    @property
+    def status(self) -> str:
+        """State of compilation: "compiled", or the reason why updates are not compiled."""
+
+    def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Context manager that passes notices about slow compilation to `notify(line)`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of compilation."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+class EagerUpdates:
+    """Updates made by a `WindowBuilder` and an `UpdateApplier`. `status`: why updates are not compiled."""
+
+    def __init__(self, builder: WindowBuilder, applier: UpdateApplier, status: str):
+        self.builder = builder
+        self.applier = applier
+        self.status = status
+
+    def fill(self, cursor: BatchCursor, blocks: bool) -> Iterator[Window]:
+        return self.builder.fill(cursor)
+
+    def apply(self, window: Window) -> Update:
+        update = self.applier.apply(window)
+        self.builder.window = Window()
+        return update
+
+    def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"known": [], "given_up": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: uncompiled updates have no state."""
