@@ -13,6 +13,7 @@ import torch
 from script import main
 from torch.distributed import HashStore
 
+import samplewise as sw
 from samplewise.cli.main import app
 from samplewise.distributed.launch import agree_on_prefix
 from samplewise.errors import DistributedError
@@ -75,6 +76,12 @@ def test_who_meets_nobody_says_so():
     message = "all 2 processes .* must join the rendezvous; found that rank 0 has waited for 0 seconds. Check the logs"
     with pytest.raises(DistributedError, match=message):
         agree_on_prefix(store, 0, 2, 0.1)
+
+
+def test_one_process_joins_no_group():
+    assert sw.join_process_group("cpu", timeout=5.0) == torch.device("cpu") and not torch.distributed.is_initialized()
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds, or None; found 0"):
+        sw.join_process_group("cpu", timeout=0)
 
 
 def test_the_command_line_starts_processes(tmp_path):

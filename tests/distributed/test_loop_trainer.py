@@ -501,6 +501,21 @@ def test_a_window_with_samples_of_the_epoch_before_is_not_given_up(two, tmp_path
     assert "rank 1 of 2 failed: LoaderKilled: " in other
 
 
+class StopsItself:
+    def __iter__(self):
+        yield from loader()
+        raise sw.LoaderStopped
+
+
+def stopped_by_its_loader():
+    trainer().fit(StopsItself(), epochs=1)
+
+
+def test_a_loader_must_not_stop_one_rank(two):
+    message = "DistributedError: with several ranks a loader must not raise LoaderStopped, since all ranks stop after"
+    assert all(message in error for error in two.errors(stopped_by_its_loader))
+
+
 def patient(run):
     """A validation loss that does not become better."""
     made = trainer(run, [EarlyStopping("loss", patience=2)], lr=0.0)

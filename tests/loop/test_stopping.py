@@ -84,6 +84,21 @@ def test_a_loader_of_the_users_may_stop_an_epoch():
     torch.testing.assert_close(parts.model.weight, whole.model.weight)
 
 
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_a_loader_of_the_users_may_stop_the_training(where, tmp_path):
+    class Stops:
+        def __iter__(self):
+            yield X[:7], Y[:7]
+            raise LoaderStopped
+
+    batches = [(X[:7], Y[:7]), (X[7:], Y[7:])]
+    training, validation = (Stops(), batches) if where == "training" else (batches, Stops())
+    assert make(tmp_path).fit(training, validate=validation, epochs=2) == "stopped by the loader"
+    second = make(tmp_path)
+    assert second.fit(batches, validate=batches, epochs=2, resume=True) == "2 epochs are done"
+    assert second.step.counters.samples == 60
+
+
 def test_a_request_of_a_callback_ends_after_the_update():
     class Stops:
         def on_update(self, trainer, update):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from samplewise.core.text import render
 from samplewise.distributed.ddp import inner, refuse_replicas
-from samplewise.distributed.sharded_parameters import is_sharded
 from samplewise.distributed.group import current_group
+from samplewise.distributed.sharded_parameters import is_sharded
 from samplewise.engine.arguments import Weights, check_direction, check_losses, named_parameters, weights_by_name
 from samplewise.engine.finite import finite_numbers, finite_tensors, traced
 from samplewise.engine.grads import by_rows

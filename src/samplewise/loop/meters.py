@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -79,6 +81,7 @@ class LossMeter:
         self._last = None
 
 
+@dataclass
 class UpdateSums:
     """Sums over updates of losses, counts, samples and seconds.
 
@@ -86,11 +89,10 @@ class UpdateSums:
     run gets the same sums.
     """
 
-    def __init__(self) -> None:
-        self.mean = WeightedMean(torch.float64)
-        self.samples = 0
-        self.skipped = 0
-        self.seconds = 0.0
+    mean: WeightedMean = field(default_factory=partial(WeightedMean, torch.float64))
+    samples: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -24,7 +24,7 @@ from typing import Any
 from samplewise.core.snapshot import RandomState
 from samplewise.distributed import collectives
 from samplewise.distributed.group import current_group
-from samplewise.errors import LoaderStopped
+from samplewise.errors import DistributedError, LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
 from samplewise.step.step import Step
 
@@ -145,12 +145,16 @@ class SingleProcessStop(StopController):
 
     @contextmanager
     def watch(self, loader: ResumableLoader) -> Iterator[None]:
-        """Raise LoaderStopped for any exception after a signal: workers of the loader may have been killed."""
+        """Raise LoaderStopped for any exception after a signal: workers of the loader may have been killed.
+
+        A loader of the user may raise LoaderStopped, too; it then ends the training.
+        """
         try:
             yield
         except Exception as error:
-            if not self._has_signal:
+            if not (self._has_signal or isinstance(error, LoaderStopped)):
                 raise
+            self.request("stopped by the loader")  # unless there is a reason already
             loader.commit(self._step.consumed)  # samples in the open window must not come again
             raise LoaderStopped(self.reason) from error
 
@@ -203,6 +207,11 @@ class MultiRankStop(StopController):
         """Raise LoaderKilled for an error of the loader after a signal."""
         try:
             yield
+        except LoaderStopped as error:
+            raise DistributedError(
+                "with several ranks a loader must not raise LoaderStopped, since all ranks stop after the same update; "
+                "found that it did. Call trainer.stop(reason) from a callback."
+            ) from error
         except Exception as error:
             if not self._has_signal or collectives.is_from_another_rank(error):
                 raise

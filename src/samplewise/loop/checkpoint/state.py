@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.distributed.group import current_group
+from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.errors import CheckpointError
 from samplewise.step.step import Step
 
