@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 import samplewise as sw
 from samplewise.cli.main import app
-from samplewise.distributed.launch import agree_on_prefix
+from samplewise.distributed.launch import agree_on_prefix, resolve_device
 from samplewise.errors import DistributedError
 from samplewise.loop.checkpoint.store import Checkpoints
 
@@ -76,6 +76,17 @@ def test_who_meets_nobody_says_so():
     message = "all 2 processes .* must join the rendezvous; found that rank 0 has waited for 0 seconds. Check the logs"
     with pytest.raises(DistributedError, match=message):
         agree_on_prefix(store, 0, 2, 0.1)
+
+
+def test_auto_takes_the_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("mps")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("cuda")
+    assert resolve_device("cpu") == torch.device("cpu")
 
 
 def test_one_process_joins_no_group():
