@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from samplewise.core.batches import map_leaves
 from samplewise.core.losses import LossFn, as_loss_fn, loss_alone, per_sample, why_not_alone
 from samplewise.core.text import render
-from samplewise.engine.arguments import named_parameters
+from samplewise.engine.checks import named_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError

@@ -537,7 +537,7 @@ def beside():
     model, strategy = wrapped(net(), "plain")
     step = sw.Step(model, sgd(model), loss_fn, 6, strategy=strategy, compile=True, audit=False)
     if current_group().rank == 0:
-        step.record.add("norms")  # a matter of each rank
+        step.require(norms=True)  # a matter of each rank
     norms = (
         [update.norms for update in step.over(own_batches(3))]
         if current_group().rank == 0

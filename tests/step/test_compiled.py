@@ -17,7 +17,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.errors import TrainingWarning
-from samplewise.step.compiled import compiling
+from samplewise.step.compiled import updates as updates_module
 
 UPDATES = 500
 
@@ -77,7 +77,7 @@ class Pair:
 
 def compiled_updates(step: sw.Step) -> int:
     """How many programs there are; at least one, if anything was compiled."""
-    return sum(program is not None for program in step._compiling._programs.values())
+    return sum(program is not None for program in step._updates._programs.values())
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +213,7 @@ def tiny():
 def test_run_makes_many_updates_at_once():
     pair = Pair(tiny, OPTIMIZERS["adam"], samples=1)
     plain, quick = pair.run([data(70), data(3), data(41)], way="run")
-    (program,) = pair.quick._compiling._programs.values()
+    (program,) = pair.quick._updates._programs.values()
     assert program.can_make_many
     pair.assert_same()
     assert (plain.updates, plain.samples) == (quick.updates, quick.samples) == (114, 114)
@@ -254,7 +254,7 @@ def test_parameters_are_changed_in_place_and_replaced(going):
 
 
 def test_hyperparameters_take_effect_without_compiling_again(going):
-    programs = dict(going.quick._compiling._programs)
+    programs = dict(going.quick._updates._programs)
     for step in going.steps:
         for k, _ in enumerate(step.over([data(20, seed=7)])):
             if k == 5:
@@ -262,17 +262,17 @@ def test_hyperparameters_take_effect_without_compiling_again(going):
             if k == 8:
                 step.optimizer.param_groups[0]["momentum"] = 0.3
     going.assert_same()
-    assert going.quick._compiling._programs == programs
+    assert going.quick._updates._programs == programs
 
 
 def test_a_setting_that_is_part_of_the_code_compiles_again(going):
-    before = list(going.quick._compiling._programs.values())
+    before = list(going.quick._updates._programs.values())
     for step in going.steps:
         for k, _ in enumerate(step.over([data(20, seed=7)])):
             if k == 5:
                 step.optimizer.param_groups[0]["weight_decay"] = 0.0
     going.assert_same()
-    assert list(going.quick._compiling._programs.values()) != before
+    assert list(going.quick._updates._programs.values()) != before
 
 
 def test_a_layer_is_frozen_and_another_replaced(going):
@@ -363,7 +363,7 @@ def test_save_in_the_middle_and_resume_compiled_bit_for_bit_or_uncompiled():
 
 
 def test_nothing_is_compiled_by_default(monkeypatch):
-    monkeypatch.setattr(compiling, "AUTO_AFTER", 5)
+    monkeypatch.setattr(updates_module, "AUTO_AFTER", 5)
     model = net()
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, samples=1)
     step.run([data(20)])
@@ -372,12 +372,12 @@ def test_nothing_is_compiled_by_default(monkeypatch):
 
 
 def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
-    monkeypatch.setattr(compiling, "AUTO_AFTER", 5)
+    monkeypatch.setattr(updates_module, "AUTO_AFTER", 5)
     for samples, expected in ((1, 1), (2, 0)):
         model = net()
         step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, samples=samples, compile="auto")
         for k, _ in enumerate(step.over([data(20)])):
-            assert k > 3 or not step._compiling._programs
+            assert k > 3 or not step._updates._programs
         assert compiled_updates(step) == expected
 
 
@@ -385,7 +385,7 @@ def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
 
 
 def test_shapes_are_compiled_up_to_a_small_number(monkeypatch):
-    monkeypatch.setattr(compiling, "SHAPES", 2)
+    monkeypatch.setattr(updates_module, "SHAPES", 2)
 
     def loss_fn(model, batch):
         return (model(batch[0]) ** 2).mean((1, 2))

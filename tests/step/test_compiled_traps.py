@@ -377,7 +377,7 @@ def scaled():
 def test_whatever_the_model_looks_at_is_changed(scaled, change):
     pair = scaled
     for step in pair.steps:
-        step._compiling._changes = 0
+        step._updates._changes = 0
     meddled(pair, lambda step: CHANGES[change](step.model))
     pair.assert_same()
 
@@ -471,14 +471,15 @@ def test_random_numbers_of_a_private_generator(make):
     pair.assert_same(tolerance=0)
 
 
-def test_norms_are_asked_for_in_the_middle_of_a_batch():
+def test_norms_are_required_in_the_middle_of_a_batch():
     pair = going()
     for step in pair.steps:
         updates = step.over([data(10, seed=7)])
         for _ in range(3):
             update = next(updates)
-        with pytest.raises(sw.errors.ParameterError, match="recorded from the next update on"):
+        with pytest.raises(sw.errors.ParameterError, match="must be requested before the update is made"):
             print(update.norms)
+        step.require(norms=True)
         assert [float(update.norms) for update in updates]
     pair.assert_same()
 
@@ -560,8 +561,8 @@ def test_code_that_could_not_be_tried_is_tried_later():
     x[1:4] = math.nan
     pair = Pair(tiny, OPTIMIZERS["sgd"], samples=1, on_nonfinite="skip")
     pair.run([(x[k : k + 1], y[k : k + 1]) for k in range(30)])
-    (program,) = pair.quick._compiling._programs.values()
-    assert program.tried
+    (program,) = pair.quick._updates._programs.values()
+    assert program.verified
     pair.assert_same()
 
 
@@ -584,7 +585,7 @@ def test_columns_where_a_loss_is_of_several_rows():
 
     pair = Pair(tiny, OPTIMIZERS["sgd"], of_pairs)
     for step in pair.steps:
-        step.columns = {"label": 1}
+        step.require(columns={"label": 1})
     plain, quick = pair.run([data(6, seed=k) for k in range(3)])
     assert compiled_updates(pair.quick) == 1
     for a, b in zip(plain, quick, strict=True):

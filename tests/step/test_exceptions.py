@@ -344,7 +344,7 @@ def test_noise_that_raises():
         training = Training([sw.noise(0.0)], where="nowhere")
         (noise,) = training.step.transforms.on_sum
         touching_noise = replace(noise, act=lambda sums: training.fuse.touch())
-        training.step._finish.on_sum = [touching_noise]
+        training.step._applier._on_sum = [touching_noise]
         return training
 
     check(make)

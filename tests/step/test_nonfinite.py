@@ -429,11 +429,11 @@ def test_samples_that_are_all_dropped_later_on():
 @pytest.fixture
 def masked(monkeypatch):
     """As on an accelerator, where nobody waits for the check: the optimizer leaves the update out by itself."""
-    monkeypatch.setattr(apply, "_can_mask", lambda optimizer, device: True)
+    monkeypatch.setattr(apply, "_supports_flag", lambda optimizer, device: True)
 
     def make(loss_fn=squares, **options):
         training = Training(loss_fn, "fused", **options)
-        assert training.step._finish.masks
+        assert training.step._applier.flags
         return training
 
     return make

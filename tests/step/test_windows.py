@@ -439,71 +439,50 @@ def test_norms_recorded(microbatch):
     assert_same(step.model, net_after(windows(N, 10, "update", 1)))
 
 
-def first_update(batch=4, **options):
-    model = dropout_net()
-    step = sw.Step(model, sgd(model), losses_of, samples=10, **options)
-    torch.manual_seed(7)
-    return step, next(step.over(loader(batch)))
-
-
-@pytest.mark.parametrize("microbatch", [None, 3])
-def test_norms_of_the_first_update_are_recalled(microbatch):
-    _, recorded = first_update(microbatch=microbatch, record={"norms"})
-    step, update = first_update(microbatch=microbatch)
-    step.model(X)  # something else goes on before anybody asks
-    before = copy.deepcopy(step.model.state_dict())
-    gradients = [p.grad.clone() for p in step.model.parameters()]
-    random_state = torch.get_rng_state()
-    torch.testing.assert_close(update.norms, recorded.norms, rtol=1e-12, atol=0)
-    torch.testing.assert_close(update.norms, recorded.norms, rtol=1e-12, atol=0)  # a second time
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
-    assert all(torch.equal(p.grad, g) for p, g in zip(step.model.parameters(), gradients, strict=True))
-
-
-def test_norms_are_recalled_in_the_modes_of_then():
-    _, recorded = first_update(record={"norms"})
-    step, update = first_update()
-    step.model.eval()  # for a validation, say
-    torch.testing.assert_close(update.norms, recorded.norms, rtol=1e-12, atol=0)
-    assert not any(module.training for module in step.model.modules())
-
-
-def test_norms_are_recalled_within_a_memory_budget():
-    step, update = first_update(batch=10, microbatch=sw.auto(memory=1500))
-    found = step.state_dict()["microbatch"]
-    assert found in range(1, 10)
-    _, recorded = first_update(batch=10, record={"norms"}, microbatch=found)
-    torch.testing.assert_close(update.norms, recorded.norms, rtol=1e-12, atol=0)
-
-
-def test_norms_read_too_late_are_known_from_then_on():
+def test_reading_norms_that_were_not_requested_changes_nothing():
     model, step = make_step(samples=5)
-    updates = step.over(loader(10))
-    next(updates)
-    second = next(updates)
-    with pytest.raises(sw.ParameterError, match=r"found no request for update 1.*record=\['norms'\]"):
-        _ = second.norms
-    before = copy.deepcopy(model)
-    third = next(updates)
-    torch.testing.assert_close(third.norms, norms_by_loop(before, rows(10, 15)), rtol=1e-10, atol=0)
-    for _ in updates:
-        pass
+    for update in step.over(loader(10)):
+        with pytest.raises(sw.ParameterError, match=f"found no request for update {update.index}.*record="):
+            _ = update.norms
+    assert not step._windows.record_norms
     assert_same(model, net_after(windows(N, 5, "update", 1)))
 
 
-def test_norms_once_read_are_known_from_then_on():
+def test_required_norms_are_known_from_the_next_window_on():
     model, step = make_step(samples=5)
-    for update in step.over(loader(10)):
+    updates = step.over(loader(10))
+    first = next(updates)
+    step.require(norms=True)
+    with pytest.raises(sw.ParameterError, match="found no request for update 0"):
+        _ = first.norms
+    before = copy.deepcopy(model)
+    torch.testing.assert_close(next(updates).norms, norms_by_loop(before, rows(5, 10)), rtol=1e-10, atol=0)
+    for update in updates:
         assert update.norms.shape == (update.samples,)
     assert_same(model, net_after(windows(N, 5, "update", 1)))
 
 
-def test_the_first_norms_cannot_be_recalled_after_the_second_update():
+def test_norms_required_inside_a_window_are_known_from_the_next_one_on():
     _, step = make_step(samples=5)
-    first, *_ = step.over(loader(10))
+    assert step(rows(0, 3)) == []
+    step.require(norms=True)
+    (first,) = step(rows(3, 6))
     with pytest.raises(sw.ParameterError, match="found no request for update 0"):
         _ = first.norms
+    before = copy.deepcopy(step.model)
+    torch.testing.assert_close(step(rows(6, 10))[0].norms, norms_by_loop(before, rows(5, 10)), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("transforms", [(), [sw.drop(largest=1)]])
+def test_required_columns(transforms):
+    _, step = make_step(samples=10, transforms=transforms)
+    step.require(columns={"label": 1})
+    step.require(columns={"first": 0})
+    for update, window in zip(step.over(loader(4)), windows(N, 10, "update", 1), strict=True):
+        assert list(update.columns) == ["label", "first", "epoch"]
+        assert torch.equal(update.columns["label"], Y[window])
+        assert torch.equal(update.columns["first"], X[window])
+        assert update.columns["epoch"].tolist() == [0] * len(update.losses)
 
 
 # --- what is trained --------------------------------------------------------------------------------------------------

@@ -148,10 +148,12 @@ class Buffers:
         self._kept: list[dict[str, BufferCopy]] = []
         self._moving: set[tuple[int, str]] = set()
 
+    def __len__(self) -> int:
+        """Number of modules with buffers."""
+        return len(self._owners)
+
     def remember(self) -> None:
         """Take a snapshot; it replaces the previous one."""
-        if not self._owners:
-            return
         first = not self._kept
         self._note_changes()
         self._kept = [

@@ -2,18 +2,26 @@
 
 Data flows in this order:
 
-    losses ─ graph       nodes between the losses and the parameters
+    losses ─ checks      validation of arguments and results
+           ─ graph       nodes between the losses and the parameters, with the graph structure as a key
+
+    Once per graph structure and shapes:
            ─ layouts     the sample that owns each row of a gradient: proven from shapes for known operations,
              probe       or measured with backward passes whose loss weights are powers of two
              verify      verification of each proof with extra backward passes
            ─ cut         boundary below which a gradient mixes samples; independence: error if samples depend on
                          each other there
            ─ plan        rule for each use of a parameter; parameter_side: operations between the use and
-                         the parameter
+                         the parameter. Plans are cached.
+
+    For each graph:
+           ─ strategies  order of the steps below
            ─ backward    one backward pass from the losses to the cut
              hooks       error for hooks on tensors or nodes below the cut, where this pass does not run
-           ─ rules       conversion of an operation's saved tensors and output gradient into
-             grads       a representation of per-sample gradients: rows, factors (factored), rows on demand (generic)
+           ─ saved       tensors that the operations saved for backward
+           ─ rules       conversion of saved tensors and output gradient into
+             grads       a representation of per-sample gradients: rows (dense), factors (factored),
+             generic     or, for operations without a rule, rows on demand
            ─ gradients   quantities computed from these representations: norms, sums, Gram matrices, rows
 
 `reference` computes the same gradients with one backward pass per sample; the tests compare against it.

@@ -1,7 +1,7 @@
 """Backward passes that stop at given nodes, before the parameters, so that no parameter gradient is computed.
 
 `gradients_at` returns the gradients at given edges. `backward_past` passes them to a callback, node by node during the
-pass, and keeps none of them.
+pass, and keeps none of them. `pull_back` continues from an edge to the parameters below it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.graph import Edge, Graph, Node, numel
 
-Arrived = Callable[[Node, dict[int, Tensor]], None]
+Arrived = Callable[[int, dict[int, Tensor]], None]
 
+# Gradients with at most this many elements in total fit the CPU cache: a pass may return them all at its end.
+FITS_CACHE = 2**18
 
 _own_hooks = 0
 
@@ -35,45 +39,102 @@ def gradients_at(
 
     `weights` (b,) default to ones. The graph is retained.
     """
-    found = torch.autograd.grad(
-        [graph.root.gradient_edge()],
-        [edge.gradient_edge() for edge in edges],
+    gradients = _gradients(graph, edges, weights, create_graph)
+    return [edge.zeros() if g is None else g for edge, g in zip(edges, gradients, strict=True)]
+
+
+def _gradients(
+    graph: Graph, edges: Sequence[tuple[Node, int]], weights: Tensor | None, create_graph: bool
+) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(
+        [GradientEdge(*graph.root)],
+        [GradientEdge(*edge) for edge in edges],
         grad_outputs=[torch.ones_like(graph.losses) if weights is None else weights],
         retain_graph=True,
         create_graph=create_graph,
         allow_unused=True,
     )
-    return [edge.zeros() if g is None else g for edge, g in zip(edges, found, strict=True)]
+
+
+class Stops(NamedTuple):
+    """Nodes at which gradients are read, for all graphs of one structure. Nodes are positions in `graph.nodes`."""
+
+    slots: dict[int, list[int]]  # output slots that receive a gradient, by node, consumers first
+    ends: frozenset[int]  # nodes with none of the others below them: autograd does not run them
+    elements: int  # number of elements of all gradients
+
+
+def stops_at(graph: Graph, nodes: Iterable[Node]) -> Stops:
+    """Return the stops of a pass that reads the gradients at `nodes`."""
+    chosen = set(nodes)
+    above = set[Node]()
+    for node in reversed(graph.nodes):
+        if node in chosen or node in above:
+            above.update(consumer for consumer, _ in graph.consumers.get(node, ()))
+    ordered = [node for node in graph.nodes if node in chosen]
+    elements = sum(numel(Edge(node, slot).shape) for node in ordered for slot in graph.used_slots(node))
+    slots = {graph.index[node]: graph.used_slots(node) for node in ordered}
+    return Stops(slots, frozenset(graph.index[node] for node in ordered if node not in above), elements)
 
 
 def backward_past(
-    graph: Graph, nodes: Iterable[Node], arrived: Arrived, weights: Tensor | None = None, create_graph: bool = False
+    graph: Graph, stops: Stops, arrived: Arrived, weights: Tensor | None = None, create_graph: bool = False
 ) -> None:
-    """Run one backward pass and call arrived(node, {output slot: gradient}) once for each of the nodes.
+    """Run one backward pass and call arrived(position of the node, {output slot: gradient}) once for each stop.
 
-    `weights` (b,) on the losses default to ones.
+    `weights` (b,) on the losses default to ones. Small gradients are all passed on after the pass; others during it,
+    while they are in the CPU cache.
     """
-    waiting = dict.fromkeys(nodes)
-    ends = _ends(graph, waiting)
+    # A prehook sees changes by earlier prehooks of the same node, the result of the pass does not.
+    if stops.elements <= FITS_CACHE and not foreign_hooks():
+        _pass_on_afterwards(graph, stops, arrived, weights, create_graph)
+    else:
+        _pass_on_during(graph, stops, arrived, weights, create_graph)
+
+
+def _pass_on_afterwards(
+    graph: Graph, stops: Stops, arrived: Arrived, weights: Tensor | None, create_graph: bool
+) -> None:
+    nodes = graph.nodes
+    # The order in which autograd runs the nodes, latest first, then the ends: sums over several uses of a parameter are
+    # then bit-identical to those of `_pass_on_during`.
+    order = []
+    for stop in stops.slots:
+        order.append((stop in stops.ends, 0 if stop in stops.ends else -nodes[stop]._sequence_nr(), stop))
+    order.sort()
+    edges = [(nodes[stop], slot) for _, _, stop in order for slot in stops.slots[stop]]
+    gradients = iter(_gradients(graph, edges, weights, create_graph))
+    for is_end, _, stop in order:
+        here = {}
+        for slot in stops.slots[stop]:
+            gradient = next(gradients)
+            if gradient is None and is_end:
+                gradient = Edge(nodes[stop], slot).zeros()
+            if gradient is not None:
+                here[slot] = gradient
+        arrived(stop, here)
+
+
+def _pass_on_during(graph: Graph, stops: Stops, arrived: Arrived, weights: Tensor | None, create_graph: bool) -> None:
+    remaining = set(stops.slots)
     thread = threading.get_ident()
 
-    def show(node: Node, gradients: Sequence[Tensor | None]) -> None:
+    def show(stop: int, gradients: Sequence[Tensor | None]) -> None:
         # A node may run again before the hooks are removed: in a nested call, or in the pass of another thread. The
         # autograd engine runs CPU nodes in the thread that started the pass.
-        if node in waiting and (threading.get_ident() == thread or not _on_cpu(gradients)):
-            del waiting[node]
-            used = graph.used_slots(node)
+        if stop in remaining and (threading.get_ident() == thread or not _on_cpu(gradients)):
+            remaining.remove(stop)
+            slots = stops.slots[stop]
             with torch.set_grad_enabled(create_graph):
-                arrived(node, {s: g for s in used if s < len(gradients) and (g := gradients[s]) is not None})
+                arrived(stop, {s: g for s in slots if s < len(gradients) and (g := gradients[s]) is not None})
 
-    edges = [Edge(node, slot) for node in ends for slot in graph.used_slots(node)]
-    with _one_pass_at_a_time(graph.losses.device), _prehooks(waiting, show):
-        found = gradients_at(graph, edges, weights, create_graph)
-    by_node: dict[Node, dict[int, Tensor]] = {node: {} for node in ends}
-    for edge, gradient in zip(edges, found, strict=True):
-        by_node[edge.node][edge.slot] = gradient
-    for node, here in by_node.items():
-        show(node, [here.get(slot) for slot in range(max(here) + 1)])
+    ends = [stop for stop in stops.slots if stop in stops.ends]
+    edges = [Edge(graph.nodes[stop], slot) for stop in ends for slot in stops.slots[stop]]
+    with _one_pass_at_a_time(graph.losses.device), _prehooks(graph, remaining - stops.ends, show):
+        gradients = iter(gradients_at(graph, edges, weights, create_graph))
+    for stop in ends:
+        here = {slot: next(gradients) for slot in stops.slots[stop]}
+        show(stop, [here.get(slot) for slot in range(max(here) + 1)])
 
 
 _device_passes = threading.Lock()
@@ -89,9 +150,11 @@ def _on_cpu(gradients: Sequence[Tensor | None]) -> bool:
 
 
 @contextmanager
-def _prehooks(nodes: Iterable[Node], show: Callable[[Node, Sequence[Tensor | None]], None]) -> Iterator[None]:
+def _prehooks(
+    graph: Graph, stops: Iterable[int], show: Callable[[int, Sequence[Tensor | None]], None]
+) -> Iterator[None]:
     global _own_hooks
-    handles = [node.register_prehook(partial(show, node)) for node in nodes]
+    handles = [graph.nodes[stop].register_prehook(partial(show, stop)) for stop in stops]
     _own_hooks += len(handles)
     try:
         yield
@@ -100,11 +163,32 @@ def _prehooks(nodes: Iterable[Node], show: Callable[[Node, Sequence[Tensor | Non
             handle.remove()
 
 
-def _ends(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
-    """Nodes with none of the others below them. Autograd returns their gradient without running them."""
-    nodes = set(nodes)
-    above = set[Node]()
-    for node in reversed(graph.nodes):
-        if node in nodes or node in above:
-            above.update(consumer for consumer, _ in graph.consumers.get(node, ()))
-    return [node for node in graph.nodes if node in nodes and node not in above]
+def pull_back(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentiable: bool) -> list[Tensor]:
+    """Pull one gradient back from `entry` to each of the leaves. Returns dense tensors; zeros if there is no path."""
+    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+        [entry.gradient_edge()],
+        [leaf.gradient_edge() for leaf in leaves],
+        [gradient.to(entry.dtype)],
+        retain_graph=True,
+        create_graph=differentiable,
+        allow_unused=True,
+    )
+    dense = []
+    for leaf, pulled in zip(leaves, gradients, strict=True):
+        if pulled is None:
+            pulled = leaf.zeros()
+        dense.append(pulled if pulled.layout is torch.strided else pulled.to_dense())
+    return dense
+
+
+def accumulate_grad(p: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to `p.grad`, in place if `p.grad` exists, as autograd does."""
+    if p.grad is None:
+        gradient = gradient.to(p.dtype)
+        # Later calls add in place, which an expanded tensor does not support.
+        p.grad = gradient.clone() if 0 in gradient.stride() else gradient
+    elif p.grad.layout is torch.strided and not p.grad.requires_grad:
+        with torch.no_grad():
+            p.grad.add_(gradient)
+    else:
+        p.grad = p.grad + gradient.to(p.dtype)

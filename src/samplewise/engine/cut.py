@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from samplewise.engine.graph import Edge, Graph, Node
-from samplewise.engine.independence import Constants, refuse_batch_norm, refuse_sample_data, sample_data
+from samplewise.engine.independence import (
+    Constants,
+    data_entries,
+    refuse_batch_norm,
+    refuse_sample_data,
+    sample_data,
+)
 from samplewise.engine.layouts import proofs
 from samplewise.engine.probe import MIXED, probe
 from samplewise.engine.saved import saved_tensor_names
@@ -31,6 +37,7 @@ class Cut:
     gradients: dict[Edge, Tensor]  # gradients of losses.sum() that a probe has already computed
     pending: set[Edge]  # edges whose proof is not verified yet, because their gradients were zero (see `verify`)
     proven: bool  # True: ownership derived from shapes; False: probed
+    data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
 
 
 def find_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
@@ -47,7 +54,7 @@ def find_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
 def probed_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
     """Return the cut found with backward passes alone, without shape proofs."""
     cut = _Search(graph).run()
-    data = list(sample_data(graph, cut.side | _along_samples(graph, cut.tags), constants))
+    data = list(sample_data(graph, cut.data_entries, constants))
     if not data:
         _remember(graph, cut)
     elif interacting == "refuse":
@@ -73,12 +80,12 @@ def _along_samples(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Node]:
 
     The gradient that arrives at such a layer is clean; the samples are mixed inside the kernel.
     """
-    found = set()
+    layers = set()
     for edge, tag in tags.items():
         is_sequence = graph.operations[edge.node] == "MkldnnRnnLayer" and edge.slot == 0
         if is_sequence and graph.samples > 1 and sequences_of(tag, edge.shape) is None:
-            found.add(edge.node)
-    return found
+            layers.add(edge.node)
+    return layers
 
 
 # --- by proof ------------------------------------------------------------------------------------------------------
@@ -96,9 +103,10 @@ def _proven_cut(graph: Graph, constants: Constants) -> Cut | None:
     operands = _boundary(graph, clean)
     side = graph.relevant - set(clean) - set(graph.leaves)
     tags = {e: Regular(graph.samples, proven[e]) for e in _edges(graph, operands)}
-    doubtful = any(True for _ in sample_data(graph, side | _along_samples(graph, tags), constants))
-    pending = None if doubtful else verify(graph, tags)
-    return None if pending is None else Cut(operands, side, dict(tags), {}, pending, proven=True)
+    entries = data_entries(graph, side | _along_samples(graph, tags))
+    has_data = any(True for _ in sample_data(graph, entries, constants))
+    pending = None if has_data else verify(graph, tags)
+    return None if pending is None else Cut(operands, side, dict(tags), {}, pending, True, entries)
 
 
 def _edges(graph: Graph, operands: Iterable[tuple[Node, int]]) -> list[Edge]:
@@ -109,12 +117,12 @@ def _edges(graph: Graph, operands: Iterable[tuple[Node, int]]) -> list[Edge]:
 # --- by probe ------------------------------------------------------------------------------------------------------
 
 
-# Nodes found mixed in earlier probes, by fingerprint of the graph. Treating them as mixed again is always exact.
+# Nodes found mixed in earlier probes, by hash of the graph structure. Treating them as mixed again is always exact.
 _seen_mixed: dict[int, frozenset[int]] = {}
 
 
 def _remember(graph: Graph, cut: Cut) -> None:
-    _seen_mixed[graph.fingerprint] = frozenset(i for i, node in enumerate(graph.nodes) if node in cut.side)
+    _seen_mixed[graph.structure_hash] = frozenset(i for i, node in enumerate(graph.nodes) if node in cut.side)
 
 
 @dataclass
@@ -128,19 +136,20 @@ class _Search:
     gradients: dict[Edge, Tensor] = field(default_factory=dict)
 
     def run(self) -> Cut:
-        self.mixed.update(self.graph.nodes[i] for i in _seen_mixed.get(self.graph.fingerprint, ()))
+        self.mixed.update(self.graph.nodes[i] for i in _seen_mixed.get(self.graph.structure_hash, ()))
         reach = 1
         while True:
-            open_questions = self._undecided()
-            if open_questions:
-                self._ask(self._with_ancestors(open_questions, reach))
+            undecided = self._undecided()
+            if undecided:
+                self._probe(self._with_ancestors(undecided, reach))
                 reach *= 4
             elif not self._spread_mixing():
                 break
         operands = [(n, p) for n, p in _boundary(self.graph, self.clean) if self._leads_outside(n, p)]
         tags = {e: self.tags[e] for e in _edges(self.graph, operands)}
         gradients = {e: g for e, g in self.gradients.items() if e in tags}
-        return Cut(operands, self.mixed, tags, gradients, set(), proven=False)
+        entries = data_entries(self.graph, self.mixed | _along_samples(self.graph, tags))
+        return Cut(operands, self.mixed, tags, gradients, set(), False, entries)
 
     def _leads_outside(self, node: Node, position: int) -> bool:
         child = self.graph.children[node][position][0]
@@ -167,19 +176,19 @@ class _Search:
 
         Above these levels, the consumers of nodes with one operand and no saved tensors are added, too.
         """
-        found = dict.fromkeys(nodes)
+        chosen = dict.fromkeys(nodes)
         level = nodes
         for _ in range(1000):
             passing = [n for n in level if reach > 1 or self._is_plain(n)]
             above = [consumer for node in passing for consumer, _ in self.graph.consumers[node]]
-            level = [node for node in above if node not in found and node not in self.clean]
-            found.update(dict.fromkeys(level))
+            level = [node for node in above if node not in chosen and node not in self.clean]
+            chosen.update(dict.fromkeys(level))
             reach -= 1
             if not level:
                 break
-        return list(found)
+        return list(chosen)
 
-    def _ask(self, nodes: list[Node]) -> None:
+    def _probe(self, nodes: list[Node]) -> None:
         edges = [Edge(node, slot) for node in nodes for slot in self.graph.used_slots(node)]
         probed = probe(self.graph, edges)
         self.clean.update(nodes)

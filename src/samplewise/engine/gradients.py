@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import threading
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from samplewise.core.text import render
-from samplewise.distributed.ddp import inner, refuse_replicas
+from samplewise.distributed.ddp import refuse_replicas
 from samplewise.distributed.group import current_group
 from samplewise.distributed.sharded_parameters import is_sharded
-from samplewise.engine.arguments import Weights, check_direction, check_losses, named_parameters, weights_by_name
-from samplewise.engine.finite import finite_numbers, finite_tensors, traced
+from samplewise.engine.backward import accumulate_grad
+from samplewise.engine.checks import (
+    Weights,
+    are_ordinary_norms,
+    check_direction,
+    check_losses,
+    faint_limit,
+    finite_numbers,
+    finite_tensors,
+    named_parameters,
+    weights_by_name,
+)
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.by_rows import as_matrix, root
-from samplewise.engine.graph import Graph, graph_alive, is_accumulate_grad
-from samplewise.engine.independence import Constants
-from samplewise.engine.plan import Planner
+from samplewise.engine.grads.by_rows import random_signs, root
+from samplewise.engine.graph import Graph, graph_alive, raise_graph_error
+from samplewise.engine.plan import Planner, Quantity
 from samplewise.engine.strategies import BackwardStrategy, GradStrategy, LoopStrategy, RowsStrategy
 from samplewise.errors import ParameterError
 
@@ -57,7 +66,8 @@ def gradients(
         raise ValueError(
             "create_graph=True needs a strategy that keeps gradients; found strategy='twice'. Use 'fused'."
         )
-    parameters = inner(parameters) if isinstance(parameters, nn.Module) else parameters
+    if isinstance(parameters, DistributedDataParallel):
+        parameters = parameters.module  # has the model's own parameter names
     modules = [parameters] if isinstance(parameters, nn.Module) else []
     g = gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting)
     g._own = True
@@ -76,16 +86,9 @@ def gradients_of(
     """Per-sample gradients of the `wanted` parameters; tensors of `modules` do not count as sample data."""
     check_losses(losses)
     graph = Graph(losses, dict(wanted))
-    graph.check_readable()
-    return Gradients(graph, strategy or "fused", _constants(graph, modules), create_graph, interacting)
-
-
-def _constants(graph: Graph, modules: Iterable[nn.Module]) -> Constants:
-    leaves = [node.variable for node in graph.nodes if is_accumulate_grad(node)]
-    own = [*graph.wanted.values(), *(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))]
-    for module in modules:
-        own += [*module.parameters(), *module.buffers()]
-    return Constants(own)
+    if graph.python_functions or not graph.leaves:
+        graph.check_readable()
+    return Gradients(graph, strategy or "fused", Planner(graph, modules, interacting), create_graph)
 
 
 class Gradients:
@@ -95,16 +98,16 @@ class Gradients:
     the gradient of all samples for one parameter, (B, *shape).
     """
 
-    def __init__(self, graph: Graph, strategy: str, constants: Constants, create_graph: bool, interacting: str):
+    def __init__(self, graph: Graph, strategy: str, planner: Planner, create_graph: bool):
         self._graph = graph
         self._strategy = strategy
         self._create_graph = create_graph
-        self._planner = Planner(graph, constants, interacting)
+        self._planner = planner
         self._parameters = graph.wanted
         self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
         self._sharded = False  # True for fully_shard: torch averages over ranks in an ordinary backward pass
-        self._sources: dict[str, GradStrategy] = {}
-        self._known_norms: dict[str, Tensor] | None = None
+        self._strategies: dict[str, GradStrategy] = {}
+        self._squared_norms: dict[str, Tensor] | None = None
         self._lock = threading.RLock()  # serializes calls from threads that share this object
 
     @property
@@ -121,9 +124,9 @@ class Gradients:
         return self._graph.samples
 
     @property
-    def wiring(self) -> int:
+    def structure_hash(self) -> int:
         """Hash of the graph structure: equal for graphs of the same operations, connected in the same way."""
-        return self._graph.fingerprint
+        return self._graph.structure_hash
 
     def prepare(self) -> Gradients:
         """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns self."""
@@ -141,31 +144,35 @@ class Gradients:
     def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
         """L2 norm of each sample's gradient, (B,); with by="parameter" a dict name -> (B,)."""
         _check_by(by)
-        if self._known_norms is None:
-            self._known_norms = self._ask(lambda form, _: form.squared_norms())
-        squared = self._known_norms
         with self._exactly():
+            if self._squared_norms is None:
+                self._squared_norms = self._source().evaluate(lambda form, _: form.squared_norms())
+            squared = self._squared_norms
             if by == "parameter":
-                found = {name: root(squared[name]) if name in squared else self._zeros() for name in self.names}
-                return self._with_faint_norms(found)
-            norms = finite_numbers(root(self._total(squared)), "norm")
-            return self._with_faint_norms({"": norms})[""]
+                norms = {name: root(squared[name]) if name in squared else self._zeros() for name in self.names}
+                return self._with_faint_norms(norms)
+            total = root(self._total(squared))
+            if are_ordinary_norms(total):
+                return total
+            return self._with_faint_norms({"": finite_numbers(total, "norm")})[""]
 
     def _with_faint_norms(self, norms: dict[str, Tensor]) -> dict[str, Tensor]:
         """Recompute norms whose squares are too small for their dtype. The name "" means all parameters together."""
-        faint = {name: found for name, found in norms.items() if _any_faint(found)}
+        faint = {name: n.detach() < faint_limit(n.dtype) for name, n in norms.items() if not are_ordinary_norms(n)}
+        faint = {name: mask for name, mask in faint.items() if mask.any()}
         if not faint:
             return norms
-        lost = torch.stack([_is_faint(found) for found in faint.values()]).any(0).nonzero().flatten()
-        parts = self._ask(lambda form, _: form.faint_norms(lost))
-        for name, found in faint.items():
+        samples = torch.stack(list(faint.values())).any(0).nonzero().flatten()
+        parts = self._source().evaluate(lambda form, _: form.faint_norms(samples))
+        for name, mask in faint.items():
             if name == "":
-                again: Tensor | None = by_rows.scaled_norms(torch.stack(list(parts.values()), 1))
+                exact: Tensor | None = by_rows.scaled_norms(torch.stack(list(parts.values()), 1))
             else:
-                again = parts.get(name)
-            if again is not None:
-                replaced = torch.where(_is_faint(found)[lost], again.to(found.dtype), found[lost])
-                norms[name] = found.index_copy(0, lost, replaced)
+                exact = parts.get(name)
+            if exact is not None:
+                before = norms[name]
+                replaced = torch.where(mask[samples], exact.to(before.dtype), before[samples])
+                norms[name] = before.index_copy(0, samples, replaced)
         return norms
 
     @overload
@@ -179,8 +186,9 @@ class Gradients:
         """
         _check_by(by)
         check_direction(direction, self._parameters)
-        parts = self._ask(lambda form, name: form.dot(direction[name]))
-        total = finite_numbers(self._total(parts), "dot product")
+        with self._exactly():
+            parts = self._source().evaluate(lambda form, name: form.dot(direction[name]))
+            total = finite_numbers(self._total(parts), "dot product")
         if by is None:
             return total
         return {name: parts[name] if name in parts else self._zeros() for name in self.names}
@@ -188,7 +196,8 @@ class Gradients:
     def gram(self, other: Gradients | None = None) -> Tensor:
         """Inner products of the gradients of all pairs of samples, (B, B); with another `Gradients`, (B, B2)."""
         if other is None:
-            return self._total(self._ask(lambda form, _: form.gram(form)), len(self))
+            with self._exactly():
+                return self._total(self._source().evaluate(lambda form, _: form.gram(form)), len(self))
         if self.names != other.names or any(p.shape != other._parameters[n].shape for n, p in self._parameters.items()):
             raise ParameterError("gram needs two Gradients of the same parameters; found different names or shapes.")
         theirs = other._forms()
@@ -204,10 +213,12 @@ class Gradients:
         """
         if dim < 1:
             raise ValueError(f"dim must be at least 1; found {dim}.")
-        parts = self._ask(
-            lambda form, name: form.project(*_signs(name, form.shape, dim, seed, self._graph.losses.device))
-        )
-        return self._total(parts, dim) / dim**0.5
+        device = self._graph.losses.device
+        with self._exactly():
+            parts = self._source().evaluate(
+                lambda form, name: form.project(*random_signs(name, form.shape, dim, seed, device))
+            )
+            return self._total(parts, dim) / dim**0.5
 
     # --- tensors like the parameters -------------------------------------------------------------------------------
 
@@ -220,7 +231,7 @@ class Gradients:
         Parameters that no loss depends on get zeros.
         """
         per_name = weights_by_name(weights, self.names, len(self))
-        sums = self._like_parameters(self._ask(lambda form, name: form.sum(per_name[name])))
+        sums = self._like_parameters(self._evaluate(lambda form, name: form.sum(per_name[name])))
         return self._reduced(sums) if reduce else sums
 
     def mean(self, reduce: bool = False) -> dict[str, Tensor]:
@@ -231,14 +242,16 @@ class Gradients:
 
     def second_moment(self) -> dict[str, Tensor]:
         """Sum of squared gradients, name -> sum_i g_i**2: diagonal of the empirical Fisher matrix, not divided by B."""
-        return self._like_parameters(self._ask(lambda form, _: form.sum_of_squares(None)))
+        return self._like_parameters(self._evaluate(lambda form, _: form.sum_of_squares(None)))
 
     def variance(self) -> dict[str, Tensor]:
         """Unbiased variance over samples of each element, name -> sum_i (g_i - mean)**2 / (B - 1)."""
         if len(self) < 2:
             raise ParameterError("variance needs at least two samples; found one.")
         scale = 1 / (len(self) - 1)
-        return self._like_parameters(self._ask(lambda form, _: form.sum_of_squares(form.sum(None) / len(self)) * scale))
+        return self._like_parameters(
+            self._evaluate(lambda form, _: form.sum_of_squares(form.sum(None) / len(self)) * scale)
+        )
 
     def backward(self, weights: Weights | None = None, retain_graph: bool = True) -> None:
         """Accumulate the weighted sum sum_i w_i g_i into `.grad`, as Tensor.backward does.
@@ -261,8 +274,9 @@ class Gradients:
         per_name = weights_by_name(weights, self.names, len(self))
         if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
             return self._ordinary_backward(weights, retain_graph)
-        for name, total in finite_tensors(self._ask(lambda form, name: form.sum(per_name[name]), release=True)).items():
-            _accumulate(self._parameters[name], total.detach())
+        sums = finite_tensors(self._evaluate(lambda form, name: form.sum(per_name[name]), release=True))
+        for name, total in sums.items():
+            accumulate_grad(self._parameters[name], total.detach())
         return None
 
     # --- rows ------------------------------------------------------------------------------------------------------
@@ -339,35 +353,36 @@ class Gradients:
         """Context of all computations: autocast off, grad mode on only with create_graph, one thread at a time."""
         device = self._graph.losses.device.type
         autocast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-        with self._lock, graph_alive(), torch.set_grad_enabled(self._create_graph), autocast:
-            self._graph.check_losses_unchanged()
-            yield
+        with self._lock, torch.set_grad_enabled(self._create_graph), autocast:
+            if self._graph.losses._version != self._graph.losses_version:
+                self._graph.check_losses_unchanged()
+            try:
+                yield
+            except RuntimeError as error:
+                raise_graph_error(error)
+                raise
 
-    def _ask(self, question: Callable[[PerSampleGrad, str], Tensor], release: bool = False) -> dict[str, Tensor]:
-        """Call question(form, name) for each parameter in the graph; return the results by name."""
-        answers: dict[str, Tensor] = {}
+    def _evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
+        """Return quantity(form, name) for each parameter in the graph, by name."""
         with self._exactly():
-            self._source().each(lambda name, form: answers.update({name: question(form, name)}), release)
-        return answers
+            return self._source().evaluate(quantity, release)
 
     def _source(self, strategy: str | None = None) -> GradStrategy:
         strategy = strategy or self._strategy
-        if strategy not in self._sources:
-            self._sources[strategy] = self._make_source(strategy)
-        return self._sources[strategy]
+        if strategy not in self._strategies:
+            self._strategies[strategy] = self._new_source(strategy)
+        return self._strategies[strategy]
 
-    def _make_source(self, strategy: str) -> GradStrategy:
-        if strategy == "reference" or len(self) == 1:
+    def _new_source(self, strategy: str) -> GradStrategy:
+        if strategy == "reference" or self._graph.samples == 1:
             return LoopStrategy(self._graph, self._create_graph)
         source = BackwardStrategy(self._planner, self._create_graph, keep=strategy == "fused")
         return RowsStrategy(source) if strategy == "full" else source
 
     def _forms(self) -> dict[str, PerSampleGrad]:
         """All representations at once, by name. Rows and pairs of samples need them kept."""
-        forms: dict[str, PerSampleGrad] = {}
         with self._exactly():
-            self._source("fused" if self._strategy == "twice" else None).each(forms.__setitem__)
-        return forms
+            return self._source("fused" if self._strategy == "twice" else None).evaluate(lambda form, _: form)
 
     def _needs_autograd(self) -> bool:
         """True for hooks on parameters, sharded models and sparse gradients: these need an ordinary backward pass."""
@@ -387,14 +402,16 @@ class Gradients:
             torch.autograd.backward(losses, weights, inputs=reached, retain_graph=retain_graph)
 
     def _zeros(self, *more: int) -> Tensor:
-        return torch.zeros(
-            len(self), *more, dtype=_sum_dtype(self._graph.losses.dtype), device=self._graph.losses.device
-        )
+        losses = self._graph.losses
+        return torch.zeros(self._graph.samples, *more, dtype=_sum_dtype(losses.dtype), device=losses.device)
 
     def _total(self, parts: Mapping[str, Tensor], *more: int) -> Tensor:
         """Sum the parts in the order of the parameters, not of the backward pass, to be bit-reproducible."""
-        with self._exactly():
-            return sum((parts[name] for name in self.names if name in parts), start=self._zeros(*more))
+        total = self._zeros(*more)
+        for name in self._parameters:
+            if name in parts:
+                total = total + parts[name]
+        return total
 
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._create_graph and current_group().distributed:
@@ -406,12 +423,13 @@ class Gradients:
         current_group().all_reduce_bucketed_(list(sums.values()))
         return sums
 
-    def _like_parameters(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = finite_tensors(found)
+    def _like_parameters(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Results in the dtype of the parameters, zeros for parameters that no loss depends on."""
+        results = finite_tensors(results)
         complete = {}
         for name, p in self._parameters.items():
-            if name in found:
-                complete[name] = found[name].to(_abs_dtype(p, found[name]))
+            if name in results:
+                complete[name] = results[name].to(_abs_dtype(p, results[name]))
             else:
                 complete[name] = torch.zeros_like(p)
         return complete
@@ -422,42 +440,10 @@ def _check_by(by: str | None) -> None:
         raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
 
 
-def _accumulate(p: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to `p.grad`, in place if `p.grad` exists, as autograd does."""
-    if p.grad is None:
-        gradient = gradient.to(p.dtype)
-        # Later calls add in place, which an expanded tensor does not support.
-        p.grad = gradient.clone() if 0 in gradient.stride() else gradient
-    elif p.grad.layout is torch.strided and not p.grad.requires_grad:
-        with torch.no_grad():
-            p.grad.add_(gradient)
-    else:
-        p.grad = p.grad + gradient.to(p.dtype)
-
-
-def _is_faint(norms: Tensor) -> Tensor:
-    """Mask of norms so small that squares may have underflowed: below 1e-150 in float64, below 1e-9 otherwise."""
-    return norms.detach() < (1e-150 if norms.dtype is torch.float64 else 1e-9)
-
-
-def _any_faint(norms: Tensor) -> bool:
-    """True if a norm is faint. False if traced: in compiled updates a gradient this small counts as zero."""
-    return not traced(norms) and bool(_is_faint(norms).any())
-
-
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _abs_dtype(p: Tensor, found: Tensor) -> torch.dtype:
+def _abs_dtype(p: Tensor, result: Tensor) -> torch.dtype:
     """Dtype of the parameter, or its real counterpart for a real result of a complex parameter, such as squares."""
-    return p.dtype if found.is_complex() or not p.is_complex() else p.real.dtype
-
-
-def _signs(name: str, shape: tuple[int, ...], dim: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random signs (o, dim) and (i, dim) for a parameter viewed as an o x i matrix."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    o, i = as_matrix(shape)
-    signs = torch.randint(0, 2, (o + i, dim), generator=generator, dtype=torch.int8) * 2 - 1
-    left, right = signs.to(device).split([o, i])
-    return left, (right if i > 1 else torch.ones_like(right))
+    return p.dtype if result.is_complex() or not p.is_complex() else p.real.dtype

@@ -44,6 +44,9 @@ class Edge(NamedTuple):
         return torch.autograd.graph.GradientEdge(self.node, self.slot)
 
 
+EdgeKey = tuple[int, int]  # an edge of any graph of one structure: position of the node, output slot
+
+
 _operations: dict[type, str] = {}
 
 
@@ -77,45 +80,83 @@ _ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), r
 class Graph:
     """All nodes between the losses and the leaves.
 
-    `nodes`: topological order, consumers before their operands.
+    `nodes`: topological order, consumers before their operands; `index` is the position of each node in it.
     `children`: for each node, the (node, output slot) of each operand, as in `next_functions`.
     `leaves`: nodes of the `wanted` parameters, with their names.
-    `relevant`: nodes with a path to a leaf or to `goal`.
-    `consumers`: for each relevant node, the (node, operand position) pairs that use its output.
+    `structure`: operations, their settings and connections, and names of the leaves. Equal for graphs of the same
+        operations, connected in the same way.
+    `shapes`: shapes and dtypes of all outputs, in the order of `nodes`.
+
+    The constructor reads each node once. The properties below are computed only when a structure is analyzed.
     """
 
     def __init__(self, losses: Tensor, wanted: Mapping[str, Tensor], goal: Node | None = None):
         # If the losses are a leaf tensor they have no grad_fn; a view has one.
         self.losses = losses if losses.grad_fn is not None else losses.view_as(losses)
-        self._losses_version = self.losses._version
+        self.losses_version = self.losses._version
         self.samples = len(losses)
         self.root = Edge(self.losses.grad_fn, self.losses.output_nr)
         self.wanted = wanted
+        self.goal = goal
         self.children = _children(self.root.node)
         self.nodes = list(reversed(self.children))
-        self.operations = {node: operation(node) for node in self.nodes}
-        self.leaves = self._find_leaves()
-        self.relevant = self._lead_to(set(self.leaves) | {goal} & set(self.nodes))
-        self.consumers = self._find_consumers()
-        self._slots = self._find_slots()
+        self.index = dict(zip(self.nodes, range(len(self.nodes)), strict=True))
+        self.leaves: dict[Node, str] = {}
+        self.python_functions: list[Node] = []
+        self._read_nodes()
 
-    def _find_leaves(self) -> dict[Node, str]:
-        names = {id(p): name for name, p in self.wanted.items()}
-        leaves = {}
+    def _read_nodes(self) -> None:
+        """Set `structure`, `shapes`, `leaves` and `python_functions` in one loop without calls per node."""
+        index = self.index
+        leaf_names = dict(zip(map(id, self.wanted.values()), self.wanted, strict=True))
+        structure: list[object] = [self.root.slot]
+        shapes: list[object] = []
         for node in self.nodes:
-            if is_accumulate_grad(node) and id(node.variable) in names:
-                leaves[node] = names[id(node.variable)]
-        return leaves
+            operands = self.children[node]
+            kind = type(node)
+            settings = _setting_names.get(kind)
+            if settings is None:
+                settings = _find_setting_names(node)
+            if kind is _ACCUMULATE_GRAD:
+                name = leaf_names.get(id(node.variable))
+                structure += (kind, name)
+                if name is not None:
+                    self.leaves[node] = name
+            elif isinstance(node, BackwardCFunction):
+                self.python_functions.append(node)
+                structure += (operation(node), kind._forward_cls.__module__, len(operands))
+            else:
+                structure += (kind, len(operands))
+                for setting in settings:
+                    value = getattr(node, setting)
+                    structure.append(value if type(value) in _PLAIN else repr(value))
+            for child, slot in operands:
+                structure += (index.get(child), slot)
+            for output in node._input_metadata:
+                shapes += (tuple(output.shape), output.dtype)
+        self.structure = tuple(structure)
+        self.shapes = tuple(shapes)
 
-    def _lead_to(self, goal: set[Node]) -> set[Node]:
-        found = set(goal)
+    @cached_property
+    def structure_hash(self) -> int:
+        return hash(self.structure)
+
+    @cached_property
+    def operations(self) -> dict[Node, str]:
+        return {node: operation(node) for node in self.nodes}
+
+    @cached_property
+    def relevant(self) -> set[Node]:
+        """Nodes with a path to a leaf or to `goal`."""
+        relevant = set(self.leaves) | {self.goal} & set(self.nodes)
         for node in reversed(self.nodes):
-            if any(child in found for child, _ in self.children[node]):
-                found.add(node)
-        return found
+            if any(child in relevant for child, _ in self.children[node]):
+                relevant.add(node)
+        return relevant
 
-    def _find_consumers(self) -> dict[Node, list[tuple[Node, int]]]:
-        """Consumers of each relevant node, with the position of the operand."""
+    @cached_property
+    def consumers(self) -> dict[Node, list[tuple[Node, int]]]:
+        """For each relevant node, the (node, operand position) pairs that use its output."""
         consumers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.relevant}
         for node in self.nodes:
             if node in self.relevant:
@@ -128,7 +169,8 @@ class Graph:
         """Output slots of `node` that receive a gradient."""
         return self._slots[node]
 
-    def _find_slots(self) -> dict[Node, list[int]]:
+    @cached_property
+    def _slots(self) -> dict[Node, list[int]]:
         slots: dict[Node, set[int]] = {node: set() for node in self.relevant}
         slots.setdefault(self.root.node, set()).add(self.root.slot)
         for node in self.relevant:
@@ -139,45 +181,38 @@ class Graph:
 
     def dtypes(self) -> set[torch.dtype]:
         """Dtypes of all gradients between the losses and the parameters."""
-        found = {self.losses.dtype}
+        dtypes = {self.losses.dtype}
         for node in self.relevant:
-            found.update(Edge(node, slot).dtype for slot in self._slots[node])
-        return found
+            dtypes.update(Edge(node, slot).dtype for slot in self._slots[node])
+        return dtypes
 
     def below(self, start: Iterable[Node]) -> list[Node]:
         """The nodes `start` and all nodes they were computed from, consumers first."""
-        found = set(start)
-        stack = list(found)
+        below = set(start)
+        stack = list(below)
         while stack:
-            new = {child for child, _ in self.children[stack.pop()] if child is not None} - found
-            found |= new
+            new = {child for child, _ in self.children[stack.pop()] if child is not None} - below
+            below |= new
             stack.extend(new)
-        return sorted(found, key=self.index.__getitem__)
+        return sorted(below, key=self.index.__getitem__)
 
-    @cached_property
-    def index(self) -> dict[Node, int]:
-        """Position of each node in `nodes`."""
-        return {node: i for i, node in enumerate(self.nodes)}
+    def key(self, edge: Edge) -> EdgeKey:
+        """Position of an edge in this structure."""
+        return self.index[edge.node], edge.slot
 
-    @cached_property
-    def fingerprint(self) -> int:
-        """Hash of the graph structure: operations, their settings and connections. Shapes are not included."""
-        index = self.index
-        structure = []
-        for node in self.nodes:
-            operands = tuple((index.get(child, -1), slot) for child, slot in self.children[node])
-            structure.append((_settings(node), operands))
-        return hash((self.root.slot, tuple(structure)))
+    def edge(self, key: EdgeKey) -> Edge:
+        return Edge(self.nodes[key[0]], key[1])
 
     def check_losses_unchanged(self) -> None:
-        if self.losses._version != self._losses_version:
+        if self.losses._version != self.losses_version:
             raise GraphError(
                 "the losses must not be modified in place while their gradients are in use; found that they were. "
                 "Write losses = losses * 2 instead of losses *= 2, or compute all quantities before the change."
             )
 
     def check_readable(self) -> None:
-        functions = [type(node)._forward_cls for node in self.nodes if is_python_function(node)]
+        """Raise GraphError if the graph hides operations or contains none of the wanted parameters."""
+        functions = [type(node)._forward_cls for node in self.python_functions]
         if any(function.__module__.startswith("torch._functorch.") for function in functions):
             raise GraphError(
                 "the graph must consist of single operations; found a region made by torch.compile, which hides them. "
@@ -209,10 +244,15 @@ def graph_alive() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
-            raise GraphError(MODIFIED) from error
-        if "second time" not in str(error) and "already been freed" not in str(error):
-            raise
+        raise_graph_error(error)
+        raise
+
+
+def raise_graph_error(error: RuntimeError) -> None:
+    """Raise GraphError if `error` is autograd's error about a freed graph or a saved tensor modified in place."""
+    if "modified by an inplace operation" in str(error):
+        raise GraphError(MODIFIED) from error
+    if "second time" in str(error) or "already been freed" in str(error):
         raise GraphError(
             "the graph of the losses must still hold its saved tensors; found that it was freed. "
             "Compute quantities before losses.backward(), or call backward(retain_graph=True)."
@@ -246,18 +286,18 @@ def _children(root: Node) -> dict[Node, Children]:
     return finished
 
 
+_PLAIN = {int, bool, str, type(None)}  # types of settings that are compared as they are; others by their repr
 _setting_names: dict[type, tuple[str, ...]] = {}
 
 
-def _settings(node: Node) -> tuple[object, ...]:
-    """Type of a node and its saved numbers except sizes; only the name for Python functions."""
+def _find_setting_names(node: Node) -> tuple[str, ...]:
+    """Names of a node's saved numbers except sizes. Cached by type; not for Python functions, which have none."""
     kind = type(node)
-    if kind not in _setting_names:
-        if is_python_function(node):
-            return (operation(node),)
-        saved = [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
-        _setting_names[kind] = tuple(name for name in saved if not hasattr(kind, "_raw" + name))
-    return (kind, *(repr(getattr(node, name)) for name in _setting_names[kind]))
+    if is_python_function(node):
+        return ()
+    saved = [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
+    _setting_names[kind] = tuple(name for name in saved if not hasattr(kind, "_raw" + name))
+    return _setting_names[kind]
 
 
 def scalar(node: Node, name: str) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.backward import backward_past, foreign_hooks
-from samplewise.engine.finite import traced
+from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.graph import Edge, Graph
 from samplewise.engine.plan import GradBuilder, Plan
@@ -41,40 +41,34 @@ class _Checks:
 _checks: dict[int, _Checks] = {}
 
 
-def refuse_hooks_below_cut(plan: Plan) -> None:
+def refuse_hooks_below_cut(plan: Plan, graph: Graph) -> None:
     """Raise GraphError if the sum of per-sample gradients differs from the gradient from autograd."""
     hooks = foreign_hooks()
-    if not hooks:
-        return
-    graph = plan.graph
-    key = hash((graph.fingerprint, tuple(graph.index[leaf] for leaf in graph.leaves)))
-    checks = _checks.get(key)
+    checks = _checks.get(plan.hooks_key)
     if checks is None or checks.hooks != hooks:
-        checks = _checks[key] = _Checks(hooks)
+        checks = _checks[plan.hooks_key] = _Checks(hooks)
     if checks.due():
-        if traced(graph.losses):
+        if is_traced(graph.losses):
             raise GraphError(
                 "gradients under hooks must be compared with autograd in an eager pass before compilation; "
                 "found a traced pass. After registering hooks, run updates uncompiled first."
             )
-        checks.conclusive = _compare(plan)
+        checks.conclusive = _compare(plan, graph)
 
 
-def _compare(plan: Plan) -> bool:
+def _compare(plan: Plan, graph: Graph) -> bool:
     """Compare with autograd; True if every parameter had a non-zero gradient."""
-    graph = plan.graph
     weights = torch.rand(graph.samples, generator=_generator).add(0.5).to(graph.losses)
     sums: dict[str, Tensor] = {}
     sizes: dict[str, float] = {}
     every = torch.arange(graph.samples, device=graph.losses.device)
-    maker = GradBuilder(plan, differentiable=False)
 
-    def visit(name: str, form: PerSampleGrad) -> None:
+    def measure(form: PerSampleGrad, name: str) -> None:
         sums[name] = form.sum(weights)
         sizes[name] = float((form.faint_norms(every) * weights).sum())
 
     with torch.no_grad():
-        backward_past(graph, plan.by_node, lambda node, gradients: maker.add(node, gradients, visit))
+        backward_past(graph, plan.stops, GradBuilder(plan, graph, measure, differentiable=False, keep=False).add)
     relative, cancelled = _tolerances(graph)
     noise = cancelled * max(sizes.values())
     for name, expected in _from_autograd(graph, weights).items():
@@ -104,7 +98,7 @@ def _from_autograd(graph: Graph, weights: Tensor) -> dict[str, Tensor]:
     leaves = {name: leaf for leaf, name in graph.leaves.items() if not leaf.variable._backward_hooks}
     if not leaves:
         return {}
-    found = torch.autograd.grad(
+    results = torch.autograd.grad(
         [graph.root.gradient_edge()],
         [Edge(leaf, 0).gradient_edge() for leaf in leaves.values()],
         [weights],
@@ -112,7 +106,7 @@ def _from_autograd(graph: Graph, weights: Tensor) -> dict[str, Tensor]:
         allow_unused=True,
     )
     gradients = {}
-    for name, gradient in zip(leaves, found, strict=True):
+    for name, gradient in zip(leaves, results, strict=True):
         if gradient is not None:
             gradients[name] = gradient if gradient.layout is torch.strided else gradient.to_dense()
     return gradients

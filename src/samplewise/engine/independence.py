@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from samplewise.engine.finite import traced
+from samplewise.engine.checks import is_traced
 from samplewise.engine.graph import Edge, Graph, Node, is_accumulate_grad, is_python_function, scalar
 from samplewise.engine.saved import SavedTensorReader, saved_tensor_names
 from samplewise.errors import SamplesInteractError, SamplesMayInteractWarning
@@ -74,26 +74,34 @@ class Constants:
 
 def _is_copy(tensor: Tensor, one: Tensor) -> bool:
     alike = one.shape == tensor.shape and one.dtype == tensor.dtype and one.device == tensor.device
-    return alike and not traced(tensor) and not traced(one) and torch.equal(one, tensor)
+    return alike and not is_traced(tensor) and not is_traced(one) and torch.equal(one, tensor)
 
 
-def sample_data(graph: Graph, side: set[Node], constants: Constants) -> Iterator[tuple[Node, Tensor]]:
-    """Yield (node, tensor) for tensors below the cut without gradient, not in `constants`, with one row per sample."""
-    if not side:
-        return
-    below = graph.below(side)
-    savers = {node: _operand_names(node) for node in below if _operand_names(node) or _attributes(node)}
-    reader = SavedTensorReader(savers.items())
-    for node in savers:
+def data_entries(graph: Graph, side: set[Node]) -> list[int]:
+    """Positions of the nodes below the cut through which tensors without gradient may enter.
+
+    These are nodes with saved tensors and leaves that are not wanted. The list depends only on the graph structure.
+    """
+    below = graph.below(side) if side else []
+    entries = [node for node in below if _operand_names(node)]
+    entries += [node for node in below if is_accumulate_grad(node) and node not in graph.leaves]
+    return [graph.index[node] for node in entries]
+
+
+def sample_data(graph: Graph, entries: Iterable[int], constants: Constants) -> Iterator[tuple[Node, Tensor]]:
+    """Yield (node, tensor) for tensors at the `entries` without gradient, not in `constants`, with a row per sample."""
+    nodes = [graph.nodes[entry] for entry in entries]
+    reader = SavedTensorReader({node: names for node in nodes if (names := _operand_names(node))})
+    for node in nodes:
+        if is_accumulate_grad(node):
+            if _may_be_data(node.variable.detach(), graph.samples, constants):
+                yield node, node.variable
+            continue
         # If every operand requires a gradient, a saved float tensor without one was computed from these operands.
         open_ended = any(child is None for child, _ in graph.children[node])
         for tensor in _tensors([*reader.take(node).values(), *_attributes(node)]):
             if (open_ended or not tensor.is_floating_point()) and _may_be_data(tensor, graph.samples, constants):
                 yield node, tensor
-    for node in below:
-        other = is_accumulate_grad(node) and node not in graph.leaves
-        if other and _may_be_data(node.variable.detach(), graph.samples, constants):
-            yield node, node.variable
 
 
 def _operand_names(node: Node) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.engine.arguments import check_losses
 from samplewise.engine.backward import gradients_at
+from samplewise.engine.checks import check_losses
 from samplewise.engine.graph import Edge, Graph, graph_alive
 from samplewise.engine.layouts import proofs
 from samplewise.engine.probe import MIXED, probe
@@ -40,8 +40,8 @@ def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Te
     with graph_alive(), torch.set_grad_enabled(create_graph):
         if graph.samples > 1 and not _proven(graph, edge):
             _refuse_mixed(graph, edge)
-        (found,) = gradients_at(graph, [edge], create_graph=create_graph)
-    return found
+        (gradient,) = gradients_at(graph, [edge], create_graph=create_graph)
+    return gradient
 
 
 def _proven(graph: Graph, edge: Edge) -> bool:

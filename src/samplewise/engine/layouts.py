@@ -77,8 +77,8 @@ def proofs(graph: Graph) -> dict[Edge, int]:
             continue
         slots = graph.used_slots(node)
         for edge in (Edge(node, slot) for slot in slots):
-            readings = claims.get(edge, {None})
-            inner = next(iter(readings)) if len(readings) == 1 else None
+            claimed = claims.get(edge, {None})
+            inner = next(iter(claimed)) if len(claimed) == 1 else None
             if inner is not None:
                 proven[edge] = inner
         _pass_on(graph, node, slots, proven, claims)
@@ -91,8 +91,8 @@ def _pass_on(
     """Add the `inner` that this node proves for each of its operands to `claims`; None if it proves nothing."""
     children = [Edge(child, slot) if child in graph.relevant else None for child, slot in graph.children[node]]
     shapes = [child.shape if child else None for child in children]
-    readings = {_moved(graph, node, slot, proven, shapes) for slot in slots}
-    agreed = next(iter(readings)) if len(readings) == 1 else (None,) * len(children)
+    by_slot = {_moved(graph, node, slot, proven, shapes) for slot in slots}
+    agreed = next(iter(by_slot)) if len(by_slot) == 1 else (None,) * len(children)
     for child, inner in zip(children, agreed, strict=True):
         if child is not None:
             claims.setdefault(child, set()).add(inner)

@@ -6,17 +6,18 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from samplewise.engine.grads.base import DenseGrad, PerSampleGrad, SummedGrad
+from samplewise.engine.generic import Pullback, PulledBackGrad
+from samplewise.engine.grads.base import PerSampleGrad, SummedGrad
+from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad
-from samplewise.engine.grads.generic import Pullback, PulledBackGrad
-from samplewise.engine.grads.indexed import VIEWS, as_blocks, relabelled
+from samplewise.engine.grads.indexed import VIEWS, as_blocks, re_indexed
 from samplewise.engine.graph import Graph, Node
 from samplewise.engine.rules.embedding import looked_up
 
 UNCHANGED = {"ToCopy", "Alias", "Clone"}
 
 
-def ways_down(graph: Graph, entry: Node) -> list[tuple[Node, tuple[Node, ...] | None]]:
+def paths_to_leaves(graph: Graph, entry: Node) -> list[tuple[Node, tuple[Node, ...] | None]]:
     """Leaves below `entry` with the nodes on the path to each: () if `entry` is the leaf, None if not a single path."""
     chain: list[Node] = []
     node = entry
@@ -29,34 +30,34 @@ def ways_down(graph: Graph, entry: Node) -> list[tuple[Node, tuple[Node, ...] | 
     return [(node, tuple(chain))]
 
 
+def changing_operations(operations: Sequence[str]) -> tuple[str, ...]:
+    """The operations that change a gradient which passes through them."""
+    return tuple(operation for operation in operations if operation not in UNCHANGED)
+
+
 def carried(
     form: PerSampleGrad,
-    operations: Sequence[str] | None,
+    changing: tuple[str, ...] | None,
     pullback: Pullback,
     number: int,
-    indices: Callable[[], Tensor],
+    indices: Callable[[], Tensor] | None,
 ) -> PerSampleGrad:
     """Convert the representation of an operand into that of leaf `number` of the pullback.
 
-    `operations` are those on the path to the leaf; None if it is not a single path. `indices()` returns the indices of
-    the embedding on the path, and is called only if there is one.
+    `changing` are the operations on the path to the leaf that change a gradient; None if it is not a single path.
+    `indices` returns the indices of an embedding that is the only operation on the path; None if there is no such.
     """
-    if operations == []:
-        return form
-    leaf = pullback.leaves[number]
-    if operations is not None:
-        changing = [op for op in operations if op not in UNCHANGED]
-        if not changing:
-            return form
-        found: PerSampleGrad | None = None
-        if changing == ["T"] and isinstance(form, FactoredGrad):
-            found = form.transposed()
+    if changing is not None:
+        leaf = pullback.leaves[number]
+        converted: PerSampleGrad | None = None
+        if changing == ("T",) and isinstance(form, FactoredGrad):
+            converted = form.transposed()
         elif set(changing) <= VIEWS:
-            found = relabelled(form, pullback.entry, leaf)
-        elif operations == ["Embedding"] and isinstance(form, DenseGrad):
-            found = _looked_up_once(form, pullback.entry.node, indices(), leaf.shape)
-        if found is not None:
-            return found
+            converted = re_indexed(form, pullback.entry, leaf)
+        elif indices is not None and isinstance(form, DenseGrad):
+            converted = _looked_up_once(form, pullback.entry.node, indices(), leaf.shape)
+        if converted is not None:
+            return converted
     return PulledBackGrad(pullback, number)
 
 
@@ -71,15 +72,7 @@ def combined(forms: Sequence[PerSampleGrad]) -> PerSampleGrad:
     """Merge all uses of a parameter into one representation, so that norms include the cross terms between uses."""
     outers = [form for form in forms if isinstance(form, FactoredGrad)]
     if len(outers) == len(forms) and len({outer.matrix for outer in outers}) == 1:
-        return settled(FactoredGrad([term for outer in outers for term in outer.terms], forms[0].shape))
-    if len(forms) == 1:
-        return forms[0]
+        return FactoredGrad([term for outer in outers for term in outer.terms], forms[0].shape).compact()
     if all(isinstance(form, DenseGrad) for form in forms):
         return DenseGrad(SummedGrad(forms).rows(0, forms[0].samples))
     return as_blocks(forms) or SummedGrad(forms)
-
-
-def settled(outer: FactoredGrad) -> PerSampleGrad:
-    """Convert factors to rows if rows need no more memory; then rows are also faster than pairs of tokens."""
-    stored = sum(term.tokens * term.numbers_per_token for term in outer.terms)
-    return DenseGrad(outer.rows(0, outer.samples)) if outer.width <= stored else outer

@@ -1,39 +1,60 @@
-"""Plan: the rule for each use of a parameter, and the nodes between the use and the parameter.
+"""Plan of a graph structure, and its application to one graph.
 
-`make_plan(graph, cut)` reads the graph only, no gradients. `FormMaker(plan)` applies the plan; its only decisions are
-based on sizes.
+`Planner(graph, ...).plan()` returns the plan: which nodes the backward pass stops at, which rule converts the gradient
+of each operand, and which operations lie between the operand and the parameter. Plans refer to nodes by position and
+hold no tensors, so graphs of the same structure and shapes share a plan. `GradBuilder` applies a plan to a graph.
+
+What can change between two graphs of the same structure is checked for each graph: hooks registered since the ownership
+was verified, gradients that could not verify it because they were zero, and sample data below the cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from samplewise.engine.backward import Stops, foreign_hooks, stops_at
 from samplewise.engine.cut import Cut, find_cut, probed_cut
-from samplewise.engine.grads.base import DenseGrad, PerSampleGrad
-from samplewise.engine.grads.generic import GenericGrad, Pullback
-from samplewise.engine.graph import Edge, Graph, Node
-from samplewise.engine.independence import Constants
-from samplewise.engine.parameter_side import carried, combined, ways_down
+from samplewise.engine.generic import GenericGrad, Pullback
+from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.dense import DenseGrad
+from samplewise.engine.grads.factored import FactoredGrad
+from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad
+from samplewise.engine.independence import Constants, sample_data
+from samplewise.engine.parameter_side import carried, changing_operations, combined, paths_to_leaves
 from samplewise.engine.rules import RULES, Rule, Use
-from samplewise.engine.saved import Saved, SavedTensorReader, Versions
+from samplewise.engine.rules.use import Operand
+from samplewise.engine.saved import SavedTensorReader, Versions
+from samplewise.engine.tags import Regular, Tag
+from samplewise.engine.verify import verify, verify_again
 from samplewise.errors import GraphError
+
+Quantity = Callable[[PerSampleGrad, str], Any]
 
 
 @dataclass(frozen=True)
 class Route:
-    """Path from one operand of a clean node to one parameter."""
+    """Path from one operand to one parameter."""
 
-    node: Node
-    operand: int
+    name: str  # of the parameter
+    number: int  # index of the parameter among those below the operand
+    changing: tuple[str, ...] | None  # operations on the path that change a gradient; None if not a single path
+    looks_up: bool  # the only operation on the path is an embedding
+
+
+@dataclass(frozen=True)
+class OperandPlan:
+    """Conversion of the gradient of one operand at the cut."""
+
+    operand: Operand
     rule: Rule | None
-    entry: Edge  # where the gradient of the operand arrives
-    leaf: Node
-    number: int  # index of the leaf among those below the operand
-    chain: tuple[Node, ...] | None  # nodes between operand and leaf, () if there are none; None if not a single path
+    entry: EdgeKey  # where the gradient of the operand arrives
+    leaves: tuple[int, ...]  # positions of the parameters below the operand
+    routes: tuple[Route, ...]
 
 
 @dataclass(frozen=True)
@@ -47,139 +68,258 @@ class ExplainRow:
     form: str
 
 
+@dataclass
 class Plan:
-    """All routes from the cut to the parameters, indexed by node and by parameter name."""
+    """Everything about per-sample gradients that depends only on the graph structure and its shapes."""
 
-    def __init__(self, graph: Graph, cut: Cut, routes: list[Route]):
-        self.graph = graph
-        self.cut = cut
-        self.routes = routes
-        self.by_node: dict[Node, list[Route]] = {}
-        self.by_name: dict[str, list[Route]] = {}
-        self.leaves_below: dict[tuple[Node, int], list[Edge]] = {}
-        for route in routes:
-            self.by_node.setdefault(route.node, []).append(route)
-            self.by_name.setdefault(graph.leaves[route.leaf], []).append(route)
-            self.leaves_below.setdefault((route.node, route.operand), []).append(Edge(route.leaf, 0))
+    stops: Stops  # nodes at the cut
+    operands: dict[int, list[OperandPlan]]  # by node at the cut
+    reads: dict[int, tuple[str, ...]]  # names of the saved tensors to read, by node
+    uses: dict[str, int]  # number of routes to each parameter
+    rules: dict[tuple[str, int], Rule | None]  # the rules in use, by operation and operand position
+    tags: dict[EdgeKey, Tag]
+    proven: bool  # True: ownership derived from shapes; False: probed
+    data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
+    operations: dict[int, str]  # by node at the cut
+    hooks_key: int  # identifies structure and parameters in `hooks`
+    verified_hooks: int = -1  # number of registered hooks at the time the ownership was verified at all edges
+    gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
 
-    def edges_of(self, node: Node) -> list[Edge]:
-        return [Edge(node, slot) for slot in self.graph.used_slots(node)]
-
-    def reader(self) -> SavedTensorReader:
-        """Reader of all saved tensors that the rules of this plan need."""
-        wishes: dict[Node, tuple[str, ...]] = {}
-        for node, routes in self.by_node.items():
-            names: dict[str, None] = {}
-            for route in routes:
-                if route.rule is not None:
-                    names.update(dict.fromkeys(route.rule.reads))
-            wishes[node] = tuple(names)
-            for route in routes:
-                for below in route.chain or ():
-                    if self.graph.operations[below] == "Embedding":
-                        wishes[below] = ("indices",)
-        return SavedTensorReader(wishes.items())
-
-    def row(self, name: str, form: PerSampleGrad) -> ExplainRow:
+    def explain(self, name: str, form: PerSampleGrad) -> ExplainRow:
         """Line of `explain` for one parameter."""
-        routes = self.by_name[name]
-        operations = dict.fromkeys(self.graph.operations[r.node] for r in routes)
-        kinds = dict.fromkeys(str(self.cut.tags[e]) for r in routes for e in self.edges_of(r.node))
-        ownership = f"{', '.join(kinds)} ({'proven' if self.cut.proven else 'probed'})"
-        count = f" x{len(routes)}" if len(routes) > 1 else ""
+        operations: dict[str, None] = {}
+        kinds: dict[str, None] = {}
+        for node, operands in self.operands.items():
+            if any(route.name == name for operand in operands for route in operand.routes):
+                operations[self.operations[node]] = None
+                kinds.update(dict.fromkeys(str(self.tags[node, slot]) for slot in self.stops.slots[node]))
+        ownership = f"{', '.join(kinds)} ({'proven' if self.proven else 'probed'})"
+        count = f" x{self.uses[name]}" if self.uses[name] > 1 else ""
         return ExplainRow(name, form.shape, ", ".join(operations) + count, ownership, form.describe())
+
+
+# --- making a plan -------------------------------------------------------------------------------------------------
 
 
 def make_plan(graph: Graph, cut: Cut) -> Plan:
     """Return the plan for a graph and its cut. Checks that each parameter in the graph has a route."""
+    index = graph.index
+    operands: dict[int, list[OperandPlan]] = {}
+    reads: dict[int, dict[str, None]] = {}
+    uses: dict[str, int] = {}
+    rules: dict[tuple[str, int], Rule | None] = {}
+    for node, position in cut.operands:
+        key = (graph.operations[node], position)
+        rule = rules[key] = RULES.get(key)
+        at = index[node]
+        reads.setdefault(at, {}).update(dict.fromkeys(rule.reads if rule is not None else ()))
+        planned = _plan_operand(graph, cut, node, position, rule)
+        operands.setdefault(at, []).append(planned)
+        for route in planned.routes:
+            uses[route.name] = uses.get(route.name, 0) + 1
+            if route.looks_up:
+                reads.setdefault(planned.entry[0], {})["indices"] = None
+    _prove_complete(graph, uses)
+    return Plan(
+        stops=stops_at(graph, [graph.nodes[at] for at in operands]),
+        operands=operands,
+        reads={at: tuple(names) for at, names in reads.items()},
+        uses=uses,
+        rules=rules,
+        tags={graph.key(edge): tag for edge, tag in cut.tags.items()},
+        proven=cut.proven,
+        data_entries=cut.data_entries,
+        operations={at: graph.operations[graph.nodes[at]] for at in operands},
+        hooks_key=hash((graph.structure_hash, tuple(index[leaf] for leaf in graph.leaves))),
+        gradients={graph.key(edge): gradient for edge, gradient in cut.gradients.items()},
+    )
+
+
+def _plan_operand(graph: Graph, cut: Cut, node: Node, position: int, rule: Rule | None) -> OperandPlan:
+    entry = Edge(*graph.children[node][position])
+    paths = paths_to_leaves(graph, entry.node)
     routes = []
-    for node, operand in cut.operands:
-        entry = Edge(*graph.children[node][operand])
-        rule = RULES.get((graph.operations[node], operand))
-        for number, (leaf, chain) in enumerate(ways_down(graph, entry.node)):
-            routes.append(Route(node, operand, rule, entry, leaf, number, chain))
-    _prove_complete(graph, routes)
-    return Plan(graph, cut, routes)
+    for number, (leaf, chain) in enumerate(paths):
+        operations = None if chain is None else [graph.operations[below] for below in chain]
+        changing = None if operations is None else changing_operations(operations)
+        routes.append(Route(graph.leaves[leaf], number, changing, looks_up=operations == ["Embedding"]))
+    tags = {slot: cut.tags[Edge(node, slot)] for slot in graph.used_slots(node)}
+    operand = Operand(position, entry.shape, graph.samples, tags)
+    return OperandPlan(operand, rule, graph.key(entry), tuple(graph.index[leaf] for leaf, _ in paths), tuple(routes))
 
 
-def _prove_complete(graph: Graph, routes: list[Route]) -> None:
-    missed = set(graph.leaves) - {route.leaf for route in routes}
+def _prove_complete(graph: Graph, uses: Iterable[str]) -> None:
+    missed = set(graph.leaves.values()) - set(uses)
     if missed:
-        names = ", ".join(sorted(graph.leaves[leaf] for leaf in missed))
         raise GraphError(
-            f"each parameter in the graph must be reached from the cut; found no route to {names}. "
+            f"each parameter in the graph must be reached from the cut; found no route to {', '.join(sorted(missed))}. "
             "This is a bug in samplewise: please report it with the model."
         )
 
 
-class Planner:
-    """The plan of a graph, made when it is first needed."""
+MOST_CACHED = 2**18  # nodes in the structures of all cached plans; the cache is cleared when it is full
 
-    def __init__(self, graph: Graph, constants: Constants, interacting: str):
+_plans: dict[tuple[object, ...], Plan] = {}  # proven plans by structure and shapes
+
+
+def clear_cache() -> None:
+    """Forget all plans. Needed only if ownership is derived differently from now on, as in tests."""
+    _plans.clear()
+
+
+def _remember(key: tuple[object, ...], plan: Plan, nodes: int) -> None:
+    if (len(_plans) + 1) * nodes > MOST_CACHED:
+        _plans.clear()
+    _plans[key] = plan
+
+
+class Planner:
+    """The plan of a graph, made or looked up when it is first needed.
+
+    `modules`: tensors of these modules do not count as sample data. `interacting`: see `gradients`.
+    """
+
+    def __init__(self, graph: Graph, modules: Iterable[nn.Module], interacting: str):
         self.graph = graph
-        self.constants = constants
+        self.modules = modules
         self.interacting = interacting
+        self.pending: set[EdgeKey] = set()  # edges whose ownership is not verified yet, because gradients were zero
         self._plan: Plan | None = None
 
     def plan(self) -> Plan:
         if self._plan is None:
-            self._plan = make_plan(self.graph, find_cut(self.graph, self.constants, self.interacting))
+            key = (self.graph.structure, self.graph.shapes, self.interacting)
+            plan = _plans.get(key)
+            if plan is None or not self._holds(plan):
+                plan = self._analyze(key)
+            self._plan = plan
         return self._plan
 
     def plan_by_probe(self) -> Plan:
         """Replace the plan by one that does not depend on derived ownership."""
-        self._plan = make_plan(self.graph, probed_cut(self.graph, self.constants, self.interacting))
+        self.pending = set()
+        self._plan = make_plan(self.graph, probed_cut(self.graph, self._constants(), self.interacting))
         return self._plan
+
+    def _holds(self, plan: Plan) -> bool:
+        """True if a cached plan is valid here: same rules, no sample data below the cut, verified ownership."""
+        if list(map(RULES.get, plan.rules)) != list(plan.rules.values()):
+            return False
+        if plan.data_entries and any(True for _ in sample_data(self.graph, plan.data_entries, self._constants())):
+            return False
+        return plan.verified_hooks == foreign_hooks() or self._verified(plan, verify)
+
+    def verify_again(self) -> bool:
+        """Verify the ownership of the current plan with new passes; False if it does not hold."""
+        return self._verified(self.plan(), verify_again)
+
+    def _verified(self, plan: Plan, verify: Callable[[Graph, dict[Edge, Regular]], set[Edge] | None]) -> bool:
+        tags = {self.graph.edge(key): tag for key, tag in plan.tags.items() if isinstance(tag, Regular)}
+        pending = verify(self.graph, tags)
+        if pending is None:
+            return False
+        self._set_pending(plan, pending)
+        return True
+
+    def _set_pending(self, plan: Plan, pending: Iterable[Edge]) -> None:
+        self.pending = set(map(self.graph.key, pending))
+        plan.verified_hooks = -1 if self.pending else foreign_hooks()
+
+    def _analyze(self, key: tuple[object, ...]) -> Plan:
+        cut = find_cut(self.graph, self._constants(), self.interacting)
+        plan = make_plan(self.graph, cut)
+        if cut.proven:
+            self._set_pending(plan, cut.pending)
+            _remember(key, plan, len(self.graph.nodes))
+        return plan
+
+    def _constants(self) -> Constants:
+        leaves = [node.variable for node in self.graph.nodes if is_accumulate_grad(node)]
+        own = [*self.graph.wanted.values(), *(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))]
+        for module in self.modules:
+            own += [*module.parameters(), *module.buffers()]
+        return Constants(own)
+
+
+# --- applying a plan -----------------------------------------------------------------------------------------------
 
 
 class GradBuilder:
-    """Convert gradients at the cut into representations of per-sample gradients, node by node.
+    """Convert gradients at the cut into representations of per-sample gradients, and compute a quantity of each.
 
-    `visit(name, form)` is called for each parameter as soon as all of its uses have been added.
+    `add` is called once for each node at the cut. As soon as all uses of a parameter have been added,
+    quantity(form, name) is stored in `results`, and with keep=True the representation in `forms`.
     """
 
-    def __init__(self, plan: Plan, differentiable: bool):
+    def __init__(self, plan: Plan, graph: Graph, quantity: Quantity, differentiable: bool, keep: bool):
         self.plan = plan
+        self.graph = graph
+        self.quantity = quantity
         self.differentiable = differentiable
-        self.reader = plan.reader()
+        self.keep = keep
         self.versions = Versions()  # version counters of the tensors that representations refer to
-        self.pending: dict[str, list[PerSampleGrad]] = {}
+        self.results: dict[str, Any] = {}
+        self.forms: dict[str, PerSampleGrad] = {}
+        self._uses: dict[str, list[PerSampleGrad]] = {}  # of parameters with uses that are still to be added
+        self._reader = SavedTensorReader({graph.nodes[at]: names for at, names in plan.reads.items()})
 
-    def add(self, node: Node, gradients: dict[int, Tensor], visit: Callable[[str, PerSampleGrad], None]) -> None:
-        saved = self.reader.take(node)
+    def add(self, at: int, gradients: dict[int, Tensor]) -> None:
+        """Convert the gradients (by output slot) of the node at position `at`."""
+        node = self.graph.nodes[at]
+        saved = self._reader.take(node)
         # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
-        kept = [tensor for name, tensor in saved.items() if not name.startswith("weight")]
-        self.versions.remember([*kept, *gradients.values()])
-        operands: dict[int, tuple[PerSampleGrad, Pullback]] = {}
-        for route in self.plan.by_node[node]:
-            if route.operand not in operands:
-                form = self._operand(route, gradients, saved)
-                leaves = self.plan.leaves_below[node, route.operand]
-                operands[route.operand] = (form, Pullback(form, route.entry, leaves, self.differentiable))
-            form, pullback = operands[route.operand]
-            name = self.plan.graph.leaves[route.leaf]
-            waiting = self.pending.setdefault(name, [])
-            waiting.append(self._carry(form, pullback, route))
-            if len(waiting) == len(self.plan.by_name[name]):
-                visit(name, combined(self.pending.pop(name)))
+        self.versions.record([tensor for name, tensor in saved.items() if not name.startswith("weight")])
+        self.versions.record(gradients.values())
+        for planned in self.plan.operands[at]:
+            form = None
+            if gradients:
+                use = Use(node, planned.operand, gradients, saved)
+                form = planned.rule.form(use) if planned.rule is not None else None
+                if form is None:
+                    form = GenericGrad(use, self.differentiable)
+            else:
+                form = self._zeros(planned)
+            self._carry(planned, form)
 
-    def _operand(self, route: Route, gradients: dict[int, Tensor], saved: Saved) -> PerSampleGrad:
-        graph = self.plan.graph
-        shape = route.entry.shape
-        if not gradients:
-            return DenseGrad(torch.zeros(graph.samples, *shape, dtype=route.entry.dtype, device=graph.losses.device))
-        tags = {slot: self.plan.cut.tags[Edge(route.node, slot)] for slot in gradients}
-        use = Use(route.node, route.operand, route.entry, shape, graph.samples, gradients, tags, saved)
-        form = route.rule.form(use) if route.rule is not None else None
-        return GenericGrad(use, self.differentiable) if form is None else form
+    def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> None:
+        """Convert the representation of an operand into those of the parameters below it."""
+        pullback: Pullback | None = None
+        for route in planned.routes:
+            converted = form
+            if route.changing == ("T",) and isinstance(form, FactoredGrad):
+                converted = form.transposed()
+            elif route.changing != ():
+                pullback = self._pullback(planned, form) if pullback is None else pullback
+                indices = self._indices(planned) if route.looks_up else None
+                converted = carried(form, route.changing, pullback, route.number, indices)
+            self._add_use(route.name, converted)
 
-    def _carry(self, form: PerSampleGrad, pullback: Pullback, route: Route) -> PerSampleGrad:
-        """Convert the representation of an operand into that of the parameter below it."""
-        operations = None if route.chain is None else [self.plan.graph.operations[node] for node in route.chain]
+    def _add_use(self, name: str, form: PerSampleGrad) -> None:
+        if self.plan.uses[name] > 1:
+            uses = self._uses.setdefault(name, [])
+            uses.append(form)
+            if len(uses) < self.plan.uses[name]:
+                return
+            form = combined(self._uses.pop(name))
+        elif isinstance(form, FactoredGrad):
+            form = form.compact()
+        if self.keep:
+            self.forms[name] = form
+        self.results[name] = self.quantity(form, name)
 
-        def indices() -> Tensor:
-            found: Tensor = self.reader.take(route.entry.node)["indices"]
-            self.versions.remember([found])
-            return found
+    def _zeros(self, planned: OperandPlan) -> PerSampleGrad:
+        entry = self.graph.edge(planned.entry)
+        device = self.graph.losses.device
+        return DenseGrad(torch.zeros(self.graph.samples, *entry.shape, dtype=entry.dtype, device=device))
 
-        return carried(form, operations, pullback, route.number, indices)
+    def _pullback(self, planned: OperandPlan, form: PerSampleGrad) -> Pullback:
+        leaves = [Edge(self.graph.nodes[leaf], 0) for leaf in planned.leaves]
+        return Pullback(form, self.graph.edge(planned.entry), leaves, self.differentiable)
+
+    def _indices(self, planned: OperandPlan) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            indices: Tensor = self._reader.take(self.graph.nodes[planned.entry[0]])["indices"]
+            self.versions.record([indices])
+            return indices
+
+        return read

@@ -90,17 +90,17 @@ def _probe_with(graph: Graph, edges: Sequence[Edge], codes: Codes) -> Probed | N
         return None
     owners = [_verified(o, p, c, balanced, codes) for o, p, c in zip(owners, plain, checked, strict=True)]
     for on in _switches(sizes):
-        kept = gradients_at(graph, edges, equal * on)
-        owners = [_switched(o, p, k, on) for o, p, k in zip(owners, plain, kept, strict=True)]
+        switched = gradients_at(graph, edges, equal * on)
+        owners = [_switched(o, p, k, on) for o, p, k in zip(owners, plain, switched, strict=True)]
     return Probed([_scaled(p, -codes.shift) for p in plain], owners)
 
 
 def _sizes(owner: Tensor, plain: Tensor, samples: int) -> Tensor:
     """Largest absolute element of each sample relative to the largest of all, (b,) in float64."""
-    found = torch.zeros(samples + 1, dtype=torch.float64, device=owner.device)
+    largest = torch.zeros(samples + 1, dtype=torch.float64, device=owner.device)
     index = torch.where((owner >= 0) & (owner < samples), owner, samples).flatten()
-    found.scatter_reduce_(0, index, plain.abs().double().flatten(), "amax")
-    return found[:samples] / found.amax().clamp_min(torch.finfo(torch.float64).tiny)
+    largest.scatter_reduce_(0, index, plain.abs().double().flatten(), "amax")
+    return largest[:samples] / largest.amax().clamp_min(torch.finfo(torch.float64).tiny)
 
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
@@ -197,12 +197,12 @@ def _switches(sizes: Tensor) -> list[Tensor]:
     return [sizes.new_tensor([float(k in subset) for subset in chosen]) for k in range(most)]
 
 
-def _switched(owner: Tensor, plain: Tensor, kept: Tensor, on: Tensor) -> Tensor:
+def _switched(owner: Tensor, plain: Tensor, switched: Tensor, on: Tensor) -> Tensor:
     expected = torch.where(on[owner.clamp_min(0)] > 0, plain, 0)
     if plain.device.type == "cpu":
-        near = kept == expected
+        near = switched == expected
     else:
-        near = torch.isclose(kept, expected, rtol=1e-3, atol=0)
+        near = torch.isclose(switched, expected, rtol=1e-3, atol=0)
     return torch.where(near | (owner == UNKNOWN), owner, MIXED)
 
 

@@ -8,11 +8,12 @@ the block once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _Holder
 
 from samplewise.engine.graph import MODIFIED, Node, is_python_function
@@ -60,49 +61,80 @@ class Versions:
     """
 
     def __init__(self) -> None:
-        self._remembered: list[tuple[Tensor, int]] = []
+        self._versions: list[tuple[Tensor, int]] = []
 
-    def remember(self, values: Iterable[Any]) -> None:
+    def record(self, values: Iterable[Any]) -> None:
+        """Record the counters of tensors, and of tensors in tuples and lists; other values are ignored."""
         for value in values:
             for tensor in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(tensor, Tensor) and not tensor.is_inference():
-                    self._remembered.append((tensor, tensor._version))
+                    self._versions.append((tensor, tensor._version))
 
     def check(self) -> None:
-        if any(tensor._version != version for tensor, version in self._remembered):
-            raise GraphError(MODIFIED)
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise GraphError(MODIFIED)
 
 
 class SavedTensorReader:
-    """Reader of saved tensors of given nodes. A checkpointed block is recomputed once, when its first node is read."""
+    """Reader of saved tensors of given nodes. A checkpointed block is recomputed once, when its first node is read.
 
-    def __init__(self, wishes: Iterable[tuple[Node, tuple[str, ...]]]):
-        self.wishes = dict(wishes)
-        self.blocks: dict[Any, list[Node]] = {}
-        self.block = {node: block_of(node) for node in self.wishes}
-        for node, block in self.block.items():
+    `names`: names of the saved tensors to read, by node.
+    """
+
+    def __init__(self, names: Mapping[Node, tuple[str, ...]]):
+        self._names = names
+        self._block_of: dict[Node, Any] = {}  # only of nodes in checkpointed blocks
+        self._nodes: dict[Any, list[Node]] = {}  # by block
+        self._recomputed: dict[Node, Saved] = {}
+        for node in hooked_nodes(names):
+            block = block_of(node)
             if block is not None:
-                self.blocks.setdefault(block, []).append(node)
-        self.kept: dict[Node, Saved] = {}
+                self._block_of[node] = block
+                self._nodes.setdefault(block, []).append(node)
 
     def take(self, node: Node) -> Saved:
         """Return the saved tensors of a node by name. In a checkpointed block they are then released."""
-        block = self.block.get(node)
-        if block is None:
-            return _read_one(node, self.wishes[node])
-        if node not in self.kept:
-            self._recompute(block)
-        return self.kept.pop(node)
+        if node not in self._block_of:
+            return self._read(node)
+        if node not in self._recomputed:
+            self._recompute(self._block_of[node])
+        return self._recomputed.pop(node)
+
+    def _read(self, node: Node) -> Saved:
+        prefix = "" if isinstance(node, BackwardCFunction) else "_"
+        saved = {}
+        for name in self._names[node]:
+            saved[name] = getattr(node, f"{prefix}saved_{name}")
+        return saved
 
     def _recompute(self, block: Any) -> None:
-        def action() -> None:
-            self.kept.update((node, _read_one(node, self.wishes[node])) for node in self.blocks[block])
-            _forget(block)
+        def read_block() -> None:
+            for node in self._nodes[block]:
+                self._recomputed[node] = self._read(node)
+            _release_unread(block)
 
-        run_in_backward(action)
+        run_in_backward(read_block)
 
 
-def _forget(block: Any) -> None:
+def hooked_nodes(nodes: Iterable[Node]) -> list[Node]:
+    """Nodes with a saved tensor that was packed by a hook, as in activation checkpoints."""
+    hooked = []
+    for node in nodes:
+        names = _names.get(type(node))
+        for name in saved_tensor_names(node) if names is None else names:
+            raw = getattr(node, "_raw_saved_" + name)
+            if isinstance(raw, (tuple, list)):
+                packed = any(one.unpack_hook is not None for one in raw)
+            else:
+                packed = raw.unpack_hook is not None
+            if packed:
+                hooked.append(node)
+                break
+    return hooked
+
+
+def _release_unread(block: Any) -> None:
     """Release recomputed tensors of a block that were not read: the block would keep each until it is read once."""
     frame = next((c.cell_contents for c in block.__closure__ or () if hasattr(c.cell_contents, "recomputed")), None)
     task = torch._C._current_graph_task_id()
@@ -110,11 +142,6 @@ def _forget(block: Any) -> None:
         holder = reference()
         if holder is not None:
             holder.handles.pop(task, None)
-
-
-def _read_one(node: Node, names: tuple[str, ...]) -> Saved:
-    python = is_python_function(node)
-    return {name: getattr(node, "saved_tensors" if python else "_saved_" + name) for name in names}
 
 
 class _InBackward(torch.autograd.Function):

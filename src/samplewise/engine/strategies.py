@@ -11,31 +11,27 @@ their inputs are still in the CPU cache then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from samplewise.engine.backward import backward_past
-from samplewise.engine.finite import traced
-from samplewise.engine.grads.base import DenseGrad, PerSampleGrad
-from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.backward import backward_past, foreign_hooks
+from samplewise.engine.checks import is_traced
+from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.dense import DenseGrad
+from samplewise.engine.graph import Graph
 from samplewise.engine.hooks import refuse_hooks_below_cut
-from samplewise.engine.plan import ExplainRow, GradBuilder, Planner
+from samplewise.engine.plan import ExplainRow, GradBuilder, Planner, Quantity
 from samplewise.engine.reference import jacobian_rows
 from samplewise.engine.saved import Versions
-from samplewise.engine.tags import Regular
-from samplewise.engine.verify import verify_again
 from samplewise.errors import GraphError
-
-Visit = Callable[[str, PerSampleGrad], None]
 
 
 class GradStrategy(Protocol):
     """Interface of a strategy."""
 
-    def each(self, visit: Visit, release: bool = False) -> None:
-        """Call visit(name, form) for each parameter in the graph. With release=True, kept gradients are dropped."""
+    def evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
+        """Return quantity(form, name) for each parameter in the graph, by name. release: drop kept gradients."""
 
     def explain(self) -> list[ExplainRow]: ...
 
@@ -51,66 +47,56 @@ class BackwardStrategy:
         self.forms: dict[str, PerSampleGrad] = {}
         self.versions = Versions()
 
-    def each(self, visit: Visit, release: bool = False) -> None:
+    def evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
         if not self.forms:
-            self._first(visit, keep=self.keep and not release)
-            return
+            return self._first(quantity, self.keep and not release)
         self.versions.check()
-        if release:
-            while self.forms:
-                visit(*self.forms.popitem())
-        else:
-            for name, form in self.forms.items():
-                visit(name, form)
+        results = {}
+        for name in list(self.forms):
+            form = self.forms.pop(name) if release else self.forms[name]
+            results[name] = quantity(form, name)
+        return results
 
-    def _first(self, visit: Visit, keep: bool) -> None:
-        kept: dict[str, PerSampleGrad] = {}
-
-        def both(name: str, form: PerSampleGrad) -> None:
-            kept[name] = form
-            visit(name, form)
-
-        if not self._pass(both if keep else visit):
+    def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
+        """Compute the quantity during a backward pass."""
+        built = self._pass(quantity, keep)
+        if built is None:
             self.plan = self.planner.plan_by_probe()
-            self._pass(both if keep else visit)
-        refuse_hooks_below_cut(self.plan)
-        self.forms = kept
+            built = self._pass(quantity, keep)
+            assert built is not None
+        if foreign_hooks():
+            refuse_hooks_below_cut(self.plan, self.planner.graph)
+        self.versions = built.versions
+        self.forms = built.forms
+        return built.results
 
-    def _pass(self, visit: Visit) -> bool:
-        """Run one backward pass; False if it has shown that a proof of ownership does not hold."""
-        maker = GradBuilder(self.plan, self.create_graph)
-        self.versions = maker.versions
-        cut = self.plan.cut
-        probed = {} if self.create_graph else dict(cut.gradients)
-        cut.gradients.clear()
-        if len(probed) == len(cut.tags):
-            for node in self.plan.by_node:
-                maker.add(node, {e.slot: probed.pop(e) for e in self.plan.edges_of(node)}, visit)
-            return True
-        shown = False
+    def _pass(self, quantity: Quantity, keep: bool) -> GradBuilder | None:
+        """Run one backward pass; None if it has shown that a proof of ownership does not hold."""
+        plan = self.plan
+        pending = self.planner.pending
+        builder = GradBuilder(plan, self.planner.graph, quantity, self.create_graph, keep)
+        probed = {} if self.create_graph else dict(plan.gradients)
+        plan.gradients.clear()
+        if probed and len(probed) == len(plan.tags):
+            for at, slots in plan.stops.slots.items():
+                builder.add(at, {slot: probed.pop((at, slot)) for slot in slots})
+            return builder
+        verifiable = False  # a gradient that could not verify its ownership so far is non-zero
 
-        def arrived(node: Node, gradients: dict[int, Tensor]) -> None:
-            nonlocal shown
-            shown = shown or any(Edge(node, slot) in cut.pending and _is_not_zero(g) for slot, g in gradients.items())
-            maker.add(node, gradients, visit)
+        def arrived(at: int, gradients: dict[int, Tensor]) -> None:
+            nonlocal verifiable
+            verifiable = verifiable or any((at, slot) in pending and _is_not_zero(g) for slot, g in gradients.items())
+            builder.add(at, gradients)
 
-        backward_past(self.plan.graph, self.plan.by_node, arrived, create_graph=self.create_graph)
-        return not shown or self._verified_now()
-
-    def _verified_now(self) -> bool:
-        tags = {edge: tag for edge, tag in self.plan.cut.tags.items() if isinstance(tag, Regular)}
-        pending = verify_again(self.plan.graph, tags)
-        self.plan.cut.pending = pending or set()
-        return pending is not None
+        backward_past(self.planner.graph, plan.stops, arrived if pending else builder.add, None, self.create_graph)
+        return None if verifiable and not self.planner.verify_again() else builder
 
     def explain(self) -> list[ExplainRow]:
-        rows: dict[str, ExplainRow] = {}
-        self.each(lambda name, form: rows.update({name: self.plan.row(name, form)}))
-        return list(rows.values())
+        return list(self.evaluate(lambda form, name: self.plan.explain(name, form)).values())
 
 
 def _is_not_zero(gradient: Tensor) -> bool:
-    if traced(gradient):
+    if is_traced(gradient):
         raise GraphError(
             "ownership of gradients must be verified with non-zero gradients before an update can be compiled; "
             "found a layer whose gradient has been zero so far. Train uncompiled until it is non-zero."
@@ -125,13 +111,10 @@ class RowsStrategy:
         self.source = source
         self.forms: dict[str, PerSampleGrad] = {}
 
-    def each(self, visit: Visit, release: bool = False) -> None:
+    def evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
         if not self.forms:
-            self.source.each(
-                lambda n, form: self.forms.update({n: DenseGrad(form.rows(0, form.samples))}), release=True
-            )
-        for name, form in self.forms.items():
-            visit(name, form)
+            self.forms = self.source.evaluate(lambda form, _: DenseGrad(form.rows(0, form.samples)), release=True)
+        return {name: quantity(form, name) for name, form in self.forms.items()}
 
     def explain(self) -> list[ExplainRow]:
         return self.source.explain()
@@ -144,9 +127,8 @@ class LoopStrategy:
         reached = {name: graph.wanted[name] for name in graph.leaves.values()}
         self.rows = jacobian_rows(graph.losses, reached, create_graph)
 
-    def each(self, visit: Visit, release: bool = False) -> None:
-        for name, rows in self.rows.items():
-            visit(name, DenseGrad(rows))
+    def evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
+        return {name: quantity(DenseGrad(rows), name) for name, rows in self.rows.items()}
 
     def explain(self) -> list[ExplainRow]:
         return [

@@ -36,6 +36,8 @@ class RegularGather:
 
     def gather(self, x: Tensor) -> Tensor:
         features = x.shape[1:]
+        if self.outer == 1:
+            return x.reshape(self.samples, self.inner, *features)
         blocks = x.reshape(self.outer, self.samples, self.inner, *features)
         return blocks.transpose(0, 1).reshape(self.samples, self.outer * self.inner, *features)
 
@@ -102,29 +104,29 @@ Tag = Regular | Irregular
 
 
 def _slots(owner: Tensor, samples: int) -> Tensor:
-    """Slots (samples, tokens) of RaggedRows, from the owner of each row."""
+    """Slots (samples, tokens) of RaggedGather, from the owner of each row."""
     rows = len(owner)
     order = torch.argsort(owner, stable=True)
     order = order[owner[order] >= 0]
     owned = owner[order]
     counts = torch.bincount(owned, minlength=samples)
     tokens = max(int(counts.max()), 1)
-    place = torch.arange(len(owned), device=owner.device) - (counts.cumsum(0) - counts)[owned]
+    column = torch.arange(len(owned), device=owner.device) - (counts.cumsum(0) - counts)[owned]
     slots = torch.full((samples, tokens), rows, dtype=torch.long, device=owner.device)
-    slots[owned, place] = order
+    slots[owned, column] = order
     return slots
 
 
-def regular_reading(owner: Tensor, samples: int) -> int | None:
+def regular_inner(owner: Tensor, samples: int) -> int | None:
     """`inner` of a regular layout that agrees with the owner of each owned element; None if there is none."""
     flat = owner.reshape(-1)
     free = flat < 0
-    places = torch.arange(flat.numel(), device=owner.device)
+    positions = torch.arange(flat.numel(), device=owner.device)
     stride = 1
     for size in reversed(owner.shape):
         if size % samples == 0:
             for inner in {stride, stride * (size // samples)}:
-                if ((places // inner % samples == flat) | free).all():
+                if ((positions // inner % samples == flat) | free).all():
                     return inner
         stride *= size
     return None
@@ -132,7 +134,7 @@ def regular_reading(owner: Tensor, samples: int) -> int | None:
 
 def tag_of(owner: Tensor, samples: int) -> Tag:
     """Tag for a tensor of owners: Regular if possible, else Irregular."""
-    inner = regular_reading(owner, samples) if owner.numel() else None
+    inner = regular_inner(owner, samples) if owner.numel() else None
     return Irregular(samples, owner) if inner is None else Regular(samples, inner)
 
 

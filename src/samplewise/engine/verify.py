@@ -18,14 +18,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import backward_past, foreign_hooks
-from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.backward import backward_past, foreign_hooks, stops_at
+from samplewise.engine.graph import Edge, EdgeKey, Graph
 from samplewise.engine.tags import Regular
 
 ENOUGH = 2  # number of samples with a non-zero block that verify an edge
 MOST_REMEMBERED = 10_000  # cached graph structures; the cache is cleared when it is full
-
-EdgeKey = tuple[int, int]  # position of the node in the graph, output slot
 
 
 @dataclass
@@ -39,7 +37,7 @@ class _Record:
     pending: set[EdgeKey] = field(init=False)  # edges at which too few samples had a non-zero block
 
     def __post_init__(self) -> None:
-        self.pending = {place for place, samples in self.seen.items() if len(samples) < ENOUGH}
+        self.pending = {edge for edge, samples in self.seen.items() if len(samples) < ENOUGH}
 
 
 _records: dict[int, _Record] = {}
@@ -51,7 +49,7 @@ def verify(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None:
     record = _records.get(_key(graph, tags))
     if record is None or record.hooks != foreign_hooks():
         return verify_again(graph, tags)
-    return _answer(graph, tags, record)
+    return _pending(graph, tags, record)
 
 
 def verify_again(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None:
@@ -60,47 +58,41 @@ def verify_again(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None
     hooks = foreign_hooks()
     known = _records.get(key)
     seen = dict(known.seen) if known is not None and known.holds and known.hooks == hooks else {}
-    found = _compare(graph, tags)
+    nonzero = _compare(graph, tags)
     for edge in tags:
-        place = _place(graph, edge)
-        seen[place] = seen.get(place, set()) | (found or {}).get(edge, set())
+        seen[graph.key(edge)] = seen.get(graph.key(edge), set()) | (nonzero or {}).get(edge, set())
     if len(_records) >= MOST_REMEMBERED:
         _records.clear()
-    _records[key] = record = _Record(hooks, found is not None, seen)
-    return _answer(graph, tags, record)
+    _records[key] = record = _Record(hooks, nonzero is not None, seen)
+    return _pending(graph, tags, record)
 
 
-def _answer(graph: Graph, tags: Mapping[Edge, Regular], record: _Record) -> set[Edge] | None:
+def _pending(graph: Graph, tags: Mapping[Edge, Regular], record: _Record) -> set[Edge] | None:
     if not record.holds:
         return None
     if not record.pending:
         return set()
-    return {edge for edge in tags if _place(graph, edge) in record.pending}
+    return {edge for edge in tags if graph.key(edge) in record.pending}
 
 
 def _key(graph: Graph, tags: Mapping[Edge, Regular]) -> int:
-    index = graph.index
-    return hash((graph.fingerprint, tuple([(index[edge.node], edge.slot) for edge in tags])))
-
-
-def _place(graph: Graph, edge: Edge) -> EdgeKey:
-    return graph.index[edge.node], edge.slot
+    return hash((graph.structure_hash, tuple(map(graph.key, tags))))
 
 
 def _compare(graph: Graph, tags: Mapping[Edge, Regular]) -> dict[Edge, set[int]] | None:
     """Up to ENOUGH samples with a non-zero, finite block at each edge; None if a block belongs to another sample."""
     plain = _block_sums(graph, tags, torch.ones_like(graph.losses))
-    shown = {edge: sums.isfinite() & (sums > _rounding(edge)[1]) for edge, sums in plain.items()}
+    nonzero = {edge: sums.isfinite() & (sums > _rounding(edge)[1]) for edge, sums in plain.items()}
     for powers in _distinct_powers(graph):
         coded = _block_sums(graph, tags, powers.to(graph.losses.dtype))
         for edge, sums in plain.items():
-            found = coded.get(edge, torch.zeros_like(sums))
-            finite = sums.isfinite() & found.isfinite()
+            scaled = coded.get(edge, torch.zeros_like(sums))
+            finite = sums.isfinite() & scaled.isfinite()
             rtol, atol = _rounding(edge)
-            if not torch.isclose(found, sums * powers, rtol, atol)[finite].all():
+            if not torch.isclose(scaled, sums * powers, rtol, atol)[finite].all():
                 return None
-            shown[edge] &= finite
-    return {edge: set(samples.nonzero().flatten()[:ENOUGH].tolist()) for edge, samples in shown.items()}
+            nonzero[edge] &= finite
+    return {edge: set(samples.nonzero().flatten()[:ENOUGH].tolist()) for edge, samples in nonzero.items()}
 
 
 def _rounding(edge: Edge) -> tuple[float, float]:
@@ -121,12 +113,12 @@ def _block_sums(graph: Graph, tags: Mapping[Edge, Regular], weights: Tensor) -> 
     """Sum of absolute values over the block of each sample, (b,) in float64, for each edge that gets a gradient."""
     sums: dict[Edge, Tensor] = {}
 
-    def arrived(node: Node, gradients: dict[int, Tensor]) -> None:
+    def arrived(stop: int, gradients: dict[int, Tensor]) -> None:
         for slot, gradient in gradients.items():
-            edge = Edge(node, slot)
+            edge = graph.edge((stop, slot))
             if edge in tags:
                 blocks = gradient.detach().abs().reshape(-1, graph.samples, tags[edge].inner)
                 sums[edge] = blocks.sum((0, 2), dtype=torch.float64)
 
-    backward_past(graph, dict.fromkeys(edge.node for edge in tags), arrived, weights)
+    backward_past(graph, stops_at(graph, [edge.node for edge in tags]), arrived, weights)
     return sums

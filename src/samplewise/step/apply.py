@@ -46,6 +46,7 @@ class UpdateApplier:
         self.counters = counters
         self._buffers = buffers
         self._on_sum = config.transforms.on_sum
+        self._checks = config.checks_finite
         self._last_flag: SkipFlag | None = None
         self._may_flag = config.on_nonfinite == "raise" and not precision.scales
 
@@ -71,6 +72,7 @@ class UpdateApplier:
             "gradients": window.seconds - window.forward_seconds,
             "optimizer": perf_counter() - started,
         }
+        window.begun = False
         return update
 
     def _change_parameters(self, window: Window) -> Outcome:
@@ -80,7 +82,7 @@ class UpdateApplier:
             return self._skip(window.failure, rates)
         self.divide(window)
         flags = self.flags and window.totals is None
-        norms = self._norms(window.unchecked) if self.config.checks_finite else None
+        norms = self._norms(window.unchecked) if self._checks else None
         if norms is not None and not flags:
             problem = self._problem(norms, window.unchecked)
             if problem is not None:
@@ -100,7 +102,8 @@ class UpdateApplier:
                 self.scheduler.step()
         finally:
             self.ranks.strategy.gather_parameters()  # a collective: other ranks call it even if the optimizer failed
-        self.precision.record_success()
+        if self.precision.scales:
+            self.precision.record_success()
         return Outcome(False, rates, norms.norm if norms is not None else self._late_norm(), flag)
 
     def _skip(self, problem: Exception, rates: list[Any]) -> Outcome:

@@ -22,6 +22,7 @@ from samplewise.core.snapshot import modes, snapshot
 from samplewise.engine.graph import Graph
 from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import LossesError, SamplesInteractError
+from samplewise.step.amp import AUTOCAST_DTYPES
 from samplewise.step.checks import check_untracked, warn
 from samplewise.step.forward import LossEvaluator
 
@@ -33,33 +34,31 @@ class Audit:
     `own_gradients`: transforms use per-sample gradients, so that interacting samples are an error.
     """
 
-    def __init__(self, evaluation: LossEvaluator, every: int | bool | None, own_gradients: bool):
-        if not (every is None or every is False or (type(every) is int and every > 0)):
-            raise ValueError(f"audit must be a positive number of updates, None or False; found {every!r}.")
-        self.evaluation = evaluation
+    def __init__(self, evaluator: LossEvaluator, every: int | bool | None, own_gradients: bool):
+        self.evaluator = evaluator
         self.every = every
         self.own_gradients = own_gradients
-        self._excused = False  # whether the warning about a failed audit was given
+        self._warned = False  # whether the warning about a failed audit was given
 
     def due(self, update: int) -> bool:
         """True if the update with this index is audited."""
         return type(self.every) is int and update % self.every == 0
 
-    def look(self, piece: Any, first: bool, update: int) -> None:
+    def run(self, microbatch: Any, first: bool, update: int) -> None:
         """Audit the first microbatch of a window, if due. Called for every window."""
         if first and self.every is not False:
-            total = length(piece)
-            few = cut(piece, 0, FEW) if total is not None and total > FEW else piece
-            self._settle(self._compare(few, piece, first, update), few)
+            total = length(microbatch)
+            few = cut(microbatch, 0, FEW) if total is not None and total > FEW else microbatch
+            self._report(self._compare(few, microbatch, first, update), few)
         elif self.due(update):
-            self._settle(self._compare(piece, piece, first, update), piece)
+            self._report(self._compare(microbatch, microbatch, first, update), microbatch)
 
-    def _settle(self, difference: str | None, piece: Any) -> None:
+    def _report(self, difference: str | None, microbatch: Any) -> None:
         if difference is None:
             return
-        culprit = self._broadcast(piece)
-        if culprit is not None:
-            raise LossesError(f"{difference}. {culprit}")
+        cause = self._broadcast(microbatch)
+        if cause is not None:
+            raise LossesError(f"{difference}. {cause}")
         if self.own_gradients or self.every:
             raise SamplesInteractError(
                 f"samples must not depend on each other if per-sample gradients are used; found that {difference}. "
@@ -70,39 +69,39 @@ class Audit:
             "and microbatches; if this is not intended, look for batch statistics."
         )
 
-    def _compare(self, few: Any, piece: Any, first: bool, update: int) -> str | None:
+    def _compare(self, few: Any, microbatch: Any, first: bool, update: int) -> str | None:
         """Description of the difference between a sample computed alone and in the batch; None if there is none. `few`:
-        the samples of `piece` that are used.
+        the samples of `microbatch` that are used.
         """
         reached: set[int] = set()
         difference = problem = None
 
         def examine() -> str | None:
-            with undisturbed(self.evaluation.modules):
-                losses, _ = self.evaluation.losses(few)
+            with eval_mode(self.evaluator.modules):
+                losses, _ = self.evaluator.losses(few)
                 reached.update(_leaves(losses) if first else ())
-                return self._alone(few, losses, update)
+                return self._compare_alone(few, losses, update)
 
         try:
             difference = examine()
         except Exception as error:
-            self._raise_unless_caused_here(error, piece, examine)
+            self._raise_unless_caused_here(error, microbatch, examine)
             problem = str(error).partition("\n")[0]
-        check_untracked(self.evaluation.trained.untracked_parameters(), reached)
-        if problem is not None and self.every and not self._excused:
-            self._excused = True
+        check_untracked(self.evaluator.trained.untracked_parameters(), reached)
+        if problem is not None and self.every and not self._warned:
+            self._warned = True
             warn(f"the audit could not compute a sample alone in eval mode: {problem}")
         return difference
 
-    def _raise_unless_caused_here(self, error: Exception, piece: Any, examine: Callable[[], object]) -> None:
+    def _raise_unless_caused_here(self, error: Exception, microbatch: Any, examine: Callable[[], object]) -> None:
         """Return if the comparison itself causes the error, through eval mode or through a batch of one sample: it then
         occurs every time, and training may succeed. Raise it if training fails too, or if it does not occur again.
         """
         if is_out_of_memory(error):  # training may use smaller microbatches, or raises the same error
             return
-        restore = snapshot(*self.evaluation.modules)
+        restore = snapshot(*self.evaluator.modules)
         try:
-            self.evaluation.losses(piece)  # in training mode, with the whole microbatch
+            self.evaluator.losses(microbatch)  # in training mode, with the whole microbatch
         except Exception as of_training:
             if is_out_of_memory(of_training):
                 return
@@ -115,31 +114,31 @@ class Audit:
             return
         raise error
 
-    def _alone(self, piece: Any, losses: Tensor, update: int) -> str | None:
-        again = self.evaluation.losses(piece)[0].detach()
-        total = length(piece)
+    def _compare_alone(self, microbatch: Any, losses: Tensor, update: int) -> str | None:
+        again = self.evaluator.losses(microbatch)[0].detach()
+        total = length(microbatch)
         if total is None or total < 2 or len(losses) != total or not torch.equal(losses, again):
             return None  # cannot be cut, has several samples per row, or is random even in eval mode
-        place = int(torch.randint(total, (), generator=torch.Generator().manual_seed(update)))
-        alone, _ = self.evaluation.losses(cut(piece, place, place + 1))
-        return self._difference(piece, losses, alone, place)
+        row = int(torch.randint(total, (), generator=torch.Generator().manual_seed(update)))
+        alone, _ = self.evaluator.losses(cut(microbatch, row, row + 1))
+        return self._difference(microbatch, losses, alone, row)
 
-    def _difference(self, piece: Any, losses: Tensor, alone: Tensor, place: int) -> str | None:
-        name = f"sample {place} of {len(losses)}"
+    def _difference(self, microbatch: Any, losses: Tensor, alone: Tensor, row: int) -> str | None:
+        name = f"sample {row} of {len(losses)}"
         tolerance = self._tolerance(losses)
         if len(alone) != 1:
             return f"{name} has {len(alone)} losses instead of 1 when it is computed alone"
-        here = losses[place].detach()
+        here = losses[row].detach()
         there = alone[0].detach()
         if not (here - there).abs() <= tolerance * (losses.detach().abs().max() + 1):
             return f"{name} has loss {here.item():.6g} in the batch and {there.item():.6g} alone"
-        wanted = self.evaluation.trained.wanted()
-        scale = self.evaluation.precision.scale
+        wanted = self.evaluator.trained.wanted()
+        scale = self.evaluator.precision.scale
         if self.own_gradients:
-            row_of_each = self.evaluation.gradients(losses, piece)[place : place + 1]
-            among = {parameter: row / scale for parameter, row in row_of_each.items()}
+            rows = self.evaluator.gradients(losses, microbatch)[row : row + 1]
+            among = {name: gradient / scale for name, gradient in rows.items()}
         else:
-            among = jacobian_rows(losses[place : place + 1], wanted)
+            among = jacobian_rows(losses[row : row + 1], wanted)
         off, size = _distance(among, jacobian_rows(alone, wanted))
         if not isfinite(off):
             return None  # an overflow, which the finite check of the update handles
@@ -149,16 +148,17 @@ class Audit:
 
     def _tolerance(self, losses: Tensor) -> float:
         """Relative tolerance: three times the square root of the machine epsilon, about half of the digits."""
-        cast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.evaluation.precision.name or "")
+        precision = self.evaluator.precision.name
+        cast = None if precision is None else AUTOCAST_DTYPES[precision]
         return 3 * torch.finfo(cast or losses.dtype).eps ** 0.5
 
-    def _broadcast(self, piece: Any) -> str | None:
+    def _broadcast(self, microbatch: Any) -> str | None:
         """Description of an operation that combines shapes (B, 1) and (B,), as of prediction and target; None if there
         is none.
         """
-        total = length(piece)
-        with undisturbed(self.evaluation.modules), Broadcasts(total or 0) as seen:
-            self.evaluation.losses(piece)
+        total = length(microbatch)
+        with eval_mode(self.evaluator.modules), Broadcasts(total or 0) as seen:
+            self.evaluator.losses(microbatch)
         if seen.found is None:
             return None
         return (
@@ -183,7 +183,7 @@ class Broadcasts(TorchFunctionMode):
 
 
 @contextmanager
-def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
+def eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context manager: eval mode inside; restores modes, buffers and random state on exit."""
     restore = snapshot(*modules)
     restore_modes = modes(*modules)

@@ -21,7 +21,7 @@ class Updates(Protocol):
         """
 
     def apply(self, window: Any) -> Update:
-        """Make the update of a window, and begin the next window."""
+        """Make the update of a window."""
 
     @property
     def status(self) -> str:
@@ -43,15 +43,11 @@ class EagerUpdates:
     def __init__(self, builder: WindowBuilder, applier: UpdateApplier, status: str):
         self.builder = builder
         self.applier = applier
+        self.apply = applier.apply
         self.status = status
 
     def fill(self, cursor: BatchCursor, blocks: bool) -> Iterator[Window]:
         return self.builder.fill(cursor)
-
-    def apply(self, window: Window) -> Update:
-        update = self.applier.apply(window)
-        self.builder.window = Window()
-        return update
 
     def slow_compile_notice(self, notify: Callable[[str], None]) -> AbstractContextManager[None]:
         return nullcontext()

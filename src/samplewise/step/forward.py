@@ -16,7 +16,7 @@ from samplewise.core.batches import cut, length
 from samplewise.core.losses import LossFn, columns_of, per_sample
 from samplewise.core.memory import bounded
 from samplewise.core.snapshot import snapshot
-from samplewise.engine.arguments import check_attached
+from samplewise.engine.checks import check_attached
 from samplewise.engine.gradients import Gradients, gradients_of
 from samplewise.engine.independence import REMEDY
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
@@ -59,11 +59,17 @@ class LossEvaluator:
                 nullcontext() if self.budget is None else bounded(self.budget, *self.modules),
             ):
                 result = self.loss_fn(self.model, microbatch)
-        losses, counts = per_sample(result)
+        counts = None
+        self.columns = None
+        if isinstance(result, Tensor):
+            losses = result
+        else:
+            losses, counts = per_sample(result)
         check_attached(losses)
-        self.columns = columns_of(result, losses)
-        if self.columns is not None and get_proxy_mode() is not None:
-            raise LossesError("a loss function that returns columns in addition to losses cannot be compiled")
+        if losses is not result:
+            self.columns = columns_of(result, losses)
+            if self.columns is not None and get_proxy_mode() is not None:
+                raise LossesError("a loss function that returns columns in addition to losses cannot be compiled")
         self.seconds += perf_counter() - started
         return losses, counts
 
@@ -73,13 +79,13 @@ class LossEvaluator:
         """
         scaled = losses * self.precision.scale if self.precision.scales else losses
         g = self._gradients_of(scaled)
-        if self._coincidences and g.wiring in self._coincidences:
+        if self._coincidences and g.structure_hash in self._coincidences:
             return self._gradients_of(scaled, interacting="allow")
         try:
             return _prepared(g)
         except (SamplesInteractError, SamplesMayInteractWarning) as doubt:
             if self._is_coincidence(microbatch):
-                self._coincidences.add(g.wiring)
+                self._coincidences.add(g.structure_hash)
                 return self._gradients_of(scaled, interacting="allow")
             if isinstance(doubt, SamplesMayInteractWarning):
                 return self._gradients_of(scaled)

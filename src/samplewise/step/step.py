@@ -48,28 +48,35 @@ class Step:
     (x, y), loss_fn may be a criterion such as nn.CrossEntropyLoss(). The optimizer may be a function
     (params, gradients) -> None, such as sw.sgd(0.1).
 
-    Three sizes are independent of each other: the loader's batch; `samples` per update (None: one update per batch);
-    `microbatch`, the number of samples per forward and backward pass (None: as they arrive; "auto" or sw.auto(memory):
-    as many as fit into memory). The gradient of an update is Σ c·g / Σ counts over its samples, for any batch and
-    microbatch size.
-
-    transforms: coefficients for each sample's gradient before the sum, and noise on the sum: see `chain`.
+    What an update is. Its gradient is Σ c·g / Σ counts over its samples, for any batch and microbatch size.
+    samples: number of samples per update; None (default): one update per batch.
     tail: handling of samples at the end of a loader that are too few for an update: "update" with the samples
     available (default), "drop" them, or "carry" them into the next pass.
-    precision: None (no autocast by the step), "32", "bf16-mixed", or "16-mixed" with a loss scale.
-    max_grad_norm: upper bound on the norm of the update's gradient.
+    transforms: coefficients for each sample's gradient before the sum, and noise on the sum: see `chain`.
+
+    Optimizer.
     scheduler: learning rate scheduler, stepped once per update.
+    max_grad_norm: upper bound on the norm of the update's gradient.
+
+    Safety.
     on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore".
     audit: number of updates between two audits, in which one sample is computed alone and compared with its result in
     the batch. None: only at the first update. False: never.
+
+    Execution.
+    microbatch: number of samples per forward and backward pass. None (default): as they arrive; "auto" or
+    sw.auto(memory): as many as fit into memory.
+    precision: None (no autocast by the step), "32", "bf16-mixed", or "16-mixed" with a loss scale.
     compile: False (default); True compiles forward pass, backward pass, transforms and the optimizer's update into one
     graph, from the second update on; "auto" does so only if updates have one sample, after 1,000 updates. If
     compilation is not possible, the step continues uncompiled, and `step.compiled` gives the reason.
-    record: {"norms"} records `update.norms` if no transform needs them; see also `require`.
     strategy: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
     a DistributedDataParallel is recognised without `strategy`. "fsdp": each rank keeps a shard of every parameter, see
     sw.fsdp; leave `strategy` out for a model that is already sharded. `samples` counts the samples of all ranks, and
     gradients are reduced once per update.
+
+    Observation.
+    record: {"norms"} records `update.norms` if no transform needs them; see also `require`.
 
     If an exception is raised, the open window is discarded, and parameters, optimizer and buffers are as before it.
     """

@@ -108,7 +108,7 @@ class Window:
     sized: bool = True  # whether the number of samples in `deferred` is known
     samples: int = 0
     share: float | None = None  # number of samples that this rank must add; None: not determined yet
-    begun: bool = False  # whether gradients or buffers may have changed since the last update
+    begun: bool = False  # gradients, buffers or counters have changed for this window, and it is not applied yet
     divided: bool = False  # whether `.grad` already holds the mean instead of the sum
     failure: Exception | None = None  # why the update will be skipped
     columns: list[BatchColumns] = field(default_factory=list)  # batch columns, if any are recorded

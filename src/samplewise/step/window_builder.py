@@ -33,7 +33,7 @@ from samplewise.transforms.stats import SampleStats
 class WindowBuilder:
     """Fills windows with microbatches. `window` is the open window, `cursor` the batch that is not used up yet.
 
-    `fill`, `end` and `close` return complete windows. The caller applies each one and sets `window` to a new one.
+    `fill`, `end` and `close` return complete windows, which the caller applies one by one.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class WindowBuilder:
         self.ranks = ranks
         self.counters = counters
         self.window = Window()
+        self._complete = Window()  # the last complete window; `begun` until it is applied
         self.cursor: BatchCursor | None = None
         self.columns: dict[str, Hashable] = {}  # column name -> key of the batch
         self.record_norms = "norms" in config.record
@@ -88,17 +89,17 @@ class WindowBuilder:
         """
         config = self.config
         while True:
-            complete = self.ranks.complete(self.window, config.samples, config.tail, ended=True)
+            complete = None
+            if self.ranks.complete(self.window, config.samples, config.tail, ended=True):
+                complete = self._finish()
             all_ended = self.ranks.all_ended
-            if complete:
-                self._finish(self.window)
             if all_ended:  # before the last update, so that a `break` there still ends the epoch
                 self.counters.epochs += 1
-                if config.tail == "drop" and not complete:
+                if config.tail == "drop" and complete is None:
                     self.drop()
-                self.ranks.next_pass(Window() if complete else self.window, config.samples)
-            if complete:
-                yield self.window
+                self.ranks.next_pass(self.window, config.samples)
+            if complete is not None:
+                yield complete
             if all_ended:
                 return
 
@@ -111,10 +112,8 @@ class WindowBuilder:
 
     def close(self) -> Window | None:
         """Complete the window with the samples it has, on all ranks; None if there are none."""
-        if not self.ranks.complete(self.window, None, "update", ended=True):
-            return None
-        self._finish(self.window)
-        return self.window
+        complete = self.ranks.complete(self.window, None, "update", ended=True)
+        return self._finish() if complete else None
 
     # --- filling a window ------------------------------------------------------------------------------------------
 
@@ -130,8 +129,7 @@ class WindowBuilder:
                 self._add_next(cursor, window.share - window.samples)
             full = window.samples >= window.share or (samples is None and cursor.empty)
             if full and self.ranks.complete(window, samples, self.config.tail):
-                self._finish(window)
-                return window
+                return self._finish()
         return None
 
     def _add_next(self, cursor: BatchCursor, room: float) -> None:
@@ -147,7 +145,7 @@ class WindowBuilder:
         if samples is not None and size is None and self._accumulator.needs_window:
             raise BatchError(_UNCUT.format(samples=samples, found="batches that cannot be cut"))
         whole = cursor.empty if samples is None else size == samples
-        self._add(cursor, microbatch, size, whole and not (window.open or self.ranks.distributed))
+        self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.distributed))
         if samples is not None and window.samples > (window.share or 0):
             found = f"{window.samples} samples after a batch that cannot be cut"
             raise BatchError(_UNCUT.format(samples=samples, found=found))
@@ -157,9 +155,10 @@ class WindowBuilder:
         started = perf_counter()
         window = self.window
         try:
-            if not window.open:
+            first = not window.begun
+            if first:
                 self._begin(microbatch)
-            if self.columns and (window.columns or not window.open):  # columns of all samples of a window, or of none
+            if self.columns and (window.columns or first):  # columns of all samples of a window, or of none
                 window.columns.append(record_columns(microbatch, self.columns, self.counters.epochs))
             if self._accumulator.needs_window:
                 window.deferred.append(microbatch)
@@ -182,14 +181,15 @@ class WindowBuilder:
         self.ranks.strategy.unshard()
         self._trained.refresh()
         self._trained.clear()
-        self._buffers.remember()
+        if self._buffers:
+            self._buffers.remember()
         if self.record_norms and not self._accumulator.knows_norms:
             self._accumulator = self.make_accumulator()
         self._accumulator.begin()
         if self._first:
             check_modes(self.evaluator.modules)
         if microbatch is not None and (self._first or self.config.audit):
-            self.audit.look(microbatch, self._first, self.counters.updates)
+            self.audit.run(microbatch, self._first, self.counters.updates)
             self._first = False  # not reached if the audit raises, so that the next attempt raises again
 
     def _accumulate(self, microbatches: Sequence[Any], whole: bool = False) -> list[SampleStats]:
@@ -232,9 +232,12 @@ class WindowBuilder:
         self.counters.microbatches += len(parts)
         return samples
 
-    def _finish(self, window: Window) -> None:
-        """Compute deferred microbatches, sum the gradients over ranks, and check the first window for mistakes."""
+    def _finish(self) -> Window:
+        """Compute deferred microbatches, sum the gradients over ranks, and check the first window for mistakes. Returns
+        the complete window and opens a new one.
+        """
         started = perf_counter()
+        window = self.window
         if not window.begun:
             self._begin(None)  # a rank without samples in this window
         if self._accumulator.needs_window:
@@ -247,8 +250,11 @@ class WindowBuilder:
         if self._unchecked and window.failure is None:
             self._check_first(window)
             self._unchecked = False
+        self.window = Window()
+        self._complete = window
         window.forward_seconds = self.evaluator.seconds
         window.seconds += perf_counter() - started
+        return window
 
     def _check_first(self, window: Window) -> None:
         """Check the first window for common mistakes; warn or raise."""
@@ -285,12 +291,14 @@ class WindowBuilder:
 
     def discard(self) -> None:
         """Discard the open window and the rest of the batch; restore gradients, buffers and counters."""
-        if self.window.begun:
-            self._trained.clear()
-            self._buffers.restore()
-            self.counters.samples -= sum(len(part) for part in self.window.parts)
-            self.counters.microbatches -= len(self.window.parts)
+        for window in (self.window, self._complete):
+            if window.begun:
+                self._trained.clear()
+                self._buffers.restore()
+                self.counters.samples -= sum(len(part) for part in window.parts)
+                self.counters.microbatches -= len(window.parts)
         self.window = Window()
+        self._complete = Window()
         self.cursor = None
 
     def drop(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.engine.finite import all_finite
+from samplewise.engine.checks import all_finite
 from samplewise.errors import TransformError
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats

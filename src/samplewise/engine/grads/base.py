@@ -1,8 +1,11 @@
-"""Representations of the per-sample gradients of one parameter, with the quantities computed from them.
+"""Interface of the representations of one parameter's per-sample gradients.
 
-    DenseGrad      rows (b, *shape): for small parameters, or if rows are smaller than their factors
+    DenseGrad      rows (b, *shape): for small parameters, or if rows are smaller than their factors (`dense`)
+    FactoredGrad   factors of outer products (`factored`)
+    IndexedGrad    rows of an operand that was viewed before use (`indexed`)
     SummedGrad     sum of several representations, for a parameter with several uses
-    FactoredGrad   factors (see `factored`); other modules add representations that compute rows on demand
+
+Rules and `generic` add representations that compute rows on demand.
 
 Legend: b sample, k projected dimension.
 """
@@ -12,27 +15,34 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 
-import torch
 from torch import Tensor
 
 from samplewise.engine.grads import by_rows
 
 
 class PerSampleGrad(ABC):
-    """Per-sample gradients of one parameter: `samples` rows of shape `shape`.
+    """Per-sample gradients of one parameter: `samples` rows of shape `shape`."""
 
-    `row_size` is the number of elements held in memory to compute one row, at least the size of the row. `step` is the
-    preferred number of rows per call of `rows`; by default as many as fit rowwise.CHUNK elements.
-    """
+    samples: int
+    shape: tuple[int, ...]
 
-    def __init__(self, samples: int, shape: tuple[int, ...], row_size: int = 0, step: int = 0):
-        self.samples = samples
-        self.shape = shape
-        self.row_size = max(row_size, self.width)
-        self.step = step or max(1, by_rows.CHUNK // max(self.row_size, 1))
+    @cached_property
+    def width(self) -> int:
+        """Number of elements of the parameter."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def row_size(self) -> int:
+        """Number of elements held in memory to compute one row, at least the size of the row."""
+        return self.width
+
+    @cached_property
+    def step(self) -> int:
+        """Preferred number of rows per call of `rows`: as many as fit by_rows.CHUNK elements."""
+        return max(1, by_rows.CHUNK // max(self.row_size, 1))
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
@@ -66,11 +76,6 @@ class PerSampleGrad(ABC):
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """left[:, k] . row b . right[:, k] for each k, (b, k). Row b is viewed as a matrix (first dim, rest)."""
 
-    @property
-    def width(self) -> int:
-        """Number of elements of the parameter."""
-        return math.prod(self.shape)
-
     def describe(self) -> str:
         """Short name for the table of `Gradients.explain`."""
         return type(self).__name__.lower()
@@ -91,28 +96,13 @@ def total(tensors: Iterable[Tensor]) -> Tensor:
     return reduce(add, tensors)
 
 
-class DenseGrad(RowwiseGrad):
-    """Rows kept in memory, in one or several tensors of the same number of samples; the last may have fewer."""
-
-    sum = by_rows.sum
-
-    def __init__(self, *parts: Tensor):
-        super().__init__(sum(len(part) for part in parts), tuple(parts[0].shape[1:]), step=len(parts[0]))
-        self.parts = parts
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        first = start // self.step
-        last = max(start, stop - 1) // self.step
-        if first == last:
-            return self.parts[first][start - first * self.step : stop - first * self.step]
-        return torch.cat(self.parts)[start:stop]
-
-
 class SummedGrad(RowwiseGrad):
     """Sum of the representations of several uses of one parameter that cannot be merged into one."""
 
     def __init__(self, forms: Sequence[PerSampleGrad]):
-        super().__init__(forms[0].samples, forms[0].shape, max(form.row_size for form in forms))
+        self.samples = forms[0].samples
+        self.shape = forms[0].shape
+        self.row_size = max(form.row_size for form in forms)
         self.forms = forms
 
     def rows(self, start: int, stop: int) -> Tensor:

@@ -6,6 +6,7 @@ The first argument is the representation (see `base`), so that a class can use t
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -24,8 +25,12 @@ class HasRows(Protocol):
 
     samples: int
     shape: tuple[int, ...]
-    row_size: int
-    step: int
+
+    @property
+    def row_size(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
 
     def rows(self, start: int, stop: int) -> Tensor: ...
 
@@ -50,13 +55,13 @@ def squared_norms(form: HasRows) -> Tensor:
 def faint_norms(form: HasRows, samples: Tensor) -> Tensor:
     """Norms (len(samples),) in float64 of the given samples, whose numbers must ascend."""
     # The chunks are the same for all parameters, because some parameters share cached rows.
-    found = []
+    norms = []
     for start in range(0, form.samples, form.step):
         here = samples[(samples >= start) & (samples < start + form.step)]
         if len(here):
             first, last = int(here[0]), int(here[-1])
-            found.append(scaled_norms(_flat(form.rows(first, last + 1)))[here - first])
-    return torch.cat(found)
+            norms.append(scaled_norms(_flat(form.rows(first, last + 1)))[here - first])
+    return torch.cat(norms)
 
 
 def scaled_norms(flat: Tensor) -> Tensor:
@@ -69,6 +74,8 @@ def scaled_norms(flat: Tensor) -> Tensor:
 
 def root(squared: Tensor) -> Tensor:
     """Square root with gradient zero at zero, where the true gradient is undefined."""
+    if not squared.requires_grad:
+        return squared.sqrt()
     zero = squared == 0
     return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
 
@@ -90,7 +97,7 @@ def _against(rows: Tensor, other: HasRows, step: int) -> Tensor:
 def sum(form: HasRows, weights: Tensor | None) -> Tensor:
     total: Tensor | int = 0
     for part, rows in chunks(form):
-        total = total + _weighted(rows, None if weights is None else weights[part])
+        total = total + weighted_sum(rows, None if weights is None else weights[part])
     assert isinstance(total, Tensor)
     return total
 
@@ -112,6 +119,15 @@ def project(form: HasRows, left: Tensor, right: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def random_signs(name: str, shape: tuple[int, ...], dim: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random signs (o, dim) and (i, dim) to project a parameter viewed as an o x i matrix, from its name and a seed."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    o, i = as_matrix(shape)
+    signs = torch.randint(0, 2, (o + i, dim), generator=generator, dtype=torch.int8) * 2 - 1
+    left, right = signs.to(device).split([o, i])
+    return left, (right if i > 1 else torch.ones_like(right))
+
+
 def _flat(rows: Tensor) -> Tensor:
     return rows.reshape(len(rows), -1)  # flatten(1) fails for the rows of a scalar
 
@@ -131,7 +147,8 @@ def _real_inner(rows: Tensor, other: Tensor) -> Tensor:
     return rows @ other.to(rows.dtype)
 
 
-def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
+def weighted_sum(rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum over b of weights[b] times row b; None means weights of one."""
     if weights is None:
         return rows.sum(0)
     return (_flat(rows).T @ weights.to(rows.dtype)).view(rows.shape[1:])

@@ -8,15 +8,17 @@ Legend: b sample, t and s token, o and i the two dimensions of the parameter, k 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from samplewise.engine.finite import traced
+from samplewise.engine.checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, total
 from samplewise.engine.grads.by_rows import as_matrix, flat_squared_norms, root
+from samplewise.engine.grads.dense import DenseGrad
 
 # A sum below this fraction of the sum of absolute values of its terms has lost too many digits to cancellation.
 CANCELLED = 1e-3
@@ -43,10 +45,6 @@ class Term(NamedTuple):
     @property
     def tokens(self) -> int:
         return _table(self.left).shape[1]
-
-    @property
-    def numbers_per_token(self) -> int:
-        return _stored(self.left) + _stored(self.right)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,8 +133,10 @@ class FactoredGrad(PerSampleGrad):
     """Per-sample gradients as a sum of terms, each a sum over tokens of outer products; rows are computed on demand."""
 
     def __init__(self, terms: Sequence[Term], shape: tuple[int, ...]):
-        super().__init__(_table(terms[0].left).shape[0], shape)
-        self.terms = _joined(terms)
+        left = terms[0].left
+        self.samples = len(left.positions if isinstance(left, OneHot) else left)
+        self.shape = shape
+        self.terms = list(terms) if len(terms) == 1 else _joined(terms)
 
     @property
     def tokens(self) -> int:
@@ -153,6 +153,13 @@ class FactoredGrad(PerSampleGrad):
     def some(self, samples: slice | Tensor) -> FactoredGrad:
         return FactoredGrad([Term(_some(t.left, samples), _some(t.right, samples)) for t in self.terms], self.shape)
 
+    def compact(self) -> PerSampleGrad:
+        """Rows if they need no more memory than the factors; then rows are also faster than pairs of tokens."""
+        stored = 0
+        for left, right in self.terms:
+            stored += _table(left).shape[1] * (_stored(left) + _stored(right))
+        return DenseGrad(self.rows(0, self.samples)) if prod(self.shape) <= stored else self
+
     def rows(self, start: int, stop: int) -> Tensor:
         first, *others = sorted(self.some(slice(start, stop)).terms, key=lambda t: isinstance(t.left, OneHot))
         rows = _term_rows(first)
@@ -164,9 +171,8 @@ class FactoredGrad(PerSampleGrad):
         return rows.reshape(stop - start, *self.shape)
 
     def squared_norms(self) -> Tensor:
-        if len(self.terms) == 1 and _one_token(self.terms[0]):
-            left, right = self.terms[0]
-            assert isinstance(left, Tensor) and isinstance(right, Tensor)
+        left, right = self.terms[0]
+        if len(self.terms) == 1 and isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape[1] == 1:
             return flat_squared_norms(left.flatten(1)) * flat_squared_norms(right.flatten(1))
         return self._squared_norms_by_pairs()
 
@@ -177,10 +183,10 @@ class FactoredGrad(PerSampleGrad):
                 multiple = 1 if p is q else 2
                 pairs.append(multiple * _inner(p.left, q.left, p.dtype) * _inner(p.right, q.right, p.dtype))
         flat = pairs[0] if len(pairs) == 1 else torch.cat([p.flatten(1) for p in pairs], 1)
-        return checked_pairs(flat, lambda lost: by_rows.squared_norms(self.some(lost)))
+        return checked_pairs(flat, lambda samples: by_rows.squared_norms(self.some(samples)))
 
     def faint_norms(self, samples: Tensor) -> Tensor:
-        """As `Form.faint_norms`. Factors are scaled to magnitude 1 in float64 before they are multiplied."""
+        """As `PerSampleGrad.faint_norms`. Factors are scaled to magnitude 1 in float64 before they are multiplied."""
         terms = self.some(samples).terms
         scale = torch.stack([_largest(term.left) * _largest(term.right) for term in terms]).amax(0)
         scale = torch.where(scale > 0, scale, 1)
@@ -207,9 +213,9 @@ class FactoredGrad(PerSampleGrad):
         return by_rows.gram(self, other)
 
     def sum(self, weights: Tensor | None) -> Tensor:
-        kept = _worth_summing(weights)
-        if kept is not None and weights is not None:
-            return self.some(kept)._sum(weights[kept])
+        weighted = _samples_to_sum(weights)
+        if weighted is not None and weights is not None:
+            return self.some(weighted)._sum(weights[weighted])
         return self._sum(weights)
 
     def _sum(self, weights: Tensor | None) -> Tensor:
@@ -253,12 +259,12 @@ def _divided(term: Term, scale: Tensor) -> Term:
     return Term(left.double() / share, right.double() * (share / scale[:, None, None]))
 
 
-def _worth_summing(weights: Tensor | None) -> Tensor | None:
+def _samples_to_sum(weights: Tensor | None) -> Tensor | None:
     """Samples with non-zero weight, if leaving out the others saves more than selecting them costs; else None."""
-    if weights is None or weights.requires_grad or weights.device.type != "cpu" or traced(weights):
+    if weights is None or weights.requires_grad or weights.device.type != "cpu" or is_traced(weights):
         return None  # on other devices, nonzero would be a host sync
-    kept = weights.nonzero().flatten()
-    return kept if len(kept) <= ENOUGH_LEFT * len(weights) else None
+    nonzero = weights.nonzero().flatten()
+    return nonzero if len(nonzero) <= ENOUGH_LEFT * len(weights) else None
 
 
 def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor]) -> Tensor:
@@ -268,12 +274,12 @@ def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor]) -> Tensor:
     are NaN, so that the compiled update falls back to another computation.
     """
     dims = tuple(range(1, pairs.dim()))
-    found, size = pairs.sum(dims), pairs.detach().abs().sum(dims)
-    cancelled = found.detach() < CANCELLED * size
-    if traced(found):
-        return torch.where(cancelled, torch.nan, found)
-    lost = cancelled.nonzero().flatten()
-    return found.index_copy(0, lost, exactly(lost)) if len(lost) else found
+    sums = pairs.sum(dims)
+    cancelled = sums.detach() < CANCELLED * pairs.detach().abs().sum(dims)
+    if is_traced(sums):
+        return torch.where(cancelled, torch.nan, sums)
+    samples = cancelled.nonzero().flatten()
+    return sums.index_copy(0, samples, exactly(samples)) if len(samples) else sums
 
 
 def _dot_term(term: Term, matrix: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from samplewise.engine.backward import pull_back
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, total
 from samplewise.engine.grads.factored import FactoredGrad
-from samplewise.engine.grads.generic import push
 from samplewise.engine.graph import Edge
 
 VIEWS = {
@@ -24,35 +24,37 @@ VIEWS = {
 }
 
 
-def relabelled(form: PerSampleGrad, entry: Edge, leaf: Edge) -> PerSampleGrad | None:
+def re_indexed(form: PerSampleGrad, entry: Edge, leaf: Edge) -> PerSampleGrad | None:
     """Gradients of the parameter from those of the operand; None if the operand's dtype cannot hold the indices."""
     if entry.dtype.is_complex or form.width >= 1 / torch.finfo(entry.dtype).eps:
         return None
     count = torch.arange(1, form.width + 1, device=entry.device)
-    (pushed,) = push(count.view(form.shape).to(entry.dtype), entry, [leaf], differentiable=False)
-    places = pushed.long() - 1
+    (indices,) = pull_back(count.view(form.shape).to(entry.dtype), entry, [leaf], differentiable=False)
+    positions = indices.long() - 1
     if isinstance(form, FactoredGrad):
         straight = count.view(form.matrix) - 1
-        if places.numel() == form.width and torch.equal(places.flatten(), straight.flatten()):
+        if positions.numel() == form.width and torch.equal(positions.flatten(), straight.flatten()):
             return FactoredGrad(form.terms, leaf.shape)
-        if places.numel() == form.width and torch.equal(places.flatten(), straight.T.flatten()):
+        if positions.numel() == form.width and torch.equal(positions.flatten(), straight.T.flatten()):
             return FactoredGrad(form.transposed().terms, leaf.shape)
-    return IndexedGrad(form, places)
+    return IndexedGrad(form, positions)
 
 
 class IndexedGrad(PerSampleGrad):
-    """Re-indexed: element e of the parameter is element places[e] of the source, 0 if places[e] is -1."""
+    """Re-indexed: element e of the parameter is element positions[e] of the source, 0 if positions[e] is -1."""
 
-    def __init__(self, source: PerSampleGrad, places: Tensor):
-        super().__init__(source.samples, tuple(places.shape), source.row_size)
+    def __init__(self, source: PerSampleGrad, positions: Tensor):
+        self.samples = source.samples
+        self.shape = tuple(positions.shape)
+        self.row_size = max(source.row_size, self.width)
         self.source = source
-        self.places = places
+        self.positions = positions
 
     project = by_rows.project
     gram = by_rows.gram
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return self._seen(self.source.rows(start, stop))
+        return self._gathered(self.source.rows(start, stop))
 
     def squared_norms(self) -> Tensor:
         return self.source.squared_norms()
@@ -61,24 +63,26 @@ class IndexedGrad(PerSampleGrad):
         return self.source.faint_norms(samples)
 
     def dot(self, direction: Tensor) -> Tensor:
-        return self.source.dot(self._back(direction))
+        return self.source.dot(self._scattered(direction))
 
     def sum(self, weights: Tensor | None) -> Tensor:
-        return self._seen(self.source.sum(weights)[None])[0]
+        return self._gathered(self.source.sum(weights)[None])[0]
 
     def sum_of_squares(self, centre: Tensor | None) -> Tensor:
-        squares = self.source.sum_of_squares(None if centre is None else self._back(centre))
-        return self._seen(squares[None])[0]
+        squares = self.source.sum_of_squares(None if centre is None else self._scattered(centre))
+        return self._gathered(squares[None])[0]
 
-    def _seen(self, rows: Tensor) -> Tensor:
+    def _gathered(self, rows: Tensor) -> Tensor:
         """Rows in the shape of the parameter, from rows in the shape of the source."""
-        flat = rows.reshape(len(rows), -1)[:, self.places.flatten().clamp_min(0)]
-        return torch.where(self.places < 0, 0, flat.view(len(rows), *self.shape))
+        flat = rows.reshape(len(rows), -1)[:, self.positions.flatten().clamp_min(0)]
+        return torch.where(self.positions < 0, 0, flat.view(len(rows), *self.shape))
 
-    def _back(self, tensor: Tensor) -> Tensor:
+    def _scattered(self, tensor: Tensor) -> Tensor:
         """Tensor in the shape of the source, from one in the shape of the parameter; unused elements are zero."""
-        used = self.places >= 0
-        return tensor.new_zeros(self.source.width).index_put((self.places[used],), tensor[used]).view(self.source.shape)
+        used = self.positions >= 0
+        return (
+            tensor.new_zeros(self.source.width).index_put((self.positions[used],), tensor[used]).view(self.source.shape)
+        )
 
     def describe(self) -> str:
         return f"{self.source.describe()}, re-indexed"
@@ -88,7 +92,9 @@ class BlockGrad(PerSampleGrad):
     """Sum of uses of disjoint parts of one parameter, such as the q, k and v thirds of a projection."""
 
     def __init__(self, parts: Sequence[IndexedGrad]):
-        super().__init__(parts[0].samples, parts[0].shape, max(part.row_size for part in parts))
+        self.samples = parts[0].samples
+        self.shape = parts[0].shape
+        self.row_size = max(part.row_size for part in parts)
         self.parts = parts
 
     project = by_rows.project
@@ -119,5 +125,5 @@ def as_blocks(forms: Sequence[PerSampleGrad]) -> BlockGrad | None:
     parts = [form for form in forms if isinstance(form, IndexedGrad)]
     if len(parts) < len(forms):
         return None
-    uses = total((part.places >= 0).int() for part in parts)  # number of parts that use each element
+    uses = total((part.positions >= 0).int() for part in parts)  # number of parts that use each element
     return None if (uses > 1).any() else BlockGrad(parts)

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.engine.grads import by_rows
-from samplewise.engine.grads.base import DenseGrad, PerSampleGrad, total
+from samplewise.engine.grads.base import PerSampleGrad, total
+from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term, checked_pairs
 from samplewise.engine.graph import Node, scalar
 from samplewise.engine.rules.use import Use, summed
@@ -62,12 +63,12 @@ def kernel(use: Use) -> PerSampleGrad | None:
     g = use.gradient
     x = use.tensor("input")
     weight = use.tensor("weight")
-    rows = use.tag.rows(tuple(g.shape), 1)
+    rows = use.rows(1)
     if rows is None or g.is_complex() or g.dim() != weight.dim():
         return None
     form = ConvolutionGrad(rows.gather(x), rows.gather(g), weight.detach(), _settings(use.node))
-    kept = form if form.prefers_factors else DenseGrad(*form.parts(0, form.samples))
-    return ChannelsLastGrad(kept) if form.channels_last else kept
+    stored = form if form.prefers_factors else DenseGrad(*form.parts(0, form.samples))
+    return ChannelsLastGrad(stored) if form.channels_last else stored
 
 
 def bias(use: Use) -> PerSampleGrad | None:
@@ -93,7 +94,8 @@ class ConvolutionGrad(PerSampleGrad):
         self.settings = settings
         self.positions = g.shape[1] * math.prod(g.shape[3:])
         self.patch = math.prod(weight.shape[1:])
-        super().__init__(x.shape[0], tuple((weight.movedim(1, -1) if self.channels_last else weight).shape))
+        self.samples = x.shape[0]
+        self.shape = tuple((weight.movedim(1, -1) if self.channels_last else weight).shape)
 
     @property
     def prefers_factors(self) -> bool:
@@ -191,15 +193,17 @@ class ConvolutionGrad(PerSampleGrad):
         between = torch.bmm(x.flatten(2).transpose(1, 2), x.flatten(2)).view(len(x), *x.shape[2:], *x.shape[2:])
         patches = total(between[(slice(None), *window, *window)] for window in self._windows())
         patches = patches.reshape(len(x), self.positions, self.positions)
-        return checked_pairs(patches * torch.bmm(g.transpose(1, 2), g), lambda lost: self._some_norms(lost + start))
+        return checked_pairs(
+            patches * torch.bmm(g.transpose(1, 2), g), lambda samples: self._some_norms(samples + start)
+        )
 
     def _windows(self) -> Iterator[tuple[slice, ...]]:
         """Yield, for each kernel position, the input positions it is multiplied with."""
         stride = self.settings.stride
         dilation = self.settings.dilation
         out = self.g.shape[3:]
-        for place in product(*(range(size) for size in self.weight.shape[2:])):
-            firsts = [at * d for at, d in zip(place, dilation, strict=True)]
+        for offset in product(*(range(size) for size in self.weight.shape[2:])):
+            firsts = [at * d for at, d in zip(offset, dilation, strict=True)]
             yield tuple(slice(f, f + (n - 1) * s + 1, s) for f, n, s in zip(firsts, out, stride, strict=True))
 
     def _some_norms(self, samples: Tensor) -> Tensor:
@@ -222,7 +226,10 @@ class ChannelsLastGrad(PerSampleGrad):
 
     def __init__(self, source: PerSampleGrad):
         o, *kernel, i = source.shape
-        super().__init__(source.samples, (o, i, *kernel), source.row_size, source.step)
+        self.samples = source.samples
+        self.shape = (o, i, *kernel)
+        self.row_size = source.row_size
+        self.step = source.step
         self.source = source
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -260,10 +267,10 @@ def _patches(x: Tensor, kernel_size: Sequence[int], settings: ConvolutionSetting
         windows = windows.unfold(2 + d, reach, settings.stride[d])[..., :: settings.dilation[d]]
     dims = len(kernel_size)
     positions = range(2, 2 + dims)
-    places = range(2 + dims, 2 + 2 * dims)
+    offsets = range(2 + dims, 2 + 2 * dims)
     if channels_last:
-        return windows.permute(0, *positions, *places, 1).flatten(1 + dims).flatten(1, dims)
-    return windows.permute(0, 1, *places, *positions).flatten(2 + dims).flatten(1, 1 + dims).transpose(1, 2)
+        return windows.permute(0, *positions, *offsets, 1).flatten(1 + dims).flatten(1, dims)
+    return windows.permute(0, 1, *offsets, *positions).flatten(2 + dims).flatten(1, 1 + dims).transpose(1, 2)
 
 
 def _padded(x: Tensor, settings: ConvolutionSettings, channels_last: bool = False) -> Tensor:

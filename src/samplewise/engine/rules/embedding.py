@@ -15,7 +15,7 @@ def table(use: Use) -> PerSampleGrad | None:
     """Rule for the table of an embedding."""
     index = use.saved["indices"]
     g = use.gradient
-    rows = use.tag.rows(tuple(g.shape), index.dim()) if g.dim() > 1 else None
+    rows = use.rows(index.dim()) if g.dim() > 1 else None
     if rows is None:
         return None
     width = g.shape[-1]

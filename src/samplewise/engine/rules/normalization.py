@@ -9,17 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.engine.grads.base import DenseGrad, PerSampleGrad
+from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph import scalar
 from samplewise.engine.rules.use import Use, summed
 
 
 def layer_norm_scale(use: Use) -> PerSampleGrad | None:
-    x, mean, rstd, g = use.tensor("input"), use.tensor("result1"), use.tensor("result2"), use.gradient
+    x = use.tensor("input")
+    mean = use.tensor("result1")
+    rstd = use.tensor("result2")
+    g = use.gradient
     if torch.is_grad_enabled():
         return summed(use, g * _normalised(x, mean, rstd, tuple(range(-len(use.shape), 0))))
     row_dims = g.dim() - len(use.shape)
-    rows = use.tag.rows(tuple(g.shape), row_dims)
+    rows = use.rows(row_dims)
     if rows is None:
         return None
     g, x = (rows.gather(t.reshape(mean.numel(), -1)) for t in (g, x))
@@ -52,7 +56,7 @@ def group_norm_shift(use: Use) -> PerSampleGrad | None:
 
 def _of_images(use: Use, values: Tensor) -> PerSampleGrad | None:
     """Gradients from values (n, c), one row per image, summed over the images of each sample."""
-    rows = use.tag.rows(tuple(use.gradient.shape), 1)
+    rows = use.rows(1)
     return None if rows is None else DenseGrad(rows.gather(values).sum(1))
 
 
@@ -62,7 +66,10 @@ def _each_image(use: Use, operand: int) -> Tensor:
     The kernel sums over images. All channels of all images are therefore passed as one image, so nothing is summed.
     """
     if "each image" not in use.saved:
-        x, g, mean, rstd = use.tensor("input"), use.gradient, use.tensor("result1"), use.tensor("result2")
+        x = use.tensor("input")
+        g = use.gradient
+        mean = use.tensor("result1")
+        rstd = use.tensor("result2")
         images, channels = x.shape[:2]
         as_one = (images * channels, x.numel() // (images * channels), mean.numel())
         scale = x.new_ones(images * channels)

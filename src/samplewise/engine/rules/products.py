@@ -8,27 +8,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samplewise.engine.grads.base import DenseGrad, PerSampleGrad, RowwiseGrad
+from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
+from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.graph import scalar
 from samplewise.engine.rules.use import Use, summed
-from samplewise.engine.tags import Tag, permuted
+from samplewise.engine.tags import RowGather
 
 
 def right_operand(use: Use, left: str, scale: float = 1) -> PerSampleGrad | None:
     """Gradients of W in mm(a, W): outer products of the rows of a with the rows of the output's gradient."""
-    return _outer(use.tag, use.tensor(left), use.gradient, use.shape, scale)
+    return _outer(use.rows(1), use.tensor(left), use.gradient, use.shape, scale)
 
 
 def left_operand(use: Use, right: str, scale: float = 1) -> PerSampleGrad | None:
     """Gradients of W in mm(W, a): outer products of the columns of the output's gradient with the columns of a."""
-    tag = permuted(use.tag, tuple(use.gradient.shape), (1, 0))
-    form = _outer(tag, use.tensor(right).T, use.gradient.T, (use.shape[1], use.shape[0]), scale)
+    columns = use.permuted_rows((1, 0), 1)
+    form = _outer(columns, use.tensor(right).T, use.gradient.T, (use.shape[1], use.shape[0]), scale)
     return form.transposed() if form is not None else None
 
 
-def _outer(tag: Tag | None, a: Tensor, g: Tensor, shape: tuple[int, ...], scale: float) -> FactoredGrad | None:
-    rows = tag.rows(tuple(g.shape), 1) if tag is not None else None
+def _outer(rows: RowGather | None, a: Tensor, g: Tensor, shape: tuple[int, ...], scale: float) -> FactoredGrad | None:
     if rows is None or a.is_complex() or g.is_complex():
         return None
     return FactoredGrad([Term(rows.gather(a), rows.gather(g if scale == 1 else g * scale))], shape)
@@ -57,7 +57,7 @@ def addmm_right(use: Use) -> PerSampleGrad | None:
 
 def mv_vector(use: Use) -> PerSampleGrad | None:
     """Rule for w in mv(a, w): rows of a, weighted by the elements of the output's gradient."""
-    rows = use.tag.rows(tuple(use.gradient.shape), 1)
+    rows = use.rows(1)
     if rows is None or use.gradient.is_complex():
         return None
     return DenseGrad(torch.einsum("bt,bti->bi", rows.gather(use.gradient), rows.gather(use.tensor("self"))))
@@ -67,7 +67,8 @@ class BatchedProductGrad(RowwiseGrad):
     """Gradients of W in bmm(a, W) with samples in the rows, from left (b, t, h, o) and right (b, t, h, i)."""
 
     def __init__(self, left: Tensor, right: Tensor):
-        super().__init__(left.shape[0], (left.shape[2], left.shape[3], right.shape[3]))
+        self.samples = left.shape[0]
+        self.shape = (left.shape[2], left.shape[3], right.shape[3])
         self.left = left
         self.right = right
 
@@ -83,8 +84,7 @@ def bmm_right(use: Use) -> PerSampleGrad | None:
     """Rule for W in bmm(a, W)."""
     a = use.tensor("self")
     g = use.gradient
-    tag = permuted(use.tag, tuple(g.shape), (1, 0, 2))
-    rows = tag.rows((g.shape[1], g.shape[0], g.shape[2]), 1) if tag is not None else None
+    rows = use.permuted_rows((1, 0, 2), 1)
     if rows is None or a.is_complex() or g.is_complex():
         return None
     a = rows.gather(a.transpose(0, 1))

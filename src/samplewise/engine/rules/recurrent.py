@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from samplewise.engine.grads.base import DenseGrad, PerSampleGrad
+from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.graph import scalar
 from samplewise.engine.rules.use import Use
@@ -55,9 +56,9 @@ def _sequences(use: Use) -> RowGather | None:
     plain = scalar(use.node, "mode") == LSTM and not scalar(use.node, "batch_sizes")
     if not plain or torch.is_grad_enabled():
         return None
-    readings = [_of_sequences(use, slot) for slot in use.gradients]
-    alike = all(isinstance(r, RegularGather) and r == readings[0] for r in readings)
-    return readings[0] if alike or len(readings) == 1 else None
+    rows = [_of_sequences(use, slot) for slot in use.gradients]
+    alike = all(isinstance(r, RegularGather) and r == rows[0] for r in rows)
+    return rows[0] if alike or len(rows) == 1 else None
 
 
 def _of_sequences(use: Use, slot: int) -> RowGather | None:
@@ -86,7 +87,8 @@ def _gate_gradient(use: Use) -> Tensor:
 def _through_time(use: Use) -> Tensor:
     """Backpropagation through time: gradient of the gates before their activations, (t, n, 4h)."""
     x, w_in, w_hidden, b_in, b_hidden, h0, c0, states = (use.saved[name] for name in READS)
-    x, states = _in_order(use, x), _in_order(use, states)
+    x = _in_order(use, x)
+    states = _in_order(use, states)
     steps, sequences, hidden = states.shape
     bias = b_in + b_hidden if scalar(use.node, "has_biases") else w_in.new_zeros(4 * hidden)
     entering = torch.cat([x, _earlier(states, h0)], 2).flatten(0, 1)

@@ -3,36 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samplewise.engine.grads.base import DenseGrad, PerSampleGrad
+from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph import Edge, Node
 from samplewise.engine.layouts import locate
 from samplewise.engine.saved import Saved
-from samplewise.engine.tags import Irregular, Regular, Tag
+from samplewise.engine.tags import Irregular, Regular, RowGather, Tag, permuted
+
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
+class Operand:
+    """One operand of an operation: the part of a use that depends only on the graph structure."""
+
+    position: int
+    shape: tuple[int, ...]
+    samples: int
+    tags: dict[int, Tag]  # ownership of the gradients of the operation's outputs, by output slot
+    layouts: dict[Any, Any] = field(default_factory=dict)  # row assignments, computed when a rule first needs them
+
+
 class Use:
     """One use of an operand, with all that a rule needs to compute its per-sample gradients."""
 
-    node: Node
-    operand: int  # position of the operand
-    entry: Edge  # where the gradient of the operand arrives
-    shape: tuple[int, ...]  # shape of the operand
-    samples: int
-    gradients: dict[int, Tensor]  # by output slot; outputs without gradient are missing
-    tags: dict[int, Tag]  # ownership of the gradients, by output slot
-    saved: Saved  # tensors saved by the node, by name
+    __slots__ = ("_operand", "gradients", "node", "operand", "samples", "saved", "shape", "tags")
+
+    def __init__(self, node: Node, operand: Operand, gradients: dict[int, Tensor], saved: Saved):
+        self.node = node
+        self.operand = operand.position
+        self.shape = operand.shape  # shape of the operand
+        self.samples = operand.samples
+        self.tags = operand.tags  # ownership of the gradients, by output slot
+        self.gradients = gradients  # by output slot; outputs without gradient are missing
+        self.saved = saved  # tensors saved by the node, by name
+        self._operand = operand
+
+    @property
+    def entry(self) -> Edge:
+        """Where the gradient of the operand arrives."""
+        return Edge(*self.node.next_functions[self.operand])
 
     @property
     def gradient(self) -> Tensor:
         """Gradient of the first output, half precision converted to float32."""
-        return accumulable(self.gradients[0])
+        gradient = self.gradients[0]
+        return gradient.float() if gradient.dtype in HALF_PRECISION else gradient
 
     @property
     def tag(self) -> Tag:
@@ -41,7 +63,37 @@ class Use:
 
     def tensor(self, name: str) -> Tensor:
         """Saved tensor of this name, half precision converted to float32."""
-        return accumulable(self.saved[name])
+        saved: Tensor = self.saved[name]
+        return saved.float() if saved.dtype in HALF_PRECISION else saved
+
+    def rows(self, row_dims: int) -> RowGather | None:
+        """Assignment of the rows of the first output's gradient (its first `row_dims` dims) to samples.
+
+        None if samples share a row.
+        """
+        layouts = self._operand.layouts
+        if row_dims not in layouts:
+            layouts[row_dims] = self.tag.rows(tuple(self.gradients[0].shape), row_dims)
+        rows: RowGather | None = layouts[row_dims]
+        return rows
+
+    def permuted_rows(self, dims: tuple[int, ...], row_dims: int) -> RowGather | None:
+        """As `rows`, for the gradient with its dimensions permuted."""
+        layouts = self._operand.layouts
+        if (dims, row_dims) not in layouts:
+            shape = tuple(self.gradients[0].shape)
+            tag = permuted(self.tag, shape, dims)
+            layouts[dims, row_dims] = None if tag is None else tag.rows(tuple(shape[d] for d in dims), row_dims)
+        rows: RowGather | None = layouts[dims, row_dims]
+        return rows
+
+    def sample_split(self, shape: tuple[int, ...], aligned: tuple[int, ...]) -> SampleSplit | None:
+        """Division of a tensor of this shape, in the layout of the first output's gradient, into samples."""
+        layouts = self._operand.layouts
+        if (shape, aligned) not in layouts:
+            layouts[shape, aligned] = _sample_split(self.tag, shape, aligned)
+        split: SampleSplit | None = layouts[shape, aligned]
+        return split
 
 
 class Rule(NamedTuple):
@@ -53,7 +105,7 @@ class Rule(NamedTuple):
 
 def accumulable(x: Tensor) -> Tensor:
     """Convert float16 and bfloat16 to float32, so that sums keep precision; other dtypes are unchanged."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.float() if x.dtype in HALF_PRECISION else x
 
 
 def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> PerSampleGrad | None:
@@ -64,37 +116,49 @@ def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Pe
     if values.is_complex():  # a real operand needs the real part only: computed by `generic`
         return None
     target = use.shape if shape is None else shape
-    rows = _by_sample(use.tag, values, target)
-    return None if rows is None else DenseGrad(rows.reshape(use.samples, *use.shape))
-
-
-def _by_sample(tag: Tag, values: Tensor, target: tuple[int, ...]) -> Tensor | None:
     aligned = (1,) * (values.dim() - len(target)) + target
-    if isinstance(tag, Regular):
-        split = _split_samples(tag, values, aligned)
-    else:
-        split = _gather_samples(tag, values, aligned)
+    if isinstance(use.tag, Irregular):
+        rows = _sum_gathered(use.tag, values, aligned)
+        return None if rows is None else DenseGrad(rows.reshape(use.samples, *use.shape))
+    split = use.sample_split(tuple(values.shape), aligned)
     if split is None:
         return None
-    dims = [d + 1 for d, size in enumerate(aligned) if size == 1 and split.shape[d + 1] != 1]
-    return split.sum(dims, keepdim=True) if dims else split
+    if split.divided is not None:
+        values = values.reshape(split.divided).movedim(split.dim, 0)
+    if split.summed:
+        values = values.reshape(split.by_sample).sum(split.summed, keepdim=True)
+    return DenseGrad(values.reshape(use.samples, *use.shape))
 
 
-def _split_samples(tag: Regular, values: Tensor, aligned: tuple[int, ...]) -> Tensor | None:
-    """Values with a new first dim for samples, (b, *shape); the dim that contained the samples is divided by b."""
-    shape = tuple(values.shape)
+class SampleSplit(NamedTuple):
+    """Steps that divide a tensor into samples: reshape, move `dim` to the front, reshape, sum."""
+
+    divided: tuple[int, ...] | None  # shape with the dim of the samples divided into three; None if they come first
+    dim: int  # the dim that has one entry per sample
+    by_sample: tuple[int, ...]  # shape (b, *shape), the dim that contained the samples divided by b
+    summed: tuple[int, ...]  # dims along which the operand was broadcast
+
+
+def _sample_split(tag: Tag, shape: tuple[int, ...], aligned: tuple[int, ...]) -> SampleSplit | None:
+    """Steps for a tensor of this shape and an operand of shape `aligned`; None if a sample is not a block of a dim."""
+    assert isinstance(tag, Regular)
     place = locate(tag.inner, shape, tag.samples)
     if place is None or aligned[place.dim] != 1:
         return None
     dim, post = place
-    split = values.reshape(*shape[:dim], -1, tag.samples, post, *shape[dim + 1 :]).movedim(dim + 1, 0)
-    return split.reshape(tag.samples, *shape[:dim], -1, *shape[dim + 1 :])
+    groups = shape[dim] // (tag.samples * post)
+    divided = None if dim == 0 and groups == 1 else (*shape[:dim], groups, tag.samples, post, *shape[dim + 1 :])
+    by_sample = (tag.samples, *shape[:dim], groups * post, *shape[dim + 1 :])
+    summed = tuple(d + 1 for d, size in enumerate(aligned) if size == 1 and by_sample[d + 1] != 1)
+    return SampleSplit(divided, dim + 1, by_sample, summed)
 
 
-def _gather_samples(tag: Irregular, values: Tensor, aligned: tuple[int, ...]) -> Tensor | None:
+def _sum_gathered(tag: Irregular, values: Tensor, aligned: tuple[int, ...]) -> Tensor | None:
     row_dims = next((d for d, size in enumerate(aligned) if size != 1), len(aligned))
     rows = tag.rows(tuple(values.shape), row_dims)
     if rows is None or row_dims == 0:
         return None
     gathered = rows.gather(values.flatten(0, row_dims - 1)).sum(1)
-    return gathered.reshape(tag.samples, *(1,) * row_dims, *values.shape[row_dims:])
+    by_sample = gathered.reshape(tag.samples, *(1,) * row_dims, *values.shape[row_dims:])
+    dims = [d + 1 for d, size in enumerate(aligned) if size == 1 and by_sample.shape[d + 1] != 1]
+    return by_sample.sum(dims, keepdim=True) if dims else by_sample

@@ -1,15 +1,18 @@
-"""Validation of user arguments: losses, parameters, weights, directions."""
+"""Validation of arguments (losses, parameters, weights, directions) and of results (finite or not)."""
 
 from __future__ import annotations
 
+import cmath
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from samplewise.distributed.sharded_parameters import is_sharded, whole_parameters
-from samplewise.engine.finite import all_finite
-from samplewise.errors import LossesError, NonFiniteLossError, ParameterError
+from samplewise.errors import LossesError, NonFiniteGradientError, NonFiniteLossError, ParameterError
 
 Weights = Tensor | Mapping[str, Tensor]
 
@@ -41,7 +44,8 @@ def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Ten
             raise ParameterError("parameters must contain at least one tensor; found none.")
     first: dict[int, str] = {}
     for name, p in named.items():
-        _check_parameter(name, p)
+        if not (isinstance(p, nn.Parameter) and p.requires_grad and p.is_floating_point() and p.is_leaf):
+            _check_parameter(name, p)
         if first.setdefault(id(p), name) != name:
             raise ParameterError(
                 f"each parameter must be given once; found the same tensor as {first[id(p)]!r} and {name!r}. Keep one."
@@ -147,3 +151,58 @@ def _check_names(given: Mapping[str, object], names: list[str], what: str) -> No
     if unknown or missing:
         found = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
         raise ParameterError(f"{what} must have the names of the parameters as keys (see g.names); found {found}.")
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """True for a tensor without values: its operations are only recorded, to be compiled."""
+    return isinstance(tensor, FakeTensor)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """True if all elements are finite, or if the tensor is traced: compiled updates check their values themselves."""
+    if isinstance(tensor, FakeTensor):
+        return True
+    # The sum is cheaper to check, but it can overflow when all elements are finite: then check the elements.
+    tensor = tensor.detach()
+    return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
+
+
+def finite_numbers(numbers: Tensor, what: str) -> Tensor:
+    """Return `numbers` (b,), or raise NonFiniteGradientError with the first non-finite sample."""
+    if not all_finite(numbers):
+        bad = (~numbers.detach().isfinite()).nonzero().flatten().tolist()
+        raise _non_finite(
+            f"the {what} {numbers[bad[0]].item()} at sample {bad[0]} ({len(bad)} of {len(numbers)} samples)"
+        )
+    return numbers
+
+
+def finite_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return `tensors` (name -> tensor), or raise NonFiniteGradientError with the first non-finite parameter."""
+    for name, tensor in tensors.items():
+        if not all_finite(tensor):
+            raise _non_finite(f"NaN or infinity in the gradient of {name!r}")
+    return tensors
+
+
+def _non_finite(found: str) -> NonFiniteGradientError:
+    return NonFiniteGradientError(
+        f"gradients must be finite; found {found} although every loss is finite. "
+        "Check for a square root, norm, division or logarithm at zero, or for gradients too large to be squared."
+    )
+
+
+def are_ordinary_norms(norms: Tensor) -> bool:
+    """True if all norms (b,) are finite and large enough that no squares have underflowed; always if traced.
+
+    One kernel and one host sync for both checks. In compiled updates a gradient too small to be squared counts as zero.
+    """
+    if isinstance(norms, FakeTensor):
+        return True
+    smallest, largest = torch.aminmax(norms.detach())  # NaN if an element is NaN
+    return smallest.item() >= faint_limit(norms.dtype) and largest.item() < math.inf
+
+
+def faint_limit(dtype: torch.dtype) -> float:
+    """Norm below which squares may have underflowed: 1e-150 in float64, 1e-9 otherwise."""
+    return 1e-150 if dtype is torch.float64 else 1e-9

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.step.compiled import compiling
+from samplewise.step.compiled import updates as updates_module
 from samplewise.step.compiled.errors import CannotCompile
 
 BATCH = torch.randn(6, 4), torch.randn(6, 1)
@@ -35,7 +35,7 @@ def test_why_not_at_all(monkeypatch):
     def fails(*_):
         raise CannotCompile("the moon is full")
 
-    monkeypatch.setattr(compiling, "trace_backward", fails)
+    monkeypatch.setattr(updates_module, "trace_backward", fails)
     step = made(samples=1, compile=True)
     with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: the moon is full"):
         step(BATCH)
@@ -57,9 +57,9 @@ def test_compiled_and_then_changed():
 
 
 def test_lines_go_where_they_are_wanted_for_a_while():
-    step, lines = made(), []
-    printed = step._compiling.tell
+    step, lines = made(compile=True), []
+    printed = step._updates.notify
     with step.slow_compile_notice(lines.append):
-        step._compiling.tell("compiling ...")
+        step._updates.notify("compiling ...")
     assert lines == ["compiling ..."]
-    assert step._compiling.tell is printed
+    assert step._updates.notify is printed

@@ -1,7 +1,7 @@
 """Representations for operations without a rule: the operation's own backward, called once per sample.
 
-Masked     gradient of one operand: calls the node's backward with the output gradient of one sample at a time
-Pushed     per-sample gradients of an operand, pulled back to a parameter through further operations by autograd
+GenericGrad      gradient of one operand: calls the node's backward with the output gradient of one sample at a time
+PulledBackGrad   per-sample gradients of an operand, pulled back to a parameter through further operations by autograd
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from samplewise.engine.backward import pull_back
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
 from samplewise.engine.graph import Edge, Node, is_python_function, numel, operation
@@ -23,7 +24,8 @@ class GenericGrad(RowwiseGrad):
     """Per-sample gradients of one operand from one call of the node's backward per sample."""
 
     def __init__(self, use: Use, differentiable: bool):
-        super().__init__(use.samples, use.shape)
+        self.samples = use.samples
+        self.shape = use.shape
         self.use = use
         self.differentiable = differentiable
 
@@ -41,7 +43,7 @@ class GenericGrad(RowwiseGrad):
     def _call(self, gradients: dict[int, Tensor]) -> Tensor:
         with torch.set_grad_enabled(self.differentiable):
             result = call(self.use.node, gradients)[self.use.operand]
-        return _settle(result, self.use)
+        return _as_gradient(result, self.use)
 
     def describe(self) -> str:
         return "one sample at a time"
@@ -77,7 +79,7 @@ def _as_tuple(result: Tensor | tuple[Tensor | None, ...] | None) -> tuple[Tensor
     return result if isinstance(result, tuple) else (result,)
 
 
-def _settle(result: Tensor | None, use: Use) -> Tensor:
+def _as_gradient(result: Tensor | None, use: Use) -> Tensor:
     """Convert a result as the autograd engine does: None to zeros, sparse to dense, broadcast dims summed."""
     if result is None:
         return accumulable(use.entry.zeros())
@@ -115,31 +117,32 @@ class Pullback:
     def sums(self, weights: Tensor | None) -> list[Tensor]:
         """Weighted sum over samples, for each parameter."""
         if self._sums is None or self._sums[0] is not weights:
-            self._sums = (weights, self._push(self.source.sum(weights)))
+            self._sums = (weights, self._pull_back(self.source.sum(weights)))
         return self._sums[1]
 
     def _make_rows(self, rows: Tensor) -> list[Tensor]:
         if self.source.width >= len(rows) or rows.is_complex():
-            return _stacked([self._push(row) for row in rows])
+            return _stacked([self._pull_back(row) for row in rows])
         # The operand has fewer elements than there are samples, as for a regularizer: one pass per element.
         unit = torch.eye(self.source.width, dtype=rows.dtype, device=rows.device)
-        jacobians = _stacked([self._push(u.view(self.source.shape)) for u in unit])
+        jacobians = _stacked([self._pull_back(u.view(self.source.shape)) for u in unit])
         return [torch.tensordot(rows.reshape(len(rows), -1), jacobian, 1) for jacobian in jacobians]
 
-    def _push(self, gradient: Tensor) -> list[Tensor]:
-        return push(gradient, self.entry, self.leaves, self.differentiable)
+    def _pull_back(self, gradient: Tensor) -> list[Tensor]:
+        return [accumulable(g) for g in pull_back(gradient, self.entry, self.leaves, self.differentiable)]
 
 
-def _stacked(pushed: list[list[Tensor]]) -> list[Tensor]:
-    return [torch.stack(rows) for rows in zip(*pushed, strict=True)]
+def _stacked(rows: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.stack(of_leaf) for of_leaf in zip(*rows, strict=True)]
 
 
 class PulledBackGrad(RowwiseGrad):
     """Per-sample gradients of one parameter from a `Pullback`."""
 
     def __init__(self, pullback: Pullback, number: int):
-        row_size = max(pullback.source.row_size, pullback.width)
-        super().__init__(pullback.source.samples, pullback.leaves[number].shape, row_size)
+        self.samples = pullback.source.samples
+        self.shape = pullback.leaves[number].shape
+        self.row_size = max(pullback.source.row_size, pullback.width)
         self.pullback = pullback
         self.number = number
 
@@ -151,22 +154,3 @@ class PulledBackGrad(RowwiseGrad):
 
     def describe(self) -> str:
         return f"{self.pullback.source.describe()}, through {operation(self.pullback.entry.node)}"
-
-
-def push(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentiable: bool) -> list[Tensor]:
-    """Pull one gradient back from `entry` to each of the leaves. Returns dense tensors; zeros if there is no path."""
-    found: tuple[Tensor | None, ...] = torch.autograd.grad(
-        [entry.gradient_edge()],
-        [leaf.gradient_edge() for leaf in leaves],
-        [gradient.to(entry.dtype)],
-        retain_graph=True,
-        create_graph=differentiable,
-        allow_unused=True,
-    )
-    return [_dense(leaf, pushed) for leaf, pushed in zip(leaves, found, strict=True)]
-
-
-def _dense(leaf: Edge, pushed: Tensor | None) -> Tensor:
-    if pushed is None:
-        return accumulable(leaf.zeros())
-    return accumulable(pushed.to_dense() if pushed.layout is not torch.strided else pushed)
