@@ -23,11 +23,11 @@ def test_phases_of_an_update_are_its_seconds():
 
 
 def test_a_window_that_was_given_up_costs_the_next_one_nothing(monkeypatch):
-    from samplewise.step import forward, window_builder
+    from samplewise.step import apply, forward, window_builder
 
     ticks = iter(range(1000))
-    monkeypatch.setattr(forward, "perf_counter", lambda: next(ticks))
-    monkeypatch.setattr(window_builder, "perf_counter", lambda: next(ticks))
+    for module in (forward, window_builder, apply):
+        monkeypatch.setattr(module, "perf_counter", lambda: next(ticks))
     training = sw.Step(nn.Linear(X.shape[1], 3), sw.sgd(0.1), nn.CrossEntropyLoss(), audit=False)
     good, bad = (X[:4].float(), Y[:4]), (X[:4].float() * torch.nan, Y[:4])
     (first,) = training(good)
