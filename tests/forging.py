@@ -1,4 +1,4 @@
-"""Makes checkpoints that look right and are not: files with the right checksum, directories as several ranks write
+"""Makes checkpoints that look right and are not: files with the right checksums, directories as several ranks write
 them, and pickles that leave a trace when they are loaded.
 """
 
@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import numpy
 import torch
 
-from samplewise.loop.checkpoint import directory, file
-from samplewise.loop.checkpoint.encoding import encode
+from samplewise.loop.checkpoint.encoding import Encoder, to_json
+from samplewise.loop.checkpoint.format import FORMAT, VERSION, Chunk, write_shard
+from samplewise.loop.checkpoint.storage import SHARED
 
 
 class Bomb:
@@ -65,33 +66,61 @@ def nothing_unpickled():
     assert _loaded == []
 
 
-def write_header(path, header, data=b"", about=None):
-    """A safetensors file with any header. `about`: what its metadata states; the checksum is added."""
-    about = {"format": file.FORMAT, "version": str(file.VERSION), "state": '{"dict":[]}'} | (about or {})
-    text = about["state"]
-    about.setdefault("sha256", hashlib.sha256(text.encode() + data).hexdigest() if isinstance(text, str) else "")
-    given = {name: value for name, value in about.items() if value is not None}
-    text = header if isinstance(header, str) else json.dumps({"__metadata__": given, **header})
-    text = text.replace('"ABOUT"', json.dumps(given)).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+def write_state(path, text='{"dict":[]}', /, **changes):
+    """state.json with the right checksum. `text`: the state as JSON. `changes`: values of its entries; ...: none."""
+    about = {"format": FORMAT, "format_version": VERSION, "shards": [], "state": "STATE"} | changes
+    about = {name: value for name, value in about.items() if value is not ...}
+    digest = about.pop("sha256", None)
+    text = json.dumps(about).replace('"STATE"', text)
+    if digest is None:
+        try:
+            plain = to_json(json.loads(text))
+        except (ValueError, RecursionError):  # no JSON, or NaN
+            plain = text
+        digest = hashlib.sha256(plain.encode()).hexdigest()
+    tail = "" if changes.get("sha256") is ... else f',"sha256":{json.dumps(digest)}'
+    (path / "state.json").write_text(f"{text[:-1]}{tail}}}")
 
 
-def write_directory(path, state, ranks=2, change=None, **changes):
-    """A checkpoint of several ranks, each of which has some rows of every tensor. `change` is given their chunks."""
+def write_header(path, header, data=b"", state='{"dict":[]}', /, **changes):
+    """A checkpoint with one shard that has any header. The checksums are right."""
     path.mkdir(parents=True)
-    large, tensors = encode({name: state[name] for name in directory.LARGE if name in state})
-    rest, small = encode({name: state[name] for name in state if name not in directory.LARGE})
+    about = {"format": "pt"}
+    text = header if isinstance(header, str) else json.dumps({"__metadata__": about, **header})
+    text = text.replace('"ABOUT"', json.dumps(about)).encode()
+    content = len(text).to_bytes(8, "little") + text + data
+    (path / "rank-0.safetensors").write_bytes(content)
+    write_state(path, state, **({"shards": [entry_of(path / "rank-0.safetensors")]} | changes))
+
+
+def entry_of(path):
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    return {"file": path.name, "bytes": len(content), "sha256": digest, "offsets": {}}
+
+
+def write_directory(path, state, /, ranks=2, change=None, text=None, **changes):
+    """A checkpoint of several ranks, each of which has some rows of every tensor. `change` is given their chunks.
+
+    text: another state, as JSON. changes: other entries of state.json.
+    """
+    path.mkdir(parents=True)
+    encoder = Encoder()
+    encoded = to_json(encoder.encode(state))
     chunks = [[] for _ in range(ranks)]
-    for name, tensor in enumerate(tensors):
-        pieces = tensor.tensor_split(ranks) if tensor.dim() else [tensor]
+    for name, tensor in encoder.tensors.items():
+        pieces = tensor.tensor_split(ranks) if tensor.dim() and encoder.paths[name][0] in SHARED else [tensor]
         start = 0
         for rank, piece in enumerate(pieces):
             offset = [start, *[0] * (tensor.dim() - 1)] if tensor.dim() else []
             if len(pieces) == 1 or len(piece):
-                chunks[rank].append([str(name), offset, piece])
+                chunks[rank].append([name, offset, piece])
             start += len(piece) if tensor.dim() else 0
     if change is not None:
         change(chunks)
-    digests = [file.write(path / f"rank-{rank}.ckpt", {"chunks": own}) for rank, own in enumerate(chunks)]
-    about = {"version": 2, "large": large, "owns": None, "rest": rest, "small": small, "shards": digests} | changes
-    file.write(path / "state.ckpt", {name: value for name, value in about.items() if value is not ...})
+    shards = []
+    for rank, own in enumerate(chunks):
+        given = [Chunk(name, tensor, offset) for name, offset, tensor in own]
+        shards.append(write_shard(path / f"rank-{rank}.safetensors", given))
+    write_state(path, encoded if text is None else text, **({"shards": shards} | changes))
+    return shards

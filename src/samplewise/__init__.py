@@ -36,7 +36,7 @@ from samplewise.ledger.files import samples as samples
 from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop import callbacks as callbacks
-from samplewise.loop.checkpoint.load import load_checkpoint as load_checkpoint
+from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
 from samplewise.loop.data.sharding import sharded as sharded
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.scan import scan as scan

@@ -66,7 +66,7 @@ class DistributedError(SamplewiseError, RuntimeError):
 
 
 class CheckpointError(SamplewiseError):
-    """A checkpoint cannot be written, or a file is truncated, corrupt, of a newer format, or not a checkpoint."""
+    """A checkpoint cannot be written, or it is truncated, corrupt, of another format version, or not a checkpoint."""
 
 
 class StoreError(SamplewiseError):

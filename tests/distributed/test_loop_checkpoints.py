@@ -4,20 +4,20 @@ import contextlib
 import re
 import shutil
 import threading
+import time
 import warnings
 
 import pytest
 import torch
 from forging import BOMBS, nothing_unpickled, pickled
 from test_loop_trainer import going_on, loader, parameters, trainer
-from torch.distributed.checkpoint import state_dict_saver
 
 import samplewise as sw
 from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.callbacks import ModelCheckpoint
-from samplewise.loop.checkpoint import directory, store
-from samplewise.loop.checkpoint.shards import ShardWriter
+from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint.store import Checkpoints
 
 
 def names(run):
@@ -35,24 +35,26 @@ class Releases:
 
     def on_update(self, update):
         if update.index == self.after:
+            while not names(self.run):  # it is made in the background
+                time.sleep(0.01)
             self.there = names(self.run)
             self.gate.set()
 
 
 def slowly(run):
-    gate, save = threading.Event(), state_dict_saver.save
+    gate, write = threading.Event(), storage.write_shard
 
-    def held_up(*given, **more):
+    def held_up(*given):
         assert gate.wait(60)
-        return save(*given, **more)
+        return write(*given)
 
-    state_dict_saver.save = held_up
+    storage.write_shard = held_up
     try:
         releases = Releases(run, 2, gate)
         made = trainer(run, [releases, ModelCheckpoint(every="2up")])
         made.fit(loader(), updates=4)
     finally:
-        state_dict_saver.save = save
+        storage.write_shard = write
     return releases.there
 
 
@@ -61,7 +63,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(two, tmp_path):
     assert there == [[".update-000000002.ckpt.partial"]] * 2  # after three updates it was still being written
     assert names(tmp_path / "run") == ["update-000000002.ckpt", "update-000000004.ckpt"]
     inside = {path.name for path in (tmp_path / "run" / "checkpoints" / "update-000000004.ckpt").iterdir()}
-    assert inside == {"state.ckpt", "rank-0.ckpt", "rank-1.ckpt"}
+    assert inside == {"state.json", "rank-0.safetensors", "rank-1.safetensors"}
 
 
 def as_it_was(run):
@@ -74,7 +76,7 @@ def as_it_was(run):
                 kept.append(parameters(trainer).clone())
 
     trainer(run, [Keeps(), ModelCheckpoint(every="2up")]).fit(loader(), updates=3)
-    saved = store.read(run / "checkpoints" / "update-000000002.ckpt")["model"]
+    saved = storage.read(run / "checkpoints" / "update-000000002.ckpt")["model"]
     return torch.equal(kept[0], torch.cat([tensor.flatten() for tensor in saved.values()]))
 
 
@@ -86,27 +88,26 @@ def test_what_is_saved_is_the_state_of_its_moment(two, tmp_path):
 
 
 def failing(run, where):
-    def fail(*given, **more):
-        if where == "data" or given[0].name == directory.STATE:
-            raise OSError("no space left")
-        return original(*given, **more)
+    def fail(*given):
+        raise OSError("no space left")
 
-    place, name, rank = {"data": (ShardWriter, "write_data", 1), "rest": (directory.file, "write", 0)}[where]
-    original = getattr(place, name)
+    name, rank = {"shard": ("write_shard", 1), "state": ("write_state", 0)}[where]
+    original = getattr(storage, name)
     if current_group().rank == rank:
-        setattr(place, name, fail)
+        setattr(storage, name, fail)
     try:
         trainer(run, [ModelCheckpoint(every="2up")]).fit(loader(), updates=4)
     finally:
-        setattr(place, name, original)
+        setattr(storage, name, original)
 
 
-@pytest.mark.parametrize("where", ["data", "rest"])
+@pytest.mark.parametrize("where", ["shard", "state"])
 def test_a_checkpoint_that_cannot_be_written_is_told_of_on_all_ranks(where, two, tmp_path):
-    rank = 1 if where == "data" else 0
+    rank = 1 if where == "shard" else 0
     message = (
-        f"CheckpointError: all ranks must write their part of a checkpoint; found: OSError on rank {rank}: no space "
-        "left. Free disk space or fix the permissions, then resume: earlier checkpoints are intact."
+        f"CheckpointError: a checkpoint could not be written to {tmp_path}/run/checkpoints/update-000000002.ckpt: "
+        f"OSError on rank {rank}: no space left. Free disk space or fix the permissions, then save again. An existing "
+        "checkpoint at this path is unchanged."
     )
     assert two.errors(failing, tmp_path / "run", where) == [message] * 2
     assert not any(name.endswith(".ckpt") for name in names(tmp_path / "run"))
@@ -135,7 +136,7 @@ def test_states_that_differ_are_not_saved_as_one(two, tmp_path):
         )
 
 
-@pytest.mark.parametrize("file", ["rank-0.ckpt", "rank-1.ckpt", "state.ckpt"])
+@pytest.mark.parametrize("file", ["rank-0.safetensors", "rank-1.safetensors", "state.json"])
 @pytest.mark.parametrize("harm", ["changed", "cut", "gone"])
 def test_a_damaged_folder_is_passed_over(file, harm, saved, tmp_path):
     newest = tmp_path / "checkpoints" / "update-000000004.ckpt"
@@ -151,7 +152,7 @@ def test_a_damaged_folder_is_passed_over(file, harm, saved, tmp_path):
         changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
         (newest / file).write_bytes(changed if harm == "changed" else content[:middle])
     with pytest.warns(CheckpointWarning, match="Trying the previous checkpoint."):
-        state, path = store.Checkpoints(tmp_path / "checkpoints").latest()
+        state, path = Checkpoints(tmp_path / "checkpoints").latest()
     assert path.name == "update-000000002.ckpt" and state["step"]["counters"]["updates"] == 2
 
 
@@ -175,19 +176,19 @@ def test_one_process_reads_what_two_ranks_wrote_without_a_pickle(saved, tmp_path
     newest = copied(saved, tmp_path / "run")
     (newest / ".metadata").write_bytes(pickled())
     with nothing_unpickled():
-        state = store.read(newest)
+        state = storage.read(newest)
     assert state["step"]["counters"]["updates"] == 4 and not (tmp_path / "exploded").exists()
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-@pytest.mark.parametrize("name", ["rank-0.ckpt", "rank-1.ckpt", "state.ckpt"])
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-1.safetensors", "state.json"])
 def test_a_pickle_in_place_of_a_file_of_two_ranks(saved, tmp_path, monkeypatch, name, bomb):
     monkeypatch.chdir(tmp_path)
     newest = copied(saved, tmp_path / "run")
     (newest / name).write_bytes(BOMBS[bomb]())
     message = f"{newest / name} must be a checkpoint file written by samplewise; found "
     with nothing_unpickled(), pytest.raises(CheckpointError, match=f"^{message}"):
-        store.read(newest)
+        storage.read(newest)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -206,7 +207,7 @@ def test_two_ranks_pass_over_a_pickle(two, saved, tmp_path):
     for name in (".metadata", "__0_0.distcp", "rest.ckpt"):
         (forged / name).write_bytes(pickled())
     for messages in two.run(passing_over, tmp_path / "run"):
-        assert len(messages) == 1 and "in format 2; found format 1, written by another version of" in messages[0]
+        assert len(messages) == 1 and "must have format version 3; found 1, which this version of" in messages[0]
     assert "update-000000006.ckpt" in names(tmp_path / "run") and not (tmp_path / "exploded").exists()
 
 
@@ -282,11 +283,23 @@ def resuming(run):
 
 def elsewhere(run):
     trainer(run / str(current_group().rank)).fit(loader(), updates=1)
-    trainer(run / str(current_group().rank)).fit(loader(), updates=2, resume=True)
 
 
 def test_ranks_that_do_not_share_a_disk(two, tmp_path):
-    error, *_ = two.errors(elsewhere, tmp_path)
+    for error in two.errors(elsewhere, tmp_path):
+        assert error == (
+            "CheckpointError: all ranks must see the same run directory; found that rank 0 does not see "
+            f"rank-1.safetensors in {tmp_path}/0/checkpoints. Use a directory on a shared file system."
+        )
+
+
+def resuming_elsewhere(run):
+    trainer(run / str(current_group().rank)).fit(loader(), updates=2, resume=True)
+
+
+def test_ranks_that_see_other_checkpoints(two, tmp_path):
+    trainer(tmp_path / "0").fit(loader(), updates=1)
+    error, *_ = two.errors(resuming_elsewhere, tmp_path)
     message = (
         "CheckpointError: all ranks must see the same run directory; found that they see different checkpoints in "
     )

@@ -17,7 +17,8 @@ import samplewise as sw
 from samplewise.distributed.group import current_group
 from samplewise.integrations.loggers import CSV
 from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint
-from samplewise.loop.checkpoint.store import Checkpoints, read
+from samplewise.loop.checkpoint.storage import read
+from samplewise.loop.checkpoint.store import Checkpoints
 from samplewise.loop.events import EVENTS
 
 SAMPLES = 23

@@ -13,7 +13,7 @@ import torch
 from recorded_run import loader, trainer
 
 import samplewise as sw
-from samplewise.loop.checkpoint import store
+from samplewise.loop.checkpoint.store import Checkpoints
 
 SCRIPT = Path(__file__).with_name("recorded_run.py")
 EPOCHS = 4
@@ -78,8 +78,8 @@ def test_the_same_trainer_goes_on(whole, tmp_path):
 
 def test_the_checkpoint_before_the_last(whole, tmp_path):
     trainer(tmp_path).fit(loader(), epochs=2)
-    newest = store.Checkpoints(tmp_path / "checkpoints").paths()[0]
-    newest.write_bytes(b"broken")
+    newest = Checkpoints(tmp_path / "checkpoints").paths()[0]
+    (newest / "state.json").write_bytes(b"broken")
     with pytest.warns(sw.CheckpointWarning):
         trainer(tmp_path).fit(loader(), epochs=EPOCHS, resume=True)
     assert sw.samples(tmp_path).equals(whole)

@@ -31,7 +31,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 import samplewise as sw
 from samplewise.core.snapshot import RandomState
 from samplewise.loop.callbacks import ModelCheckpoint
-from samplewise.loop.checkpoint import store
+from samplewise.loop.checkpoint import storage
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 
 SAMPLES, EPOCHS = 11, 3
@@ -269,8 +269,8 @@ def whole_run(resumable):
 
 
 def through_a_file(path, place):
-    store.write(path, {"place": vars(place)})
-    return DataPosition(**store.read(path)["place"])
+    storage.write(path, {"place": vars(place)})
+    return DataPosition(**storage.read(path)["place"])
 
 
 def assert_goes_on(make, saved, seen, path):

@@ -1,7 +1,10 @@
 """State dicts of a checkpoint for plain PyTorch."""
 
+import shutil
+
 import pytest
 import torch
+from forging import write_directory
 from small import loader, make
 
 import samplewise as sw
@@ -34,8 +37,9 @@ def test_from_one_checkpoint(trainer):
 
 def test_a_damaged_checkpoint_is_passed_over(trainer):
     newest = max((trainer.run / "checkpoints").iterdir())
-    content = newest.read_bytes()
-    damaged = newest.with_name("update-000099999.ckpt")
+    shutil.copytree(newest, newest.with_name("update-000099999.ckpt"))
+    damaged = newest.with_name("update-000099999.ckpt") / "rank-0.safetensors"
+    content = damaged.read_bytes()
     damaged.write_bytes(content[:-7])
     with pytest.warns(CheckpointWarning, match="Trying the previous checkpoint"):
         state = sw.load_checkpoint(trainer.run)
@@ -47,8 +51,32 @@ def test_nothing_to_load(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="must have a checkpoint that can be read; found none"):
         sw.load_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=r"none.ckpt must be readable; found: .*No such file or directory"):
         sw.load_checkpoint(tmp_path / "none.ckpt")
+
+
+def test_an_empty_path_is_named():
+    message = (
+        r"^path must name a checkpoint or a run directory; found the empty path ''\. Pass for example 'runs/name'\.$"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        sw.load_checkpoint("")
+
+
+def test_a_model_that_was_saved_by_name(trainer):
+    path = trainer.save_model("mine")
+    trainer.save_model("mine")  # replaces it
+    state = sw.load_checkpoint(path)
+    assert path == trainer.run / "mine.ckpt" and sorted(state) == ["model", "update"]
+    assert same(state["model"], trainer.model.state_dict())
+    assert not list(trainer.run.glob(".*"))
+
+
+def test_a_checkpoint_of_several_ranks(trainer, tmp_path):
+    state = sw.load_checkpoint(trainer.run)
+    write_directory(tmp_path / "three.ckpt", state, ranks=3)
+    again = sw.load_checkpoint(tmp_path / "three.ckpt")
+    assert same(again["model"], state["model"]) and list(again) == list(state)
 
 
 @pytest.mark.parametrize("change", ["shape", "more", "fewer"])

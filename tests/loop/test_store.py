@@ -1,31 +1,34 @@
-"""Checkpoints on disk: what goes in comes out, and a file is whole, refused, or not there."""
+"""Checkpoints on disk: what goes in comes out, and a checkpoint is whole, refused, or not there."""
 
 import builtins
 import errno
+import hashlib
 import json
 import math
 import os
 import pickle
 import re
+import shutil
+import stat
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter, OrderedDict, namedtuple
-from pathlib import Path
 
 import pytest
 import torch
 from daily import daily
+from forging import write_header
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from samplewise import CheckpointError, CheckpointWarning
-from samplewise.core import atomic_io
-from samplewise.loop.checkpoint import file
-from samplewise.loop.checkpoint.store import Checkpoints, read, write
+from samplewise.loop.checkpoint import format as checkpoint_format
+from samplewise.loop.checkpoint.storage import read, write
+from samplewise.loop.checkpoint.store import Checkpoints, newest_checkpoint
 
 
 def same(a, b) -> bool:
@@ -123,7 +126,8 @@ def test_views_shared_memory_and_conjugates(path):
 def test_what_is_read_does_not_hang_on_the_file(path):
     back = round_trip(path, {"a": torch.ones(5), "b": torch.ones(5)})
     assert back["a"].untyped_storage().nbytes() == 20
-    path.write_bytes(b"\0" * path.stat().st_size)
+    shard = path / "rank-0.safetensors"
+    shard.write_bytes(b"\0" * shard.stat().st_size)
     assert torch.equal(back["a"], torch.ones(5))
 
 
@@ -169,9 +173,30 @@ def test_model_optimizer_schedule_and_random_state_go_on_as_if_nothing_had_happe
     assert same([part.state_dict() for part in before], [part.state_dict() for part in after])
 
 
-def test_the_file_is_an_ordinary_safetensors_file(path):
-    write(path, {"a": torch.ones(2, dtype=torch.int8), "b": {"c": torch.ones(3)}})
-    assert same(dict(sorted(load_file(path).items())), {"0": torch.ones(2, dtype=torch.int8), "1": torch.ones(3)})
+def test_the_shard_is_an_ordinary_safetensors_file_with_the_paths_of_tensors_as_names(path):
+    write(path, {"a": torch.ones(2, dtype=torch.int8), "b": {"c": torch.ones(3), 0: [torch.zeros(1)]}})
+    tensors = load_file(path / "rank-0.safetensors")
+    expected = {"a": torch.ones(2, dtype=torch.int8), "b.0.0": torch.zeros(1), "b.c": torch.ones(3)}
+    assert same(dict(sorted(tensors.items())), expected)
+
+
+def test_the_state_is_json_with_version_size_and_checksum(path):
+    write(path, {"a": torch.ones(2), "b": 1})
+    assert sorted(file.name for file in path.iterdir()) == ["rank-0.safetensors", "state.json"]
+    state = json.loads((path / "state.json").read_text())
+    content = (path / "rank-0.safetensors").read_bytes()
+    assert state["format"] == "samplewise checkpoint" and state["format_version"] == 3
+    digest = hashlib.sha256(content).hexdigest()
+    shard = {"file": "rank-0.safetensors", "bytes": len(content), "sha256": digest, "offsets": {}}
+    assert state["shards"] == [shard]
+    assert state["state"] == {"dict": [["a", {"tensor": ["a", "float32", [2]]}], ["b", 1]]}
+
+
+def test_tensors_whose_paths_are_the_same_as_text(path):
+    one, two, three = (torch.full((2,), k) for k in (1, 2, 3))
+    state = {"a.b": one, "a": {"b": two}, "1": one, 1: two, "a.b'": three}
+    state |= {"__metadata__": one, "\ud800": two, "": three}
+    assert same(round_trip(path, state), state)
 
 
 # -------------------------------------------------------------------------- what cannot be written
@@ -224,7 +249,7 @@ def test_the_deepest_state_can_be_read_again(path):
 
 
 def test_more_text_than_a_header_may_hold(path, monkeypatch):
-    monkeypatch.setattr(file, "LARGEST_HEADER", 1000)
+    monkeypatch.setattr(checkpoint_format, "MAX_JSON_BYTES", 1000)
     with pytest.raises(
         CheckpointError, match=r"must take at most 1000 bytes as JSON; found \d+\. Convert long lists to"
     ):
@@ -257,7 +282,7 @@ class FullDisk:
 
 def full_at_write(monkeypatch, room):
     opened = builtins.open
-    monkeypatch.setattr(atomic_io, "open", lambda *args: FullDisk(opened(*args), room), raising=False)
+    monkeypatch.setattr(checkpoint_format, "open", lambda *args: FullDisk(opened(*args), room), raising=False)
 
 
 def full_at_sync(monkeypatch, _):
@@ -272,7 +297,7 @@ def test_a_full_disk_leaves_the_earlier_file_and_nothing_else(path, fill, room):
     write(path, {"a": 1})
     message = (
         f"^a checkpoint could not be written to {path}: .*No space left on device.* Free disk space or fix the "
-        "permissions, then save again. An existing file at this path is unchanged.$"
+        "permissions, then save again. An existing checkpoint at this path is unchanged.$"
     )
     with pytest.MonkeyPatch.context() as patch:
         fill(patch, room)
@@ -301,8 +326,8 @@ def test_a_directory_that_cannot_be_synced(path, monkeypatch, code):
     synced, fsync = [], os.fsync
 
     def only_files(descriptor):
-        synced.append(descriptor)
-        if len(synced) == 2:
+        synced.append(stat.S_ISDIR(os.fstat(descriptor).st_mode))
+        if len(synced) == 4:
             raise OSError(code, os.strerror(code))
         fsync(descriptor)
 
@@ -312,7 +337,8 @@ def test_a_directory_that_cannot_be_synced(path, monkeypatch, code):
     else:
         with pytest.raises(CheckpointError, match="Input/output error"):
             write(path, {"a": 1})
-    assert len(synced) == 2 and read(path) == {"a": 1}
+    # The shard, state.json and their directory; after the rename the directory that contains it.
+    assert synced == [False, False, True, True] and read(path) == {"a": 1}
 
 
 # ----------------------------------------------------------------------------- what cannot be read
@@ -320,49 +346,68 @@ def test_a_directory_that_cannot_be_synced(path, monkeypatch, code):
 SMALL = {"weights": torch.arange(6.0).reshape(2, 3), "flags": torch.tensor([True, False]), "update": 7, 3: ("x", None)}
 
 
-def test_a_flipped_byte_anywhere_is_refused_or_harmless(path):
+FILES = ("state.json", "rank-0.safetensors")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_anywhere_is_refused_or_harmless(path, name):
     write(path, SMALL)
-    whole = path.read_bytes()
-    refused = 0
+    whole = (path / name).read_bytes()
     for at in range(len(whole)):
         for mask in (0x01, 0x04, 0x20, 0xFF):
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ mask]) + whole[at + 1 :])
-            try:
-                # The header says some things twice: where it is harmed and the rest suffices, nothing is lost.
-                assert same(read(path), SMALL), (at, mask)
-            except CheckpointError:
-                refused += 1
-    assert refused > 0.97 * 4 * len(whole)
+            (path / name).write_bytes(whole[:at] + bytes([whole[at] ^ mask]) + whole[at + 1 :])
+            with pytest.raises(CheckpointError):
+                read(path)
 
 
 def test_a_flipped_byte_in_a_tensor(path):
     write(path, SMALL)
-    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    shard = path / "rank-0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
     message = (
-        "must contain exactly what was written to it; found another checksum. "
+        "rank-0.safetensors must contain exactly what was written to it; found another checksum. "
         "It is corrupt: use an earlier checkpoint.$"
     )
     with pytest.raises(CheckpointError, match=message):
         read(path)
 
 
-def test_truncated_at_every_length(path):
+def test_a_shard_truncated_at_every_length(path):
     write(path, SMALL)
-    whole = path.read_bytes()
+    shard = path / "rank-0.safetensors"
+    whole = shard.read_bytes()
     for length in range(len(whole)):
-        path.write_bytes(whole[:length])
+        shard.write_bytes(whole[:length])
         with pytest.raises(
             CheckpointError,
-            match=rf"a.ckpt must be at least \d+ bytes long; found {length}\. It is truncated: copy it again, "
-            r"or use an earlier checkpoint\.$",
+            match=rf"rank-0.safetensors must be {len(whole)} bytes long; found {length}\. It is truncated: copy it "
+            r"again, or use an earlier checkpoint\.$",
         ):
             read(path)
 
 
-def test_bytes_too_many(path):
+def test_a_state_truncated_at_every_length(path):
     write(path, SMALL)
-    path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(CheckpointError, match=r"found SafetensorError: .*It is corrupt"):
+    whole = (path / "state.json").read_bytes()
+    for length in range(len(whole)):
+        (path / "state.json").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"state.json must contain .*found invalid JSON.*It is corrupt"):
+            read(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bytes_too_many(path, name):
+    write(path, SMALL)
+    (path / name).write_bytes((path / name).read_bytes() + b"\0")
+    with pytest.raises(CheckpointError, match=r"found (invalid JSON \(Extra|\d+ bytes in place of).*It is corrupt"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_missing(path, name):
+    write(path, SMALL)
+    (path / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name} must be readable; found: .*No such file"):
         read(path)
 
 
@@ -383,32 +428,57 @@ class Bomb:
     ],
     ids=["pickle", "torch", "json", "noise", "safetensors", "safetensors of another format"],
 )
-def test_foreign_files_are_refused_and_nothing_in_them_runs(path, make, monkeypatch):
+@pytest.mark.parametrize("name", ["", "state.json"])
+def test_foreign_files_are_refused_and_nothing_in_them_runs(path, make, name, monkeypatch):
     monkeypatch.chdir(path.parent)
-    make(path)
+    if name:
+        path.mkdir()
+    make(path / name)
     message = "must be a checkpoint file written by samplewise; found .*. It is not a checkpoint: pass another path.$"
     with pytest.raises(CheckpointError, match="(?s)" + message):
         read(path)
     assert list(path.parent.iterdir()) == [path]
 
 
-def forge(path, **changes):
-    """A file with the right checksum that `write` would not make."""
-    about = {"format": file.FORMAT, "version": "1", "state": "{}"} | changes
-    save_file({"0": torch.ones(2)}, path, about | {"sha256": file._checksum(about["state"], [torch.ones(2)])})
+def forge(path, state="{}", **changes):
+    """A checkpoint with the right checksums that `write` would not make."""
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    write_header(path, {"0": entry}, bytes(8), state, **changes)
 
 
 def test_a_newer_format(path):
-    forge(path, version="2")
-    message = "must have checkpoint format 1; found 2, written by a newer samplewise. Upgrade: pip install --upgrade "
-    with pytest.raises(CheckpointError, match=message):
+    forge(path, format_version=4)
+    with pytest.raises(CheckpointError) as error:
+        read(path)
+    assert str(error.value) == (
+        f"{path} must have format version 3; found 4, which this version of samplewise does not read: it was written "
+        "by a newer one; upgrade with pip install --upgrade samplewise."
+    )
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, -1, "x", "", "3", 3.0, True, None, [3]])
+def test_a_format_that_is_not_read(path, version):
+    forge(path, format_version=version)
+    with pytest.raises(CheckpointError) as error:
+        read(path)
+    assert str(error.value) == (
+        f"{path} must have format version 3; found {'none' if version is None else repr(version)}, which this version "
+        "of samplewise does not read: use the version that wrote it, or start a new run directory."
+    )
+
+
+def test_the_one_file_of_the_first_version(path):
+    about = {"format": "samplewise checkpoint", "version": "1", "state": '{"dict":[]}', "sha256": "0" * 64}
+    text = json.dumps({"__metadata__": about}, separators=(",", ":")).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 3; found 1, which this version of"):
         read(path)
 
 
-@pytest.mark.parametrize("version", ["0", "-1", "x", ""])
-def test_a_format_that_never_was(path, version):
-    forge(path, version=version)
-    with pytest.raises(CheckpointError, match="It is corrupt"):
+def test_the_directory_of_the_second_version(path):
+    path.mkdir()
+    (path / "state.ckpt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 3; found 2, which this version of"):
         read(path)
 
 
@@ -431,14 +501,14 @@ def test_a_format_that_never_was(path, version):
     ids=range(12),
 )
 def test_forged_states(path, state):
-    forge(path, state=state)
+    forge(path, state)
     with pytest.raises(CheckpointError, match="It is corrupt"):
         read(path)
 
 
 @pytest.mark.parametrize("name", ["none.ckpt", "."])
 def test_what_is_no_file(tmp_path, name):
-    message = r"must be a readable file; found: .*\. Check its path and permissions\.$"
+    message = r"must be readable; found: .*\. Check its path and permissions\.$"
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path / name)
 
@@ -507,6 +577,8 @@ def test_other_files_are_left_alone(tmp_path):
 @pytest.mark.parametrize("call", [Checkpoints.latest, lambda checkpoints: checkpoints.save({}, 3)])
 def test_leftovers_are_ignored_and_removed(tmp_path, call):
     (tmp_path / ".update-000000009.ckpt.0badcafe.partial").write_bytes(b"half")
+    (tmp_path / ".update-000000009.ckpt.partial").mkdir()
+    (tmp_path / ".update-000000009.ckpt.partial" / "rank-0.safetensors").write_bytes(b"half")
     checkpoints = Checkpoints(tmp_path)
     call(checkpoints)
     assert names(checkpoints) in ([], ["update-000000003.ckpt"])
@@ -515,27 +587,28 @@ def test_leftovers_are_ignored_and_removed(tmp_path, call):
 def test_a_corrupt_newest_is_told_of_and_passed_over(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
     good, cut, noise = (checkpoints.save({"update": u}, u) for u in (1, 2, 3))
-    cut.write_bytes(cut.read_bytes()[:-1])
-    noise.write_bytes(b"\xff" * 100)
+    shard = cut / "rank-0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    (noise / "state.json").write_bytes(b"\xff" * 100)
     with pytest.warns(CheckpointWarning) as told:
         assert checkpoints.latest() == ({"update": 1}, good)
     reasons = [re.search("truncated|not a checkpoint", str(w.message))[0] for w in told]
     assert reasons == ["not a checkpoint", "truncated"]
     assert all(str(w.message).endswith(" Trying the previous checkpoint.") for w in told)
     assert all(w.filename == __file__ for w in told)
-    good.unlink()
+    shutil.rmtree(good)
     with pytest.warns(CheckpointWarning):
         assert checkpoints.latest() is None
 
 
 def test_an_old_one_that_cannot_be_removed_is_told_of(tmp_path, monkeypatch):
-    (tmp_path / "update-000000001.ckpt").touch()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save({}, 1)
 
-    def unlink(path, missing_ok=False):
+    def rmtree(path):
         raise PermissionError("not yours")
 
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     message = "update-000000001.ckpt is no longer needed but cannot be removed: .* Remove it by hand.$"
     with pytest.warns(CheckpointWarning, match=message):
         assert checkpoints.save({}, 2).exists()
@@ -568,6 +641,72 @@ def test_without_safetensors(tmp_path, monkeypatch):
 def test_importing_samplewise_needs_no_safetensors():
     code = "import sys; sys.modules['safetensors'] = None; import samplewise, samplewise.loop.checkpoint.store"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ----------------------------------------------------------------------------- killed, and replaced
+
+CALLS = ("mkdir", "fsync", "rename", "rmdir", "unlink")
+
+
+class Killed(BaseException):
+    """Takes the place of a kill: nothing is cleaned up after it."""
+
+
+def killed_at(monkeypatch, number):
+    """Let the `number`-th change of the disk be the last. Returns the names of all changes."""
+    calls = []
+
+    def counted(name, original):
+        def call(*given, **more):
+            calls.append(name)
+            if len(calls) > number:
+                raise Killed
+            return original(*given, **more)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
+    return calls
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["another update", "the same update"])
+def test_after_every_single_step_the_old_or_the_new_checkpoint_is_there(tmp_path, again):
+    new = {"a": torch.ones(3), "update": 2}
+    number, seen = 0, []
+    while True:
+        directory = tmp_path / f"{number}"
+        old_path = Checkpoints(directory, keep=1).save({"a": torch.zeros(3), "update": 1}, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            calls = killed_at(patch, number)
+            try:
+                Checkpoints(directory, keep=1).save(new, 1 if again else 2)
+                done = True
+            except Killed:
+                done = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if again:
+                seen.append(read(old_path)["update"])
+            found, _ = storage_only_read(directory)
+            assert found["update"] in (1, 2) and torch.equal(found["a"], torch.full((3,), found["update"] - 1.0))
+            assert done is False or found["update"] == 2
+            assert Checkpoints(directory, keep=1).latest()[0]["update"] == found["update"]
+            Checkpoints(directory, keep=1).save({"update": 3}, 3)
+        assert [path.name for path in directory.iterdir()] == ["update-000000003.ckpt"]
+        if done:
+            break
+        number += 1
+    assert number > 8 and {"mkdir", "fsync", "rename"} <= set(calls)
+    assert not again or (set(seen) == {1, 2} and seen == sorted(seen))
+
+
+def storage_only_read(directory):
+    """The newest checkpoint, without changing anything."""
+    before = sorted(path.name for path in directory.iterdir())
+    found = newest_checkpoint(directory, read)
+    assert sorted(path.name for path in directory.iterdir()) == before
+    return found
 
 
 SAVES_FOR_EVER = """

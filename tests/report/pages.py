@@ -9,6 +9,7 @@ import pyarrow as pa
 from samplewise.ledger.files import LedgerParts
 
 ABOUT = {
+    "format_version": 1,
     "name": "digits",
     "started": "2026-11-16T01:20:33+00:00",
     "samplewise": "0.1.0",

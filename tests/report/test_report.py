@@ -8,10 +8,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from pages import WHOLE, train, validation
+from pages import ABOUT, WHOLE, train, validation
 
 from samplewise import errors
-from samplewise.core import atomic_io
+from samplewise.core import atomic_io, format_version
 from samplewise.ledger import files as ledger
 from samplewise.ledger import visits
 from samplewise.report import charts, page
@@ -163,6 +163,13 @@ def test_a_run_json_of_another_form(report, tmp_path, about):
     assert report(WHOLE, about=about).title == tmp_path.name
 
 
+@pytest.mark.parametrize("version", [2, 0, "1", None])
+def test_a_run_json_of_another_version_is_not_read(report, tmp_path, version):
+    shown = report(WHOLE, about={**ABOUT, "format_version": version})
+    assert shown.title == tmp_path.name and "Train loss" in shown.charts
+    assert "run.json must have format version 1; found" in shown.text
+
+
 def test_no_validation(report):
     shown = report([train(1), train(2)])
     assert "This run has no validation." in shown.text
@@ -311,7 +318,7 @@ def imported(path):
             yield node.module
 
 
-OURS = (ledger, visits, errors, atomic_io)
+OURS = (ledger, visits, errors, atomic_io, format_version)
 
 
 @pytest.mark.parametrize(

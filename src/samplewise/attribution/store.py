@@ -10,7 +10,6 @@ a crash, are not part of the store, and the next append overwrites them.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -21,10 +20,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.atomic_io import absolute
+from samplewise.core.atomic_io import absolute, atomic_write
 from samplewise.core.batches import cut, length
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import eval_mode
+from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_order
@@ -70,7 +70,7 @@ class ProjectedStore:
         for (name, kind), part in zip(FILES.items(), parts, strict=True):
             with _opened(self.path / name) as file:
                 file.seek(self.count * self._width(name) * kind.itemsize)
-                file.write(_memory(part))
+                file.write(tensor_bytes(part))
                 file.truncate()
                 file.flush()
                 os.fsync(file.fileno())
@@ -171,12 +171,8 @@ class ProjectedStore:
 
     def _write_index(self) -> None:
         about = {"format": FORMAT, "dim": self.dim, "seed": self.seed, "count": self.count, "dtype": "float16"}
-        aside = self._index.with_suffix(".json.partial")
-        with open(aside, "w") as file:
-            json.dump({**about, "model": self.model}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self._index)
+        with atomic_write(self._index, self._index.with_suffix(".json.partial")) as file:
+            file.write(json.dumps({**about, "model": self.model}, indent=1).encode())
 
     def _same_model(self, model: nn.Module) -> None:
         found = _checksum(model)
@@ -194,23 +190,12 @@ def _opened(path: Path) -> BinaryIO:
     return open(path, "r+b")
 
 
-def _memory(tensor: Tensor) -> memoryview:
-    """Bytes of a tensor as a memoryview, without NumPy."""
-    tensor = tensor.detach().cpu().contiguous()
-    size = tensor.numel() * tensor.element_size()
-    if not size:
-        return memoryview(b"")
-    kept = (ctypes.c_char * size).from_address(tensor.data_ptr())
-    kept._owner = tensor  # type: ignore[attr-defined]  # keeps the memory alive as long as the view
-    return memoryview(kept)
-
-
 def _checksum(model: nn.Module) -> str:
     """SHA-256 of names, dtypes, shapes and values of parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode())
-        digest.update(_memory(tensor))
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 

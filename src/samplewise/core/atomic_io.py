@@ -21,22 +21,27 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def whole(path: Path, aside: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, temporary: Path) -> Iterator[BinaryIO]:
     """Open a file for atomic writing to `path`.
 
-    The data is written to `aside`, synced to disk, then renamed to `path`. On an error `aside` is deleted and an
-    existing file at `path` is unchanged.
+    The data is written to `temporary`, synced to disk, then renamed to `path`. On an error `temporary` is deleted and
+    an existing file at `path` is unchanged.
     """
     try:
-        with open(aside, "wb") as file:
+        with open(temporary, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+            sync_file(file)
+        os.replace(temporary, path)
         sync_directory(path.parent)
     finally:
         with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Flush an open file and sync it to disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

@@ -140,17 +140,15 @@ class Buffers:
     buffers of at most SMALL elements and those that have changed before. If a large buffer changes for the first time
     after a later snapshot, its values cannot be restored that one time. Version counters are used for large buffers
     only, because BatchNorm's kernel changes its statistics without incrementing them.
+
+    owners: buffers of each module that has any, name -> tensor.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
         own = {id(m): m._buffers for root in modules for m in root.modules() if m._buffers}
-        self._owners = list(own.values())
+        self.owners = list(own.values())
         self._kept: list[dict[str, BufferCopy]] = []
         self._moving: set[tuple[int, str]] = set()
-
-    def __len__(self) -> int:
-        """Number of modules with buffers."""
-        return len(self._owners)
 
     def remember(self) -> None:
         """Take a snapshot; it replaces the previous one."""
@@ -158,13 +156,13 @@ class Buffers:
         self._note_changes()
         self._kept = [
             {name: self._keep(b, first or (k, name) in self._moving) for name, b in owner.items()}
-            for k, owner in enumerate(self._owners)
+            for k, owner in enumerate(self.owners)
         ]
 
     def restore(self) -> None:
         """Restore the last snapshot."""
         self._note_changes()
-        for owner, kept in zip(self._owners, self._kept, strict=False):
+        for owner, kept in zip(self.owners, self._kept, strict=False):
             for name, then in kept.items():
                 owner[name] = then.buffer
                 if then.buffer is not None and then.copy is not None:
@@ -174,7 +172,7 @@ class Buffers:
 
     def restore_unless(self, well: Tensor) -> None:
         """Restore the last snapshot if the device scalar `well` is zero; needs no host sync."""
-        for owner, kept in zip(self._owners, self._kept, strict=False):
+        for owner, kept in zip(self.owners, self._kept, strict=False):
             for name, then in kept.items():
                 now = owner.get(name)
                 if now is not None and then.copy is not None:
@@ -185,7 +183,7 @@ class Buffers:
         """Pairs (buffer, changed): changed is True if this buffer or another one of its module has changed before."""
         self._note_changes()
         found = []
-        for k, (owner, kept) in enumerate(zip(self._owners, self._kept, strict=True)):
+        for k, (owner, kept) in enumerate(zip(self.owners, self._kept, strict=True)):
             moves = any((k, name) in self._moving or _differs(owner.get(name), then) for name, then in kept.items())
             found += [(buffer, moves) for buffer in owner.values() if buffer is not None]
         return found
@@ -197,7 +195,7 @@ class Buffers:
         return BufferCopy(buffer, buffer._version, buffer.detach().clone() if copied else None)
 
     def _note_changes(self) -> None:
-        for k, (owner, kept) in enumerate(zip(self._owners, self._kept, strict=False)):
+        for k, (owner, kept) in enumerate(zip(self.owners, self._kept, strict=False)):
             self._moving |= {(k, name) for name, then in kept.items() if not then.unchanged(owner.get(name))}
 
 

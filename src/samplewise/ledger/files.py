@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samplewise.core.atomic_io import whole
+from samplewise.core.atomic_io import atomic_write
 from samplewise.errors import LedgerError, LedgerWarning
 
 FORMAT = "samplewise ledger"
@@ -233,9 +233,9 @@ class LedgerParts:
     def write(self, table: Any) -> None:
         """Write the next part atomically."""
         path = path_of(self.run, self.count, self.rank, self.size)
-        aside = self.run / f".{path.name}.partial"
+        temporary = self.run / f".{path.name}.partial"
         try:
-            with whole(path, aside) as file:
+            with atomic_write(path, temporary) as file:
                 _write(table, file)
         except OSError as why:
             raise LedgerError(

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.core.atomic_io import whole
+from samplewise.core.atomic_io import atomic_write
 from samplewise.ledger.indexed import Indexed
 from samplewise.ledger.visits import SCORES, recommended, suspicion
 
@@ -64,7 +64,7 @@ def write_previews(run: Path, item: Callable[[Any], Any], samples: Any) -> None:
 
 
 def _write(run: Path, found: dict[str, Preview]) -> None:
-    with whole(run / FILE, run / f".{FILE}.partial") as file:
+    with atomic_write(run / FILE, run / f".{FILE}.partial") as file:
         file.write(json.dumps({"version": VERSION, "samples": found}).encode())
 
 

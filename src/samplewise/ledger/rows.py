@@ -6,7 +6,6 @@ become float64, provided that no value changes.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.errors import LedgerError
 from samplewise.ledger.files import arrow
 from samplewise.step.batch_columns import BatchColumns, Column
@@ -175,6 +175,5 @@ def _from_memory(values: Tensor) -> Any:
     pa = arrow()
     kinds = {torch.int8: pa.int8(), torch.int32: pa.int32(), torch.int64: pa.int64()}
     kinds |= {torch.float32: pa.float32(), torch.float64: pa.float64()}
-    values = values.cpu().contiguous()
-    data = ctypes.string_at(values.data_ptr(), values.nbytes) if values.nbytes else b""
-    return pa.Array.from_buffers(kinds[values.dtype], len(values), [None, pa.py_buffer(data)])
+    data = pa.py_buffer(bytes(tensor_bytes(values)))
+    return pa.Array.from_buffers(kinds[values.dtype], len(values), [None, data])

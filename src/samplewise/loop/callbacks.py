@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from samplewise.distributed.group import current_group
 from samplewise.loop.checkpoint.schema import COUNT, NUMBER, Kind, check
 from samplewise.loop.checkpoint.state import savable
+from samplewise.loop.checkpoint.storage import remove_checkpoint
 from samplewise.loop.stopping import duration
 
 MOST_LAYERS = 64  # maximum number of layers in a log line
 MODEL_FILE = Kind(
-    "the name of a file best-*.ckpt",
+    "the name of a checkpoint best-*.ckpt",
     lambda value: type(value) is str and Path(value).name == value and Path(value).match("best-*.ckpt"),
 )
 
@@ -82,7 +84,7 @@ class ModelCheckpoint:
     monitor: name of the metric that ranks the models.
     mode: "min" if smaller values are better, "max" if larger ones are.
 
-    Best models are saved in the run directory, next to the log; `best_models` lists their files, best first.
+    Best models are saved in the run directory, next to the log; `best_models` lists their paths, best first.
     """
 
     def __init__(self, every: str = "1ep", best: int = 0, monitor: str = "loss", mode: str = "min"):
@@ -94,7 +96,7 @@ class ModelCheckpoint:
         self._sign = _better(mode)
         self._saved = False
         self._directory = Path()
-        self._names: list[str] = []  # files of the best models, best first
+        self._names: list[str] = []  # names of the best models, best first
         self._values: list[float] = []  # monitored values of these models, times the sign
 
     @property
@@ -130,7 +132,8 @@ class ModelCheckpoint:
         self._values.insert(rank, value)
         self._names.insert(rank, file.name)
         for dropped in self.best_models[self.best :]:
-            dropped.unlink(missing_ok=True)
+            if current_group().rank == 0:
+                remove_checkpoint(dropped)
         del self._values[self.best :], self._names[self.best :]
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,13 +8,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from samplewise.core.atomic_io import atomic_write
+from samplewise.core.format_version import RUN_VERSION, other_version
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.errors import CheckpointError
-from samplewise.loop.checkpoint import store
-from samplewise.loop.checkpoint.directory import Saver
-from samplewise.loop.checkpoint.trainer_state import check_resumable
+from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint.state import check_trainer_state
+from samplewise.loop.checkpoint.storage import BackgroundWriter
+from samplewise.loop.checkpoint.store import Checkpoints
 from samplewise.loop.log import Log
 from samplewise.loop.run_lock import RunLock
+
+RUN_FILE = "run.json"
 
 
 class RunDirectory:
@@ -27,8 +32,8 @@ class RunDirectory:
         self.directory = directory
         self._lock = RunLock(directory)
         self._log: Log | None = None
-        self._checkpoints: store.Checkpoints | None = None
-        self._saver: Saver | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._writer: BackgroundWriter | None = None
         self._ours = False  # this object has written the files in the directory
 
     def open(self, resume: bool, load: Callable[[dict[str, Any]], int]) -> None:
@@ -37,7 +42,8 @@ class RunDirectory:
         load: receives the state of the checkpoint and returns the length in bytes of the log that belongs to it.
         """
         on_every_rank(self._lock.acquire if current_group().rank == 0 else lambda: None)
-        self._checkpoints = on_every_rank(lambda: store.Checkpoints(self.directory / "checkpoints"))
+        on_every_rank(self._check_version)
+        self._checkpoints = on_every_rank(lambda: Checkpoints(self.directory / "checkpoints"))
         there = len(self._paths())
         keep = None if self._ours else 0
         if resume and there:
@@ -50,11 +56,27 @@ class RunDirectory:
             )
         if current_group().rank == 0:
             self._log = Log(self.directory / "log.jsonl", keep)
-        if current_group().distributed and self._saver is None:
-            self._saver = Saver()
+        if current_group().distributed and self._writer is None:
+            self._writer = BackgroundWriter()
         self._ours = True
 
-    def _found(self) -> store.Checkpoints:
+    def _check_version(self) -> None:
+        """Raise CheckpointError if there is a run.json of another format version."""
+        path = self.directory / RUN_FILE
+        try:
+            about = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, RecursionError) as why:
+            raise CheckpointError(
+                f"{path} must be readable JSON; found {type(why).__name__}: {why}. Restore it from a backup, or start "
+                "a new run directory."
+            ) from why
+        version = about.get("format_version") if isinstance(about, dict) else None
+        if type(version) is not int or version != RUN_VERSION:
+            raise CheckpointError(other_version(path, version, RUN_VERSION))
+
+    def _open_checkpoints(self) -> Checkpoints:
         if self._checkpoints is None:
             raise CheckpointError(
                 "checkpoints can be saved only while fit runs; found no running fit. Call save from a callback."
@@ -63,7 +85,7 @@ class RunDirectory:
 
     def _paths(self) -> list[Path]:
         """Return the paths of all checkpoints. Raises CheckpointError if ranks see different ones. Collective."""
-        paths = self._found().paths()
+        paths = self._open_checkpoints().paths()
         if not current_group().all_equal([path.name for path in paths]):
             raise CheckpointError(
                 f"all ranks must see the same run directory; found that they see different checkpoints in "
@@ -71,23 +93,26 @@ class RunDirectory:
             )
         return paths
 
-    def _newest(self, there: int) -> dict[str, Any]:
-        found = self._found().latest(_read_by_all)
-        if found is None:
+    def _newest(self, count: int) -> dict[str, Any]:
+        checkpoints = self._open_checkpoints()
+        newest = checkpoints.latest(_read_on_all_ranks)
+        if newest is None:
             raise CheckpointError(
-                f"resuming needs a readable checkpoint; found none among {there} in {self._found().directory}. "
+                f"resuming needs a readable checkpoint; found none among {count} in {checkpoints.directory}. "
                 "Restore one from a backup, or start a new run directory."
             )
-        return found[0]
+        return newest[0]
 
-    def check(self, state: dict[str, Any]) -> None:
+    def check(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Raise if the state could not be saved, before the training starts."""
-        store.check(state)
+        storage.check({**state, "per_rank": [own]})
 
     def describe(self, **about: Any) -> None:
         """Write run.json."""
         if current_group().rank == 0:
-            (self.directory / "run.json").write_text(json.dumps({"name": self.directory.name, **about}, indent=1))
+            content = {"format_version": RUN_VERSION, "name": self.directory.name, **about}
+            with atomic_write(self.directory / RUN_FILE, self.directory / f".{RUN_FILE}.partial") as file:
+                file.write(json.dumps(content, indent=1).encode())
 
     def write(self, **fields: Any) -> None:
         """Append a line to the log, on rank 0."""
@@ -95,32 +120,31 @@ class RunDirectory:
             self._lock.check()
             self._log.write(**fields)
 
-    def save(self, state: Callable[[int], dict[str, Any]], update: int) -> Path:
+    def save(self, state: Callable[[int], tuple[dict[str, Any], dict[str, Any]]], update: int) -> Path:
         """Save a checkpoint and return its path. Collective; with several ranks it is written in the background.
 
-        state: receives the length of the log in bytes and returns the state.
+        state: receives the length of the log in bytes and returns the state, and that of this rank.
         """
-        checkpoints = self._found()
+        checkpoints = self._open_checkpoints()
         on_every_rank(self._lock.verify)
-        now = state(0 if self._log is None else self._log.position())
-        if self._saver is None:
-            return checkpoints.save(now, update)
+        current, own = state(0 if self._log is None else self._log.position())
+        if self._writer is None:
+            return checkpoints.save(current, update, own)
         path = checkpoints.path_of(update)
-        self._saver.save(path, now, then=lambda: checkpoints.remove_older_than(update))
+        self._writer.save(path, current, own, then=lambda: checkpoints.remove_older_than(update))
         return path
 
-    def save_aside(self, name: str, state: dict[str, Any]) -> Path:
-        """Write a state to `name`.ckpt next to the log, where it is not removed. Rank 0 writes."""
+    def save_model(self, name: str, state: dict[str, Any]) -> Path:
+        """Write a state to `name`.ckpt next to the log, where it is not removed. Collective."""
         path = self.directory / f"{name}.ckpt"
-        if current_group().rank == 0:
-            store.write(path, state)
+        storage.write(path, state)
         return path
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on disk."""
-        if self._saver is not None:
-            self._saver.finish()
-            self._saver = None
+        if self._writer is not None:
+            self._writer.finish()
+            self._writer = None
 
     def close(self) -> None:
         """Close the log and release the lock, also after an error."""
@@ -131,19 +155,19 @@ class RunDirectory:
             closing.callback(self._lock.release)
             if log is not None:
                 closing.callback(log.close)
-            if self._saver is not None:
-                closing.callback(self._saver.close)
+            if self._writer is not None:
+                closing.callback(self._writer.close)
 
 
-def _read_by_all(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; raise CheckpointError on all ranks if any rank cannot read it. Collective."""
+def _read_on_all_ranks(path: Path) -> dict[str, Any]:
+    """Read the state of a trainer; raise CheckpointError on all ranks if any rank cannot read it. Collective."""
     state: dict[str, Any] = {}
-    problem: CheckpointError | None = None
+    error: CheckpointError | None = None
     try:
-        state = store.read(path)
-        check_resumable(path, state)
+        state = storage.read_for_rank(path)
+        check_trainer_state(path, state)
     except CheckpointError as why:
-        problem = why
-    if current_group().all_reduce_scalars(problem is not None)[0]:
-        raise problem or CheckpointError(f"{path} must be readable on all ranks; found that another rank failed.")
+        error = why
+    if current_group().all_reduce_scalars(error is not None)[0]:
+        raise error or CheckpointError(f"{path} must be readable on all ranks; found that another rank failed.")
     return state

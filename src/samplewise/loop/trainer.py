@@ -20,10 +20,19 @@ from samplewise.distributed.group import current_group, errors_on_all_ranks, on_
 from samplewise.distributed.launch import join_process_group
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint
-from samplewise.loop.checkpoint.state import check_resumed, check_savable, kinds, load, own_window, state_of, whole
-from samplewise.loop.checkpoint.trainer_state import fitting
+from samplewise.loop.checkpoint.state import (
+    check_compatible,
+    check_savable,
+    class_names,
+    load_errors,
+    load_part,
+    load_random_states,
+    load_rank_state,
+    part_state,
+    rank_state,
+)
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
-from samplewise.loop.data.rng import derive_seed, load_random_states, random_states, reseed
+from samplewise.loop.data.rng import derive_seed, reseed
 from samplewise.loop.evaluation import Evaluator
 from samplewise.loop.events import Listeners
 from samplewise.loop.meters import LossMeter, PhaseTimer, peak_memory
@@ -248,7 +257,7 @@ class Trainer:
         self.loader = self._loader.loader
         if self._files is not None:
             self._files.open(resume, self._load)
-            self._files.check(self._state(0))
+            self._files.check(*self._state(0))
             settings = {"seed": self.seed, "log_every": self.log_every}
             self._files.describe(**about(self.step, self.loader, self.device, **settings))
         return self._loader
@@ -317,45 +326,49 @@ class Trainer:
         """Save the state dict of the model to `name`.ckpt in the run directory, and return its path."""
         if self.fast_dev_run:
             return Path(os.devnull)
-        state = {"model": whole(self.model.state_dict()), "update": self.step.counters.updates}
-        return self._run_files().save_aside(name, state)
+        state = {"model": self.model.state_dict(), "update": self.step.counters.updates}
+        return self._run_files().save_model(name, state)
 
     def _run_files(self) -> RunDirectory:
         if self._files is None:
             raise CheckpointError("a checkpoint needs a run directory; found none. Use Trainer(..., run='runs/name').")
         return self._files
 
-    def _state(self, log: int) -> dict[str, Any]:
-        """Return the state for a checkpoint. `log` is the length of the log in bytes. Collective."""
+    def _state(self, log: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the state for a checkpoint, and that of this rank. Collective.
+
+        log: length of the log in bytes.
+        """
         assert self._loader is not None
         check_savable(self.step)
         parts = self._parts()
-        states = on_every_rank(lambda: {name: state_of(part) for name, part in parts.items()})
-        states |= own_window(self.step)
-        own = {"epoch": self._epoch, **self._loader.state(self.step.consumed), "log": log, "seed": self.seed}
-        return {**states, "trainer": own, "kinds": kinds(parts), **random_states()}
+        states = on_every_rank(lambda: {name: part_state(part) for name, part in parts.items()})
+        own = rank_state(self.step)
+        position = self._loader.state(self.step.consumed)
+        states["trainer"] = {"epoch": self._epoch, **position, "log": log, "seed": self.seed}
+        states["classes"] = class_names(parts)
+        return states, own
 
     def _load(self, state: dict[str, Any]) -> int:
         """Load the state of a checkpoint, and return the length in bytes of the log that belongs to it."""
         assert self._loader is not None
-        own = state["trainer"]
+        saved = state["trainer"]
         parts = self._parts()
-        check_resumed(state, parts, self.seed)
-        with fitting("loader"):
-            self._loader.check_data(own, own["epoch"])
+        check_compatible(state, parts, self.seed)
+        with load_errors("loader"):
+            self._loader.check_data(saved, saved["epoch"])
         for name, part in parts.items():
-            with fitting(name):
-                load(part, state[name])
-        if "own" in state:
-            with fitting("open window"):
-                self.step.load_window_state(state["own"])
-        self._epoch = own["epoch"]
-        with fitting("loader"):
-            self._loader.load(own, self._epoch)
+            with load_errors(name):
+                load_part(part, state[name])
+        with load_errors("open window"):
+            load_rank_state(state["per_rank"], self.step)
+        self._epoch = saved["epoch"]
+        with load_errors("loader"):
+            self._loader.load(saved, self._epoch)
         self.step.counters.epochs = self._epoch  # higher by 1 if the loader was exhausted, which will happen again
-        with fitting("random state"):
-            load_random_states(state, self.seed)
-        return own["log"]
+        with load_errors("random state"):
+            load_random_states(state["per_rank"], self.seed)
+        return saved["log"]
 
     def _parts(self) -> dict[str, Any]:
         """Return the objects with a state dict, by their names in a checkpoint."""

@@ -9,6 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from samplewise.core.format_version import RUN_VERSION, other_version
 from samplewise.ledger.files import numbered, samples
 
 Line = dict[str, Any]
@@ -139,7 +140,12 @@ def _read_about(run: RunLog) -> None:
         about = None
     if about is None:
         run.left_out.append("run.json cannot be read: name, versions and settings are not known.")
-    run.about = about or {}
+        return
+    version = about.pop("format_version", RUN_VERSION)
+    if version != RUN_VERSION:
+        run.left_out.append(other_version("run.json", version, RUN_VERSION))
+        return
+    run.about = about
 
 
 def _read_log(run: RunLog, log: Path) -> None:

@@ -48,7 +48,7 @@ class UpdateApplier:
         self._on_sum = config.transforms.on_sum
         self._checks = config.checks_finite
         self._last_flag: SkipFlag | None = None
-        self._may_flag = config.on_nonfinite == "raise" and not precision.scales
+        self._may_flag = config.on_nonfinite == "raise" and not precision.scales and _supports_flag(optimizer)
 
     def apply(self, window: Window) -> Update:
         """Change the parameters by the update of a window, and return its results."""
@@ -60,9 +60,9 @@ class UpdateApplier:
         elif outcome.flag is not None:
             self._buffers.restore_unless(outcome.flag.finite)
         counters = self.counters
-        samples = window.samples + window.samples_elsewhere
+        samples = window.samples if window.totals is None else window.totals.samples
         update = Update(counters.updates, samples, outcome, window.parts, window.columns, window.totals)
-        counters.samples += window.samples_elsewhere
+        counters.samples += samples - window.samples  # those of other ranks; this rank's are counted already
         if outcome.skipped:
             counters.skipped += 1
         else:
@@ -81,10 +81,11 @@ class UpdateApplier:
         if window.failure is not None:
             return self._skip(window.failure, rates)
         self.divide(window)
+        unchecked = window.parts if window.totals is None else []  # totals over ranks are checked already
         flags = self.flags and window.totals is None
-        norms = self._norms(window.unchecked) if self._checks else None
+        norms = self._norms(unchecked) if self._checks else None
         if norms is not None and not flags:
-            problem = self._problem(norms, window.unchecked)
+            problem = self._problem(norms, unchecked)
             if problem is not None:
                 return self._skip(problem, rates)
         flag = None
@@ -101,7 +102,8 @@ class UpdateApplier:
             if self.scheduler is not None:
                 self.scheduler.step()
         finally:
-            self.ranks.strategy.gather_parameters()  # a collective: other ranks call it even if the optimizer failed
+            if self.ranks.strategy.sharded:
+                self.ranks.strategy.gather_parameters()  # collective: other ranks call it even if this optimizer failed
         if self.precision.scales:
             self.precision.record_success()
         return Outcome(False, rates, norms.norm if norms is not None else self._late_norm(), flag)
@@ -130,7 +132,7 @@ class UpdateApplier:
     @property
     def flags(self) -> bool:
         """True if a non-finite update is skipped by a flag on the device, without a host sync."""
-        return self._may_flag and _supports_flag(self.optimizer, self.trained.device)
+        return self._may_flag and self.trained.device.type != "cpu"
 
     def divide(self, window: Window) -> None:
         """Divide the sums by loss scale and denominator. Transforms of the sum, such as noise, act after unscaling and
@@ -145,7 +147,9 @@ class UpdateApplier:
                 self.ranks.transform_sum(transform, self.trained)
         if window.divided and scale == 1:
             return
-        divisor = 1 if window.divided else window.denominator
+        divisor: Tensor | float = 1
+        if not window.divided:
+            divisor = denominator(window.parts) if window.totals is None else window.totals.denominators
         gradients = self.trained.gradients()
         if gradients:
             torch._foreach_div_(gradients, divisor * scale)
@@ -227,9 +231,9 @@ class GradNorms:
         self._all = self._over_ranks(norms) if self._sharded else norms
 
 
-def _supports_flag(optimizer: Any, device: torch.device) -> bool:
+def _supports_flag(optimizer: Any) -> bool:
     """True if the optimizer can skip an update by a flag on the device (`found_inf`), which saves the host sync."""
-    return device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 class SkipFlag:

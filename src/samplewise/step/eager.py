@@ -56,4 +56,6 @@ class EagerUpdates:
         return {"known": [], "given_up": None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: uncompiled updates have no state."""
+        """Check the state; uncompiled updates use none of it."""
+        if state.keys() != self.state_dict().keys():
+            raise ValueError(f"a state of compilation must have {', '.join(self.state_dict())}; found {list(state)}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from samplewise.core.batches import cut, length
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.batch_columns import BatchColumns
-from samplewise.transforms.stats import PerSample, SampleStats, cat_values, denominator
+from samplewise.transforms.stats import PerSample, SampleStats, cat_values
 
 UNKNOWN = -1
 
@@ -82,8 +82,9 @@ class Counters:
 
     def load(self, state: dict[str, int]) -> None:
         """Set the counters in place: other objects refer to them."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        loaded = Counters(**state)
+        for each in fields(self):
+            setattr(self, each.name, getattr(loaded, each.name))
 
 
 @dataclass(frozen=True)
@@ -119,20 +120,6 @@ class Window:
     @property
     def open(self) -> bool:
         return bool(self.parts or self.deferred)
-
-    @property
-    def denominator(self) -> Tensor | float:
-        return denominator(self.parts) if self.totals is None else self.totals.denominators
-
-    @property
-    def samples_elsewhere(self) -> int:
-        """Number of samples on other ranks."""
-        return 0 if self.totals is None else self.totals.samples - self.samples
-
-    @property
-    def unchecked(self) -> list[SampleStats]:
-        """Parts that are not checked for non-finite values yet."""
-        return self.parts if self.totals is None else []
 
     # --- state -----------------------------------------------------------------------------------------------------
 

@@ -178,10 +178,11 @@ class WindowBuilder:
         """Prepare gradients and buffers for a new window. `microbatch`: its first one, None if this rank has none."""
         self.window.begun = True
         self.evaluator.seconds = 0.0
-        self.ranks.strategy.unshard()
+        if self.ranks.strategy.sharded:
+            self.ranks.strategy.unshard()
         self._trained.refresh()
         self._trained.clear()
-        if self._buffers:
+        if self._buffers.owners:
             self._buffers.remember()
         if self.record_norms and not self._accumulator.knows_norms:
             self._accumulator = self.make_accumulator()
@@ -304,8 +305,11 @@ class WindowBuilder:
     def drop(self) -> None:
         """Discard the open window without an update, but count its samples."""
         window = self.window
-        deferred = window.samples if window.deferred else 0
-        samples = self.counters.samples + deferred + window.samples_elsewhere
+        samples = self.counters.samples
+        if window.deferred:
+            samples += window.samples
+        if window.totals is not None:
+            samples += window.totals.samples - window.samples  # of other ranks
         self.discard()
         self.counters.samples = samples
 

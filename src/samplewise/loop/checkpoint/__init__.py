@@ -1,9 +1,13 @@
-"""Checkpoint files without pickle: reading a checkpoint runs no code from it.
+"""Checkpoints: JSON and safetensors without pickle, in one format for one process and for several ranks.
 
-encoding       nested state <-> JSON text and tensors
-file           one safetensors file with a checksum, written atomically
-shards         storage layer for torch.distributed.checkpoint: one such file for each rank
-directory      checkpoint of several ranks: a directory of these files
-schema         checks of keys and kinds of values in a nested state
-trainer_state  checks of the state of a trainer before and during loading
+what is saved
+    state       state of a trainer: collecting it, checking it and loading it
+how it is written and read
+    encoding    nested state <-> JSON values and named tensors
+    format      the files of a checkpoint directory: state.json and one safetensors file per rank
+    sharding    which rank writes which chunk of a tensor, and how tensors are assembled
+    storage     writing a directory atomically, also in the background; reading it
+    schema      checks of keys and types in a nested state
+which exist
+    store       the checkpoints of a run; `sw.load_checkpoint`
 """

@@ -1,9 +1,9 @@
-"""Encoding of a nested state as JSON text and a list of tensors, and strict decoding.
+"""Encoding of a nested state as JSON values and named tensors, and strict decoding.
 
-Lists, text, None, bools and ordinary numbers are plain JSON; everything else is {"kind": content}. A tensor is
-{"tensor": [name, dtype, shape]}; tensors are named "0", "1", ... in the order of the state.
+Lists, text, None, bools and ordinary numbers are plain JSON; everything else is {"type": content}. A tensor is
+{"tensor": [name, dtype, shape]}. Its name is its path in the state, such as "model.0.weight".
 
-Decoding is strict: it accepts what `encode` writes and raises `Malformed` for everything else.
+Decoding is strict: it accepts what `Encoder` writes and raises `Malformed` for everything else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 
 from samplewise.distributed.sharded_parameters import is_dtensor
 
-DEEPEST = 100  # levels; the JSON parser fails at about 300, and a state that contains itself is infinite
-DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+MAX_DEPTH = 100  # levels; the JSON parser fails at about 300, and a state that contains itself is infinite
+DICT_TYPES: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+TENSOR_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 # Other dtypes are rejected, in a state and in a file.
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -32,127 +33,110 @@ DTYPES: dict[str, torch.dtype] = {
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-STRICT: dict[str, Any] = dict(allow_nan=False, separators=(",", ":"))
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+RESERVED_NAME = "__metadata__"  # key of the metadata in a safetensors file
 
-Take = Callable[[str, torch.dtype, list[int]], Any]
-Unpack = Callable[[Tensor, torch.dtype, list[int]], Tensor]
+Path = tuple[Any, ...]  # keys and indices that lead to a value
 
 
 class Malformed(ValueError):
-    """Text or tensors that `encode` cannot have produced. The message names what was found."""
+    """Content that `Encoder` cannot have produced. The message names what was found."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Name, dtype and shape of a tensor; its placeholder in a decoded state."""
+
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
 
 
 # --- encoding --------------------------------------------------------------------------------------------------------
 
 
-def encode(state: dict[Any, Any]) -> tuple[str, list[Tensor]]:
-    """Return the state as JSON text, and its tensors in the order of their names "0", "1", ...."""
-    tensors: list[Tensor] = []
-    return json.dumps(_encode(state, (), tensors), **STRICT), tensors
+class Encoder:
+    """Converter of nested values to JSON values. `tensors` and `paths` collect their tensors and paths by name."""
 
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.paths: dict[str, Path] = {}
 
-def _encode(value: Any, place: tuple[Any, ...], tensors: list[Tensor]) -> Any:
-    """Return `value` as JSON values, and append its tensors to `tensors`."""
-    if len(place) > DEEPEST:
-        raise TypeError(f"state must be at most {DEEPEST} levels deep; found more at {_dotted(place[:5])}...")
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"float": str(float(value))}
-    if isinstance(value, TENSORS):
-        return {"tensor": _encode_tensor(value, place, tensors)}
-    kind = type(value)
-    if value is None or kind in (bool, str):
-        return value
-    if kind is int:
-        return value if abs(value) < 2**63 else {"int": hex(value)}  # Python refuses to print very long decimals
-    if kind is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
-    if kind in DICTS.values():
-        return {kind.__name__: _encode_items(value, place, tensors)}
-    if kind in (list, tuple):
-        items = [_encode(item, (*place, k), tensors) for k, item in enumerate(value)]
-        return items if kind is list else {"tuple": items}
-    raise TypeError(
-        f"{_dotted(place)} must be a tensor, number, text, bytes, None, or a dict, list or tuple of these; "
-        f"found {kind_of(value)}. Convert it, or leave it out of the state."
-    )
-
-
-def _encode_items(value: dict[Any, Any], place: tuple[Any, ...], tensors: list[Tensor]) -> list[Any]:
-    for key in value:
-        if type(key) not in (str, int):
-            raise TypeError(f"keys of {_dotted(place)} must be text or int; found {key!r}, {kind_of(key)}.")
-    return [[_encode(key, place, tensors), _encode(item, (*place, key), tensors)] for key, item in value.items()]
-
-
-def _encode_tensor(value: Tensor, place: tuple[Any, ...], tensors: list[Tensor]) -> list[Any]:
-    plain = type(value) in TENSORS or is_dtensor(value)
-    if not plain or value.layout != torch.strided or value.is_meta or value.dtype not in NAMES:
+    def encode(self, value: Any, path: Path = ()) -> Any:
+        """Return `value`, which is at `path` in the state, as JSON values."""
+        if len(path) > MAX_DEPTH:
+            raise TypeError(f"state must be at most {MAX_DEPTH} levels deep; found more at {_dotted(path[:5])}...")
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"float": str(float(value))}
+        if isinstance(value, TENSOR_TYPES):
+            return {"tensor": self._encode_tensor(value, path)}
+        cls = type(value)
+        if value is None or cls in (bool, str):
+            return value
+        if cls is int:
+            return value if abs(value) < 2**63 else {"int": hex(value)}  # Python refuses to print very long decimals
+        if cls is bytes:
+            return {"bytes": base64.b64encode(value).decode()}
+        if cls in DICT_TYPES.values():
+            return {cls.__name__: self._encode_items(value, path)}
+        if cls in (list, tuple):
+            items = [self.encode(item, (*path, k)) for k, item in enumerate(value)]
+            return items if cls is list else {"tuple": items}
         raise TypeError(
-            f"{_dotted(place)} must be a plain, dense tensor with data; found {kind_of(value)} of layout "
-            f"{value.layout} and dtype {value.dtype} on {value.device}. Convert it, or leave it out of the state."
+            f"{_dotted(path)} must be a tensor, number, text, bytes, None, or a dict, list or tuple of these; "
+            f"found {type_name(value)}. Convert it, or leave it out of the state."
         )
-    tensors.append(value)
-    return [str(len(tensors) - 1), NAMES[value.dtype], list(value.shape)]
+
+    def _encode_items(self, value: dict[Any, Any], path: Path) -> list[Any]:
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(f"keys of {_dotted(path)} must be text or int; found {key!r}, {type_name(key)}.")
+        return [[self.encode(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
+
+    def _encode_tensor(self, value: Tensor, path: Path) -> list[Any]:
+        plain = type(value) in TENSOR_TYPES or is_dtensor(value)
+        if not plain or value.layout != torch.strided or value.is_meta or value.dtype not in DTYPE_NAMES:
+            raise TypeError(
+                f"{_dotted(path)} must be a plain, dense tensor with data; found {type_name(value)} of layout "
+                f"{value.layout} and dtype {value.dtype} on {value.device}. Convert it, or leave it out of the state."
+            )
+        name = self._new_name(path)
+        self.tensors[name] = value
+        self.paths[name] = path
+        return [name, DTYPE_NAMES[value.dtype], list(value.shape)]
+
+    def _new_name(self, path: Path) -> str:
+        """Return the path as text, with a suffix if another tensor has this name: {"a.b": x, "a": {"b": y}}."""
+        name = _dotted(path).encode(errors="backslashreplace").decode()  # safetensors rejects lone surrogates
+        while name in self.tensors or name == RESERVED_NAME:
+            name += "'"
+        return name
 
 
-def _dotted(place: tuple[Any, ...]) -> str:
-    return ".".join(map(str, place)) or "state"
+def to_json(value: Any) -> str:
+    """Return JSON values as text, without NaN and infinity."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-def kind_of(value: object) -> str:
-    """Return the qualified name of the value's type for error messages."""
-    kind = type(value)
-    if kind.__module__ == "builtins":
-        return kind.__qualname__
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _dotted(path: Path) -> str:
+    return ".".join(str(key) for key in path) or "state"
+
+
+def type_name(value: object) -> str:
+    """Return the name of a value's type, with its module if it is not built in."""
+    cls = type(value)
+    if cls.__module__ == "builtins":
+        return cls.__qualname__
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
-def decode(text: str, tensors: Mapping[str, Tensor], unpack: Unpack | None = None) -> dict[Any, Any]:
-    """Return the state. It must refer to each of the tensors exactly once, with its dtype and shape.
-
-    unpack: function (stored tensor, dtype, shape) that returns the tensor of the state.
-    """
-    left = dict(tensors)
-
-    def take(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor:
-        if name not in left:
-            raise Malformed(f"tensor {name!r} that is used twice, or is not stored")
-        tensor = left.pop(name) if unpack is None else unpack(left.pop(name), dtype, shape)
-        if tensor.dtype != dtype or list(tensor.shape) != shape:
-            found = f"{tensor.dtype} and shape {list(tensor.shape)}"
-            raise Malformed(f"tensor {name!r} of dtype {found} in place of {dtype} and {shape}")
-        return tensor
-
-    state = _state(text, take)
-    if left:
-        raise Malformed(f"{len(left):,} tensors that the state does not use")
-    return state
-
-
-def tensors_in(text: str) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Return dtype and shape of the tensors of an encoded state, by name."""
-    found: dict[str, tuple[torch.dtype, list[int]]] = {}
-
-    def note(name: str, dtype: torch.dtype, shape: list[int]) -> None:
-        if name in found:
-            raise Malformed(f"tensor {name!r} that is used twice")
-        found[name] = dtype, shape
-
-    _state(text, note)
-    return found
-
-
-def parsed(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any]) -> Any:
-    """Parse JSON without NaN and infinity.
-
-    hook: converts the (key, value) pairs of an object.
-    """
+def from_json(text: str | bytes) -> Any:
+    """Parse JSON; raise `Malformed` for invalid JSON, NaN, infinity and duplicate keys."""
     try:
-        return json.loads(text, object_pairs_hook=hook, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except Malformed:
         raise
     except RecursionError:
@@ -161,12 +145,31 @@ def parsed(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any]) -> A
         raise Malformed(f"invalid JSON ({why})") from None
 
 
-def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Hook for `parsed`: return a dict; raise Malformed if a key occurs twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def decode(value: Any) -> tuple[dict[Any, Any], dict[str, TensorInfo]]:
+    """Return the state with a `TensorInfo` in place of each tensor, and these by name."""
+    infos: dict[str, TensorInfo] = {}
+    state = _decode(value, infos, 0)
+    if not isinstance(state, dict):
+        raise Malformed(f"a state of type {type_name(state)}")
+    return state, infos
+
+
+def replace_infos(state: Any, tensor: Callable[[TensorInfo], Tensor]) -> Any:
+    """Return a decoded state with the tensors that `tensor` returns in place of their placeholders."""
+    if isinstance(state, TensorInfo):
+        return tensor(state)
+    if isinstance(state, dict):
+        return type(state)({key: replace_infos(item, tensor) for key, item in state.items()})
+    if isinstance(state, list | tuple):
+        return type(state)(replace_infos(item, tensor) for item in state)
+    return state
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
         raise Malformed("JSON with a duplicate key")
-    return found
+    return content
 
 
 def _no_constant(text: str) -> Any:
@@ -178,84 +181,77 @@ def _finite(text: str) -> float:
     return number if math.isfinite(number) else _no_constant(text[:20])
 
 
-def _state(text: str, take: Take) -> dict[Any, Any]:
-    state = _decode(parsed(text, without_repeats), take, 0)
-    if not isinstance(state, dict):
-        raise Malformed(f"a state of type {kind_of(state)}")
-    return state
-
-
-def _decode(value: Any, take: Take, depth: int) -> Any:
-    if depth > DEEPEST:
-        raise Malformed(f"a state of more than {DEEPEST} levels")
+def _decode(value: Any, infos: dict[str, TensorInfo], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise Malformed(f"a state of more than {MAX_DEPTH} levels")
     if isinstance(value, list):
-        return [_decode(item, take, depth + 1) for item in value]
+        return [_decode(item, infos, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1:
         raise Malformed(f"an object with {len(value)} keys in place of one")
-    [(kind, content)] = value.items()
-    if kind in DICTS:
-        return DICTS[kind](_decode_items(content, take, depth))
-    if kind == "tuple":
-        return tuple(_decode(item, take, depth + 1) for item in _of(list, content))
-    if kind == "tensor":
-        return _decode_tensor(content, take)
-    if kind in LEAVES:
-        return _decode_leaf(kind, _of(str, content))
-    raise Malformed(f"a value of unknown kind {kind[:40]!r}")
+    [(cls, content)] = value.items()
+    if cls in DICT_TYPES:
+        return DICT_TYPES[cls](_decode_items(content, infos, depth))
+    if cls == "tuple":
+        return tuple(_decode(item, infos, depth + 1) for item in _instance(list, content))
+    if cls == "tensor":
+        return _decode_tensor(content, infos)
+    if cls in ("bytes", "float", "int"):
+        return _decode_text(cls, _instance(str, content))
+    raise Malformed(f"a value of unknown type {cls[:40]!r}")
 
 
-def _decode_items(content: Any, take: Take, depth: int) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for item in _of(list, content):
+def _decode_items(content: Any, infos: dict[str, TensorInfo], depth: int) -> dict[Any, Any]:
+    items: dict[Any, Any] = {}
+    for item in _instance(list, content):
         if type(item) is not list or len(item) != 2:
             raise Malformed("an entry of a dict that is not a pair")
-        key = _decode(item[0], take, depth)
+        key = _decode(item[0], infos, depth)
         if type(key) not in (str, int):
-            raise Malformed(f"a key of type {kind_of(key)}")
-        if key in found:
+            raise Malformed(f"a key of type {type_name(key)}")
+        if key in items:
             raise Malformed(f"the duplicate key {key!r}")
-        found[key] = _decode(item[1], take, depth + 1)
-    return found
+        items[key] = _decode(item[1], infos, depth + 1)
+    return items
 
 
-def _decode_tensor(content: Any, take: Take) -> Any:
+def _decode_tensor(content: Any, infos: dict[str, TensorInfo]) -> TensorInfo:
     if type(content) is not list or len(content) != 3:
         raise Malformed("a tensor without name, dtype and shape")
-    name = _of(str, content[0])
-    dtype = _of(str, content[1])
-    shape = sizes(content[2])
+    name = _instance(str, content[0])
+    dtype = _instance(str, content[1])
+    shape = check_sizes(content[2])
     if dtype not in DTYPES:
         raise Malformed(f"a tensor of dtype {dtype[:40]!r}")
-    return take(name, DTYPES[dtype], shape)
+    if name in infos:
+        raise Malformed(f"tensor {name!r} that is used twice")
+    infos[name] = TensorInfo(name, DTYPES[dtype], shape)
+    return infos[name]
 
 
-def sizes(value: Any) -> list[int]:
+def check_sizes(value: Any) -> list[int]:
     """Check that a value is a list of non-negative ints, a shape or an offset in each dimension, and return it."""
     if type(value) is not list or not all(type(size) is int and size >= 0 for size in value):
         raise Malformed(f"a shape or offset {str(value)[:40]}")
     return value
 
 
-LEAVES = ("bytes", "float", "int")
-
-
-def _decode_leaf(kind: str, text: str) -> Any:
+def _decode_text(cls: str, text: str) -> Any:
     try:
-        if kind == "bytes":
+        if cls == "bytes":
             return base64.b64decode(text, validate=True)
-        if kind == "int":
+        if cls == "int":
             return int(text, 16)
     except ValueError:
-        raise Malformed(f"{kind} that cannot be decoded") from None
+        raise Malformed(f"{cls} that cannot be decoded") from None
     if text not in ("nan", "inf", "-inf"):
         raise Malformed(f"the float {text[:40]!r}")
     return float(text)
 
 
-def _of(kind: type, value: Any) -> Any:
-    """Return the value if it has the type `kind`; otherwise raise Malformed."""
-    if type(value) is not kind:
-        raise Malformed(f"{kind_of(value)} in place of {kind.__name__}")
+def _instance(cls: type, value: Any) -> Any:
+    """Return the value if it has the type `cls`; otherwise raise Malformed."""
+    if type(value) is not cls:
+        raise Malformed(f"{type_name(value)} in place of {cls.__name__}")
     return value

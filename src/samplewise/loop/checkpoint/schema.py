@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from samplewise.loop.checkpoint.encoding import Malformed, kind_of
+from samplewise.loop.checkpoint.encoding import Malformed, type_name
 
 
 class Kind(NamedTuple):
@@ -60,4 +60,4 @@ def check(value: Any, schema: Schema, place: str = "") -> None:
 def _shown(value: Any) -> str:
     if type(value) in (bool, int, float, str, type(None)):
         return repr(value)[:40]
-    return kind_of(value)
+    return type_name(value)

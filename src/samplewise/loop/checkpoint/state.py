@@ -1,19 +1,75 @@
-"""State of a trainer in a checkpoint: collecting, loading, and checks on resume."""
+"""State of a trainer in a checkpoint: collecting it, checking it and loading it.
+
+    model, optimizer, step, running, callbacks     state dicts; also scheduler and loss if there are any
+    trainer                                        epoch, position in the data, seed, length of the log
+    classes                                        class names of optimizer and scheduler
+    per_rank                                       one item of each rank: its random state, and its part of an open
+                                                   window of several ranks
+
+An intact checkpoint may still contain something else than the state of a trainer, or numbers that no trainer saves, so
+it is checked before it is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.snapshot import RandomState
 from samplewise.distributed.group import current_group
 from samplewise.distributed.sharded_parameters import is_dtensor
-from samplewise.errors import CheckpointError
+from samplewise.errors import CheckpointError, SamplewiseError
+from samplewise.loop.checkpoint.encoding import Malformed
+from samplewise.loop.checkpoint.schema import (
+    COUNT,
+    DICT,
+    LIST,
+    NUMBER,
+    POSITIVE,
+    TENSOR,
+    TEXT,
+    WHOLE,
+    Schema,
+    check,
+    maybe,
+)
+from samplewise.loop.data.rng import derive_seed, reseed
 from samplewise.step.step import Step
+from samplewise.step.window import Counters
 
-KINDS = ("optimizer", "scheduler")
+COUNTERS: Schema = {field.name: COUNT for field in fields(Counters)}
+WINDOW: Schema = {"parts": DICT, "sums": DICT, "failure": LIST, "noted": LIST}
+POSITION: Schema = {"batches": COUNT, "inside": COUNT, "start": COUNT, "samples": COUNT, "kind": maybe(TEXT)}
+SUMS: Schema = {"loss": TENSOR, "count": TENSOR, "samples": COUNT, "skipped": COUNT, "seconds": NUMBER}
+TRAINER: Schema = {
+    "trainer": {"epoch": COUNT, "log": COUNT, "seed": WHOLE, "used": maybe(COUNT)},
+    "classes": {"optimizer": TEXT, "scheduler": TEXT},
+    "model": DICT,
+    "optimizer": DICT,
+    "step": {
+        "counters": COUNTERS,
+        "precision": {"scale": POSITIVE, "since_change": COUNT},
+        "compiling": DICT,
+        "dealt": [WHOLE],
+        "window": WINDOW,
+    },
+    "running": {"lines": SUMS, "epoch": SUMS},
+    "callbacks": DICT,
+    "per_rank": [maybe(DICT)],
+}
+RANK: Schema = {"random": {"torch": TENSOR, "cuda": LIST}}
+RANK_WINDOW: Schema = {"window": {"counters": COUNTERS, "window": WINDOW}}
+# Errors that load_state_dict of torch, of a loader or of a callback raises for a state that does not fit.
+LOAD_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
+
+
+# --- collecting ------------------------------------------------------------------------------------------------------
 
 
 def savable(step: Step) -> bool:
@@ -30,72 +86,75 @@ def check_savable(step: Step) -> None:
         )
 
 
-def state_of(part: Any) -> Any:
-    """Return the state dict of a part. With several ranks that of a Step omits the open window: see `own_window`."""
+def part_state(part: Any) -> Any:
+    """Return the state dict of a part. With several ranks that of a Step omits the open window: see `rank_state`."""
     if isinstance(part, Step):
         return part.state_dict(window=not current_group().distributed)
     return part.state_dict()
 
 
-def own_window(step: Step) -> dict[str, Any]:
-    """Return {"own": this rank's part of the open window}, or {} for one process or no open window. Collective."""
-    begun = current_group().distributed and current_group().all_reduce_scalars(step.has_pending_samples)[0]
-    return {"own": step.window_state()} if begun else {}
+def rank_state(step: Step) -> dict[str, Any]:
+    """Return the state of this rank: random generators, and its part of an open window of several ranks. Collective."""
+    state = {"random": RandomState().state_dict()}
+    if current_group().distributed and current_group().all_reduce_scalars(step.has_pending_samples)[0]:
+        state["window"] = step.window_state()
+    return state
 
 
-def load(part: Any, state: Any) -> None:
-    """Load a state into a part. Tensors that are sharded over ranks receive this rank's shard."""
-    if current_group().distributed and isinstance(part, nn.Module):
-        now = part.state_dict()
-        state = {name: _as_shared(value, now.get(name)) for name, value in state.items()}
-    elif current_group().distributed and isinstance(part, torch.optim.Optimizer):
-        owners = [p for group in part.param_groups for p in group["params"]]
-        each = {}
-        for k, values in state["state"].items():
-            each[k] = {name: _as_shared(value, owners[k]) for name, value in values.items()}
-        state = {**state, "state": each}
-    part.load_state_dict(state)
-
-
-def _as_shared(value: Any, like: Any) -> Any:
-    if is_dtensor(like) and isinstance(value, Tensor) and value.shape == like.shape:
-        from torch.distributed.tensor import distribute_tensor  # slow to import; a sharded tensor has imported it
-
-        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return value
-
-
-def whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a model with sharded tensors gathered, on every rank."""
-    return {name: value.full_tensor() if is_dtensor(value) else value for name, value in state.items()}
-
-
-def kinds(parts: Mapping[str, Any]) -> dict[str, str]:
+def class_names(parts: Mapping[str, Any]) -> dict[str, str]:
     """Return the class names of optimizer and scheduler; "none" if there is none.
 
     A state dict does not contain its class: torch would load that of another class, and be wrong or fail later.
     """
-    return {name: type(parts[name]).__name__ if name in parts else "none" for name in KINDS}
+    return {name: type(parts[name]).__name__ if name in parts else "none" for name in ("optimizer", "scheduler")}
 
 
-def check_resumed(state: Mapping[str, Any], parts: Mapping[str, Any], seed: int) -> None:
+# --- checking --------------------------------------------------------------------------------------------------------
+
+
+def check_trainer_state(path: Path, state: dict[Any, Any]) -> None:
+    """Raise CheckpointError if the state was not saved by a trainer, in one process or on several ranks."""
+    try:
+        check(state, TRAINER)
+        several = "places" in state["trainer"]
+        check(state["trainer"], {"places": [POSITION]} if several else {"place": POSITION}, "trainer")
+        if not any(state["per_rank"]):
+            raise Malformed("no state of a rank")
+        for rank, own in enumerate(state["per_rank"]):
+            if own is not None:
+                check(own, RANK, f"per_rank.{rank}")
+                check(own, RANK_WINDOW if "window" in own else {}, f"per_rank.{rank}")
+    except Malformed as why:
+        raise CheckpointError(
+            f"{path} must contain the state of a trainer; found {why}. It was written for another purpose: use an "
+            "earlier checkpoint."
+        ) from why
+
+
+def check_compatible(state: Mapping[str, Any], parts: Mapping[str, Any], seed: int) -> None:
     """Raise CheckpointError if seed, classes or number of ranks do not match the checkpoint."""
     if state["trainer"]["seed"] != seed:
         raise CheckpointError(
             f"a run must be resumed with the seed it was saved with, {state['trainer']['seed']}; found {seed}."
         )
-    for name, kind in kinds(parts).items():
-        if kind != state["kinds"][name]:
+    for name, found in class_names(parts).items():
+        if found != state["classes"][name]:
             raise CheckpointError(
-                f"a run must be resumed with the {name} it was saved with, {state['kinds'][name]}; found {kind}. "
+                f"a run must be resumed with the {name} it was saved with, {state['classes'][name]}; found {found}. "
                 "Use the saved class, or start a new run directory."
             )
     _check_shapes(state, parts)
-    owners = state.get("owners", current_group().size)
-    if owners != current_group().size:
+    _check_window(state)
+
+
+def _check_window(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if there is an open window that was saved with another number of ranks."""
+    ranks = len(state["per_rank"])
+    has_window = any(own is not None and "window" in own for own in state["per_rank"])
+    if has_window and ranks != current_group().size:
         raise CheckpointError(
-            f"a checkpoint with an open window of {owners} ranks must be resumed with the same number of ranks; "
-            f"found {current_group().size}. Resume with {owners} ranks. To change the number of ranks, save inside "
+            f"a checkpoint with an open window of {ranks} ranks must be resumed with the same number of ranks; "
+            f"found {current_group().size}. Resume with {ranks} ranks. To change the number of ranks, save inside "
             "epochs: ModelCheckpoint(every='100up')."
         )
     if current_group().distributed and state["step"]["window"]["parts"]:
@@ -122,3 +181,62 @@ def _check_shapes(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "no entry" if shape is None else f"shape {shape}"
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_part(part: Any, state: Any) -> None:
+    """Load a state into a part. Tensors that are sharded over ranks receive this rank's shard."""
+    if current_group().distributed and isinstance(part, nn.Module):
+        current = part.state_dict()
+        state = {name: _shard_like(value, current.get(name)) for name, value in state.items()}
+    elif current_group().distributed and isinstance(part, torch.optim.Optimizer):
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        sharded = {}
+        for k, values in state["state"].items():
+            sharded[k] = {name: _shard_like(value, parameters[k]) for name, value in values.items()}
+        state = {**state, "state": sharded}
+    part.load_state_dict(state)
+
+
+def _shard_like(value: Any, like: Any) -> Any:
+    if is_dtensor(like) and isinstance(value, Tensor) and value.shape == like.shape:
+        from torch.distributed.tensor import distribute_tensor  # slow to import; a sharded tensor has imported it
+
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return value
+
+
+def load_rank_state(per_rank: list[Any], step: Step) -> None:
+    """Restore this rank's part of an open window of several ranks, if there was one."""
+    rank = current_group().rank
+    if rank < len(per_rank) and "window" in per_rank[rank]:
+        step.load_window_state(per_rank[rank]["window"])
+
+
+def load_random_states(per_rank: list[Any], seed: int) -> None:
+    """Restore the random state of this rank.
+
+    A rank that did not exist when the checkpoint was saved gets a seed derived from its rank.
+    """
+    rank = current_group().rank
+    if rank < len(per_rank):
+        RandomState.from_state_dict(per_rank[rank]["random"]).restore()
+    else:
+        reseed(derive_seed(seed, rank, per_rank[0]["random"]["torch"].tolist()))
+
+
+@contextmanager
+def load_errors(what: str) -> Iterator[None]:
+    """Convert errors of loading a state into a CheckpointError that names what was being loaded."""
+    try:
+        yield
+    except SamplewiseError:
+        raise
+    except LOAD_ERRORS as why:
+        message = str(why).strip().replace("\n\t", " ").partition("\n")[0].rstrip(".")
+        raise CheckpointError(
+            f"a checkpoint must fit the {what} of the run that it is loaded into; found {type(why).__name__}: "
+            f"{message}. Use the {what} that the run was saved with, or start a new run directory."
+        ) from why

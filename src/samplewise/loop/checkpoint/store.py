@@ -1,14 +1,11 @@
-"""Directory of checkpoints of a run, of which the newest are kept.
-
-One process writes a checkpoint as a file, several ranks write it as a directory; `read` accepts both.
-"""
+"""Checkpoints of a run: which exist, which is the newest, and which are kept."""
 
 from __future__ import annotations
 
 import re
 import uuid
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +13,40 @@ import torch
 
 from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError, CheckpointWarning
-from samplewise.loop.checkpoint import directory, file
-from samplewise.loop.checkpoint.encoding import encode, kind_of
-from samplewise.loop.checkpoint.file import PARTIAL
+from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint.storage import PARTIAL, REPLACED
+
+NAME = re.compile(r"update-([0-9]{9,})\.ckpt")
 
 
-def write(path: Path, state: dict[Any, Any]) -> None:
-    """Write `state` to one file: see `file.write`."""
-    if not isinstance(state, dict):
-        raise TypeError(f"state must be a dict; found {kind_of(state)}.")
-    file.write(path, state)
+def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """Return the state dicts of a checkpoint, by name: "model", "optimizer", ...
 
+        model.load_state_dict(sw.load_checkpoint("runs/digits")["model"])
 
-def read(path: Path, device: str | torch.device = "cpu") -> dict[Any, Any]:
-    """Return the state of a checkpoint file or directory at `path`, with its tensors on `device`.
-
-    A checkpoint contains no code, so one from an untrusted source cannot run anything.
+    `path` is a checkpoint of one process or of several ranks, or a run directory, of which the newest readable
+    checkpoint is used. Tensors are on `device`. Nothing is unpickled, so a checkpoint from an untrusted source cannot
+    run code, and no file is changed.
     """
-    if Path(path).is_dir():
-        return file.moved(directory.read(Path(path)), torch.device(device))
-    return file.read(path, device)
+    if not str(path):
+        raise CheckpointError(
+            f"path must name a checkpoint or a run directory; found the empty path {path!r}. Pass for example "
+            "'runs/name'."
+        )
+    path = Path(path)
+    checkpoints = path / "checkpoints"
+    if not checkpoints.is_dir():
+        return storage.read(path, device)
+    newest = newest_checkpoint(checkpoints, lambda checkpoint: storage.read(checkpoint, device))
+    if newest is None:
+        raise CheckpointError(
+            f"{path} must have a checkpoint that can be read; found none in {checkpoints}. "
+            "Give another run directory, or train with Trainer(..., run=...) first."
+        )
+    return newest[0]
 
 
-def check(state: dict[Any, Any]) -> None:
-    """Raise the error that `write` would raise for the content of a state, without copying or writing."""
-    file.require_safetensors()
-    encode(state)
-
-
-def newest(directory: Path, read: Callable[[Path], dict[Any, Any]]) -> tuple[dict[Any, Any], Path] | None:
+def newest_checkpoint(directory: Path, read: Callable[[Path], dict[Any, Any]]) -> tuple[dict[Any, Any], Path] | None:
     """Return (state, path) of the newest readable checkpoint in a directory; None if there is none.
 
     CheckpointWarning is issued for each newer one that cannot be read.
@@ -58,14 +60,22 @@ def newest(directory: Path, read: Callable[[Path], dict[Any, Any]]) -> tuple[dic
 
 
 def _newest_first(directory: Path) -> list[tuple[int, Path]]:
-    named = ((re.fullmatch(r"update-([0-9]{9,})\.ckpt", path.name), path) for path in directory.iterdir())
+    """Return (number of updates, path) of each checkpoint, newest first."""
+    paths = {_final(path) for path in directory.iterdir()}
+    named = ((NAME.fullmatch(path.name), path) for path in paths)
     return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
+
+
+def _final(path: Path) -> Path:
+    """Return the final name of a checkpoint that has a temporary name because it is being replaced."""
+    is_replaced = path.name.startswith(".") and path.name.endswith(REPLACED)
+    return path.with_name(path.name[1 : -len(REPLACED)]) if is_replaced else path
 
 
 class Checkpoints:
     """Directory of checkpoints that keeps the newest `keep` of them, 2 by default, and those in `protect`.
 
-    Only one run at a time may use it: a file that another run is writing looks like that of an interrupted save.
+    Only one run at a time may use it: a checkpoint that another run is writing looks like that of an interrupted save.
     """
 
     def __init__(self, directory: Path, keep: int = 2):
@@ -76,28 +86,29 @@ class Checkpoints:
         self.protect: set[Path] = set()
         self._check_writable()
 
-    def save(self, state: dict[Any, Any], update: int) -> Path:
-        """Write the state after `update` updates, then remove older checkpoints. Returns the path."""
+    def save(self, state: dict[Any, Any], update: int, own: Any = None) -> Path:
+        """Write the state after `update` updates, then remove older checkpoints. Returns the path.
+
+        own: state of this rank: see `storage.write`.
+        """
         if update < 0:
             raise ValueError(f"update must be a number of updates, 0 or more; found {update}.")
         self._remove_leftovers()  # first, since they may fill the disk
         path = self.path_of(update)
-        if path.is_dir():  # saved by several ranks; os.replace cannot replace a directory by a file
-            path.rename(path.with_name(f".{path.name}{PARTIAL}"))
-        write(path, state)
+        storage.write(path, state, own)
         self.remove_older_than(update)
         return path
 
     def path_of(self, update: int) -> Path:
         return self.directory / f"update-{update:09d}.ckpt"
 
-    def latest(self, read: Callable[[Path], dict[Any, Any]] = read) -> tuple[dict[Any, Any], Path] | None:
+    def latest(self, read: Callable[[Path], dict[Any, Any]] = storage.read) -> tuple[dict[Any, Any], Path] | None:
         """Return (state, path) of the newest readable checkpoint; None if there is none.
 
         CheckpointWarning is issued for each newer one that cannot be read.
         """
         self._remove_leftovers()
-        return newest(self.directory, read)
+        return newest_checkpoint(self.directory, read)
 
     def paths(self) -> list[Path]:
         """List the paths of all checkpoints, readable or not, newest first."""
@@ -108,11 +119,19 @@ class Checkpoints:
         # Later checkpoints stay: they may still be needed after a run was resumed from an earlier one.
         older = [path for number, path in _newest_first(self.directory) if number < update]
         protected = {path.resolve() for path in self.protect}
-        _remove(path for path in older[self.keep - 1 :] if path.resolve() not in protected)
+        for path in older[self.keep - 1 :]:
+            if path.resolve() not in protected:
+                _remove(path, storage.remove_checkpoint)
 
     def _remove_leftovers(self) -> None:
-        if current_group().rank == 0:
-            _remove(self.directory.glob(f".*{PARTIAL}"))
+        """Remove what interrupted saves have left, except the only copy of a checkpoint that was being replaced."""
+        if current_group().rank != 0:
+            return
+        for path in self.directory.glob(f".*{PARTIAL}"):
+            _remove(path, storage.remove)
+        for path in self.directory.glob(f".*{REPLACED}"):
+            if _final(path).exists():
+                _remove(path, storage.remove)
 
     def _check_writable(self) -> None:
         # Write a file, since os.access reports no problem for root, even on a read-only disk.
@@ -128,13 +147,12 @@ class Checkpoints:
             ) from why
 
 
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        try:
-            file.remove(path)
-        except OSError as why:
-            warnings.warn(
-                f"{path} is no longer needed but cannot be removed: {why}. Remove it by hand.",
-                CheckpointWarning,
-                stacklevel=4,
-            )
+def _remove(path: Path, remove: Callable[[Path], None]) -> None:
+    try:
+        remove(path)
+    except OSError as why:
+        warnings.warn(
+            f"{path} is no longer needed but cannot be removed: {why}. Remove it by hand.",
+            CheckpointWarning,
+            stacklevel=4,
+        )

@@ -17,7 +17,7 @@ from typing import Any
 from samplewise.core.batches import cut, length
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
-from samplewise.loop.checkpoint import store
+from samplewise.loop.checkpoint import storage
 from samplewise.loop.data.adapters import END, adapter_for, is_map_style, kind_name
 from samplewise.loop.data.resume_check import Data, describe, differences, listed
 from samplewise.loop.data.sharding import RankShard, ShardedLoader, check_not_sharded
@@ -333,7 +333,7 @@ class ResumableLoader:
         """Check before the first batch of a loader that its state can be saved."""
         if self._state_unchecked:
             try:
-                store.check({"loader": self._adapter.state()})
+                storage.check({"loader": self._adapter.state()})
             except TypeError as why:
                 raise CheckpointError(f"the state of a loader must be savable in a checkpoint: {why}") from why
             self._state_unchecked = False

@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from samplewise.core.snapshot import RandomState
-from samplewise.distributed.group import current_group
 
 
 def derive_seed(*keys: Any) -> int:
@@ -52,25 +51,6 @@ def fork_rng(seed: int) -> Iterator[None]:
         yield
     finally:
         outside.restore()
-
-
-def random_states() -> dict[str, Any]:
-    """Return the random state for a checkpoint: of this process, or of all ranks. Collective."""
-    mine = RandomState().state_dict()
-    return {"randoms": current_group().all_gather_object(mine)} if current_group().distributed else {"random": mine}
-
-
-def load_random_states(state: dict[str, Any], seed: int) -> None:
-    """Restore the random state of this rank.
-
-    A rank that did not exist when the checkpoint was saved gets a seed derived from its rank.
-    """
-    saved = state.get("randoms") or [state["random"]]
-    rank = current_group().rank
-    if rank < len(saved):
-        RandomState.from_state_dict(saved[rank]).restore()
-    else:
-        reseed(derive_seed(seed, rank, saved[0]["torch"].tolist()))
 
 
 class RngStream:

@@ -1,0 +1,301 @@
+"""Files of a checkpoint: a directory with a JSON file, and a safetensors file from each rank.
+
+    update-000000010.ckpt/
+        state.json            everything except tensors; size and SHA-256 of each shard
+        rank-0.safetensors    shard of rank 0: tensors, or parts of tensors that are sharded over ranks
+        rank-1.safetensors    shard of rank 1; one process writes rank-0 only
+
+state.json has the keys
+
+    format            "samplewise checkpoint"
+    format_version    version of this format
+    shards            one {"file", "bytes", "sha256", "offsets"} for each rank; "offsets" has the offset in each
+                      dimension of the tensors that the shard contains only a part of, by name
+    state             the state: see `encoding`
+    sha256            checksum of state.json without this entry
+
+No file contains code, so a checkpoint from an untrusted source cannot run anything. Shards are written without the
+safetensors library, which keeps the whole file in memory, or leaves temporary files when it is interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable
+from io import BufferedReader
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samplewise.core.atomic_io import sync_file
+from samplewise.core.format_version import other_version
+from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.errors import CheckpointError
+from samplewise.loop.checkpoint.encoding import RESERVED_NAME, Malformed, check_sizes, from_json, to_json
+from samplewise.loop.checkpoint.schema import COUNT, DICT, TEXT, Schema, check
+
+FORMAT = "samplewise checkpoint"
+# 1: one file, or a directory with torch's pickle. 2: a directory of files of version 1. Neither was released.
+VERSION = 3
+STATE_FILE = "state.json"
+MAX_JSON_BYTES = 100_000_000  # of state.json and of the header of a shard; safetensors refuses to read longer headers
+SHARD: Schema = {"file": TEXT, "bytes": COUNT, "sha256": TEXT, "offsets": DICT}
+CONTENT: Schema = {"format": TEXT, "format_version": COUNT, "shards": [SHARD], "state": DICT}
+# Names of dtypes in safetensors. Tensors of other dtypes are stored as uint8 with one more dimension, their bytes.
+STORED_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+# Errors that the standard library, torch and safetensors raise for files that were not written by this module.
+PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError)
+
+
+class Chunk(NamedTuple):
+    """Tensor, or the part of it that begins at `offset`."""
+
+    name: str
+    tensor: Tensor
+    offset: tuple[int, ...] | None = None  # in each dimension; None for a complete tensor
+
+
+def shard_file(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
+
+
+def require_safetensors() -> Any:
+    """Import safetensors, or raise ImportError with the command to install it."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("checkpoints need safetensors: pip install 'samplewise[train]'") from None
+    return safetensors
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_shard(path: Path, chunks: Iterable[Chunk]) -> dict[str, Any]:
+    """Write chunks to a safetensors file, sync it to disk, and return its entry in state.json."""
+    # Wide dtypes first, after a multiple of 8 bytes, so that each tensor is aligned to its item size, as reading needs.
+    ordered = sorted(chunks, key=lambda chunk: -chunk.tensor.itemsize if chunk.tensor.dtype in STORED_DTYPES else -1)
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        buffers = (tensor_bytes(chunk.tensor) for chunk in ordered)
+        for data in chain([memoryview(_header(ordered))], buffers):
+            digest.update(data)
+            file.write(data)
+        sync_file(file)
+        size = file.tell()
+    offsets = {chunk.name: list(chunk.offset) for chunk in ordered if chunk.offset is not None}
+    return {"file": path.name, "bytes": size, "sha256": digest.hexdigest(), "offsets": offsets}
+
+
+def _header(chunks: Iterable[Chunk]) -> bytes:
+    """Return the header of a safetensors file, preceded by its length."""
+    header: dict[str, Any] = {RESERVED_NAME: {"format": "pt"}}
+    begin = 0
+    for name, tensor, _ in chunks:
+        end = begin + tensor.nbytes
+        stored = tensor.dtype in STORED_DTYPES
+        dtype = STORED_DTYPES[tensor.dtype] if stored else "U8"
+        shape = [*tensor.shape] if stored else [*tensor.shape, tensor.itemsize]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = to_json(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_state(directory: Path, state: str, shards: list[dict[str, Any]]) -> None:
+    """Write state.json and sync it to disk. `state`: the encoded state as text."""
+    head = to_json({"format": FORMAT, "format_version": VERSION, "shards": shards})
+    text = f'{head[:-1]},"state":{state}}}'
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    with open(directory / STATE_FILE, "wb") as file:
+        file.write(f'{text[:-1]},"sha256":"{digest}"}}'.encode())
+        sync_file(file)
+
+
+def check_length(state: str) -> None:
+    """Raise CheckpointError if an encoded state is too long for state.json."""
+    if len(state) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"numbers and texts of a state must take at most {MAX_JSON_BYTES} bytes as JSON; found {len(state)}. "
+            "Convert long lists to tensors."
+        )
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_state(directory: Path) -> tuple[Any, list[dict[str, Any]]]:
+    """Return the encoded state and the entries of the shards, after checking format, version and checksum."""
+    path = directory / STATE_FILE
+    _check_directory(directory)
+    try:
+        with _open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > 2 * MAX_JSON_BYTES:  # state and entries of the shards
+                raise foreign(path, "a file that is too long")
+            data = file.read()
+        if data[:1] not in (b"{", b""):
+            raise foreign(path, f"a file that begins with {data[:9]!r}")
+        content = from_json(data)
+        if content.get("format") != FORMAT:
+            raise foreign(path, f"JSON of format {str(content.get('format'))[:40]!r}")
+        if content.get("format_version") != VERSION or type(content["format_version"]) is not int:
+            raise CheckpointError(other_version(directory, content.get("format_version"), VERSION))
+        digest = content.pop("sha256", None)
+        if hashlib.sha256(to_json(content).encode()).hexdigest() != digest:
+            raise Malformed("another checksum")
+        check(content, CONTENT)
+    except OSError as why:
+        raise _unreadable(path, why) from why
+    except PARSE_ERRORS as why:
+        raise corrupt(path, why) from why
+    return content["state"], content["shards"]
+
+
+def _check_directory(path: Path) -> None:
+    """Raise CheckpointError for a checkpoint of an earlier version of the format, and for other files."""
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            version = _directory_version(path)
+        else:
+            version = _file_version(path)
+    except OSError as why:
+        raise _unreadable(path, why) from why
+    if version != VERSION:
+        raise CheckpointError(other_version(path, version, VERSION))
+
+
+def _directory_version(path: Path) -> int:
+    earlier = {".metadata": 1, "state.ckpt": 2}
+    names = [] if (path / STATE_FILE).exists() else [name for name in earlier if (path / name).exists()]
+    return earlier[names[0]] if names else VERSION
+
+
+def _file_version(path: Path) -> int:
+    with _open_regular(path) as file:
+        start = file.read(100)
+    if f'"format":"{FORMAT}"'.encode() not in start:
+        raise foreign(path, f"a file that begins with {start[:9]!r}")
+    return 1
+
+
+def read_shard(directory: Path, rank: int, entry: dict[str, Any], verify: bool = True) -> list[Chunk]:
+    """Return the chunks in the shard of a rank, memory-mapped and as they are stored: see `unpacked`.
+
+    verify: False if another process compares the file with its checksum.
+    """
+    safetensors = require_safetensors()
+    path = directory / shard_file(rank)
+    try:
+        if entry["file"] != path.name:
+            raise Malformed(f"the file name {entry['file'][:40]!r} in place of {path.name!r}")
+        with _open_regular(path) as file:
+            header, names = _read_header(path, file, entry["bytes"])
+        with safetensors.safe_open(path, framework="pt") as shard:
+            tensors = {name: shard.get_tensor(name) for name in names}
+        if verify and _checksum(header, tensors.values()) != entry["sha256"]:
+            raise Malformed("another checksum")
+        return _chunks(tensors, entry["offsets"])
+    except OSError as why:
+        raise _unreadable(path, why) from why
+    except (safetensors.SafetensorError, *PARSE_ERRORS) as why:
+        raise corrupt(path, why) from why
+
+
+def _chunks(tensors: dict[str, Tensor], offsets: dict[Any, Any]) -> list[Chunk]:
+    missing = [name for name in offsets if name not in tensors]
+    if missing:
+        raise Malformed(f"an offset of {missing[0]!r}, which is not stored")
+    at = {name: tuple(check_sizes(offset)) for name, offset in offsets.items()}
+    return [Chunk(name, tensor, at.get(name)) for name, tensor in tensors.items()]
+
+
+def _read_header(path: Path, file: BufferedReader, size: int) -> tuple[bytes, list[str]]:
+    """Return the header of a shard, preceded by its length, and the names of its tensors in the order of their data.
+
+    Checks the length of the file, and that the header is JSON without duplicate keys; safetensors checks its content.
+    """
+    start = file.read(9)
+    length = int.from_bytes(start[:8], "little")
+    if len(start) == 9 and (start[8:] != b"{" or length > MAX_JSON_BYTES):
+        raise foreign(path, f"a file that begins with {start!r}")
+    found = os.fstat(file.fileno()).st_size
+    if found < size:
+        raise CheckpointError(
+            f"{path} must be {size} bytes long; found {found}. It is truncated: copy it again, or use an earlier "
+            "checkpoint."
+        )
+    if found > size:
+        raise Malformed(f"{found} bytes in place of {size}")
+    start += file.read(length - 1)
+    header = from_json(start[8:])
+    if header.pop(RESERVED_NAME, None) != {"format": "pt"}:
+        raise Malformed("other metadata")
+    spans = {name: check_sizes(tensor["data_offsets"]) for name, tensor in header.items()}
+    end = 8 + length + max((span[1] for span in spans.values()), default=0)
+    if end != size:
+        raise Malformed(f"{size} bytes for tensors that end at {end}")
+    return start, sorted(spans, key=lambda name: spans[name])
+
+
+def _checksum(header: bytes, tensors: Iterable[Tensor]) -> str:
+    """Return the SHA-256 of a shard, computed from memory-mapped tensors in the order of their data."""
+    digest = hashlib.sha256(header)
+    for tensor in tensors:
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def unpacked(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a stored tensor with its original dtype; raise `Malformed` if it is stored as another one."""
+    packed = dtype not in STORED_DTYPES
+    if stored.dtype != (torch.uint8 if packed else dtype) or (packed and stored.shape[-1:] != (dtype.itemsize,)):
+        raise Malformed(f"a tensor stored as {stored.dtype} {list(stored.shape)} in place of {dtype}")
+    return stored.clone().view(dtype).squeeze(-1) if packed else stored  # cloned: it may not be aligned in the file
+
+
+def _open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading; raise OSError for a named pipe, which would block."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError("it is not a regular file")
+    return open(path, "rb")
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def corrupt(path: Path, found: Exception) -> CheckpointError:
+    """Return the error for a file or directory whose content was changed."""
+    shown = str(found) if isinstance(found, Malformed) else f"{type(found).__name__}: {found}"
+    return CheckpointError(
+        f"{path} must contain exactly what was written to it; found {shown}. It is corrupt: use an earlier checkpoint."
+    )
+
+
+def foreign(path: Path, found: str) -> CheckpointError:
+    """Return the error for a file that is not part of a checkpoint."""
+    return CheckpointError(
+        f"{path} must be a checkpoint file written by samplewise; found {found}. It is not a checkpoint: pass another "
+        "path."
+    )
+
+
+def _unreadable(path: Path, why: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} must be readable; found: {why}. Check its path and permissions.")

@@ -1,0 +1,38 @@
+"""Bytes of tensors of any layout."""
+
+import gc
+
+import torch
+
+from samplewise.core.tensor_bytes import tensor_bytes
+
+
+def test_bytes_are_in_row_major_order():
+    values = torch.tensor([[1, 2], [3, 4]], dtype=torch.int16)
+    assert bytes(tensor_bytes(values)) == b"\1\0\2\0\3\0\4\0"
+    assert bytes(tensor_bytes(values.T)) == b"\1\0\3\0\2\0\4\0"
+    assert bytes(tensor_bytes(values[:, ::2])) == b"\1\0\3\0"
+
+
+def test_empty_and_scalar_tensors():
+    assert bytes(tensor_bytes(torch.empty(0, 3))) == b""
+    assert bytes(tensor_bytes(torch.tensor(True))) == b"\1"
+
+
+def test_conjugates_are_resolved():
+    values = torch.tensor([1 + 2j])
+    assert bytes(tensor_bytes(values.conj())) == bytes(tensor_bytes(torch.tensor([1 - 2j])))
+
+
+def test_contiguous_memory_is_shown_read_only_without_a_copy():
+    values = torch.zeros(4, dtype=torch.uint8, requires_grad=False)
+    view = tensor_bytes(values)
+    values[1] = 7
+    assert view[1] == 7 and view.readonly
+
+
+def test_the_view_keeps_the_memory_alive():
+    view = tensor_bytes(torch.arange(100_000, dtype=torch.int32))
+    gc.collect()
+    other = [torch.full((100_000,), -1, dtype=torch.int32) for _ in range(4)]
+    assert bytes(view[400:404]) == (100).to_bytes(4, "little") and len(other) == 4
