@@ -29,7 +29,7 @@ SECTIONS = {
     "Transforms": ["chain", "clip", "weight", "drop", "normalize", "align", "group", "noise", "check_transform"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
     "Attribution": ["influence", "ProjectedStore"],
-    "Trainer": ["Trainer", "load_checkpoint"],
+    "Trainer": ["Trainer", "load_checkpoint", "sharded", "join_process_group"],
     "Ledger": ["Ledger", "Indexed", "samples"],
 }
 RESULTS = {"Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects]}

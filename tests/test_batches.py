@@ -1,15 +1,15 @@
-"""Cutting batches of any structure."""
+"""Cutting, concatenating and moving batches of any structure."""
 
 import dataclasses
 import types
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import MutableMapping
 
 import pytest
 import torch
 import transformers
 
-from samplewise.core.batches import cut, length, pick, take
+from samplewise.core.batches import concat, cut, length, pick, take, to_device
 from samplewise.errors import BatchError
 
 Pair = namedtuple("Pair", "x y")
@@ -194,3 +194,35 @@ def test_pick(batch, key):
 def test_what_is_not_there_cannot_be_picked(batch, key, found):
     with pytest.raises(BatchError, match=f"the batch must hold {key!r}; {found}"):
         pick(batch, key)
+
+
+class Graph:
+    """With a `to` of its own, as those of graph libraries."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        return Graph(self.x.to(device))
+
+
+def test_batches_of_any_structure_are_moved():
+    x = torch.zeros(2)
+    batch = {"a": [x, (x, "text")], "b": Pair(x, 3), "c": Record(x, ["u", "v"]), "d": UserDict(e=x), "g": Graph(x)}
+    found = to_device(batch, torch.device("meta"))
+    tensors = [found["a"][0], found["a"][1][0], found["b"].x, found["c"].x, found["d"]["e"], found["g"].x]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert found["a"][1][1] == "text" and found["b"].y == 3 and found["c"].name == ["u", "v"]
+    assert type(found["d"]) is UserDict
+
+
+def test_a_batch_that_is_on_the_device_is_not_copied():
+    batch = [X, Y]
+    assert to_device(batch, torch.device("cpu")) is batch
+
+
+def test_batches_are_concatenated_element_by_element():
+    first, second = Pair(X[:2], {"y": Y[:2], "mean": Y[0]}), Pair(X[2:], {"y": Y[2:], "mean": Y[2]})
+    found = concat([first, second])
+    assert type(found) is Pair and torch.equal(found.x, X) and torch.equal(found.y["y"], Y)
+    assert found.y["mean"].tolist() == [0, 2] and concat(["a", "b"]) == ["a", "b"]

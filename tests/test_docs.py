@@ -269,7 +269,7 @@ def _public_errors():
 def test_public_surface():
     functions = {"gradients", "input_gradients", "check", "scan", "Gradients"}
     functions |= {"Step", "Trainer", "Update", "auto", "fsdp", "sgd", "chain", "check_transform"}
-    functions |= {"Indexed", "Ledger", "samples", "load_checkpoint"}
+    functions |= {"Indexed", "Ledger", "samples", "load_checkpoint", "sharded", "join_process_group"}
     functions |= {"noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"}
     functions |= {"influence", "ProjectedStore"}
     functions |= {"align", "clip", "drop", "group", "noise", "normalize", "weight"}

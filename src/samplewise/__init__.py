@@ -10,6 +10,7 @@ from samplewise.diagnostics.noise import signal_to_noise as signal_to_noise
 from samplewise.diagnostics.similarity import similarity as similarity
 from samplewise.diagnostics.suspects import suspects as suspects
 from samplewise.distributed.fsdp import fsdp as fsdp
+from samplewise.distributed.launch import join_process_group as join_process_group
 from samplewise.engine.gradients import Gradients as Gradients
 from samplewise.engine.gradients import gradients as gradients
 from samplewise.engine.inputs import input_gradients as input_gradients
@@ -20,6 +21,7 @@ from samplewise.errors import DistributedError as DistributedError
 from samplewise.errors import GraphError as GraphError
 from samplewise.errors import LedgerError as LedgerError
 from samplewise.errors import LedgerWarning as LedgerWarning
+from samplewise.errors import LoaderStopped as LoaderStopped
 from samplewise.errors import LossesError as LossesError
 from samplewise.errors import NonFiniteGradientError as NonFiniteGradientError
 from samplewise.errors import NonFiniteLossError as NonFiniteLossError
@@ -35,6 +37,7 @@ from samplewise.ledger.indexed import Indexed as Indexed
 from samplewise.ledger.ledger import Ledger as Ledger
 from samplewise.loop import callbacks as callbacks
 from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
+from samplewise.loop.data.sharding import sharded as sharded
 from samplewise.loop.trainer import Trainer as Trainer
 from samplewise.scan import scan as scan
 from samplewise.step.functional_optim import sgd as sgd
@@ -62,6 +65,7 @@ __all__ = [
     "Ledger",
     "LedgerError",
     "LedgerWarning",
+    "LoaderStopped",
     "LossesError",
     "NoiseScale",
     "NonFiniteGradientError",
@@ -91,6 +95,7 @@ __all__ = [
     "group",
     "influence",
     "input_gradients",
+    "join_process_group",
     "load_checkpoint",
     "noise",
     "noise_scale",
@@ -98,6 +103,7 @@ __all__ = [
     "samples",
     "scan",
     "sgd",
+    "sharded",
     "signal_to_noise",
     "similarity",
     "suspects",

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import cut, length, map_leaves
-from samplewise.core.losses import LossFn, as_loss_fn, per_sample
+from samplewise.core.batches import map_leaves
+from samplewise.core.losses import LossFn, as_loss_fn, loss_alone, per_sample, why_not_alone
 from samplewise.core.text import render
 from samplewise.engine.checks import named_parameters
 from samplewise.engine.gradients import gradients
@@ -118,16 +118,17 @@ def _relative_error(result: Tensor, expected: Tensor, scale: Tensor | None = Non
 
 def _recompute_alone(model_copy: nn.Module, loss_fn: LossFn, batch: Any, losses: Tensor) -> tuple[bool, list[str]]:
     """Recompute up to RECOMPUTED samples alone; return whether a loss differs from the one in the batch, and notes."""
+
+    def compute(batch: Any) -> Tensor:
+        return per_sample(loss_fn(model_copy, batch))[0]
+
     with torch.no_grad():
-        again = per_sample(loss_fn(model_copy, batch))[0]
-        if not torch.equal(again, losses.detach()):
-            return False, [
-                "the losses are random (dropout?), so no sample was recomputed alone; repeat the check in eval mode"
-            ]
-        if length(batch) != len(losses):
-            return False, ["the batch cannot be sliced into samples, so no sample was recomputed alone"]
+        reason = why_not_alone(compute, batch, losses)
+        if reason is not None:
+            remedy = "; repeat the check in eval mode" if "random" in reason else ""
+            return False, [f"{reason}, so no sample was recomputed alone{remedy}"]
         for i in range(min(RECOMPUTED, len(losses))):
-            alone = per_sample(loss_fn(model_copy, cut(batch, i, i + 1)))[0]
+            alone = loss_alone(compute, batch, i)
             if alone.shape != (1,) or not torch.isclose(alone[0], losses[i].detach(), rtol=1e-6, atol=1e-9):
                 return True, [
                     f"sample {i} has loss {losses[i].item():.6g} in the batch and "

@@ -1,4 +1,4 @@
-"""Helpers for passes over a dataset without training: eval mode, checkpoints, checks of the loader."""
+"""Helpers for passes over a dataset without training: checkpoints, checks of the loader."""
 
 from __future__ import annotations
 
@@ -10,22 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from samplewise.core.snapshot import modes
 from samplewise.engine.independence import storage_of
 
 Checkpoint = tuple[Mapping[str, Any], float]  # (state_dict of the model, learning rate at that time)
 SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode; restore the mode of each module on exit."""
-    restore = modes(model)
-    model.eval()
-    try:
-        yield
-    finally:
-        restore()
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+import samplewise as sw
 from samplewise.distributed.group import SingleProcess, current_group
 from samplewise.errors import BatchError, CheckpointError
-from samplewise.loop.data.adapters import described
+from samplewise.loop.data.adapters import kind_name
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.sharding import RankShard, ShardedBatches
 
@@ -121,18 +122,18 @@ MOVABLE = [name for name in LOADERS if "state" not in name]  # where others can 
 
 
 def of(name, rank=0, size=1):
-    return ResumableLoader(LOADERS[name](), seed=5, share=RankShard(rank, size))
+    return ResumableLoader(LOADERS[name](), seed=5, shard=RankShard(rank, size))
 
 
-def read(feed, epoch=0, batches=None):
+def read(resumable, epoch=0, batches=None):
     """(number of the sample, what was drawn for it)"""
     found = []
-    for done, (batch, used) in enumerate(feed.epoch(epoch), 1):
-        numbers, drawn = (torch.as_tensor(part).reshape(-1)[used:].tolist() for part in batch)
+    for done, (batch, position) in enumerate(resumable.epoch(epoch), 1):
+        numbers, drawn = (torch.as_tensor(part).reshape(-1)[position.inside :].tolist() for part in batch)
         found += zip(numbers, drawn, strict=True)
         if done == batches:
             break
-    feed.close()
+    resumable.close()
     return found
 
 
@@ -159,14 +160,14 @@ def test_a_rank_goes_on_in_the_middle(name):
     whole = of(name, 1, 2)
     places, batches = [], []
     for batch, _ in whole.epoch(0):
-        places.append(whole.here(0) if places else DataPosition())
+        places.append(whole.position_after(0) if places else DataPosition())
         batches.append(batch[0])
-        last = whole.here(0)
+        last = whole.position_after(0)
     for done in range(1, len(batches)):
         again = of(name, 1, 2)
         rest = read(again, batches=done)
         there = of(name, 1, 2)
-        there.go_to(again.here(0))
+        there.seek(again.position_after(0))
         rest += read(there)
         assert [number for number, _ in rest] == torch.cat([torch.as_tensor(b).reshape(-1) for b in batches]).tolist()
     assert last.samples == len(range(1, SAMPLES, 2))
@@ -174,12 +175,12 @@ def test_a_rank_goes_on_in_the_middle(name):
 
 def used(name, size, batches):
     """What ranks have used that had so many batches each, and where they are."""
-    feeds = [of(name, rank, size) for rank in range(size)]
-    shares = [read(feed, batches=batches) for feed in feeds]
-    places = [feed.here(0) for feed in feeds]
+    loaders = [of(name, rank, size) for rank in range(size)]
+    shares = [read(resumable, batches=batches) for resumable in loaders]
+    places = [resumable.position_after(0) for resumable in loaders]
     if size == 1:
-        return shares[0], feeds[0].state(0), feeds[0]
-    return in_turn(shares), {"places": [vars(p) for p in places], "used": feeds[0]._used(places)}, feeds[0]
+        return shares[0], loaders[0].state(0), loaders[0]
+    return in_turn(shares), {"places": [vars(p) for p in places], "used": loaders[0]._used(places)}, loaders[0]
 
 
 @pytest.mark.parametrize(
@@ -196,17 +197,17 @@ def test_another_number_of_ranks_goes_on(name, before, after, monkeypatch):
         for rank in range(after):
             monkeypatch.setattr(SingleProcess, "size", after)
             monkeypatch.setattr(SingleProcess, "rank", rank)
-            feed = of(name, rank, after)
-            feed.load(state, 0)
-            rest.append(read(feed))
+            resumable = of(name, rank, after)
+            resumable.load(state, 0)
+            rest.append(read(resumable))
         assert in_turn(rest) == alone[len(seen) :]
 
 
 @pytest.mark.parametrize("name", [name for name in LOADERS if name not in MOVABLE])
 def test_where_only_as_many_can_go_on(name, monkeypatch):
-    _, state, feed = used(name, 1, 1)
+    _, state, resumable = used(name, 1, 1)
     monkeypatch.setattr(SingleProcess, "size", 2)
-    kind = described(feed._source.kind)
+    kind = kind_name(resumable._adapter.kind)
     message = (
         f"inside an epoch, a run with {kind} must be resumed with the number of ranks it was saved with, 1; found 2. "
         "Start that number of ranks, or resume from a checkpoint between two epochs."
@@ -239,29 +240,29 @@ class Numbers(Dataset):
 def test_any_number_of_ranks_goes_on_after_any_sample(samples, used, before, after, sizes):
     """Whatever the batches of those who were there before and of those who come."""
 
-    def feed(rank, size, batch):
+    def resumable(rank, size, batch):
         loader = DataLoader(Numbers(samples), batch_size=batch, shuffle=True)
-        return ResumableLoader(loader, seed=5, share=RankShard(rank, size))
+        return ResumableLoader(loader, seed=5, shard=RankShard(rank, size))
 
-    order = read(feed(0, 1, 1))
+    order = read(resumable(0, 1, 1))
     used = min(used, samples)
     own = [len(range(rank, used, before)) for rank in range(before)]
-    kind = feed(0, 1, 1)._source.kind
+    kind = resumable(0, 1, 1)._adapter.kind
     ends = [len(range(rank, samples, before)) for rank in range(before)]
     places = []
     for n, end in zip(own, ends, strict=True):
         inside = 0 if n == end else n % sizes[0]  # a batch of which all samples are used lies behind the position
         places.append(DataPosition(-(-(n - inside) // sizes[0]), inside, None, kind, 0, n - inside))
-    there = feed(0, before, sizes[0])
+    there = resumable(0, before, sizes[0])
     assert there._used(places) == used
-    there.go_to(places[0])
+    there.seek(places[0])
     state = there.state(0) if before == 1 else {"places": list(map(vars, places)), "used": used}
     rest = []
     for rank in range(after):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SingleProcess, "size", after)
             patch.setattr(SingleProcess, "rank", rank)
-            other = feed(rank, after, sizes[1] if after != before else sizes[0])
+            other = resumable(rank, after, sizes[1] if after != before else sizes[0])
             other.load(state, 0)
             rest.append(read(other))
     assert sorted(chain(*rest)) == sorted(order[used:])
@@ -279,7 +280,7 @@ class WorkersShare(IterableDataset):
 
 def test_a_stream_with_workers_is_divided_in_each_of_them():
     loader = DataLoader(WorkersShare(), batch_size=3, num_workers=2)
-    shares = [read(ResumableLoader(loader, 0, share=RankShard(rank, 2))) for rank in range(2)]
+    shares = [read(ResumableLoader(loader, 0, shard=RankShard(rank, 2))) for rank in range(2)]
     assert sorted(number for share in shares for number, _ in share) == list(range(SAMPLES))
     assert all(len(share) >= SAMPLES // 2 - 1 for share in shares)
 
@@ -288,12 +289,12 @@ def test_ranks_with_samples_of_their_own_stay_as_many(monkeypatch):
     monkeypatch.setattr(SingleProcess, "size", 2)
     _, state, _ = used("in order", 1, 1)
     with pytest.raises(CheckpointError, match=r"inside an epoch, .* must be resumed with the number of ranks it"):
-        ResumableLoader(LOADERS["in order"](), seed=5).load(state, 0)
+        ResumableLoader(sw.sharded(LOADERS["in order"]()), seed=5).load(state, 0)
 
 
 def test_drop_last_leaves_no_rank_with_less():
     loader = DataLoader(Samples(), batch_size=4, drop_last=True)
-    shares = [read(ResumableLoader(loader, 0, share=RankShard(rank, 2))) for rank in range(2)]
+    shares = [read(ResumableLoader(loader, 0, shard=RankShard(rank, 2))) for rank in range(2)]
     assert [len(share) for share in shares] == [8, 8]  # as one process with batches of 8
     assert [number for number, _ in in_turn(shares)] == list(range(16))
 
@@ -318,7 +319,7 @@ def test_small_ready_made_batches_are_refused_but_for_the_last():
 
 def test_batches_that_cannot_be_cut_go_to_one_rank_each():
     batches = [{"graph": object(), "number": number} for number in range(5)]
-    shares = [list(ShardedBatches(RankShard(rank, 2)).of(batches)) for rank in range(2)]
+    shares = [list(ShardedBatches(RankShard(rank, 2)).select(batches)) for rank in range(2)]
     assert shares == [batches[::2], batches[1::2]]
 
 
@@ -326,17 +327,17 @@ def test_samplers_that_divide_by_themselves_are_refused():
     loader = DataLoader(Samples(), sampler=DistributedSampler(Samples(), 2, 0))
     message = (
         "a loader must yield all samples on every rank, since the trainer shards them; found a DistributedSampler, "
-        "which repeats some samples to make shards equal. Remove it, or pass Trainer(sharded=True) to keep it with the "
+        "which repeats some samples to make shards equal. Remove it, or pass sw.sharded(loader) to keep it with the "
         "repeated samples."
     )
     with pytest.raises(BatchError, match=re.escape(message)):
-        ResumableLoader(loader, 0, share=RankShard(0, 2))
-    ResumableLoader(loader, 0)
+        ResumableLoader(loader, 0, shard=RankShard(0, 2))
+    ResumableLoader(sw.sharded(loader), 0, shard=RankShard(0, 2))
     split = Stream()
     split._distributed = "by node"
-    message = "found a Stream that has been split by node. Pass it without the split, or pass Trainer("
+    message = "found a Stream that has been split by node. Pass it without the split, or pass sw.sharded("
     with pytest.raises(BatchError, match=re.escape(message)):
-        ResumableLoader(DataLoader(split), 0, share=RankShard(0, 2))
+        ResumableLoader(DataLoader(split), 0, shard=RankShard(0, 2))
 
 
 # ------------------------------------------------------------------------------------------------- orders that differ
@@ -366,9 +367,9 @@ def looked(kind):
         "fine stream": LOADERS["a stream"],
         "fine list": ready_made,
     }[kind]()
-    feed = ResumableLoader(loader, 0, share=RankShard(current_group().rank, current_group().size))
-    feed.look(0)
-    return read(feed)
+    resumable = ResumableLoader(loader, 0, shard=RankShard(current_group().rank, current_group().size))
+    resumable.prefetch(0)
+    return read(resumable)
 
 
 def test_orders_that_differ_are_found_out(two):
@@ -376,7 +377,7 @@ def test_orders_that_differ_are_found_out(two):
         "DistributedError: every rank must iterate over the same samples in the same order, of which it takes its "
         "shard; found orders that differ between ranks. Let samplers and data sets draw random numbers from generators "
         "that are their attributes, or from the global generators of torch, Python or NumPy; or shard the data "
-        "yourself and pass Trainer(sharded=True)."
+        "yourself and pass sw.sharded(loader)."
     )
     for kind in ("sampler", "stream", "list"):
         assert two.errors(looked, kind) == [message] * 2

@@ -13,8 +13,9 @@ import torch
 from script import main
 from torch.distributed import HashStore
 
+import samplewise as sw
 from samplewise.cli.main import app
-from samplewise.distributed.rendezvous import agreed_name
+from samplewise.distributed.launch import agree_on_prefix, resolve_device
 from samplewise.errors import DistributedError
 from samplewise.loop.checkpoint.store import Checkpoints
 
@@ -63,7 +64,7 @@ def test_only_those_who_live_meet(late):
 def _meet(store, late, size=3):
     def come(rank):
         time.sleep(0.1 * (rank == late))
-        return agreed_name(store, rank, size, 60.0)
+        return agree_on_prefix(store, rank, size, 60.0)
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(come, range(size)))
@@ -71,10 +72,27 @@ def _meet(store, late, size=3):
 
 def test_who_meets_nobody_says_so():
     store = HashStore()
-    store.set("hello/1", "dead")
+    store.set("id/1", "dead")
     message = "all 2 processes .* must join the rendezvous; found that rank 0 has waited for 0 seconds. Check the logs"
     with pytest.raises(DistributedError, match=message):
-        agreed_name(store, 0, 2, 0.1)
+        agree_on_prefix(store, 0, 2, 0.1)
+
+
+def test_auto_takes_the_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("mps")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("cuda")
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_one_process_joins_no_group():
+    assert sw.join_process_group("cpu", timeout=5.0) == torch.device("cpu") and not torch.distributed.is_initialized()
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds, or None; found 0"):
+        sw.join_process_group("cpu", timeout=0)
 
 
 def test_the_command_line_starts_processes(tmp_path):

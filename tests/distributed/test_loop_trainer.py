@@ -157,9 +157,9 @@ def test_torchmetrics_needs_a_batch_on_every_rank(two):
 
 def divided_before(run):
     """By torch's sampler, which repeats a sample where shares would not be equal."""
-    made = trainer(run, samples=None, sharded=True)
+    made = trainer(run, samples=None)
     sampler = DistributedSampler(data(), current_group().size, current_group().rank, shuffle=False)
-    made.fit(DataLoader(data(), batch_size=4, sampler=sampler), epochs=1)
+    made.fit(sw.sharded(DataLoader(data(), batch_size=4, sampler=sampler)), epochs=1)
     return made.step.counters.samples, made.step.counters.updates, parameters(made)
 
 
@@ -190,8 +190,8 @@ def test_streams_without_a_length(two):
 
 def all_at_one_rank():
     """What is divided before may leave a rank with nothing."""
-    made = trainer(sharded=True)
-    own = loader(batch_size=SAMPLES, shuffle=False) if current_group().rank == 0 else []
+    made = trainer()
+    own = sw.sharded(loader(batch_size=SAMPLES, shuffle=False) if current_group().rank == 0 else [])
     made.fit(own, validate=own, epochs=2)
     return parameters(made)
 
@@ -202,19 +202,32 @@ def test_a_rank_that_was_given_no_samples(two):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def rehearsed(run):
-    made = trainer(run, fast_dev_run=True)
-    return made.fit(loader(), validate=loader(11), epochs=9), made.step.counters.updates, made.step.counters.samples
+def rehearsed(run, samples):
+    made = trainer(run, samples=samples)
+    reason = made.fit(loader(), validate=loader(11), epochs=9, fast_dev_run=True)
+    return reason, made.step.counters.updates, made.step.counters.samples
 
 
-def test_a_rehearsal_is_one_update_of_a_batch_each(two, tmp_path):
-    assert two.run(rehearsed, tmp_path / "run") == [("fast_dev_run is done", 1, 8)] * 2
+@pytest.mark.parametrize(("samples", "used"), [(None, 8), (1, 1), (6, 6), (13, 13), (50, SAMPLES)])
+def test_a_rehearsal_is_the_first_update_of_all_ranks(samples, used, two, tmp_path):
+    assert two.run(rehearsed, tmp_path / "run", samples) == [("fast_dev_run is done", 1, used)] * 2
     assert not (tmp_path / "run").exists()
 
 
+def rehearsed_at_one_rank():
+    made = trainer(samples=6)
+    own = sw.sharded(loader() if current_group().rank == 0 else [])
+    made.fit(own, validate=own, epochs=1, fast_dev_run=True)
+    return made.step.counters.updates, made.step.counters.samples
+
+
+def test_a_rehearsal_with_samples_on_one_rank(two):
+    assert two.run(rehearsed_at_one_rank) == [(1, 3)] * 2
+
+
 def overfitted(batch_size):
-    made = trainer(overfit=2)
-    made.fit(loader(batch_size=batch_size), epochs=3)
+    made = trainer()
+    made.fit(loader(batch_size=batch_size), epochs=3, overfit=2)
     return parameters(made)
 
 
@@ -358,12 +371,12 @@ def test_a_trainer_that_goes_on_in_the_middle_of_a_batch(two):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def nothing(**options):
-    trainer(**options).fit(loader(3, drop_last=True), epochs=1)
+def nothing():
+    trainer().fit(loader(3, drop_last=True), epochs=1)
 
 
 def nothing_for_anybody():
-    nothing(sharded=True)
+    trainer().fit(sw.sharded(loader(3, drop_last=True)), epochs=1)
 
 
 @pytest.mark.parametrize("fit", [nothing, nothing_for_anybody])
@@ -484,9 +497,24 @@ def test_a_rank_whose_loader_was_killed_along_with_it(samples, updates, two, tmp
 def test_a_window_with_samples_of_the_epoch_before_is_not_given_up(two, tmp_path):
     other, own = two.errors(left_in_a_window, tmp_path / "run", 2, None, "carry")
     assert own.startswith(
-        "Gone: the loader of a rank must work until all ranks stop; found that it failed after SIGTERM with "
+        "LoaderKilled: the loader of a rank must work until all ranks stop; found that it failed after SIGTERM with "
     )
-    assert "rank 1 of 2 failed: Gone: " in other
+    assert "rank 1 of 2 failed: LoaderKilled: " in other
+
+
+class StopsItself:
+    def __iter__(self):
+        yield from loader()
+        raise sw.LoaderStopped
+
+
+def stopped_by_its_loader():
+    trainer().fit(StopsItself(), epochs=1)
+
+
+def test_a_loader_must_not_stop_one_rank(two):
+    message = "DistributedError: with several ranks a loader must not raise LoaderStopped, since all ranks stop after"
+    assert all(message in error for error in two.errors(stopped_by_its_loader))
 
 
 def patient(run):

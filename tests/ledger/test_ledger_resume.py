@@ -175,8 +175,8 @@ def test_a_custom_loop(tmp_path):
 
 
 def test_fast_dev_run_writes_nothing(tmp_path):
-    rehearsal = sw.Trainer(trainer(None).step, tmp_path / "run", [sw.Ledger()], fast_dev_run=True, progress=False)
-    rehearsal.fit(loader(), epochs=1)
+    rehearsal = sw.Trainer(trainer(None).step, tmp_path / "run", [sw.Ledger()], progress=False)
+    rehearsal.fit(loader(), epochs=1, fast_dev_run=True)
     assert not list(tmp_path.iterdir())
 
 

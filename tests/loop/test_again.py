@@ -108,10 +108,10 @@ def test_other_parts(tmp_path, before, after, message):
 def test_checkpoints_of_which_none_can_be_read(tmp_path):
     make(tmp_path).fit(loader(), epochs=2)
     for path in (tmp_path / "checkpoints").iterdir():
-        path.write_bytes(b"nothing")
+        (path / "state.json").write_bytes(b"nothing")
     before = (tmp_path / "log.jsonl").read_bytes()
     with (
-        pytest.warns(sw.CheckpointWarning, match="truncated"),
+        pytest.warns(sw.CheckpointWarning, match="Trying the previous checkpoint"),
         pytest.raises(sw.CheckpointError, match="resuming needs a readable checkpoint; found none among 2 in"),
     ):
         make(tmp_path).fit(loader(), epochs=3, resume=True)

@@ -29,9 +29,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import samplewise as sw
+from samplewise.core.snapshot import RandomState
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.checkpoint import storage
-from samplewise.loop.checkpoint.rng_state import load_random_state, random_state_dict
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 
 SAMPLES, EPOCHS = 11, 3
@@ -240,31 +240,31 @@ def rows(batch):
     return torch.cat([part.reshape(len(part), -1) for part in whole], 1).tolist()
 
 
-def rest_of_run(feed, first):
+def rest_of_run(resumable, first):
     """Every sample, and what the caller draws in between."""
     seen = []
     for epoch in range(first, EPOCHS):
-        for batch, used in feed.epoch(epoch):
-            seen.append((epoch, rows(batch)[used:], torch.rand(()).item()))
-        feed.go_to(DataPosition())
+        for batch, position in resumable.epoch(epoch):
+            seen.append((epoch, rows(batch)[position.inside :], torch.rand(()).item()))
+        resumable.seek(DataPosition())
     return seen
 
 
-def whole_run(feed):
+def whole_run(resumable):
     """The same from the beginning, and what it takes to go on from places in it: after each batch, and within."""
     seen, saved = [], []
     for epoch in range(EPOCHS):
-        for batch, _ in feed.epoch(epoch):
-            size, random_numbers = len(rows(batch)), random_state_dict()
+        for batch, _ in resumable.epoch(epoch):
+            size, random_numbers = len(rows(batch)), RandomState()
             seen.append((epoch, rows(batch), torch.rand(()).item()))
             for taken in range(1, size) if size > 1 else ():
-                feed.mark(taken)
-                saved.append((len(seen) - 1, taken, epoch, feed.place, random_numbers))
-            feed.mark(0)
-            saved.append((len(seen), 0, epoch, feed.place, random_state_dict()))
-        saved.append((len(seen), 0, epoch, feed.place, random_state_dict()))
-        feed.go_to(DataPosition())
-    feed.close()
+                resumable.commit(taken)
+                saved.append((len(seen) - 1, taken, epoch, resumable.committed, random_numbers))
+            resumable.commit(0)
+            saved.append((len(seen), 0, epoch, resumable.committed, RandomState()))
+        saved.append((len(seen), 0, epoch, resumable.committed, RandomState()))
+        resumable.seek(DataPosition())
+    resumable.close()
     return seen, saved
 
 
@@ -276,11 +276,11 @@ def through_a_file(path, place):
 def assert_goes_on(make, saved, seen, path):
     number, taken, epoch, place, random_numbers = saved
     random.seed(f"{number} {taken}"), torch.manual_seed(number)  # of no concern
-    feed = ResumableLoader(make(), seed=7)
-    feed.go_to(through_a_file(path, place))
-    load_random_state(random_numbers)
-    found = rest_of_run(feed, epoch)
-    feed.close()
+    resumable = ResumableLoader(make(), seed=7)
+    resumable.seek(through_a_file(path, place))
+    random_numbers.restore()
+    found = rest_of_run(resumable, epoch)
+    resumable.close()
     expected = list(seen[number:])
     if taken:
         expected[0] = (expected[0][0], expected[0][1][taken:], expected[0][2])
@@ -328,16 +328,16 @@ class Counting(Samples):
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_only_the_rest_is_fetched(kind):
     whole, rest = Counting(), Counting()
-    feed = ResumableLoader(kind(whole, **SHUFFLED), seed=7)
-    batches = feed.epoch(0)
+    resumable = ResumableLoader(kind(whole, **SHUFFLED), seed=7)
+    batches = resumable.epoch(0)
     next(batches), next(batches)
-    feed.mark(3)
-    place = feed.place
+    resumable.commit(3)
+    place = resumable.committed
     list(batches)
     assert len(whole.asked) == SAMPLES
-    feed = ResumableLoader(kind(rest, **SHUFFLED), seed=7)
-    feed.go_to(place)
-    assert [used for _, used in feed.epoch(0)] == [3, 0]
+    resumable = ResumableLoader(kind(rest, **SHUFFLED), seed=7)
+    resumable.seek(place)
+    assert [position.inside for _, position in resumable.epoch(0)] == [3, 0]
     assert rest.asked == whole.asked[4:]  # the second batch once more, and the third
 
 
@@ -357,14 +357,14 @@ def leave(worker):
 @pytest.mark.parametrize(("kind", "living_on"), [(DataLoader, False), (DataLoader, True), (StatefulDataLoader, False)])
 def test_workers_that_live_on(kind, living_on):
     options = dict(batch_size=1, num_workers=2, persistent_workers=living_on, worker_init_fn=leave)
-    feed = ResumableLoader(kind(Told(), **options), seed=7)
+    resumable = ResumableLoader(kind(Told(), **options), seed=7)
     processes = []
     for epoch in range(2):
-        batches = [batch for batch, _ in feed.epoch(epoch)]
+        batches = [batch for batch, _ in resumable.epoch(epoch)]
         assert all(left == worker + 10 for _, worker, left, _ in batches)
         processes.append({int(process) for *_, process in batches})
-        feed.go_to(DataPosition())
-    feed.close()
+        resumable.seek(DataPosition())
+    resumable.close()
     assert len(processes[0]) == len(processes[1]) == 2
     assert (processes[0] == processes[1]) is living_on
 
@@ -381,12 +381,12 @@ class Later(Samples):
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_workers_that_live_on_know_the_epoch(kind):
-    feed = ResumableLoader(kind(Later(), batch_size=SAMPLES, num_workers=1, persistent_workers=True), seed=7)
+    resumable = ResumableLoader(kind(Later(), batch_size=SAMPLES, num_workers=1, persistent_workers=True), seed=7)
     for epoch in range(3):
-        [((_, told), _)] = feed.epoch(epoch)
+        [((_, told), _)] = resumable.epoch(epoch)
         assert told.tolist() == [epoch] * SAMPLES
-        feed.go_to(DataPosition())
-    feed.close()
+        resumable.seek(DataPosition())
+    resumable.close()
 
 
 def test_augmentation_does_not_depend_on_workers():
@@ -397,12 +397,12 @@ def test_augmentation_does_not_depend_on_workers():
 
 
 def test_pinned_memory_is_asked_for():
-    feed = ResumableLoader(DataLoader(Samples(), pin_memory=True), seed=7)
+    resumable = ResumableLoader(DataLoader(Samples(), pin_memory=True), seed=7)
     if torch.accelerator.is_available():
-        assert all(part.is_pinned() for batch, _ in feed.epoch(0) for part in batch)
+        assert all(part.is_pinned() for batch, _ in resumable.epoch(0) for part in batch)
     else:
         with pytest.warns(UserWarning, match="'pin_memory' argument is set as true but no accelerator is found"):
-            next(feed.epoch(0))
+            next(resumable.epoch(0))
 
 
 def test_other_kinds_of_data_loader():
@@ -413,9 +413,9 @@ def test_other_kinds_of_data_loader():
             super().__init__(dataset, batch_size=4, collate_fn=lambda samples: default_collate([s[0] for s in samples]))
 
     rest = Counting()
-    feed = ResumableLoader(Graphs(rest), seed=7)
-    feed.go_to(DataPosition(batches=2))
-    [(batch, _)] = feed.epoch(0)
+    resumable = ResumableLoader(Graphs(rest), seed=7)
+    resumable.seek(DataPosition(batches=2))
+    [(batch, _)] = resumable.epoch(0)
     assert batch.tolist() == rest.asked == [8, 9, 10]
 
 
@@ -424,8 +424,8 @@ def test_a_loader_whose_own_way_is_gone_through():
         def __iter__(self):
             return reversed(list(super().__iter__()))
 
-    feed = ResumableLoader(Backwards(range(6), batch_size=2), seed=7)
-    assert [batch.tolist() for batch, _ in feed.epoch(0)] == [[4, 5], [2, 3], [0, 1]]
+    resumable = ResumableLoader(Backwards(range(6), batch_size=2), seed=7)
+    assert [batch.tolist() for batch, _ in resumable.epoch(0)] == [[4, 5], [2, 3], [0, 1]]
 
 
 def test_a_sampler_that_hands_out_one_list():
@@ -447,9 +447,9 @@ def test_an_order_without_end():
                 yield random.randrange(SAMPLES)
 
     def batches(place):
-        feed = ResumableLoader(DataLoader(Samples(), batch_size=2, sampler=Forever()), seed=7)
-        feed.go_to(place)
-        return (rows(batch) for batch, _ in feed.epoch(0))
+        resumable = ResumableLoader(DataLoader(Samples(), batch_size=2, sampler=Forever()), seed=7)
+        resumable.seek(place)
+        return (rows(batch) for batch, _ in resumable.epoch(0))
 
     found, later = batches(DataPosition()), batches(DataPosition(batches=100))
     for _ in range(100):
@@ -465,18 +465,18 @@ class Strange:
 
 
 def test_an_index_without_a_name():
-    feed = ResumableLoader(DataLoader(Samples(), batch_size=None, sampler=[Strange()]), seed=7)
+    resumable = ResumableLoader(DataLoader(Samples(), batch_size=None, sampler=[Strange()]), seed=7)
     with pytest.raises(TypeError, match=r"an index must be a number, text, .* found <.*Strange object .*__repr__"):
-        next(feed.epoch(0))
+        next(resumable.epoch(0))
 
 
 def test_an_iterator_has_one_epoch():
-    feed = ResumableLoader(iter([torch.ones(2)] * 3), seed=7)
-    assert len(list(feed.epoch(0))) == 3
-    feed.go_to(DataPosition())
+    resumable = ResumableLoader(iter([torch.ones(2)] * 3), seed=7)
+    assert len(list(resumable.epoch(0))) == 3
+    resumable.seek(DataPosition())
     message = "must be iterable once per epoch; found a list_iterator, which is exhausted after epoch 0. Pass a list"
     with pytest.raises(sw.BatchError, match=message):
-        next(feed.epoch(1))
+        next(resumable.epoch(1))
 
 
 @pytest.mark.parametrize("loader", [[], DataLoader(Samples(), batch_size=99, drop_last=True)], ids=["list", "dropped"])
@@ -495,7 +495,7 @@ def test_a_state_that_cannot_be_saved():
         r"the state of a loader must be savable in a checkpoint: loader.loader.left must be .* found numpy.ndarray"
     )
     with pytest.raises(sw.CheckpointError, match=message):
-        next(ResumableLoader(Unsaid(), seed=7, saved=True).epoch(0))
+        next(ResumableLoader(Unsaid(), seed=7, checkpointed=True).epoch(0))
     assert len(list(ResumableLoader(Unsaid(), seed=7).epoch(0))) == 5  # where nothing is saved
 
 
@@ -509,12 +509,12 @@ KINDS = {
 @pytest.mark.parametrize("resumed", KINDS)
 @pytest.mark.parametrize("begun", KINDS)
 def test_another_kind_of_loader(begun, resumed):
-    feed, other = ResumableLoader(KINDS[begun](), seed=7), ResumableLoader(KINDS[resumed](), seed=7)
-    next(feed.epoch(0))
-    feed.mark(1)
-    other.go_to(feed.place)
+    resumable, other = ResumableLoader(KINDS[begun](), seed=7), ResumableLoader(KINDS[resumed](), seed=7)
+    next(resumable.epoch(0))
+    resumable.commit(1)
+    other.seek(resumable.committed)
     if begun == resumed:
-        assert next(other.epoch(0))[1] == 1
+        assert next(other.epoch(0))[1].inside == 1
         return
     with pytest.raises(sw.CheckpointError, match=f"the kind of loader it was started with, {begun}; found {resumed}"):
         next(other.epoch(0))
@@ -522,11 +522,11 @@ def test_another_kind_of_loader(begun, resumed):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_another_number_of_workers(workers):
-    feed = ResumableLoader(StatefulDataLoader(Samples(), batch_size=2, num_workers=1), seed=7)
-    batches = feed.epoch(0)
-    next(batches), feed.mark(0), next(batches), feed.mark(0)
+    resumable = ResumableLoader(StatefulDataLoader(Samples(), batch_size=2, num_workers=1), seed=7)
+    batches = resumable.epoch(0)
+    next(batches), resumable.commit(0), next(batches), resumable.commit(0)
     other = ResumableLoader(StatefulDataLoader(Samples(), batch_size=2, num_workers=workers), seed=7)
-    other.go_to(feed.place)
+    other.seek(resumable.committed)
     with pytest.raises(
         sw.CheckpointError, match=r"a loader must accept the state that was saved in the checkpoint; .* of workers"
     ):
@@ -534,10 +534,10 @@ def test_another_number_of_workers(workers):
 
 
 def test_another_batch_size():
-    feed = ResumableLoader(DataLoader(Samples(), batch_size=2), seed=7)
-    feed.go_to(DataPosition(batches=1, inside=3))
+    resumable = ResumableLoader(DataLoader(Samples(), batch_size=2), seed=7)
+    resumable.seek(DataPosition(batches=1, inside=3))
     with pytest.raises(sw.CheckpointError, match="found a batch of 2 samples, of which 3 are recorded as used"):
-        next(feed.epoch(0))
+        next(resumable.epoch(0))
 
 
 # ------------------------------------------------------------- by the trainer
@@ -708,8 +708,8 @@ def test_saved_in_the_middle_of_a_window(make, transforms, batches, tmp_path):
     fit(whole, data, epochs=2)
     own = saving._batches
 
-    def broken_off(feed):
-        for k, batch in enumerate(own(feed), start=1):
+    def broken_off(resumable):
+        for k, batch in enumerate(own(resumable), start=1):
             yield batch
             if k == batches:
                 saving.save()

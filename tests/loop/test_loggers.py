@@ -255,6 +255,6 @@ def test_no_directory(logger):
 
 def test_fast_dev_run_is_not_logged(started, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = make("run", [CSV(), TensorBoard(), TensorBoard("there"), WandB(), MLflow()], fast_dev_run=True)
-    trainer.fit(LOADER, validate=LOADER, epochs=1)
+    trainer = make("run", [CSV(), TensorBoard(), TensorBoard("there"), WandB(), MLflow()])
+    trainer.fit(LOADER, validate=LOADER, epochs=1, fast_dev_run=True)
     assert list(tmp_path.iterdir()) == [] and started == []

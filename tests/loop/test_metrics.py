@@ -1,8 +1,7 @@
 """Metrics: means over samples, other people's objects, names, outputs; what `predict` returns; where batches go."""
 
 import math
-from collections import UserDict, namedtuple
-from dataclasses import dataclass
+from collections import namedtuple
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samplewise as sw
-from samplewise.core.devices import moved, resolve
 from samplewise.loop.metrics import accuracy
 
 
@@ -163,51 +161,6 @@ def test_predict_keeps_modes_and_random_numbers():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in trainer.model.modules())
     assert not trainer.predict(loader()).requires_grad
-
-
-# ------------------------------------------------------------- devices
-
-
-@dataclass
-class Sample:
-    x: torch.Tensor
-    names: list
-
-
-class Graph:
-    """With a `to` of its own, as those of graph libraries."""
-
-    def __init__(self, x):
-        self.x = x
-
-    def to(self, device):
-        return Graph(self.x.to(device))
-
-
-def test_batches_of_any_structure_are_moved():
-    there, x = torch.device("meta"), torch.zeros(2)
-    batch = {"a": [x, (x, "text")], "b": Pair(x, 3), "c": Sample(x, ["u", "v"]), "d": UserDict(e=x), "g": Graph(x)}
-    found = moved(batch, there)
-    tensors = [found["a"][0], found["a"][1][0], found["b"].a, found["c"].x, found["d"]["e"], found["g"].x]
-    assert {tensor.device.type for tensor in tensors} == {"meta"}
-    assert found["a"][1][1] == "text" and found["b"].b == 3 and found["c"].names == ["u", "v"]
-    assert type(found["d"]) is UserDict
-
-
-def test_what_is_there_stays_as_it_is():
-    batch = [X, Y]
-    assert moved(batch, torch.device("cpu")) is batch
-
-
-def test_auto_takes_the_accelerator(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert resolve("auto") == torch.device("cpu")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert resolve("auto") == torch.device("mps")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert resolve("auto") == torch.device("cuda")
-    assert resolve("cpu") == torch.device("cpu")
 
 
 # ------------------------------------------------------------- waiting for the device

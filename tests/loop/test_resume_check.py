@@ -20,7 +20,7 @@ from samplewise.errors import CheckpointError, TrainingWarning
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.checkpoint.storage import read, write
 from samplewise.loop.checkpoint.store import Checkpoints
-from samplewise.loop.data.resume_check import describe
+from samplewise.loop.data.resume_check import describe, differences
 
 DATA = TensorDataset(X, Y)
 INSIDE = (
@@ -217,9 +217,26 @@ def test_a_data_set_whose_length_is_an_error():
 
 
 def test_overfit_is_part_of_the_data(tmp_path):
-    make(tmp_path, [ModelCheckpoint(every="1up")], overfit=3).fit(loader(), updates=1)
+    make(tmp_path, [ModelCheckpoint(every="1up")]).fit(loader(), updates=1, overfit=3)
     with pytest.raises(CheckpointError, match="overfit unknown instead of 3"):
         make(tmp_path).fit(loader(), epochs=1, resume=True)
+
+
+def test_overfit_does_not_change_inside_an_epoch():
+    trainer = make()
+    trainer.fit(loader(), updates=1, overfit=3)
+    with pytest.raises(CheckpointError, match=r"found overfit 2 instead of 3\. Finish the epoch"):
+        trainer.fit(loader(), epochs=1, overfit=2)
+    trainer.fit(loader(), epochs=1, overfit=3)
+    trainer.fit(loader(), epochs=2, overfit=2)
+    trainer.fit(loader(), epochs=3)
+    assert trainer.step.counters.samples == 21 + 14 + 30
+
+
+def test_the_mark_of_sharded_loaders_is_part_of_the_data():
+    before, now = describe(loader(), sharded=True), describe(loader())
+    assert differences(before, now) == ["sharded unknown instead of True"]
+    assert differences(describe(iter([]), sharded=True), describe(iter([]))) == ["sharded unknown instead of True"]
 
 
 def as_dict(samples):
@@ -289,6 +306,7 @@ def test_describe():
         "batch sampler": None,
         "batches": None,
         "overfit": 2,
+        "sharded": None,
     }
     assert set(describe(iter([])).values()) == {None}
     assert describe(batches(7))["batch size"] == 7 and describe([]) == {**describe(iter([])), "batches": 0}

@@ -313,7 +313,7 @@ def test_it_is_released_when_something_cannot_be_closed(tmp_path, monkeypatch):
 
 def test_a_rehearsal_needs_no_lock(tmp_path):
     locked_by(tmp_path, pid=os.getppid(), started=run_lock._start_time(os.getppid()))
-    make(tmp_path, fast_dev_run=True).fit(loader(), epochs=1)
+    make(tmp_path).fit(loader(), epochs=1, fast_dev_run=True)
     with pytest.raises(CheckpointError, match=IN_USE):
         make(tmp_path).fit(loader(), epochs=1)
 

@@ -20,7 +20,7 @@ from samplewise.core import slow_notice
 from samplewise.loop.callbacks import EarlyStopping, LRMonitor, MaxTime, ModelCheckpoint
 from samplewise.loop.checkpoint.storage import read
 from samplewise.loop.metrics import accuracy
-from samplewise.loop.progress import make_progress
+from samplewise.loop.progress import make_display
 from samplewise.step.compiled import updates as updates_module
 from samplewise.step.compiled.errors import CannotCompile
 
@@ -36,11 +36,11 @@ def loader(batch_size=7, shuffle=False):
     return DataLoader(TensorDataset(X, Y), batch_size=batch_size, shuffle=shuffle)
 
 
-def make(run=None, callbacks=(), samples=10, **options):
+def make(run=None, callbacks=(), samples=10, progress=False, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_fn, samples=samples)
-    return sw.Trainer(step, run, callbacks, progress=False, device="cpu", **options)
+    return sw.Trainer(step, run, callbacks, progress=progress, device="cpu", **options)
 
 
 def parameters(trainer):
@@ -270,7 +270,7 @@ def test_a_bar_that_fits_into_eighty_columns(monkeypatch):
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    bar = make_progress(True, total=1000, done=0)
+    bar = make_display(total=1000, done=0)
     bar.epoch(0, {"train_loss": 1.0, "loss": math.nan, "accuracy": 0.9333})
     bar.line("compiling an update ...")
     bar.update(1, 500, 0.8799, 1234.5)
@@ -361,8 +361,7 @@ def test_the_step_is_left_as_it_is_without_a_directory(tmp_path, monkeypatch):
 
 
 def test_lines_where_there_is_no_terminal(capsys):
-    trainer = make(log_every=2)
-    trainer._wants_progress = True
+    trainer = make(log_every=2, progress=True)
     trainer.fit(loader(), validate=loader(), epochs=1)
     said = capsys.readouterr().err
     assert "epoch 1  update 2  loss" in said
@@ -438,50 +437,107 @@ class Seen:
         self.kinds.append(kind)
 
 
+# Batches have 7 of 30 samples: the first update needs a part of the first batch, the batch, two batches, or all.
 @pytest.mark.parametrize("tail", ["update", "drop", "carry"])
-@pytest.mark.parametrize(("samples", "given"), [(10, dict(epochs=9)), (3, dict(updates=1)), (None, dict(updates=500))])
-def test_a_fast_dev_run(tmp_path, monkeypatch, samples, given, tail):
+@pytest.mark.parametrize(
+    ("samples", "used", "given"),
+    [(3, 3, dict(updates=1)), (7, 7, dict(epochs=9)), (10, 10, dict(epochs=9)), (None, 7, dict(updates=500))],
+)
+def test_a_fast_dev_run(tmp_path, monkeypatch, samples, used, given, tail):
     monkeypatch.chdir(tmp_path)
-    seen, validated = Seen(), []
+    seen, trained, validated = Seen(), [], []
 
-    def batches():
+    def batches(read):
         for batch in loader():
-            validated.append(batch)
+            read.append(batch)
             yield batch
 
-    callbacks = [seen, ModelCheckpoint(every="1up", best=1)]
-    trainer = make("run", callbacks, samples=samples, fast_dev_run=True)
+    trainer = make("run", [seen, ModelCheckpoint(every="1up", best=1)], samples=samples)
     trainer.step.tail = tail
-    assert trainer.fit(loader(), validate=batches(), **given) == "fast_dev_run is done"
-    assert seen.samples == [7] and len(validated) == 1
+    reason = trainer.fit(batches(trained), validate=batches(validated), **given, fast_dev_run=True)
+    assert reason == "fast_dev_run is done"
+    assert seen.samples == [used] and len(trained) == -(-used // 7) and len(validated) == 1
+    assert (trainer.step.samples, trainer.step.tail) == (samples, tail)
     assert seen.kinds[-3:] == ["epoch", "validation", "end"]
     assert list(tmp_path.iterdir()) == []
+    assert not trainer.fast_dev_run and not trainer.step.has_pending_samples
+
+
+@pytest.mark.parametrize("samples", [3, 10, None])
+def test_a_fast_dev_run_makes_the_first_update_of_the_training(samples):
+    rehearsal, training = make(samples=samples), make(samples=samples)
+    rehearsal.fit(loader(shuffle=True), epochs=1, fast_dev_run=True)
+    training.fit(loader(shuffle=True), updates=1)
+    assert torch.equal(parameters(rehearsal), parameters(training))
+
+
+def test_a_fast_dev_run_with_fewer_samples_than_an_update_needs():
+    trainer = make(samples=50)
+    trainer.fit(loader(), epochs=1, fast_dev_run=True)
+    assert trainer.step.counters.samples == 30
+    for tail in ("drop", "carry"):
+        trainer = make(samples=50)
+        trainer.step.tail = tail
+        message = f"found fewer than samples=50 samples in epoch 0, and tail='{tail}'"
+        with pytest.raises(sw.BatchError, match=message):
+            trainer.fit(loader(), epochs=1, fast_dev_run=True)
+
+
+def test_a_fast_dev_run_with_batches_that_cannot_be_cut():
+    """A batch of graphs: how many samples it has is known from the losses."""
+    batches = [[{"x": x, "y": y, "graph": object()}] for x, y in zip(X.split(6), Y.split(6), strict=True)]
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]["x"]), batch[0]["y"], reduction="none")
+
+    model = nn.Linear(6, 3)
+    step = sw.Step(model, sw.sgd(0.1), loss, samples=12, tail="drop")
+    sw.Trainer(step, progress=False, device="cpu").fit(batches, validate=batches, epochs=1, fast_dev_run=True)
+    assert (step.counters.updates, step.counters.samples) == (1, 12)
 
 
 def test_a_fast_dev_run_leaves_a_run_alone(tmp_path):
     make(tmp_path).fit(loader(), epochs=1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    trainer = make(tmp_path, fast_dev_run=True)
+    trainer = make(tmp_path)
     for resume in (False, True):
-        trainer.fit(loader(), epochs=1, resume=resume)
+        trainer.fit(loader(), epochs=1, resume=resume, fast_dev_run=True)
     assert trainer.step.counters.updates == 2
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_training_after_a_fast_dev_run(tmp_path):
+    trainer = make(tmp_path)
+    trainer.fit(loader(), epochs=1, fast_dev_run=True)
+    assert trainer.fit(loader(), epochs=2) == "2 epochs are done"  # the rehearsal counts as an epoch
+    assert trainer.step.counters.updates == 4
+    assert [line["update"] for line in log(tmp_path) if line["kind"] == "epoch"] == [4]
+
+
+def test_a_fast_dev_run_starts_an_epoch():
+    trainer = make()
+    trainer.fit(loader(), updates=1)
+    with pytest.raises(ValueError, match="a fast_dev_run must start at the beginning of an epoch"):
+        trainer.fit(loader(), epochs=1, fast_dev_run=True)
+    trainer.fit(loader(), epochs=1)
+    trainer.fit(loader(), epochs=1, fast_dev_run=True)
+    assert trainer.step.counters.updates == 4
+
+
 def test_a_fast_dev_run_still_wants_a_duration():
     with pytest.raises(ValueError, match="one of epochs= and updates= must be given"):
-        make(fast_dev_run=True).fit(loader())
+        make().fit(loader(), fast_dev_run=True)
 
 
 @pytest.mark.parametrize("batches", [loader(shuffle=True), list(loader())], ids=["loader", "list"])
 def test_overfit(batches):
     """At a learning rate of zero the losses tell which samples they are."""
 
-    def losses(epochs, **options):
+    def losses(epochs, overfit=None):
         seen = Seen()
-        trainer = make(None, [seen], samples=None, **options)
+        trainer = make(None, [seen], samples=None)
         trainer.step.optimizer.param_groups[0]["lr"] = 0.0
-        trainer.fit(batches, epochs=epochs)
+        trainer.fit(batches, epochs=epochs, overfit=overfit)
         return seen.losses
 
     first = losses(1)[:2]
@@ -494,11 +550,12 @@ def test_overfit(batches):
 
 @pytest.mark.parametrize("where", [1, 2, 3, 4])
 def test_overfit_resumes(tmp_path, where):
-    whole = make(samples=5, overfit=2)  # fourteen samples an epoch
-    whole.fit(loader(shuffle=True), epochs=3)
-    make(tmp_path, [ModelCheckpoint(every="1up")], samples=5, overfit=2).fit(loader(shuffle=True), updates=where)
-    second = make(tmp_path, samples=5, overfit=2)
-    second.fit(loader(shuffle=True), epochs=3, resume=True)
+    whole = make(samples=5)
+    whole.fit(loader(shuffle=True), epochs=3, overfit=2)  # fourteen samples an epoch
+    first = make(tmp_path, [ModelCheckpoint(every="1up")], samples=5)
+    first.fit(loader(shuffle=True), updates=where, overfit=2)
+    second = make(tmp_path, samples=5)
+    second.fit(loader(shuffle=True), epochs=3, resume=True, overfit=2)
     assert torch.equal(parameters(second), parameters(whole))
     assert second.step.counters == whole.step.counters
 
@@ -514,4 +571,22 @@ def test_overfit_resumes(tmp_path, where):
 )
 def test_bad_rehearsals(given, message):
     with pytest.raises(ValueError, match=message):
-        make(**given)
+        make().fit(loader(), epochs=1, **given)
+
+
+@pytest.mark.parametrize("name", ["fast_dev_run", "overfit", "sharded", "timeout"])
+def test_arguments_that_belong_elsewhere(name):
+    with pytest.raises(TypeError, match=rf"Trainer\.__init__\(\) got an unexpected keyword argument '{name}'"):
+        make(**{name: 1})
+
+
+def test_sharded_loaders_in_one_process():
+    """The mark changes nothing."""
+    marked, plain = make(), make()
+    marked.fit(sw.sharded(loader(shuffle=True)), validate=sw.sharded(loader()), epochs=2)
+    plain.fit(loader(shuffle=True), validate=loader(), epochs=2)
+    assert torch.equal(parameters(marked), parameters(plain))
+    batches = [(X, Y)]
+    assert marked.evaluate(sw.sharded(batches)) == marked.evaluate(batches)
+    assert torch.equal(marked.predict(sw.sharded(batches)), marked.predict(batches))
+    assert sw.sharded(sw.sharded(batches)).loader is batches and list(sw.sharded(batches)) == batches

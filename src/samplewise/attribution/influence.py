@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.losses import LossFn
+from samplewise.core.snapshot import eval_mode
 from samplewise.engine.gradients import Gradients
-from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
+from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
 from samplewise.scan import scan
 
 
@@ -38,7 +39,7 @@ def influence(
         check_repeatable(loader, name)
         check_order(loader, "Use shuffle=False: rows and columns of the result are in the order of the loaders.")
     total: Tensor | None = None
-    with evaluating(model), parameters_kept(model):
+    with eval_mode(model), parameters_kept(model):
         for lr in at_each(model, checkpoints):
             products = lr * _dot_products(model, loss_fn, train, queries, microbatch)
             total = products if total is None else total + products

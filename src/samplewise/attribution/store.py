@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from samplewise.core.atomic_io import absolute, atomic_write
 from samplewise.core.batches import cut, length
 from samplewise.core.losses import LossFn
+from samplewise.core.snapshot import eval_mode
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import StoreError
-from samplewise.eval_pass import check_order, evaluating
+from samplewise.eval_pass import check_order
 from samplewise.scan import scan
 
 FORMAT = 1
@@ -85,7 +86,7 @@ class ProjectedStore:
         """
         check_order(loader, "Use shuffle=False: samples are identified by their position.")
         self._check_model(model)
-        with evaluating(model):
+        with eval_mode(model):
             for _, g in scan(model, loss_fn, _skip_samples(loader, self.count), microbatch):
                 self.add(g)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from samplewise.core.devices import resolve
+from samplewise.distributed.launch import resolve_device
 
 RecipeFile = Annotated[
     Path,
@@ -22,7 +22,7 @@ Device = Annotated[
 def device_named(name: str) -> torch.device:
     """The device for the value of --device; raises typer.BadParameter if torch cannot use it."""
     try:
-        device = resolve(name)
+        device = resolve_device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as why:  # AssertionError: torch was built without this backend
         reason = str(why).strip().splitlines()[0]

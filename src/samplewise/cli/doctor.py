@@ -21,8 +21,7 @@ from samplewise.cli.compile_gain import CompileGain, compile_advice, measure_com
 from samplewise.cli.costs import PLAIN, Costs, cost_advice, measure_costs, memory_description, table
 from samplewise.cli.recipe import Recipe, RecipeError, recipe_errors
 from samplewise.cli.zoo import precision_named, run_zoo
-from samplewise.core.batches import cut, length
-from samplewise.core.devices import moved
+from samplewise.core.batches import cut, length, to_device
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import telling
@@ -110,7 +109,7 @@ def _check_recipe(path: Path, device: torch.device) -> bool:
     with recipe_errors(path):
         correct = _compare_gradients(recipe_check)
         recipe_check.model.to(device)
-        recipe_check.batch = moved(recipe_check.batch, device)
+        recipe_check.batch = to_device(recipe_check.batch, device)
         _show_plan(recipe_check)
         _first_update(recipe_check)
         costs = _measure_costs(recipe_check, device)
@@ -135,7 +134,7 @@ def _prepare(recipe: Recipe) -> RecipeCheck:
                 batch = cut(batch, 0, samples)
             parameter = next(model.parameters(), None)
             if parameter is not None:
-                batch = moved(batch, parameter.device)
+                batch = to_device(batch, parameter.device)
             return RecipeCheck(recipe, model, recipe.loss(), batch, samples, batch_size)
 
 

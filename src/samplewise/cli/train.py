@@ -17,7 +17,7 @@ from samplewise.cli.arguments import Device, RecipeFile, device_named
 from samplewise.cli.recipe import Recipe, read_source, recipe_errors, shortened
 from samplewise.core.atomic_io import absolute
 from samplewise.distributed.group import current_group
-from samplewise.distributed.launch import join
+from samplewise.distributed.launch import join_process_group
 from samplewise.loop.data.rng import seed_everything
 from samplewise.loop.trainer import Trainer
 from samplewise.step.step import Step
@@ -87,7 +87,7 @@ def train(
         "compile": compile,
     }
     fit_options = {"epochs": None if updates else epochs or EPOCHS, "updates": updates, "resume": resume}
-    target = join(device_named(device))
+    target = join_process_group(device_named(device))
     run = _checked_run(run or Path("runs") / recipe.stem, resume)
     run_path = absolute(run)  # before the recipe is loaded, which may change the working directory
     seed_everything(seed)

@@ -1,4 +1,4 @@
-"""Traversal and slicing of nested batches.
+"""Traversal, slicing, concatenation and device transfer of nested batches.
 
 Tensors are sliced along dim 0, lists and tuples of plain values (strings, ids) by position. Other tuples, named tuples,
 dicts and other mappings, and dataclasses are traversed. A leaf whose dim 0 does not have the common length is kept
@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samplewise.errors import BatchError
@@ -112,6 +113,38 @@ def _of_each(batch: Any, some: Callable[[Any], Any], total: int | None) -> Any:
         return some(leaf) if sized and len(leaf) == total else leaf
 
     return map_leaves(batch, changed)
+
+
+def concat(batches: Sequence[Any]) -> Any:
+    """Concatenate batches of equal structure along dim 0: tuples, lists and dicts element by element.
+
+    Scalar tensors are stacked. Other objects become a list with one entry per batch.
+    """
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(batches)) if first.dim() else torch.stack(list(batches))
+    if isinstance(first, Mapping):
+        return {key: concat([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, (tuple, list)):
+        parts = (concat(part) for part in zip(*batches, strict=True))
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return list(batches)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch on `device`.
+
+    Copies from pinned memory to CUDA are asynchronous. Objects other than tensors are moved by their method `to`.
+    """
+    if device.type == "cpu" and all(isinstance(leaf, Tensor) and leaf.device == device for leaf in leaves(batch)):
+        return batch
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=device.type == "cuda" and leaf.is_pinned())
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+
+    return map_leaves(batch, moved)
 
 
 def pick(batch: Any, key: Hashable) -> Any:

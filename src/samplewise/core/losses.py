@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.batches import cut, length
 from samplewise.core.criteria import Criterion, is_criterion
 from samplewise.errors import LossesError
 
@@ -58,6 +59,23 @@ def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:
         raise LossesError(f"counts must be a tensor like the losses, {wanted}, one per sample; found {found}.")
     wide = losses.dtype if losses.dtype == torch.float64 else torch.float32  # integers would be divided in float32
     return losses, counts.detach().to(wide)
+
+
+def why_not_alone(compute: Callable[[Any], Tensor], batch: Any, losses: Tensor) -> str | None:
+    """Reason why `loss_alone` cannot be compared with the losses of a batch; None if it can.
+
+    compute: function batch -> losses (B,), which gave `losses` for this batch
+    """
+    if not torch.equal(compute(batch).detach(), losses.detach()):
+        return "the losses are random (dropout?)"
+    if length(batch) != len(losses):
+        return "the batch cannot be sliced into samples"
+    return None
+
+
+def loss_alone(compute: Callable[[Any], Tensor], batch: Any, index: int) -> Tensor:
+    """Losses of a batch that consists of one sample of the given batch: shape (1,) unless samples interact."""
+    return compute(cut(batch, index, index + 1))
 
 
 def columns_of(result: Any, losses: Tensor) -> dict[str, Tensor] | None:

@@ -4,30 +4,75 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 
+class RandomState:
+    """State of the global random generators of torch (CPU and CUDA), Python and NumPy.
+
+    NumPy is left out if it has not been imported, CUDA if it is not initialized.
+    """
+
+    def __init__(self) -> None:
+        numpy = _numpy_random()
+        self._torch = torch.get_rng_state()
+        self._python: Any = random.getstate()
+        self._numpy: Any = None if numpy is None else numpy.get_state()
+        self._cuda: list[Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        """Set the global random generators to this state."""
+        numpy = _numpy_random()
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if numpy is not None and self._numpy is not None:
+            numpy.set_state(self._numpy)
+        for device, state in enumerate(self._cuda):
+            if device < torch.cuda.device_count():  # there may be fewer devices than when it was saved
+                torch.cuda.set_rng_state(state, device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as tensors, numbers and tuples, for a checkpoint."""
+        return {"torch": self._torch, "python": self._python, "numpy": _as_plain(self._numpy), "cuda": self._cuda}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> RandomState:
+        """Return the state whose `state_dict` is given."""
+        new = cls.__new__(cls)
+        new._torch = state["torch"].cpu()
+        new._python = state["python"]
+        new._numpy = _as_numpy(state["numpy"])
+        new._cuda = [device.cpu() for device in state["cuda"]]
+        return new
+
+
+def _numpy_random() -> Any:
+    """numpy.random, or None if NumPy has not been imported."""
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
+def _as_plain(state: Any) -> tuple[Any, ...] | None:
+    if state is None:
+        return None
+    name, keys, position, has_gauss, cached = state
+    return name, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)
+
+
+def _as_numpy(state: Any) -> tuple[Any, ...] | None:
+    if state is None:
+        return None
+    name, keys, *rest = state
+    return (name, keys.numpy().astype("uint32"), *rest)
+
+
 def random_state() -> Callable[[], None]:
-    """Save the RNG state of torch, Python and NumPy; return a function that restores it."""
-    cpu = torch.get_rng_state()
-    python = random.getstate()
-    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)  # None if NumPy has not been imported
-    drawn = None if numpy is None else numpy.get_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(drawn)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-
-    return restore
+    """Save the state of the global random generators; return a function that restores it."""
+    return RandomState().restore
 
 
 def snapshot(*modules: nn.Module) -> Callable[[], None]:
@@ -52,6 +97,19 @@ def modes(*modules: nn.Module) -> Callable[[], None]:
             module.training = training  # not train(): some modules override it with side effects
 
     return restore
+
+
+@contextmanager
+def eval_mode(*modules: nn.Module) -> Iterator[None]:
+    """Put modules and their submodules in eval mode; restore the mode of each submodule on exit."""
+    restore = modes(*modules)
+    for root in modules:
+        for module in root.modules():
+            module.training = False  # not eval(): see `modes`
+    try:
+        yield
+    finally:
+        restore()
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.losses import LossFn
-from samplewise.eval_pass import evaluating
+from samplewise.core.means import WeightedMean
+from samplewise.core.snapshot import eval_mode
 from samplewise.scan import scan
 
 
@@ -28,17 +30,15 @@ def fisher(
 
     microbatch, memory: as in `sw.scan`
     """
-    sums: dict[str, Tensor] = {}
-    samples = 0
-    with evaluating(model):
+    means: dict[str, WeightedMean] = defaultdict(lambda: WeightedMean(torch.float64))
+    with eval_mode(model):
         for _, g in scan(model, loss_fn, loader, microbatch, memory=memory):
-            samples += len(g)
-            for name, squared in g.second_moment().items():
-                sums[name] = sums[name] + squared if name in sums else squared.to(torch.float64)
-    if not samples:
+            for name, squares in g.second_moment().items():
+                means[name].add_sum(squares, len(g))
+    if not means:
         raise ValueError(
             "the loader must yield at least one batch; found none. Pass a loader or a list: an iterator is exhausted "
             "after one pass."
         )
     dtypes = {name: p.dtype.to_real() for name, p in model.named_parameters()}
-    return {name: (total / samples).to(dtypes[name]) for name, total in sums.items()}
+    return {name: torch.as_tensor(mean.quotient(), dtype=dtypes[name]) for name, mean in means.items()}

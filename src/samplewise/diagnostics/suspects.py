@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from samplewise.core.batches import pick
 from samplewise.core.losses import LossFn
+from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import render
 from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, ScoreInputs
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import BatchError
-from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, evaluating, parameters_kept
+from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
 from samplewise.ledger.aggregate import SCORES as VISIT_SCORES
 from samplewise.ledger.aggregate import VisitAggregator, ranks, recommended_score, signed_scores, suspicion
 from samplewise.ledger.files import load_pyarrow
@@ -151,7 +152,7 @@ class _ScoreComputation:
         if checkpoints is not None or "agreement" in self.names:
             check_repeatable(self.loader, "loader")
         results = []
-        with evaluating(self.model), parameters_kept(self.model):
+        with eval_mode(self.model), parameters_kept(self.model):
             for lr in at_each(self.model, checkpoints):
                 results.append(self._at_current_parameters(lr))
         ids = results[0][0]

@@ -1,50 +1,109 @@
-"""Joining the process group of torchrun."""
+"""Initialization of the process group of torchrun, safe across restarts.
+
+torchrun keeps one store for all its restarts, which still contains the addresses of dead processes: a process that is
+faster than its peers would read those and wait for processes that no longer exist. So each start uses a new prefix in
+the store. The processes agree on the prefix by a handshake, which shows that all of them are alive.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
+import time
+import uuid
 from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from samplewise.core.devices import resolve
-from samplewise.distributed.rendezvous import meeting_place
+from samplewise.errors import DistributedError
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # environment variables that torchrun sets
+POLL_INTERVAL = 0.02  # seconds between two reads of the store
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default
 
 
-def join(device: str | torch.device = "auto", timeout: float | None = None) -> torch.device:
+def join_process_group(device: str | torch.device = "auto", timeout: float | None = None) -> torch.device:
     """Initialize the process group if torchrun has started several processes, and return this rank's device.
 
     A process group that is initialized already is used as it is. With several CUDA devices, each process uses the
-    device of its local rank.
+    device of its local rank. `sw.Trainer` calls this function, with the default timeout, if you have not called it.
 
-    timeout: seconds after which the rendezvous and collectives fail; None for torch's default.
+    device: as in `sw.Trainer`
+    timeout: seconds after which the rendezvous and each collective fail; None (default) for 30 minutes
     """
-    found = _own(resolve(device))
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, or None; found {timeout!r}.")
+    own = _of_local_rank(resolve_device(device))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and all(name in os.environ for name in LAUNCHED):
-        if found.type == "cuda" and found.index is not None:
-            torch.cuda.set_device(found)
+        if own.type == "cuda" and own.index is not None:
+            torch.cuda.set_device(own)
         if not dist.is_initialized():
-            patience = None if timeout is None else timedelta(seconds=timeout)
-            store, rank, size = meeting_place(patience)
-            backend = "cpu:gloo,cuda:nccl" if found.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-            atexit.register(_leave)
-    return found
+            limit = None if timeout is None else timedelta(seconds=timeout)
+            store, rank, world_size = rendezvous_store(limit or DEFAULT_TIMEOUT)
+            backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+            atexit.register(_destroy_process_group)
+    return own
 
 
-def _own(device: torch.device) -> torch.device:
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return a torch.device. "auto" is CUDA if available, else MPS, else the CPU."""
+    if device != "auto":
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _of_local_rank(device: torch.device) -> torch.device:
     """Return the CUDA device of the local rank for "cuda" without an index; other devices unchanged."""
-    local = os.environ.get("LOCAL_RANK")
-    if local is None or device != torch.device("cuda"):
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank is None or device != torch.device("cuda"):
         return device
-    return torch.device("cuda", int(local))
+    return torch.device("cuda", int(local_rank))
 
 
-def _leave() -> None:
+def _destroy_process_group() -> None:
     with suppress(Exception):  # other ranks may have exited
         dist.destroy_process_group()
+
+
+def rendezvous_store(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return (store that only the processes of this start use, rank, world size)."""
+    store, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
+    prefix = agree_on_prefix(PrefixStore("samplewise", store), rank, world_size, timeout.total_seconds())
+    return PrefixStore(f"samplewise/{prefix}", store), rank, world_size
+
+
+def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: float) -> str:
+    """Return a prefix that is the same for all processes of this start, and was not used by an earlier start.
+
+    Each rank writes a random id. Rank 0 publishes the list of all ids until every rank has confirmed that its own id is
+    in it, and then marks the list as final. `timeout` is in seconds.
+    """
+    own_id = uuid.uuid4().hex[:8]
+    deadline = time.monotonic() + timeout
+    store.set(f"id/{rank}", own_id)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            store.set("ids", "-".join(_read(store, f"id/{other}") for other in range(world_size)))
+        ids = _read(store, "ids")
+        if ids.split("-")[rank : rank + 1] == [own_id] and ids.count("-") == world_size - 1:
+            store.set(f"{ids}/{rank}", "confirmed")
+            if rank == 0 and all(store.check([f"{ids}/{other}"]) for other in range(world_size)):
+                store.set(f"{ids}/final", "yes")
+            if store.check([f"{ids}/final"]):
+                return ids
+        time.sleep(POLL_INTERVAL)
+    raise DistributedError(
+        f"all {world_size} processes that torchrun has started must join the rendezvous; found that rank {rank} has "
+        f"waited for {timeout:.0f} seconds. Check the logs of the other ranks: they may have failed earlier."
+    )
+
+
+def _read(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""

@@ -1,19 +1,23 @@
-"""Built-in callbacks: EarlyStopping, ModelCheckpoint, LRMonitor and MaxTime."""
+"""Built-in callbacks: EarlyStopping, ModelCheckpoint, LRMonitor, MaxTime and LayerGradNorms."""
 
 from __future__ import annotations
 
 import math
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from samplewise.distributed.group import current_group
 from samplewise.loop.checkpoint.schema import COUNT, NUMBER, Kind, check
 from samplewise.loop.checkpoint.state import savable
 from samplewise.loop.checkpoint.storage import remove_checkpoint
-from samplewise.loop.durations import duration
+from samplewise.loop.stopping import duration
 
+MOST_LAYERS = 64  # maximum number of layers in a log line
 MODEL_FILE = Kind(
     "the name of a checkpoint best-*.ckpt",
     lambda value: type(value) is str and Path(value).name == value and Path(value).match("best-*.ckpt"),
@@ -121,12 +125,12 @@ class ModelCheckpoint:
             trainer.save()
 
     def _keep_if_good(self, trainer: Any, value: float) -> None:
-        place = bisect_right(self._values, value)
-        if place >= self.best or math.isnan(value):
+        rank = bisect_right(self._values, value)
+        if rank >= self.best or math.isnan(value):
             return
         file = trainer.save_model(f"best-{self.monitor.replace('/', '-')}-{trainer.step.counters.updates:09d}")
-        self._values.insert(place, value)
-        self._names.insert(place, file.name)
+        self._values.insert(rank, value)
+        self._names.insert(rank, file.name)
         for dropped in self.best_models[self.best :]:
             if current_group().rank == 0:
                 remove_checkpoint(dropped)
@@ -168,3 +172,41 @@ class MaxTime:
     def on_update(self, trainer: Any) -> None:
         if time.monotonic() - self._started > self.seconds:
             trainer.stop(f"time limit of {self.seconds} s reached")
+
+
+class LayerGradNorms:
+    """Write the gradient norm of each layer to the log every `log_every` updates, in lines of kind "layers".
+
+    A Trainer with a run directory adds this callback.
+    """
+
+    def on_update(self, trainer: Any, update: Any) -> None:
+        done = update.index + 1
+        if update.skipped or done % trainer.log_every:
+            return
+        norms = {n: _norm(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
+        if norms:  # empty after a compiled update
+            values = torch.stack([norm.float().to(trainer.device) for norm in norms.values()]).tolist()
+            found = by_layer(dict(zip(norms, values, strict=True)))
+            trainer.write("layers", update=done, norms=found)
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm = torch.linalg.vector_norm(values)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor, if the parameter is sharded
+
+
+def by_layer(norms: dict[str, float], most: int = MOST_LAYERS) -> dict[str, float]:
+    """Return the joint norm of the parameters of each module.
+
+    If there are more than `most` modules, they are merged into the modules that contain them.
+    """
+    modules = {name: name.split(".")[:-1] for name in norms}
+    depth = max(len(path) for path in modules.values())
+    while depth > 1 and len({tuple(path[:depth]) for path in modules.values()}) > most:
+        depth -= 1
+    squares: dict[str, float] = defaultdict(float)
+    for name, path in modules.items():
+        squares[".".join(path[:depth]) or name] += norms[name] ** 2
+    return {layer: total**0.5 for layer, total in squares.items()}

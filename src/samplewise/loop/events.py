@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-ALWAYS = ("trainer", "step", "model")
+CONTEXT = ("trainer", "step", "model")
 EVENTS: dict[str, tuple[str, ...]] = {
     "on_fit_start": (),
     "on_epoch_start": ("epoch",),
@@ -38,18 +38,19 @@ EVENTS: dict[str, tuple[str, ...]] = {
 class Listeners:
     """The callbacks of a trainer, by event."""
 
-    def __init__(self, callbacks: Iterable[Any], **always: Any):
+    def __init__(self, callbacks: Iterable[Any], **context: Any):
+        """context: trainer, step and model, which are available in every event."""
         self.callbacks = list(callbacks)
-        self._always = always
-        self._calls: dict[str, list[tuple[Callable[..., None], list[str]]]] = {event: [] for event in EVENTS}
+        self._context = context
+        self._methods: dict[str, list[tuple[Callable[..., None], list[str]]]] = {event: [] for event in EVENTS}
         for callback in self.callbacks:
             self._add(callback)
 
-    def emit(self, event: str, **what: Any) -> None:
+    def emit(self, event: str, **arguments: Any) -> None:
         """Call the methods of an event with the arguments that each asks for."""
-        for call, asked in self._calls[event]:
-            known = {**self._always, **what}
-            call(**{name: known[name] for name in asked})
+        for method, names in self._methods[event]:
+            known = {**self._context, **arguments}
+            method(**{name: known[name] for name in names})
 
     def state_dict(self) -> dict[str, Any]:
         return {name: callback.state_dict() for name, callback in self._with_state()}
@@ -63,12 +64,12 @@ class Listeners:
         """Yield (key, callback). The key is the class name, with a number from the second of a class on: callbacks of
         other classes can then be added or removed between save and load.
         """
-        seen = Counter[str]()
+        earlier = Counter[str]()
         for callback in self.callbacks:
             kind = type(callback).__name__
             if hasattr(callback, "state_dict"):
-                yield f"{kind}.{seen[kind]}" if seen[kind] else kind, callback
-                seen[kind] += 1
+                yield f"{kind}.{earlier[kind]}" if earlier[kind] else kind, callback
+                earlier[kind] += 1
 
     def _add(self, callback: Any) -> None:
         kind = type(callback).__name__
@@ -84,9 +85,9 @@ class Listeners:
         for method in methods:
             if method not in EVENTS:
                 raise TypeError(f"{kind}.{method} must be one of the events {', '.join(EVENTS)}; found no such event.")
-            asked = list(inspect.signature(getattr(callback, method)).parameters)
-            strange = [name for name in asked if name not in (*ALWAYS, *EVENTS[method])]
-            if strange:
-                there = ", ".join((*EVENTS[method], *ALWAYS))
-                raise TypeError(f"arguments of {kind}.{method} must be among {there}; found {strange[0]!r}.")
-            self._calls[method].append((getattr(callback, method), asked))
+            names = list(inspect.signature(getattr(callback, method)).parameters)
+            unknown = [name for name in names if name not in (*CONTEXT, *EVENTS[method])]
+            if unknown:
+                known = ", ".join((*EVENTS[method], *CONTEXT))
+                raise TypeError(f"arguments of {kind}.{method} must be among {known}; found {unknown[0]!r}.")
+            self._methods[method].append((getattr(callback, method), names))

@@ -22,8 +22,8 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = path.open("ab")
-        there = self._file.tell()
-        self._file.truncate(there if keep is None else min(keep, there))
+        size = self._file.tell()
+        self._file.truncate(size if keep is None else min(keep, size))
         self._file.seek(0, os.SEEK_END)
 
     def write(self, **fields: Any) -> None:

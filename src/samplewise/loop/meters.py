@@ -1,43 +1,55 @@
-"""Mean loss over the updates since the last log line and over the epoch. Host sync happens only on read."""
+"""Meters of a training: loss, speed, learning rate, time per phase and peak memory. Host sync happens only on read."""
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from samplewise.core.means import Number, WeightedMean
 from samplewise.step.update import Update
 
 
 class LossMeter:
-    """Meters of loss, speed, learning rate and skipped updates."""
+    """Mean loss, samples, seconds and skipped updates, since the last log line and over the epoch."""
 
     def __init__(self) -> None:
-        self._lines = Sums()
-        self._epoch = Sums()
+        self._line = UpdateSums()
+        self._epoch = UpdateSums()
         self._last: Update | None = None
         self._lr: Any = None
 
     def add(self, update: Update) -> None:
         self._last = update
-        for sums in (self._lines, self._epoch):
-            sums.add(update)
+        seconds = update.seconds
+        skipped = update.skipped
+        losses, counts = (0.0, 0.0) if skipped else update.sums()
+        for sums in (self._line, self._epoch):
+            sums.samples += update.samples
+            sums.skipped += skipped
+            sums.seconds += seconds
+            sums.mean.add_sum(losses, counts)
 
     def read(self) -> dict[str, Any]:
         """Return the values since the last log line, and reset them."""
-        sums = self._lines
-        self._lines = Sums()
-        speed = sums.samples / sums.seconds if sums.seconds else 0.0
+        lr = self._learning_rates()
+        sums = self._line
+        self._line = UpdateSums()
         return {
-            "loss": sums.mean(),
-            "lr": self._rates(),
+            "loss": sums.mean.value(),
+            "lr": lr,
             "skipped": sums.skipped,
             "seconds": sums.seconds,
-            "samples_per_second": speed,
+            "samples_per_second": sums.samples / sums.seconds if sums.seconds else 0.0,
         }
 
-    def _rates(self) -> Any:
+    def _learning_rates(self) -> Any:
         """Return the learning rates of the last update. They may be on the device, so they are read as late as here."""
         if self._last is not None:
             self._lr = self._last.lr
@@ -45,55 +57,99 @@ class LossMeter:
         return self._lr
 
     @property
-    def unread(self) -> bool:
+    def has_unread_updates(self) -> bool:
         """True if there were updates since the last log line."""
-        return self._lines.samples > 0
+        return self._line.samples > 0
 
     @property
-    def begun(self) -> bool:
-        """True if there was an update in this epoch."""
+    def has_updates_in_epoch(self) -> bool:
         return self._epoch.samples > 0
 
     def read_epoch(self) -> dict[str, Any]:
         """Return the values of the epoch, and reset them."""
         sums = self._epoch
-        self._epoch = Sums()
-        return {"loss": sums.mean(), "skipped": sums.skipped, "seconds": sums.seconds}
+        self._epoch = UpdateSums()
+        return {"loss": sums.mean.value(), "skipped": sums.skipped, "seconds": sums.seconds}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lines": vars(self._lines).copy(), "epoch": vars(self._epoch).copy(), "lr": self._rates()}
+        return {"lines": self._line.state_dict(), "epoch": self._epoch.state_dict(), "lr": self._learning_rates()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self._lines).update(state["lines"])
-        vars(self._epoch).update(state["epoch"])
+        self._line.load_state_dict(state["lines"])
+        self._epoch.load_state_dict(state["epoch"])
         self._lr = state["lr"]
         self._last = None
 
 
-class Sums:
-    """Sums of losses, counts, samples and seconds, added update by update in float64.
+@dataclass
+class UpdateSums:
+    """Sums over updates of losses, counts, samples and seconds.
 
-    The order of additions does not depend on interruptions, so a resumed run gets the same sums.
+    Losses are added update by update in float64: the order of additions does not depend on interruptions, so a resumed
+    run gets the same sums.
+    """
+
+    mean: WeightedMean = field(default_factory=partial(WeightedMean, torch.float64))
+    samples: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "loss": _as_tensor(self.mean.total),
+            "count": _as_tensor(self.mean.weight),
+            "samples": self.samples,
+            "skipped": self.skipped,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = WeightedMean(torch.float64, float(state["loss"]), float(state["count"]))
+        self.samples = state["samples"]
+        self.skipped = state["skipped"]
+        self.seconds = state["seconds"]
+
+
+def _as_tensor(number: Number) -> Tensor:
+    return number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
+
+
+class PhaseTimer:
+    """Seconds per phase since the last log line: "data" (waiting for the loader), the phases of updates, and "rest"
+    (callbacks, checkpoints and validation). The times are not saved in checkpoints.
     """
 
     def __init__(self) -> None:
-        self.loss = self.count = torch.zeros((), dtype=torch.float64)
-        self.samples = 0
-        self.skipped = 0
-        self.seconds = 0.0
+        self.start()
+
+    def start(self, seconds_waited: float = 0.0) -> None:
+        """Restart all phases. `seconds_waited` is the total time spent waiting for the loader so far."""
+        self._began = perf_counter()
+        self._waited_before = seconds_waited
+        self._phases = defaultdict[str, float](float)
 
     def add(self, update: Update) -> None:
-        self.samples += update.samples
-        self.seconds += update.seconds
-        self.skipped += update.skipped
-        if not update.skipped:
-            loss, count = update.sums()
-            device = loss.device if isinstance(loss, Tensor) else self.loss.device  # a float with several ranks
-            self.loss = self.loss.to(device) + loss
-            self.count = self.count.to(device) + count
+        for phase, seconds in update.phases.items():
+            self._phases[phase] += seconds
 
-    def mean(self) -> float:
-        """Σ losses / Σ counts; NaN if the count is 0."""
-        if not float(self.count):
-            return float("nan")
-        return float(self.loss / self.count.to(self.loss.device))
+    def read(self, seconds_waited: float) -> dict[str, float]:
+        """Return seconds per phase since the last call of `start` or `read`, and restart the timer."""
+        phases = {"data": seconds_waited - self._waited_before, **self._phases}
+        phases["rest"] = max(0.0, perf_counter() - self._began - sum(phases.values()))
+        self.start(seconds_waited)
+        return phases
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the peak memory in bytes: of the CUDA allocator, or of this process for other devices.
+
+    None on Windows without CUDA.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most

@@ -6,11 +6,13 @@ import math
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
+
+from samplewise.distributed.group import current_group
 
 
-class Progress(Protocol):
-    """Progress display."""
+class Display(Protocol):
+    """Display of the progress of a training."""
 
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
         """Show that `done` updates have been made, with the mean loss and the speed in samples per second."""
@@ -24,7 +26,7 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-class Silent:
+class NoDisplay:
     """No display."""
 
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None: ...
@@ -33,14 +35,14 @@ class Silent:
     def close(self) -> None: ...
 
 
-class Lines:
+class LineDisplay:
     """Plain lines."""
 
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
-        self.line(f"epoch {epoch + 1}  update {done}  loss {shown(loss)}  {speed:.0f} samples/s")
+        self.line(f"epoch {epoch + 1}  update {done}  loss {format_value(loss)}  {speed:.0f} samples/s")
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        self.line(f"epoch {epoch + 1}  {named(metrics)}")
+        self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
 
     def line(self, text: str) -> None:
         with suppress(OSError):  # a closed pipe or a full disk must not stop the training
@@ -49,7 +51,7 @@ class Lines:
     def close(self) -> None: ...
 
 
-class Bar:
+class BarDisplay:
     """Progress bar of rich: epoch, updates, time left, loss, speed, and the metrics of the last validation."""
 
     def __init__(self, total: int | None, done: int) -> None:
@@ -72,13 +74,13 @@ class Bar:
         self._bar.start()
 
     def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
-        text = f"loss {shown(loss)}  {speed:.0f} samples/s  {self._metrics}"
+        text = f"loss {format_value(loss)}  {speed:.0f} samples/s  {self._metrics}"
         self._bar.update(self._task, completed=done, epoch=epoch + 1, text=text)
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        self.line(f"epoch {epoch + 1}  {named(metrics)}")
+        self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
         measured = {name: value for name, value in metrics.items() if name not in ("train_loss", "loss")}
-        self._metrics = named(measured)
+        self._metrics = format_values(measured)
 
     def line(self, text: str) -> None:
         self._bar.console.print(text, highlight=False, markup=False)
@@ -87,26 +89,56 @@ class Bar:
         self._bar.stop()
 
 
-def shown(value: float) -> str:
+def format_value(value: float) -> str:
     return "NaN" if math.isnan(value) else f"{value:.4g}"
 
 
-def named(values: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {shown(value)}" for name, value in values.items())
+def format_values(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {format_value(value)}" for name, value in values.items())
 
 
-def make_progress(wanted: bool, total: int | None, done: int) -> Progress:
-    """Return the display for a training.
+def make_display(total: int | None, done: int) -> Display:
+    """Return a progress bar if stderr is a terminal and rich is installed, otherwise plain lines.
 
-    wanted: False for no display.
     total: number of updates at the end of the training; None if unknown.
     done: number of updates made so far.
     """
-    if not wanted or sys.stderr is None:  # None if stderr was closed when Python started
-        return Silent()
+    if sys.stderr is None:  # stderr was closed when Python started
+        return NoDisplay()
     if not sys.stderr.isatty():
-        return Lines()
+        return LineDisplay()
     try:
-        return Bar(total, done)
+        return BarDisplay(total, done)
     except ImportError:
-        return Lines()
+        return LineDisplay()
+
+
+class Progress:
+    """Callback that shows the progress of a training on stderr, on rank 0. `Trainer(progress=True)` adds it."""
+
+    def __init__(self) -> None:
+        self._display: Display = NoDisplay()
+        self._has_validation = False
+
+    def on_fit_start(self, trainer: Any) -> None:
+        if current_group().rank == 0:
+            self._display = make_display(trainer.expected_updates, trainer.step.counters.updates)
+
+    def on_log(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "train" and "samples_per_second" in fields:
+            self._display.update(fields["epoch"], fields["update"], fields["loss"], fields["samples_per_second"])
+        self._has_validation = kind == "validation" or (self._has_validation and kind != "epoch")
+
+    def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> None:
+        shown = {"train_loss": metrics["train_loss"]}
+        if self._has_validation:
+            shown |= metrics
+        self._display.epoch(epoch, shown)
+
+    def line(self, text: str) -> None:
+        """Print a line; does nothing if no training is shown. May be called from another thread."""
+        self._display.line(text)
+
+    def close(self) -> None:
+        self._display.close()
+        self._display = NoDisplay()

@@ -1,136 +1,237 @@
-"""Early stop of a training on request or on a signal, without loss of work.
+"""End of a training: its duration, stop requests and signals.
 
 One process stops between two batches and keeps its open window. Several ranks stop after the same update, because a
 part of a window cannot be used. A signal to the whole process group also kills the workers of a loader: a rank whose
 loader fails because of it announces this, and all ranks go back to the beginning of the window.
+
+    Duration            epochs=10, updates=500, "2ep" or "500up"
+    StopController      stop requests and signals; `stop_controller` returns the one for this process group
+    SingleProcessStop   stops between two batches
+    MultiRankStop       stops all ranks after the same update
 """
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from samplewise.core.snapshot import random_state
+from samplewise.core.snapshot import RandomState
 from samplewise.distributed import collectives
 from samplewise.distributed.group import current_group
+from samplewise.errors import DistributedError, LoaderStopped
 from samplewise.loop.data.loader import ResumableLoader
 from samplewise.step.step import Step
 
-
-class Left(BaseException):
-    """Stop requested inside a window or inside validation.
-
-    A BaseException, so that Step does not discard the open window.
-    """
+# --- durations -------------------------------------------------------------------------------------------------------
 
 
-class Gone(Exception):
-    """The loader failed after a stop was requested. With several ranks, the error is announced to all of them."""
+@dataclass(frozen=True)
+class Duration:
+    """Number of epochs or of updates; one of the two is set."""
+
+    epochs: int | None = None
+    updates: int | None = None
+
+    def reached(self, epochs: int, updates: int) -> bool:
+        return (self.epochs is not None and epochs >= self.epochs) or (
+            self.updates is not None and updates >= self.updates
+        )
+
+    def done(self) -> str:
+        """Return the reason that `fit` returns when the duration is reached: "3 epochs are done"."""
+        number = self.updates if self.epochs is None else self.epochs
+        what = "update" if self.epochs is None else "epoch"
+        return f"1 {what} is done" if number == 1 else f"{number} {what}s are done"
 
 
-class StopController:
-    """Stop requests of one call of `fit`. `reason` is None while it runs, and the same on all ranks."""
+def duration(epochs: int | str | None = None, updates: int | None = None) -> Duration:
+    """Parse a duration. Exactly one of `epochs` (an int, or a str such as "2ep" or "500up") and `updates` is given."""
+    if isinstance(epochs, str):
+        found = re.fullmatch(r"(\d+)(ep|up)", epochs.strip())
+        if found is None or updates is not None:
+            raise ValueError(f"a duration must be written like '2ep' or '500up'; found {epochs!r}.")
+        number, unit = found.groups()
+        return duration(epochs=int(number)) if unit == "ep" else duration(updates=int(number))
+    if (epochs is None) == (updates is None):
+        found_both = "both" if epochs is not None else "neither"
+        raise ValueError(f"one of epochs= and updates= must be given; found {found_both}.")
+    for name, number in (("epochs", epochs), ("updates", updates)):
+        if number is not None and (type(number) is not int or number < 1):
+            raise ValueError(f"{name} must be a positive number; found {number!r}.")
+    return Duration(epochs, updates)
+
+
+# --- stop requests and signals ---------------------------------------------------------------------------------------
+
+
+class StopController(ABC):
+    """Stop requests of one call of `fit`. `reason` is None until the training is to stop; it is equal on all ranks."""
 
     def __init__(self, step: Step) -> None:
         self.reason: str | None = None
         self._step = step
-        self._wish: str | None = None  # reason requested on this rank
-        self._interrupted = False
-        self._come_back: Callable[[], None] | None = None
+        self._has_signal = False
 
-    def ask(self, reason: str) -> None:
+    @abstractmethod
+    def request(self, reason: str) -> None:
         """Request a stop. The first reason is kept."""
-        self._wish = self._wish or reason
-        if not current_group().distributed:
-            self.reason = self._wish
 
-    def agree(self) -> None:
-        """Exchange stop requests between two windows, and keep the random state for `windows`. Collective."""
-        self._hear()
-        self._come_back = random_state() if current_group().distributed else None
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Exchange stop requests between ranks, after an update or an epoch. Collective."""
 
-    def _hear(self) -> None:
-        if (
-            current_group().distributed
-            and self.reason is None
-            and current_group().all_reduce_scalars(self._wish is not None)[0]
-        ):
-            self.reason = next(wish for wish in current_group().all_gather_object(self._wish) if wish is not None)
+    @abstractmethod
+    def watch(self, loader: ResumableLoader) -> AbstractContextManager[None]:
+        """Context manager around code that fetches batches: handles errors of a loader whose workers were killed."""
+
+    @abstractmethod
+    def batches(self, batches: Iterable[Any], loader: ResumableLoader) -> Iterator[Any]:
+        """Yield batches until the training is to stop. `loader` is the training loader, also in validation."""
+
+    @abstractmethod
+    def epoch(self, loader: ResumableLoader) -> AbstractContextManager[None]:
+        """Context manager around the updates and the validation of an epoch: ends it if the training is to stop."""
+
+    def is_over(self, until: Duration, epochs: int) -> bool:
+        """Return True if a stop was requested, or the duration is reached after `epochs` epochs."""
+        return self.reason is not None or until.reached(epochs, self._step.counters.updates)
 
     @contextmanager
-    def at_signals(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Request a stop on SIGTERM and on Ctrl-C. A second Ctrl-C raises KeyboardInterrupt."""
         before: dict[int, Any] = {}
 
-        def leave(number: int, frame: Any) -> None:
-            if self._interrupted and number == signal.SIGINT:
+        def handle(number: int, frame: Any) -> None:
+            if self._has_signal and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.ask(signal.Signals(number).name)
-            self._interrupted = True
+            self.request(signal.Signals(number).name)
+            self._has_signal = True
             # Without this, torch raises at an arbitrary place, because the signal has killed a worker too.
             if child := getattr(signal, "SIGCHLD", None):
                 before.setdefault(child, signal.signal(child, signal.SIG_DFL))
 
         if threading.current_thread() is threading.main_thread():
-            before |= {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+            before |= {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
-            self._interrupted = False
+            self._has_signal = False
 
-    # --- batches and windows -----------------------------------------------------------------------------------------
 
-    def until_left(self, batches: Iterable[Any], feed: ResumableLoader) -> Iterator[Any]:
-        """Yield batches. In one process, raise Left after the batch during which a signal came, or if fetching fails
-        after a signal.
-        """
-        try:
-            with self.fetching():
-                for batch in batches:
-                    yield batch
-                    if self._interrupted and not (self._step.has_deferred_samples or current_group().distributed):
-                        raise Left
-        except (Exception, Left) as why:
-            if not self._interrupted or current_group().distributed:  # several ranks stop together, after an update
-                raise
-            feed.mark(self._step.consumed)  # samples in the open window must not come again
-            raise Left from why
+def stop_controller(step: Step) -> StopController:
+    """Return the controller for one process or for several ranks."""
+    return MultiRankStop(step) if current_group().size > 1 else SingleProcessStop(step)
 
-    @contextmanager
-    def fetching(self) -> Iterator[None]:
-        """Raise Gone for an error of the loader after a signal, with several ranks: its workers were killed."""
-        try:
-            yield
-        except Exception as why:
-            if not (self._interrupted and current_group().distributed) or collectives.is_from_another_rank(why):
-                raise
-            raise Gone(
-                f"the loader of a rank must work until all ranks stop; found that it failed after {self._wish} with "
-                f"{type(why).__name__}: {why}. Resume from the last checkpoint."
-            ) from why
+
+class SingleProcessStop(StopController):
+    """Stop of one process, between two batches. The open window is kept.
+
+    After a signal, the iterator over batches raises LoaderStopped: it ends `Step.over`, or a validation.
+    """
+
+    def request(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    def synchronize(self) -> None:
+        pass
 
     @contextmanager
-    def windows(self, feed: ResumableLoader) -> Iterator[None]:
-        """Handle Left and Gone around the windows of an epoch.
+    def watch(self, loader: ResumableLoader) -> Iterator[None]:
+        """Raise LoaderStopped for any exception after a signal: workers of the loader may have been killed.
 
-        One process keeps its open window. If the loader of a rank failed, all ranks discard the open window and go back
-        to its beginning. With tail="carry" the error is raised instead: the window may contain samples of the previous
-        epoch, which cannot be read again.
+        A loader of the user may raise LoaderStopped, too; it then ends the training.
         """
         try:
             yield
-        except Left:
+        except Exception as error:
+            if not (self._has_signal or isinstance(error, LoaderStopped)):
+                raise
+            self.request("stopped by the loader")  # unless there is a reason already
+            loader.commit(self._step.consumed)  # samples in the open window must not come again
+            raise LoaderStopped(self.reason) from error
+
+    def batches(self, batches: Iterable[Any], loader: ResumableLoader) -> Iterator[Any]:
+        with self.watch(loader):
+            for batch in batches:
+                yield batch
+                if self._has_signal and not self._step.has_deferred_samples:
+                    raise LoaderStopped(self.reason)
+
+    @contextmanager
+    def epoch(self, loader: ResumableLoader) -> Iterator[None]:
+        try:
+            yield
+        except LoaderStopped:  # in validation, which a resumed run repeats
             return
+
+
+class LoaderKilled(Exception):
+    """The loader of a rank failed after a signal. The error is announced to all ranks."""
+
+
+class MultiRankStop(StopController):
+    """Stop of several ranks, after the same update.
+
+    If a signal has killed the loader of a rank, the window cannot be completed: all ranks discard it and go back to its
+    beginning. With tail="carry" the error is raised instead: the window may contain samples of the previous epoch,
+    which cannot be read again.
+    """
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self._requested: str | None = None  # reason requested on this rank
+        self._at_window_start = RandomState()
+
+    def request(self, reason: str) -> None:
+        self._requested = self._requested or reason
+
+    def synchronize(self) -> None:
+        self._exchange_requests()
+        self._at_window_start = RandomState()
+
+    def _exchange_requests(self) -> None:
+        if self.reason is None and current_group().all_reduce_scalars(self._requested is not None)[0]:
+            reasons = current_group().all_gather_object(self._requested)
+            self.reason = next(reason for reason in reasons if reason is not None)
+
+    @contextmanager
+    def watch(self, loader: ResumableLoader) -> Iterator[None]:
+        """Raise LoaderKilled for an error of the loader after a signal."""
+        try:
+            yield
+        except LoaderStopped as error:
+            raise DistributedError(
+                "with several ranks a loader must not raise LoaderStopped, since all ranks stop after the same update; "
+                "found that it did. Call trainer.stop(reason) from a callback."
+            ) from error
+        except Exception as error:
+            if not self._has_signal or collectives.is_from_another_rank(error):
+                raise
+            raise LoaderKilled(
+                f"the loader of a rank must work until all ranks stop; found that it failed after {self._requested} "
+                f"with {type(error).__name__}: {error}. Resume from the last checkpoint."
+            ) from error
+
+    def batches(self, batches: Iterable[Any], loader: ResumableLoader) -> Iterator[Any]:
+        with self.watch(loader):
+            yield from batches
+
+    @contextmanager
+    def epoch(self, loader: ResumableLoader) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             current_group().announce_error(error)
-            if collectives.failures(error) != {Gone.__name__} or self._step.tail == "carry":
+            if collectives.failures(error) != {LoaderKilled.__name__} or self._step.tail == "carry":
                 raise
-            self._hear()
-            feed.go_to(feed.place)
-            if self._come_back is not None:
-                self._come_back()
+            self._exchange_requests()
+            loader.seek(loader.committed)
+            self._at_window_start.restore()

@@ -2,7 +2,6 @@
 
 what is saved
     state       state of a trainer: collecting it, checking it and loading it
-    rng_state   state dict of the random generators, a part of it
 how it is written and read
     encoding    nested state <-> JSON values and named tensors
     format      the files of a checkpoint directory: state.json and one safetensors file per rank

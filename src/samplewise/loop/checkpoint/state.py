@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.snapshot import RandomState
 from samplewise.distributed.group import current_group
 from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.errors import CheckpointError, SamplewiseError
 from samplewise.loop.checkpoint.encoding import Malformed
-from samplewise.loop.checkpoint.rng_state import load_random_state, random_state_dict
 from samplewise.loop.checkpoint.schema import (
     COUNT,
     DICT,
@@ -39,7 +39,7 @@ from samplewise.loop.checkpoint.schema import (
     check,
     maybe,
 )
-from samplewise.loop.data.rng import reseed, seed_of
+from samplewise.loop.data.rng import derive_seed, reseed
 from samplewise.step.step import Step
 from samplewise.step.window import Counters
 
@@ -95,7 +95,7 @@ def part_state(part: Any) -> Any:
 
 def rank_state(step: Step) -> dict[str, Any]:
     """Return the state of this rank: random generators, and its part of an open window of several ranks. Collective."""
-    state = {"random": random_state_dict()}
+    state = {"random": RandomState().state_dict()}
     if current_group().distributed and current_group().all_reduce_scalars(step.has_pending_samples)[0]:
         state["window"] = step.window_state()
     return state
@@ -222,9 +222,9 @@ def load_random_states(per_rank: list[Any], seed: int) -> None:
     """
     rank = current_group().rank
     if rank < len(per_rank):
-        load_random_state(per_rank[rank]["random"])
+        RandomState.from_state_dict(per_rank[rank]["random"]).restore()
     else:
-        reseed(seed_of(seed, rank, per_rank[0]["random"]["torch"].tolist()))
+        reseed(derive_seed(seed, rank, per_rank[0]["random"]["torch"].tolist()))
 
 
 @contextmanager

@@ -8,18 +8,19 @@ samples are used.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
-from samplewise.core.batches import length
+from samplewise.core.batches import cut, length
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop.checkpoint import storage
-from samplewise.loop.data.adapters import END, described, is_ordered, source_of
+from samplewise.loop.data.adapters import END, adapter_for, is_map_style, kind_name
 from samplewise.loop.data.resume_check import Data, describe, differences, listed
-from samplewise.loop.data.sharding import RankShard, check_undivided
+from samplewise.loop.data.sharding import RankShard, ShardedLoader, check_not_sharded
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,21 @@ class DataPosition:
     start: int = 0  # samples of the epoch that were used before the current ranks sharded the rest
     samples: int = 0  # samples in the batches; counted only with several ranks
 
+    @property
+    def is_inside_epoch(self) -> bool:
+        """True if samples of the epoch have been used."""
+        return bool(self.batches or self.inside or self.start)
+
 
 class ResumableLoader:
     """Loader that can be started at any sample of any epoch.
 
-        for batch, used in feed.epoch(number):     the first `used` samples of the batch have been used before
+        for batch, position in loader.epoch(number):     the first `position.inside` samples have been used before
             ...
-            feed.mark(taken)                       after an update that used the first `taken` samples of this batch
+            loader.commit(consumed)                      after an update with the first `consumed` samples of this batch
 
-    `here(taken)` is the position of the next sample, `place` that of the first sample that is in no update yet.
+    `position_after(consumed)` is the position of the next sample, `committed` that of the first sample that is in no
+    update yet. `seconds_waited` is the time in seconds spent waiting for batches so far.
     """
 
     def __init__(
@@ -53,154 +60,183 @@ class ResumableLoader:
         loader: Iterable[Any],
         seed: int,
         first: int | None = None,
-        saved: bool = False,
-        apart: bool = False,
-        share: RankShard | None = None,
+        *,
+        checkpointed: bool = False,
+        in_use: bool = False,
+        shard: RankShard | None = None,
     ):
         """first: use only the first `first` batches of epoch 0, in every epoch; None for all batches.
-        saved: positions will be saved in checkpoints, so the loader's state must be savable.
-        apart: the loader may be in use elsewhere, so its state is not changed.
-        share: shard of this rank; None if each rank's loader has its own samples.
+        checkpointed: positions will be saved in checkpoints, so the loader's state must be savable.
+        in_use: the loader may be in use elsewhere, so its state is not changed.
+        shard: of this rank, by default that of the current process; unused if the loader is marked by `sw.sharded`.
         """
         self.seed = seed
-        self.first = first
-        self.saved = saved
-        self.apart = apart
-        self.share = share or RankShard()
-        self.divides = share is not None
+        self.checkpointed = checkpointed
+        self.in_use = in_use
         self.loader: Iterable[Any] = ()
         self.data: dict[str, Any] = {}
-        self.go_to(DataPosition())
-        self.use(loader)
+        self.seconds_waited = 0.0
+        self._rank_shard = shard or RankShard.of_this_rank()
+        self.seek(DataPosition())
+        self.set_loader(loader, first)
 
-    def go_to(self, place: DataPosition) -> None:
+    def seek(self, position: DataPosition) -> None:
         """Set the position from which the next call of `epoch` starts."""
-        self._start = place
+        self._start = position
         self._last: DataPosition | None = None  # position before the last batch
-        self._mark: DataPosition | None = None
+        self._committed: DataPosition | None = None
         self._rows = 0  # samples in the last batch; 0 with one rank
-        self._ahead: Iterator[Any] | None = None  # rest of the epoch, if `look` has fetched its first batch
-        self._looked = False
+        self._prefetched: Iterator[Any] | None = None  # rest of the epoch, if `prefetch` has fetched its first batch
+        self._has_prefetched = False
 
-    def use(self, loader: Iterable[Any]) -> None:
-        """Continue at the same position of another loader. Inside an epoch it must have the same data properties."""
-        data = {} if self.apart else describe(loader, self.first)
-        if _is_inside(self.place):
+    def set_loader(self, loader: Iterable[Any], first: int | None = None) -> None:
+        """Continue at the same position of another loader. Inside an epoch it must have the same data properties.
+
+        loader: a loader of all samples, of which each rank takes its shard; or `sw.sharded(loader)`.
+        """
+        marked = isinstance(loader, ShardedLoader)
+        inner: Iterable[Any] = loader.loader if isinstance(loader, ShardedLoader) else loader
+        data = {} if self.in_use else describe(inner, first, marked and self._rank_shard.size > 1)
+        if self.committed.is_inside_epoch:
             self._check_same(self.data, data, "Finish the epoch with its own data first, or make a new Trainer.")
         self.data = data
-        if loader is not self.loader:
-            if self.share.size > 1:
-                check_undivided(loader)
-            self.loader = loader
-            self._source = source_of(loader, self.seed, self.apart)
-            self._unchecked = self.saved
+        self.first = first
+        self.is_marked = marked
+        self.shard = RankShard() if marked else self._rank_shard
+        if self.shard.size > 1:
+            check_not_sharded(inner)
+        if inner is not self.loader:
+            self.loader = inner
+            self._adapter = adapter_for(inner, self.seed, self.in_use)
+            self._state_unchecked = self.checkpointed
 
-    def here(self, taken: int) -> DataPosition:
-        """Position after the first `taken` samples of the last batch; 0 means after the whole batch."""
-        if taken and self._last is not None:
-            return replace(self._last, inside=taken)
-        return self._after()
-
-    @property
-    def number(self) -> int:
-        """Index of the last batch in its epoch, from 0 on."""
-        return 0 if self._last is None else self._last.batches
+    def position_after(self, consumed: int) -> DataPosition:
+        """Position after the first `consumed` samples of the last batch; 0 means after the whole batch."""
+        if consumed and self._last is not None:
+            return replace(self._last, inside=consumed)
+        return self._after_last_batch()
 
     @property
-    def place(self) -> DataPosition:
+    def committed(self) -> DataPosition:
         """Position of the first sample that is in no update yet."""
-        return self._mark or self._after()
+        return self._committed or self._after_last_batch()
 
-    def mark(self, taken: int) -> None:
-        """Record that all samples up to the first `taken` of the last batch are used; 0 means the whole batch."""
-        self._mark = self.here(taken) if taken else None
+    def commit(self, consumed: int) -> None:
+        """Record that all samples up to the first `consumed` of the last batch are used; 0 means the whole batch."""
+        self._committed = self.position_after(consumed) if consumed else None
 
-    def epoch(self, number: int, back: bool = False) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, used samples of it) for the rest of the epoch.
+    def epoch(self, number: int, rewind: bool = False) -> Iterator[tuple[Any, DataPosition]]:
+        """Yield (batch, position before it) for the rest of the epoch.
 
-        back: start at the first sample that is in no update, so that such samples come again.
+        rewind: start at the first sample that is in no update, so that such samples come again.
         """
-        at = self._of_this_kind(self.place if back else self._after())
-        batches = self._ahead or self._enter(number, at)
-        self._ahead = None
+        at = self._with_kind(self.committed if rewind else self._after_last_batch())
+        batches = self._prefetched or self._iterate(number, at)
+        self._prefetched = None
         self._start = at
         self._last = None
         self._check_state()
-        while (self.first is None or at.batches < self.first) and (batch := next(batches, END)) is not END:
-            _check_used(batch, at.inside)
+        while self.first is None or at.batches < self.first:
+            began = perf_counter()
+            batch = next(batches, END)
+            self.seconds_waited += perf_counter() - began
+            if batch is END:
+                break
+            if at.inside:
+                _check_rows(batch, at.inside)
             self._last = at
-            self._mark = self._mark or at
-            self._rows = length(batch) or 1 if self.share.size > 1 else 0
-            yield batch, at.inside
-            at = DataPosition(at.batches + 1, 0, self._source.state(), at.kind, at.start, at.samples + self._rows)
-        if self._last is None and not self._among_others:  # with several ranks some may have no batch
-            self._check_begun(number, at)
+            self._committed = self._committed or at
+            self._rows = length(batch) or 1 if self.shard.size > 1 else 0
+            yield batch, at
+            state = self._adapter.state() if self._adapter.has_state else None
+            at = DataPosition(at.batches + 1, 0, state, at.kind, at.start, at.samples + self._rows)
+        if self._last is None and not self._has_several_ranks:  # with several ranks some may have no batch
+            self._check_not_empty(number, at)
 
-    def look(self, number: int) -> None:
+    def first_update(
+        self, number: int, samples: int | None, is_made: Callable[[], bool]
+    ) -> Iterator[tuple[Any, DataPosition]]:
+        """Yield the batches of an epoch that its first update needs on this rank; the last one is cut.
+
+        samples: of an update, over all ranks; None for one batch per rank.
+        is_made: function that returns True when the update is made. Batches that cannot be cut are yielded until then.
+        """
+        needed = None if samples is None else self._rank_shard.count(samples)
+        for batch, position in self.epoch(number) if needed != 0 else ():
+            rows = length(batch)
+            if needed is not None and rows is not None:
+                batch = cut(batch, 0, needed, rows) if rows > needed else batch
+                needed -= min(rows, needed)
+            yield batch, position
+            if needed in (None, 0) or is_made():
+                return
+
+    def prefetch(self, number: int) -> None:
         """Fetch the first batch before `epoch`, and check that some rank has one and that all have the same order.
 
         Collective. Does nothing with one rank.
         """
-        if not self._among_others or self._looked:
+        if not self._has_several_ranks or self._has_prefetched:
             return
-        self._looked = True
-        at = self._of_this_kind(self._after())
-        batches = self._enter(number, at)
+        self._has_prefetched = True
+        at = self._with_kind(self._after_last_batch())
+        batches = self._iterate(number, at)
         first = next(batches, END)
-        if self.divides:
-            self._source.look.agree(looked=at.state is None)
+        if not self.is_marked:
+            self._adapter.order.check_equal_on_ranks(valid=at.state is None)
         if not current_group().all_reduce_scalars(first is not END)[0]:
-            self._check_begun(number, at)
-        self._ahead = chain([] if first is END else [first], batches)
+            self._check_not_empty(number, at)
+        self._prefetched = chain([] if first is END else [first], batches)
 
     @property
-    def _among_others(self) -> bool:
-        return self.share.size > 1 or current_group().distributed
+    def _has_several_ranks(self) -> bool:
+        """True if ranks share the epoch: then its beginning is collective, and one of them may have no batch."""
+        return self.shard.size > 1 or current_group().size > 1
 
-    def _check_begun(self, number: int, at: DataPosition) -> None:
+    def _check_not_empty(self, number: int, at: DataPosition) -> None:
         """Raise BatchError for an epoch without batches, unless it was resumed at its end."""
         if at.batches == 0 and at.start == 0:
-            wanted = "an evaluation" if self.apart else "an epoch"
-            where = "" if self.apart else f" in epoch {number}"
+            wanted = "an evaluation" if self.in_use else "an epoch"
+            where = "" if self.in_use else f" in epoch {number}"
             raise BatchError(
                 f"{wanted} must have at least one batch; found none{where}. Check the loader: a generator is empty "
                 "after its first use, and drop_last=True drops a data set smaller than one batch."
             )
 
-    def _enter(self, number: int, at: DataPosition) -> Iterator[Any]:
-        share = replace(self.share, start=at.start)
-        return self._source.enter(number if self.first is None else 0, at.batches, at.state, share)
+    def _iterate(self, number: int, at: DataPosition) -> Iterator[Any]:
+        shard = replace(self.shard, start=at.start)
+        return self._adapter.iterate(number if self.first is None else 0, at.batches, at.state, shard)
 
-    def state(self, taken: int) -> dict[str, Any]:
+    def state(self, consumed: int) -> dict[str, Any]:
         """Return the position for a checkpoint: of this process, or of all ranks. Collective.
 
-        taken: used samples of the last batch; 0 means all.
+        consumed: used samples of the last batch; 0 means all.
         """
-        here = self.here(taken)
+        here = self.position_after(consumed)
         if not current_group().distributed:
             return {"place": vars(here), "used": self._used_alone(here), "data": [self.data]}
         of_ranks = current_group().all_gather_object((vars(here), self.data))
-        places = [DataPosition(**place) for place, _ in of_ranks]
+        positions = [DataPosition(**position) for position, _ in of_ranks]
         data = [data for _, data in of_ranks]
-        return {"places": [vars(place) for place in places], "used": self._used(places), "data": data}
+        return {"places": [vars(position) for position in positions], "used": self._used(positions), "data": data}
 
     def check_data(self, state: dict[str, Any], epoch: int) -> None:
         """Compare the data with that of a checkpoint: raise inside an epoch, warn between two epochs.
 
         With another number of ranks the position is counted in samples, so the batch size may differ.
         """
-        places = [DataPosition(**place) for place in state.get("places") or [state["place"]]]
+        positions = _positions(state)
         saved = state.get("data")  # None: written by an earlier version
         if not saved:
             return
         as_many = len(saved) == current_group().size
         before = saved[current_group().rank] if as_many else saved[0]
-        if any(map(_is_inside, places)):
+        if any(position.is_inside_epoch for position in positions):
             remedy = (
                 f"Resume with the data of the checkpoint until epoch {epoch} has ended (epochs={epoch + 1}) and change "
                 "it then, or start a new run directory."
             )
-            self._check_same(before, self.data, remedy, ignore=() if as_many else ("batch size",))
+            self._check_same(before, self.data, remedy, ignore=() if as_many else ("batch size", "sharded"))
         elif (found := differences(before, self.data)) and current_group().rank == 0:
             warnings.warn(
                 f"the run is resumed at the beginning of epoch {epoch} with other data than it was saved with: "
@@ -217,12 +253,12 @@ class ResumableLoader:
                 f"started with, or samples would be lost or repeated; found {listed(found)}. {remedy}"
             )
 
-    def _used(self, places: Sequence[DataPosition]) -> int | None:
+    def _used(self, positions: Sequence[DataPosition]) -> int | None:
         """Number of samples of the epoch that all ranks have used, if they are its first samples; otherwise None."""
-        taken = [place.samples + place.inside for place in places]
+        taken = [position.samples + position.inside for position in positions]
         even = all(n == len(range(rank, sum(taken), len(taken))) for rank, n in enumerate(taken))
-        known = even and self.divides and self._source.samples(0, 0) is not None
-        return places[0].start + sum(taken) if known else None
+        known = even and not self.is_marked and self._adapter.samples(0, 0) is not None
+        return positions[0].start + sum(taken) if known else None
 
     def _used_alone(self, here: DataPosition) -> int | None:
         """Number of samples that one process has used; None if the batch size is unknown.
@@ -230,35 +266,35 @@ class ResumableLoader:
         It is needed to resume with several ranks, whose batch size may differ.
         """
         size: Any = getattr(self.loader, "batch_size", None)
-        known = type(size) is int and self._source.samples(0, 0) is not None
+        known = type(size) is int and self._adapter.samples(0, 0) is not None
         return here.start + here.batches * size + here.inside if known else None
 
     def load(self, state: dict[str, Any], epoch: int) -> None:
         """Go to the position of a checkpoint, also with another number of ranks."""
-        places = [DataPosition(**place) for place in state.get("places") or [state["place"]]]
-        if len(places) == current_group().size:
-            self.go_to(places[current_group().rank])
-        elif all(place.kind is None for place in places):
-            self.go_to(DataPosition())
+        positions = _positions(state)
+        if len(positions) == current_group().size:
+            self.seek(positions[current_group().rank])
+        elif all(position.kind is None for position in positions):
+            self.seek(DataPosition())
         else:
-            self.go_to(DataPosition(kind=places[0].kind, start=self._start_of(state, places, epoch)))
+            self.seek(DataPosition(kind=positions[0].kind, start=self._used_before(state, positions, epoch)))
 
-    def _start_of(self, state: dict[str, Any], places: Sequence[DataPosition], epoch: int) -> int:
+    def _used_before(self, state: dict[str, Any], positions: Sequence[DataPosition], epoch: int) -> int:
         """Number of used samples of the epoch, from which another number of ranks continues."""
         used = state.get("used")
-        first = places[0]
-        if used is None and len(places) == 1:
-            found = self._source.samples(epoch if self.first is None else 0, first.batches, first.start)
+        first = positions[0]
+        if used is None and len(positions) == 1:
+            found = self._adapter.samples(epoch if self.first is None else 0, first.batches, first.start)
             used = None if found is None else first.start + found + first.inside
-        if used is None or self.first is not None or not self.divides:
+        if used is None or self.first is not None or self.is_marked:
             raise CheckpointError(
-                f"inside an epoch, a run with {described(first.kind)} must be resumed with the number of ranks it was "
-                f"saved with, {len(places)}; found {current_group().size}. Start that number of ranks, or resume from "
-                "a checkpoint between two epochs."
+                f"inside an epoch, a run with {kind_name(first.kind)} must be resumed with the number of ranks it was "
+                f"saved with, {len(positions)}; found {current_group().size}. Start that number of ranks, or resume "
+                "from a checkpoint between two epochs."
             )
         return used
 
-    def updates_of(self, samples: int | None) -> int | None:
+    def updates_per_epoch(self, samples: int | None) -> int | None:
         """Number of updates of `samples` samples in an epoch (None: one update per batch); None if it is unknown."""
         try:
             batches = len(self.loader) if isinstance(self.loader, Sized) else None
@@ -268,48 +304,49 @@ class ResumableLoader:
             return None
         batches = batches if self.first is None else min(self.first, batches)
         if samples is None:
-            return -(-batches // self.share.size)
-        if not is_ordered(self.loader) or self.first is not None:
+            return -(-batches // self.shard.size)
+        if not is_map_style(self.loader) or self.first is not None:
             return None
         sampler: Any = getattr(self.loader, "sampler", None)
         return -(-len(sampler) // samples) if isinstance(sampler, Sized) else None
 
     def close(self) -> None:
         """Stop worker processes."""
-        self._source.close()
+        self._adapter.close()
 
-    def _after(self) -> DataPosition:
-        """Position after the last batch."""
+    def _after_last_batch(self) -> DataPosition:
         if self._last is None:
             return self._start
         return replace(self._last, batches=self._last.batches + 1, inside=0, samples=self._last.samples + self._rows)
 
-    def _of_this_kind(self, place: DataPosition) -> DataPosition:
-        kind = self._source.kind
-        if place.kind not in (None, kind):
+    def _with_kind(self, position: DataPosition) -> DataPosition:
+        """Return the position with the kind of this loader; raise CheckpointError if it has another kind."""
+        kind = self._adapter.kind
+        if position.kind not in (None, kind):
             raise CheckpointError(
                 "an epoch must be continued with the kind of loader it was started with, "
-                f"{described(place.kind)}; found {described(kind)}. Pass a loader of the same kind."
+                f"{kind_name(position.kind)}; found {kind_name(kind)}. Pass a loader of the same kind."
             )
-        return replace(place, kind=kind)
+        return replace(position, kind=kind)
 
     def _check_state(self) -> None:
         """Check before the first batch of a loader that its state can be saved."""
-        if self._unchecked:
+        if self._state_unchecked:
             try:
-                storage.check({"loader": self._source.state()})
+                storage.check({"loader": self._adapter.state()})
             except TypeError as why:
                 raise CheckpointError(f"the state of a loader must be savable in a checkpoint: {why}") from why
-            self._unchecked = False
+            self._state_unchecked = False
 
 
-def _is_inside(place: DataPosition) -> bool:
-    """Return True if samples of the epoch have been used."""
-    return bool(place.batches or place.inside or place.start)
+def _positions(state: dict[str, Any]) -> list[DataPosition]:
+    """Positions of all ranks in the state of a checkpoint, ordered by rank."""
+    return [DataPosition(**position) for position in state.get("places") or [state["place"]]]
 
 
-def _check_used(batch: Any, used: int) -> None:
-    if used and used >= (length(batch) or 0):
+def _check_rows(batch: Any, used: int) -> None:
+    """Raise CheckpointError if a batch has no unused samples."""
+    if used >= (length(batch) or 0):
         raise CheckpointError(
             f"a run must be resumed with the data it was saved with; found a batch of {length(batch)} samples, of "
             f"which {used} are recorded as used. Pass the same data and batch size."

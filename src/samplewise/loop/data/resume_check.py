@@ -11,7 +11,8 @@ Between two epochs they may change.
     sampler length    samples per epoch
     batch sampler     class and settings, if the loader was given one
     batches           len(loader) of a list, or of another loader without a data set
-    overfit           Trainer(overfit=...)
+    overfit           fit(overfit=...)
+    sharded           True with several ranks and sw.sharded(loader)
 
 A sampler with a generator draws another order than one without. The seed of the generator does not matter, since it is
 seeded for each epoch. Settings that do not affect the order may change at any time: num_workers, collate_fn,
@@ -26,10 +27,11 @@ from typing import Any
 from samplewise.core.batches import length
 
 Data = Mapping[str, Any]
+OF_FIT = ("overfit", "sharded")  # properties that are known for every loader
 SETTINGS = ("batch_size", "drop_last", "replacement", "shuffle")  # of samplers
 
 
-def describe(loader: Any, overfit: int | None = None) -> dict[str, Any]:
+def describe(loader: Any, overfit: int | None = None, sharded: bool = False) -> dict[str, Any]:
     """Return the properties of a loader that determine the position of each sample in an epoch. None means unknown."""
     dataset = getattr(loader, "dataset", None)
     batch_size = _number(loader, "batch_size")
@@ -46,6 +48,7 @@ def describe(loader: Any, overfit: int | None = None) -> dict[str, Any]:
         "batch sampler": _kind(loader.batch_sampler) if by_batches else None,
         "batches": _length(loader) if dataset is None else None,
         "overfit": overfit,
+        "sharded": sharded or None,
     }
 
 
@@ -53,8 +56,8 @@ def differences(before: Data, now: Data, ignore: Iterable[str] = ()) -> list[str
     """List the properties that differ, with both values. Properties that are missing in `before` are ignored: a
     checkpoint of another version may lack them. A stream without any known property can be compared with nothing.
     """
-    unknown = all(value is None for name, value in before.items() if name != "overfit")
-    compared = [name for name in now if name in before and name not in ignore and not (unknown and name != "overfit")]
+    unknown = all(value is None for name, value in before.items() if name not in OF_FIT)
+    compared = [n for n in now if n in before and n not in ignore and (n in OF_FIT or not unknown)]
     names = [name for name in compared if before[name] != now[name]]
     return [f"{name} {_shown(now[name])} instead of {_shown(before[name])}" for name in names]
 
@@ -75,12 +78,12 @@ def _kind(sampler: Any) -> str | None:
         return None
     inner = getattr(sampler, "sampler", None)
     settings = {name: _number(sampler, name) for name in SETTINGS}
-    told = [f"{name}={value}" for name, value in settings.items() if value is not None]
+    described = [f"{name}={value}" for name, value in settings.items() if value is not None]
     if getattr(sampler, "generator", None) is not None:
-        told.append("generator")
+        described.append("generator")
     if inner is not None:
-        told.append(f"sampler={_kind(inner)}")
-    return f"{type(sampler).__name__}({', '.join(told)})" if told else type(sampler).__name__
+        described.append(f"sampler={_kind(inner)}")
+    return f"{type(sampler).__name__}({', '.join(described)})" if described else type(sampler).__name__
 
 
 def _number(owner: Any, name: str) -> int | bool | None:

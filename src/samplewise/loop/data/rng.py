@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from samplewise.core.snapshot import random_state
-from samplewise.loop.checkpoint.rng_state import load_random_state, random_state_dict
+from samplewise.core.snapshot import RandomState
 
 
-def seed_of(*things: Any) -> int:
+def derive_seed(*keys: Any) -> int:
     """Return a 32-bit seed: a hash of the `repr` of all arguments."""
-    return int.from_bytes(hashlib.sha256(repr(things).encode()).digest()[:4], "little")
+    return int.from_bytes(hashlib.sha256(repr(keys).encode()).digest()[:4], "little")
 
 
 def seed_everything(seed: int) -> None:
@@ -44,45 +43,51 @@ def _seed_others(seed: int) -> None:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def fork_rng(seed: int) -> Iterator[None]:
     """Seed the global random generators inside the block, and restore their state afterwards."""
-    restore = random_state()
+    outside = RandomState()
     reseed(seed)
     try:
         yield
     finally:
-        restore()
+        outside.restore()
 
 
-class Stream:
+class RngStream:
     """Separate random state for blocks `with stream:`. Each block continues where the last one ended."""
 
     def __init__(self, seed: int):
-        with seeded(seed):
-            self.state = random_state_dict()
+        with fork_rng(seed):
+            self._inside = RandomState()
 
     def __enter__(self) -> None:
-        self._outside = random_state()
-        load_random_state(self.state)
+        self._outside = RandomState()
+        self._inside.restore()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.state = random_state_dict()
-        self._outside()
+        self._inside = RandomState()
+        self._outside.restore()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inside.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inside = RandomState.from_state_dict(state)
 
 
-def parts_of(root: Any) -> list[Any]:
+def nested_parts(root: Any) -> list[Any]:
     """List an object and, recursively, its data sets and samplers."""
     found: list[Any] = [root]
     for part in found:
-        inside = vars(part) if hasattr(part, "__dict__") else {}
-        candidates = [inside.get(name) for name in ("sampler", "batch_sampler", "dataset")]
+        attributes = vars(part) if hasattr(part, "__dict__") else {}
+        candidates = [attributes.get(name) for name in ("sampler", "batch_sampler", "dataset")]
         found += [new for new in candidates if new is not None and all(new is not old for old in found)]
     return found
 
 
 def seed_generators(root: Any, seed: int) -> None:
     """Seed the random generators that are attributes of an object, its data sets and its samplers."""
-    for part in parts_of(root):
+    for part in nested_parts(root):
         for value in vars(part).values() if hasattr(part, "__dict__") else ():
             _seed_generator(value, seed)
 
@@ -97,7 +102,7 @@ def _seed_generator(value: Any, seed: int) -> None:
         value.bit_generator.state = type(value.bit_generator)(seed).state
 
 
-class Seeded(Dataset[Any]):
+class SeededDataset(Dataset[Any]):
     """Data set that seeds the random generators for each sample by (seed, epoch, index).
 
     It changes the global random state. Outside of a worker process the caller restores it.
@@ -109,7 +114,7 @@ class Seeded(Dataset[Any]):
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared with persistent workers
 
     def __getitem__(self, index: Any) -> Any:
-        seed = seed_of(self.seed, int(self.epoch), _name(index))
+        seed = derive_seed(self.seed, int(self.epoch), _as_key(index))
         reseed(seed)
         seed_generators(self.dataset, seed)
         return self.dataset[index]
@@ -118,8 +123,8 @@ class Seeded(Dataset[Any]):
         return len(self.dataset)
 
 
-class SeededWithState(Seeded):
-    """Seeded for a data set with `state_dict` and `load_state_dict`."""
+class StatefulSeededDataset(SeededDataset):
+    """SeededDataset for a data set with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> Any:
         return self.dataset.state_dict()
@@ -128,29 +133,29 @@ class SeededWithState(Seeded):
         self.dataset.load_state_dict(state)
 
 
-def seeded_samples(dataset: Any, seed: int) -> Seeded:
-    """Wrap a data set in Seeded or SeededWithState."""
-    kind = SeededWithState if hasattr(dataset, "state_dict") else Seeded
+def seed_samples(dataset: Any, seed: int) -> SeededDataset:
+    """Wrap a data set in SeededDataset or StatefulSeededDataset."""
+    kind = StatefulSeededDataset if hasattr(dataset, "state_dict") else SeededDataset
     return kind(dataset, seed)
 
 
-class Unveiling:
+class UnwrapInWorker:
     """worker_init_fn that replaces the wrapper by the user's data set in `get_worker_info().dataset`.
 
-    then: the loader's own worker_init_fn, called afterwards.
+    worker_init_fn: the loader's own one, called afterwards.
     """
 
-    def __init__(self, then: Callable[[int], None] | None):
-        self.then = then
+    def __init__(self, worker_init_fn: Callable[[int], None] | None):
+        self.worker_init_fn = worker_init_fn
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # the info object is read-only
-        if self.then is not None:
-            self.then(worker)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
 
 
-def _name(index: Any) -> Any:
+def _as_key(index: Any) -> Any:
     """Return an index in a form whose `repr` is the same in every process."""
     if hasattr(index, "tolist"):  # samplers may yield tensors or arrays
         return index.tolist()

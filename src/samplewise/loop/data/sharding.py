@@ -22,7 +22,27 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from samplewise.core.batches import PLAIN, leaves, length, take
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, DistributedError
-from samplewise.loop.data.rng import parts_of
+from samplewise.loop.data.rng import nested_parts
+
+
+@dataclass(frozen=True)
+class ShardedLoader:
+    """Loader whose samples differ from rank to rank, see `sharded`."""
+
+    loader: Iterable[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+def sharded(loader: Iterable[Any]) -> ShardedLoader:
+    """Mark a loader that yields only the samples of its own rank: `fit` and `evaluate` then use it unchanged.
+
+    Without the mark, the trainer expects all samples in the same order on every rank, and shards them itself. Use it
+    for a DistributedSampler, Hugging Face's `split_dataset_by_node`, or data that each rank reads from its own files.
+    With one process it has no effect.
+    """
+    return loader if isinstance(loader, ShardedLoader) else ShardedLoader(loader)
 
 
 @dataclass(frozen=True)
@@ -36,18 +56,28 @@ class RankShard:
     size: int = 1
     start: int = 0
 
+    @classmethod
+    def of_this_rank(cls) -> RankShard:
+        """Shard of the current rank; all samples with one process."""
+        return cls(current_group().rank, current_group().size)
+
     @property
-    def whole(self) -> bool:
+    def has_all_samples(self) -> bool:
         return self.size == 1 and self.start == 0
 
-    def of(self, samples: Iterable[Any]) -> Iterator[Any]:
+    def count(self, samples: int) -> int:
+        """Number of this rank's samples among the first `samples` of the epoch."""
+        return len(range(self.rank, samples, self.size))
+
+    def select(self, samples: Iterable[Any]) -> Iterator[Any]:
+        """Yield this rank's samples."""
         return islice(samples, self.start + self.rank, None, self.size)
 
-    def rows(self, place: int, count: int) -> range:
-        """Rows of this rank in a batch of `count` samples whose first sample is number `place` of the epoch."""
-        first = (self.start + self.rank - place) % self.size
-        unused = max(0, self.start - place)
-        first += -(-max(0, unused - first) // self.size) * self.size
+    def rows(self, position: int, count: int) -> range:
+        """Rows of this rank in a batch of `count` samples whose first sample is number `position` of the epoch."""
+        first = (self.start + self.rank - position) % self.size
+        used = max(0, self.start - position)
+        first += -(-max(0, used - first) // self.size) * self.size
         return range(first, count, self.size)
 
     def batches(self, samples: Iterable[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
@@ -56,9 +86,9 @@ class RankShard:
         With `drop_last`, the last batches are dropped if any rank would get fewer than `size` samples.
         """
         samples = islice(samples, self.start, None)
-        while dealt := list(islice(samples, size * self.size)):
-            mine = dealt[self.rank :: self.size]
-            if not mine or (drop_last and len(dealt) < size * self.size):
+        while of_all_ranks := list(islice(samples, size * self.size)):
+            mine = of_all_ranks[self.rank :: self.size]
+            if not mine or (drop_last and len(of_all_ranks) < size * self.size):
                 return
             yield mine
 
@@ -73,13 +103,13 @@ class OrderChecker:
         self._limit = limit
         self._digest = hashlib.sha256()
 
-    def at(self, things: Iterable[Any]) -> Iterator[Any]:
+    def observe(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items unchanged, and hash the first `limit` of them."""
-        for number, thing in enumerate(things):
+        for number, item in enumerate(items):
             if number < self._limit:
-                for leaf in leaves(thing):
+                for leaf in leaves(item):
                     self._add(leaf)
-            yield thing
+            yield item
 
     def _add(self, leaf: Any) -> None:
         """Add a tensor, array or plain value to the hash; objects of other types count as equal."""
@@ -87,36 +117,36 @@ class OrderChecker:
         known = isinstance(seen, (list, tuple, *PLAIN))
         self._digest.update(repr(seen).encode() if known else b"?")
 
-    def agree(self, looked: bool = True) -> None:
-        """Compare the hash with those of the other ranks. Collective.
+    def check_equal_on_ranks(self, valid: bool = True) -> None:
+        """Raise DistributedError if the hash differs from those of the other ranks. Collective.
 
-        looked: False if this rank did not start at the beginning of the epoch; its hash is then ignored.
+        valid: False if this rank did not start at the beginning of the epoch; its hash is then ignored.
         """
-        seen = int.from_bytes(self._digest.digest()[:2], "little") if looked else 0
-        lookers, total, squares = current_group().all_reduce_scalars(looked, seen, seen * seen)
-        if lookers * squares != total * total:  # Cauchy-Schwarz: equal only if all values are equal
+        value = int.from_bytes(self._digest.digest()[:2], "little") if valid else 0
+        ranks, total, squares = current_group().all_reduce_scalars(valid, value, value * value)
+        if ranks * squares != total * total:  # Cauchy-Schwarz: equal only if all values are equal
             raise DistributedError(
                 "every rank must iterate over the same samples in the same order, of which it takes its shard; found "
                 "orders that differ between ranks. Let samplers and data sets draw random numbers from generators that "
                 "are their attributes, or from the global generators of torch, Python or NumPy; or shard the data "
-                "yourself and pass Trainer(sharded=True)."
+                "yourself and pass sw.sharded(loader)."
             )
 
 
 class ShardedBatches:
     """Sharding of batches that are the same on all ranks: each is reduced to this rank's rows."""
 
-    def __init__(self, share: RankShard, place: int = 0, count: Any = length, pick: Any = take):
-        """place: number of samples of the epoch before the first batch.
+    def __init__(self, shard: RankShard, position: int = 0, count: Any = length, pick: Any = take):
+        """position: number of samples of the epoch before the first batch.
         count, pick: functions that return the length of a batch, and some of its rows.
         """
-        self.share = share
-        self.place = place
+        self.shard = shard
+        self.position = position
         self._count = count
         self._pick = pick
-        self._missed = 0
+        self._too_small = 0  # samples of the last batch, if this rank got none of them
 
-    def of(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def select(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield this rank's part of each batch, if it has one."""
         for batch in batches:
             mine = self.part(batch)
@@ -129,36 +159,36 @@ class ShardedBatches:
         A batch without rows for some rank is accepted only at the end of an epoch: otherwise the ranks would make
         different numbers of updates.
         """
-        if self._missed:
+        if self._too_small:
             raise BatchError(
-                f"batches that are sharded over {self.share.size} ranks must have at least one sample for each rank; "
-                f"found a batch of {self._missed} samples inside an epoch. Use larger batches, or a DataLoader with "
+                f"batches that are sharded over {self.shard.size} ranks must have at least one sample for each rank; "
+                f"found a batch of {self._too_small} samples inside an epoch. Use larger batches, or a DataLoader with "
                 "batch_size."
             )
         count = self._count(batch)
-        rows = self.share.rows(self.place, count or 1)
-        used = self.place < self.share.start
-        self.place += count or 1
+        rows = self.shard.rows(self.position, count or 1)
+        used_before = self.position < self.shard.start
+        self.position += count or 1
         if not rows:
-            self._missed = 0 if used else count or 0
+            self._too_small = 0 if used_before else count or 0
             return None
         return batch if count is None or len(rows) == count else self._pick(batch, list(rows))
 
 
-def drawn(loader: Any, share: RankShard, look: OrderChecker) -> Iterator[Any]:
+def sharded_indices(loader: Any, shard: RankShard, order: OrderChecker) -> Iterator[Any]:
     """Return the indices, or lists of indices, of this rank's shard of what the loader's sampler draws."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    if share.whole:
-        return map(_kept, sampler)
+    if shard.has_all_samples:
+        return map(_copied, sampler)
     if loader.batch_sampler is None:
-        return share.of(look.at(sampler))
+        return shard.select(order.observe(sampler))
     if loader.batch_size is None:  # a custom batch sampler
-        divided = ShardedBatches(share, count=len, pick=lambda batch, rows: [batch[row] for row in rows])
-        return divided.of(look.at(map(list, sampler)))
-    return share.batches(look.at(sampler.sampler), loader.batch_size, loader.drop_last)
+        batches = ShardedBatches(shard, count=len, pick=lambda batch, rows: [batch[row] for row in rows])
+        return batches.select(order.observe(map(list, sampler)))
+    return shard.batches(order.observe(sampler.sampler), loader.batch_size, loader.drop_last)
 
 
-def _kept(indices: Any) -> Any:
+def _copied(indices: Any) -> Any:
     """Copy a list of indices: some samplers modify a list after they have yielded it."""
     return list(indices) if isinstance(indices, list) else indices
 
@@ -166,57 +196,57 @@ def _kept(indices: Any) -> Any:
 class ShardedStream(IterableDataset[Any]):
     """IterableDataset that yields this rank's shard of a stream. In a worker process: of the worker's stream."""
 
-    def __init__(self, dataset: Any, share: RankShard, look: OrderChecker | None = None):
+    def __init__(self, dataset: Any, shard: RankShard, order: OrderChecker | None = None):
         self.dataset = dataset
-        self.share = share
-        self.look = look
-        self._before = share.start + share.rank  # samples to skip before the next one of this rank
+        self.shard = shard
+        self.order = order
+        self._to_skip = shard.start + shard.rank  # samples before the next one of this rank
 
     def __iter__(self) -> Iterator[Any]:
-        for sample in self.dataset if self.look is None else self.look.at(self.dataset):
-            if self._before:
-                self._before -= 1
+        for sample in self.dataset if self.order is None else self.order.observe(self.dataset):
+            if self._to_skip:
+                self._to_skip -= 1
             else:
-                self._before = self.share.size - 1
+                self._to_skip = self.shard.size - 1
                 yield sample
-        self._before = self.share.start + self.share.rank
+        self._to_skip = self.shard.start + self.shard.rank
 
 
 class StatefulShardedStream(ShardedStream):
-    """Dealt for a data set with `state_dict` and `load_state_dict`."""
+    """ShardedStream for a data set with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"dataset": self.dataset.state_dict(), "before": self._before}
+        return {"dataset": self.dataset.state_dict(), "before": self._to_skip}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.dataset.load_state_dict(state["dataset"])
-        self._before = state["before"]
+        self._to_skip = state["before"]
 
 
-def dealt(loader: Any, share: RankShard, look: OrderChecker) -> Any:
+def sharded_dataset(loader: Any, shard: RankShard, order: OrderChecker) -> Any:
     """Return the data set of a DataLoader, reduced to this rank's shard.
 
-    With workers `look` is not used: what they read cannot be hashed in this process.
+    With workers `order` is not used: what they read cannot be hashed in this process.
     """
     dataset = loader.dataset
-    if share.whole:
+    if shard.has_all_samples:
         return dataset
     kind = StatefulShardedStream if hasattr(dataset, "state_dict") else ShardedStream
-    return kind(dataset, share, None if loader.num_workers else look)
+    return kind(dataset, shard, None if loader.num_workers else order)
 
 
-def check_undivided(loader: Any) -> None:
+def check_not_sharded(loader: Any) -> None:
     """Raise BatchError if a loader is sharded already: by a DistributedSampler, or by split_dataset_by_node."""
-    for part in parts_of(loader):
+    for part in nested_parts(loader):
         if isinstance(part, DistributedSampler):
             raise BatchError(
                 "a loader must yield all samples on every rank, since the trainer shards them; found a "
                 f"{type(part).__name__}, which repeats some samples to make shards equal. Remove it, or pass "
-                "Trainer(sharded=True) to keep it with the repeated samples."
+                "sw.sharded(loader) to keep it with the repeated samples."
             )
         if getattr(part, "_distributed", None) is not None:  # Hugging Face's split_dataset_by_node
             raise BatchError(
                 "a loader must yield all samples on every rank, since the trainer shards them; found a "
                 f"{type(part).__name__} that has been split by node. Pass it without the split, or pass "
-                "Trainer(sharded=True)."
+                "sw.sharded(loader)."
             )

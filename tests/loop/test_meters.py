@@ -8,7 +8,9 @@ from small import X, Y, loader, log, make
 from torch import nn
 
 import samplewise as sw
-from samplewise.loop.profiling import PhaseTimer, by_layer
+from samplewise.loop.callbacks import by_layer
+from samplewise.loop.data.loader import ResumableLoader
+from samplewise.loop.meters import PhaseTimer
 
 
 def test_phases_of_an_update_are_its_seconds():
@@ -21,11 +23,11 @@ def test_phases_of_an_update_are_its_seconds():
 
 
 def test_a_window_that_was_given_up_costs_the_next_one_nothing(monkeypatch):
-    from samplewise.step import forward, window_builder
+    from samplewise.step import apply, forward, window_builder
 
     ticks = iter(range(1000))
-    monkeypatch.setattr(forward, "perf_counter", lambda: next(ticks))
-    monkeypatch.setattr(window_builder, "perf_counter", lambda: next(ticks))
+    for module in (forward, window_builder, apply):
+        monkeypatch.setattr(module, "perf_counter", lambda: next(ticks))
     training = sw.Step(nn.Linear(X.shape[1], 3), sw.sgd(0.1), nn.CrossEntropyLoss(), audit=False)
     good, bad = (X[:4].float(), Y[:4]), (X[:4].float() * torch.nan, Y[:4])
     (first,) = training(good)
@@ -50,18 +52,19 @@ def test_the_log_tells_where_the_time_went(tmp_path):
 
 def test_waiting_for_data_is_apart_from_what_is_done_with_them(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("samplewise.loop.profiling.perf_counter", lambda: now[0])
+    monkeypatch.setattr("samplewise.loop.meters.perf_counter", lambda: now[0])
+    monkeypatch.setattr("samplewise.loop.data.loader.perf_counter", lambda: now[0])
 
     def slow():
         for batch in range(3):
             now[0] += 2.0
-            yield batch
+            yield torch.tensor([batch])
 
-    clock = PhaseTimer()
-    for _ in clock.waiting(slow()):
+    data, timer = ResumableLoader(slow(), seed=0), PhaseTimer()
+    for _ in data.epoch(0):
         now[0] += 5.0
-    assert clock.read() == {"data": 6.0, "rest": 15.0}
-    assert clock.read() == {"rest": 0.0}
+    assert timer.read(data.seconds_waited) == {"data": 6.0, "rest": 15.0}
+    assert timer.read(data.seconds_waited) == {"data": 0.0, "rest": 0.0}
 
 
 def test_norms_of_layers(tmp_path):

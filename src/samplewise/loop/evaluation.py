@@ -1,0 +1,100 @@
+"""Evaluation and prediction: passes over a loader in eval mode, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.core.batches import concat, to_device
+from samplewise.core.losses import per_sample
+from samplewise.core.means import WeightedMean
+from samplewise.core.snapshot import eval_mode
+from samplewise.distributed.group import current_group
+from samplewise.errors import BatchError, LossesError
+from samplewise.loop.data.loader import DataPosition, ResumableLoader
+from samplewise.loop.data.rng import derive_seed, fork_rng
+from samplewise.loop.metrics import OutputRecorder, as_metrics, results
+from samplewise.step.step import Step
+
+
+class Evaluator:
+    """Evaluation of a step's model on its loss function and on metrics, and prediction of its outputs."""
+
+    def __init__(
+        self, step: Step, model: nn.Module, metrics: Mapping[str, Any], device: torch.device, seed: int
+    ) -> None:
+        self._step = step
+        self._model = model
+        self._metrics = as_metrics(metrics, device)
+        self._device = device
+        self._seed = seed
+        self._loader: ResumableLoader | None = None
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield this rank's batches of epoch 0 of a loader, with the same random numbers in each call."""
+        if self._loader is None:
+            self._loader = ResumableLoader(loader, self._seed, in_use=True)
+        self._loader.set_loader(loader)
+        self._loader.seek(DataPosition())
+        self._loader.prefetch(0)
+        for batch, _ in self._loader.epoch(0):
+            yield to_device(batch, self._device)
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+        """Return the loss, Σ losses / Σ counts over all batches and ranks, and the metrics. Collective."""
+        mean = WeightedMean(torch.float64)
+        outputs = OutputRecorder(self._model)
+        for metric in self._metrics.values():
+            metric.reset()
+        with self._eval_mode(), outputs:
+            for batch in batches:
+                outputs.clear()
+                with self._step.precision.autocast(self._device):
+                    losses, counts = per_sample(self._step.loss_fn(self._model, batch))
+                _check_losses(losses)
+                mean.add(losses, counts)
+                for metric in self._metrics.values():
+                    metric.update(outputs.last(), batch)
+        loss = mean.all_reduce(current_group()).value()
+        # Broadcast from rank 0: bit-identical values, so that callbacks on all ranks decide alike.
+        return current_group().broadcast_object({"loss": loss, **results(self._metrics)})
+
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Return the outputs of the model on the CPU, concatenated over all batches of the loader."""
+        found = []
+        with self._eval_mode():
+            for batch in loader:
+                batch = to_device(batch, self._device)
+                with self._step.precision.autocast(self._device):
+                    outputs = self._model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+                found.append(to_device(outputs, torch.device("cpu")))
+        if not found:
+            raise BatchError(
+                "predict needs at least one batch; found none. Pass a list or a DataLoader that is not empty."
+            )
+        return concat(found)
+
+    @contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        """Eval mode, no_grad and seeded random numbers; modes and random state are restored on exit."""
+        modules = [self._model]
+        if isinstance(self._step.loss_fn, nn.Module):
+            modules.append(self._step.loss_fn)
+        self._step.unshard()
+        with eval_mode(*modules), torch.no_grad(), fork_rng(derive_seed(self._seed)):
+            yield
+
+    def close(self) -> None:
+        """Stop worker processes of the last loader."""
+        if self._loader is not None:
+            self._loader.close()
+
+
+def _check_losses(losses: Any) -> None:
+    if not isinstance(losses, Tensor) or losses.dim() != 1:
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise LossesError(f"losses must be 1-D, one value per sample; found {found}. Use reduction='none'.")
