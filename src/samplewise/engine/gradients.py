@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +26,10 @@ from samplewise.engine.checks import (
     weights_by_name,
 )
 from samplewise.engine.grads import by_rows
-from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import random_signs, root
-from samplewise.engine.graph import Graph, graph_alive, raise_graph_error
+from samplewise.engine.graph import Graph, graph_alive
 from samplewise.engine.plan import Planner, Quantity
-from samplewise.engine.strategies import BackwardStrategy, GradStrategy, LoopStrategy, RowsStrategy
+from samplewise.engine.strategies import Evaluator
 from samplewise.errors import ParameterError
 
 STRATEGIES = ("fused", "twice", "full", "reference")
@@ -88,7 +85,7 @@ def gradients_of(
     graph = Graph(losses, dict(wanted))
     if graph.python_functions or not graph.leaves:
         graph.check_readable()
-    return Gradients(graph, strategy or "fused", Planner(graph, modules, interacting), create_graph)
+    return Gradients(Evaluator(Planner(graph, modules, interacting), strategy or "fused", create_graph))
 
 
 class Gradients:
@@ -98,17 +95,13 @@ class Gradients:
     the gradient of all samples for one parameter, (B, *shape).
     """
 
-    def __init__(self, graph: Graph, strategy: str, planner: Planner, create_graph: bool):
-        self._graph = graph
-        self._strategy = strategy
-        self._create_graph = create_graph
-        self._planner = planner
-        self._parameters = graph.wanted
+    def __init__(self, evaluator: Evaluator):
+        self._evaluator = evaluator
+        self._graph = evaluator.graph
+        self._parameters = evaluator.graph.wanted
         self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
         self._sharded = False  # True for fully_shard: torch averages over ranks in an ordinary backward pass
-        self._strategies: dict[str, GradStrategy] = {}
         self._squared_norms: dict[str, Tensor] | None = None
-        self._lock = threading.RLock()  # serializes calls from threads that share this object
 
     @property
     def names(self) -> list[str]:
@@ -131,8 +124,7 @@ class Gradients:
     def prepare(self) -> Gradients:
         """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns self."""
         if len(self) > 1:
-            with self._exactly():
-                self._planner.plan()
+            self._evaluator.analyze()
         return self
 
     # --- numbers per sample ----------------------------------------------------------------------------------------
@@ -144,9 +136,9 @@ class Gradients:
     def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
         """L2 norm of each sample's gradient, (B,); with by="parameter" a dict name -> (B,)."""
         _check_by(by)
-        with self._exactly():
+        with self._evaluator.context():
             if self._squared_norms is None:
-                self._squared_norms = self._source().evaluate(lambda form, _: form.squared_norms())
+                self._squared_norms = self._evaluator.evaluate(lambda form, _: form.squared_norms())
             squared = self._squared_norms
             if by == "parameter":
                 norms = {name: root(squared[name]) if name in squared else self._zeros() for name in self.names}
@@ -163,7 +155,7 @@ class Gradients:
         if not faint:
             return norms
         samples = torch.stack(list(faint.values())).any(0).nonzero().flatten()
-        parts = self._source().evaluate(lambda form, _: form.faint_norms(samples))
+        parts = self._evaluator.evaluate(lambda form, _: form.faint_norms(samples))
         for name, mask in faint.items():
             if name == "":
                 exact: Tensor | None = by_rows.scaled_norms(torch.stack(list(parts.values()), 1))
@@ -186,8 +178,8 @@ class Gradients:
         """
         _check_by(by)
         check_direction(direction, self._parameters)
-        with self._exactly():
-            parts = self._source().evaluate(lambda form, name: form.dot(direction[name]))
+        with self._evaluator.context():
+            parts = self._evaluator.evaluate(lambda form, name: form.dot(direction[name]))
             total = finite_numbers(self._total(parts), "dot product")
         if by is None:
             return total
@@ -196,13 +188,13 @@ class Gradients:
     def gram(self, other: Gradients | None = None) -> Tensor:
         """Inner products of the gradients of all pairs of samples, (B, B); with another `Gradients`, (B, B2)."""
         if other is None:
-            with self._exactly():
-                return self._total(self._source().evaluate(lambda form, _: form.gram(form)), len(self))
+            with self._evaluator.context():
+                return self._total(self._evaluator.evaluate(lambda form, _: form.gram(form)), len(self))
         if self.names != other.names or any(p.shape != other._parameters[n].shape for n, p in self._parameters.items()):
             raise ParameterError("gram needs two Gradients of the same parameters; found different names or shapes.")
-        theirs = other._forms()
-        mine = {name: form for name, form in self._forms().items() if name in theirs}
-        with self._exactly():
+        theirs = other._evaluator.forms()
+        mine = {name: form for name, form in self._evaluator.forms().items() if name in theirs}
+        with self._evaluator.context():
             return self._total({name: form.gram(theirs[name]) for name, form in mine.items()}, len(other))
 
     def project(self, dim: int, seed: int = 0) -> Tensor:
@@ -214,8 +206,8 @@ class Gradients:
         if dim < 1:
             raise ValueError(f"dim must be at least 1; found {dim}.")
         device = self._graph.losses.device
-        with self._exactly():
-            parts = self._source().evaluate(
+        with self._evaluator.context():
+            parts = self._evaluator.evaluate(
                 lambda form, name: form.project(*random_signs(name, form.shape, dim, seed, device))
             )
             return self._total(parts, dim) / dim**0.5
@@ -272,7 +264,7 @@ class Gradients:
                 "ordinary backward pass; found a dict. Use g.sum(weights) or sw.Step."
             )
         per_name = weights_by_name(weights, self.names, len(self))
-        if not isinstance(weights, Mapping) and (self._strategy == "twice" or self._needs_autograd()):
+        if not isinstance(weights, Mapping) and (self._evaluator.strategy == "twice" or self._needs_autograd()):
             return self._ordinary_backward(weights, retain_graph)
         sums = finite_tensors(self._evaluate(lambda form, name: form.sum(per_name[name]), release=True))
         for name, total in sums.items():
@@ -313,8 +305,8 @@ class Gradients:
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         p = self._parameters[name]
-        with self._exactly():
-            form = self._forms().get(name)
+        with self._evaluator.context():
+            form = self._evaluator.forms().get(name)
             if form is None or start == stop:
                 return p.new_zeros(stop - start, *p.shape)
             return form.rows(start, stop).to(p.dtype)
@@ -326,8 +318,7 @@ class Gradients:
 
     def explain(self) -> str:
         """Table of the plan: operations that use each parameter, ownership of rows, representation of gradients."""
-        with self._exactly():
-            rows = self._source().explain()
+        rows = self._evaluator.explain()
         order = {name: number for number, name in enumerate(self.names)}
         rows.sort(key=lambda row: order[row.parameter])
         reached = {row.parameter for row in rows}
@@ -340,49 +331,17 @@ class Gradients:
         return render(
             ("parameter", "shape", "used by", "ownership", "kept as"),
             cells,
-            f"{len(self)} samples, strategy {self._strategy}",
+            f"{len(self)} samples, strategy {self._evaluator.strategy}",
         )
 
     def __repr__(self) -> str:
-        return f"Gradients({len(self)} samples, {len(self.names)} parameters, strategy={self._strategy!r})"
+        return f"Gradients({len(self)} samples, {len(self.names)} parameters, strategy={self._evaluator.strategy!r})"
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _exactly(self) -> Iterator[None]:
-        """Context of all computations: autocast off, grad mode on only with create_graph, one thread at a time."""
-        device = self._graph.losses.device.type
-        autocast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-        with self._lock, torch.set_grad_enabled(self._create_graph), autocast:
-            if self._graph.losses._version != self._graph.losses_version:
-                self._graph.check_losses_unchanged()
-            try:
-                yield
-            except RuntimeError as error:
-                raise_graph_error(error)
-                raise
-
-    def _evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
-        """Return quantity(form, name) for each parameter in the graph, by name."""
-        with self._exactly():
-            return self._source().evaluate(quantity, release)
-
-    def _source(self, strategy: str | None = None) -> GradStrategy:
-        strategy = strategy or self._strategy
-        if strategy not in self._strategies:
-            self._strategies[strategy] = self._new_source(strategy)
-        return self._strategies[strategy]
-
-    def _new_source(self, strategy: str) -> GradStrategy:
-        if strategy == "reference" or self._graph.samples == 1:
-            return LoopStrategy(self._graph, self._create_graph)
-        source = BackwardStrategy(self._planner, self._create_graph, keep=strategy == "fused")
-        return RowsStrategy(source) if strategy == "full" else source
-
-    def _forms(self) -> dict[str, PerSampleGrad]:
-        """All representations at once, by name. Rows and pairs of samples need them kept."""
-        with self._exactly():
-            return self._source("fused" if self._strategy == "twice" else None).evaluate(lambda form, _: form)
+    def _evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Tensor]:
+        with self._evaluator.context():
+            return self._evaluator.evaluate(quantity, release)
 
     def _needs_autograd(self) -> bool:
         """True for hooks on parameters, sharded models and sparse gradients: these need an ordinary backward pass."""
@@ -392,8 +351,7 @@ class Gradients:
         return hooked or self._sharded or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
 
     def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool) -> None:
-        with self._exactly():
-            self._planner.plan()  # raises the errors of the analysis, such as SamplesInteractError
+        self._evaluator.analyze()  # raises the errors of the analysis, such as SamplesInteractError
         losses = self._graph.losses
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
         reached = None if self._sharded else [self._parameters[name] for name in self._graph.leaves.values()]
@@ -414,7 +372,7 @@ class Gradients:
         return total
 
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._create_graph and current_group().distributed:
+        if self._evaluator.create_graph and current_group().distributed:
             raise ParameterError(
                 "reduce=True needs create_graph=False, because the sum over ranks is not differentiable; "
                 "found create_graph=True. Leave out one of the two."

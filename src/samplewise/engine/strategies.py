@@ -11,20 +11,84 @@ their inputs are still in the CPU cache then.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from samplewise.engine.backward import backward_past, foreign_hooks
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.graph import Graph
+from samplewise.engine.graph import Graph, raise_graph_error
 from samplewise.engine.hooks import refuse_hooks_below_cut
 from samplewise.engine.plan import ExplainRow, GradBuilder, Planner, Quantity
 from samplewise.engine.reference import jacobian_rows
 from samplewise.engine.saved import Versions
 from samplewise.errors import GraphError
+
+
+class Evaluator:
+    """Quantities of the per-sample gradients of one graph, computed with one strategy, in one thread at a time."""
+
+    def __init__(self, planner: Planner, strategy: str, create_graph: bool):
+        self.graph = planner.graph
+        self.strategy = strategy
+        self.create_graph = create_graph
+        self._planner = planner
+        self._strategies: dict[str, GradStrategy] = {}
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Context of all computations: autocast off, grad mode on only with create_graph, one thread at a time."""
+        graph = self.graph
+        device = graph.losses.device.type
+        autocast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        with self._lock, torch.set_grad_enabled(self.create_graph), autocast:
+            if graph.losses._version != graph.losses_version:
+                graph.check_losses_unchanged()
+            try:
+                yield
+            except RuntimeError as error:
+                raise_graph_error(error)
+                raise
+
+    def analyze(self) -> None:
+        """Make or look up the plan, so that its errors are raised here."""
+        with self.context():
+            self._planner.plan()
+
+    def evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
+        """Return quantity(form, name) for each parameter in the graph, by name. release: drop kept gradients.
+
+        Must be called inside `context`.
+        """
+        return self._chosen(self.strategy).evaluate(quantity, release)
+
+    def forms(self) -> dict[str, PerSampleGrad]:
+        """All representations at once, by name. Rows and pairs of samples need them kept."""
+        strategy = "fused" if self.strategy == "twice" else self.strategy
+        with self.context():
+            return self._chosen(strategy).evaluate(lambda form, _: form)
+
+    def explain(self) -> list[ExplainRow]:
+        with self.context():
+            return self._chosen(self.strategy).explain()
+
+    def _chosen(self, strategy: str) -> GradStrategy:
+        if strategy not in self._strategies:
+            self._strategies[strategy] = self._new(strategy)
+        return self._strategies[strategy]
+
+    def _new(self, strategy: str) -> GradStrategy:
+        if strategy == "reference" or self.graph.samples == 1:
+            return LoopStrategy(self.graph, self.create_graph)
+        source = BackwardStrategy(self._planner, self.create_graph, keep=strategy == "fused")
+        return RowsStrategy(source) if strategy == "full" else source
 
 
 class GradStrategy(Protocol):
