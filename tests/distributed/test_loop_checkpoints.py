@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from forging import BOMBS, nothing_unpickled, pickled
+from safetensors.torch import load_file
 from test_loop_trainer import going_on, loader, parameters, trainer
 
 import samplewise as sw
@@ -161,6 +162,14 @@ def saved(two, tmp_path_factory):
     run = tmp_path_factory.mktemp("saved") / "run"
     two.run(going_on, run, 4)
     return run / "checkpoints"
+
+
+def test_each_tensor_is_written_by_one_rank(saved):
+    files = [load_file(saved / "update-000000004.ckpt" / f"rank-{rank}.safetensors") for rank in range(2)]
+    shared = [{name for name in tensors if name.startswith(("model.", "optimizer."))} for tensors in files]
+    assert shared[0] and shared[1] and not shared[0] & shared[1]
+    for rank, tensors in enumerate(files):
+        assert {name.split(".")[1] for name in tensors if name.startswith("per_rank.")} == {str(rank)}
 
 
 # ------------------------------------------------------------------------------------------------- nothing is unpickled

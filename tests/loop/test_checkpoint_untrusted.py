@@ -751,6 +751,25 @@ def test_a_loss_scale_that_is_none(run_state, value):
         check_trainer_state(Path("a.ckpt"), changed(run_state, ("step", "precision", "scale"), value))
 
 
+WRONG_RANKS = {
+    "no state of a rank": [],
+    "no per_rank.0.random": [{}, {"random": 1}],
+    "list as per_rank.0 in place of a dict, or None": [[]],
+    "2 as per_rank.0.random in place of a dict": [{"random": 2}],
+    "3 as per_rank.0.window in place of a dict": 3,
+}
+
+
+@pytest.mark.parametrize("found", WRONG_RANKS)
+def test_states_of_ranks_that_are_none(run_state, found):
+    value = WRONG_RANKS[found]
+    if value == 3:
+        value = [{**run_state["per_rank"][0], "window": 3}]
+    with pytest.raises(CheckpointError) as error:
+        check_trainer_state(Path("a.ckpt"), changed(run_state, ("per_rank",), value))
+    assert f"must contain the state of a trainer; found {found}." in str(error.value)
+
+
 OTHER_CONTENT = {
     "a model": {"model": {"0.weight": TWO}, "update": 3},
     "nothing": {},

@@ -643,6 +643,21 @@ def test_importing_samplewise_needs_no_safetensors():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_one_process_needs_no_planner_of_torch(tmp_path):
+    """Its import would take longer than saving a small model."""
+    code = f"""
+import sys, torch
+from pathlib import Path
+from samplewise.loop.checkpoint import storage
+path = Path({str(tmp_path)!r}) / "a.ckpt"
+storage.write(path, {{"model": {{"weight": torch.ones(3)}}}}, own={{"random": torch.get_rng_state()}})
+storage.read(path)
+print("torch.distributed.checkpoint" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
 # ----------------------------------------------------------------------------- killed, and replaced
 
 CALLS = ("mkdir", "fsync", "rename", "rmdir", "unlink")
@@ -688,7 +703,7 @@ def test_after_every_single_step_the_old_or_the_new_checkpoint_is_there(tmp_path
             warnings.simplefilter("error")
             if again:
                 seen.append(read(old_path)["update"])
-            found, _ = storage_only_read(directory)
+            found, _ = newest_unchanged(directory)
             assert found["update"] in (1, 2) and torch.equal(found["a"], torch.full((3,), found["update"] - 1.0))
             assert done is False or found["update"] == 2
             assert Checkpoints(directory, keep=1).latest()[0]["update"] == found["update"]
@@ -701,7 +716,7 @@ def test_after_every_single_step_the_old_or_the_new_checkpoint_is_there(tmp_path
     assert not again or (set(seen) == {1, 2} and seen == sorted(seen))
 
 
-def storage_only_read(directory):
+def newest_unchanged(directory):
     """The newest checkpoint, without changing anything."""
     before = sorted(path.name for path in directory.iterdir())
     found = newest_checkpoint(directory, read)

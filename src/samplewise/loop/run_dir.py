@@ -44,12 +44,12 @@ class RunDirectory:
         on_every_rank(self._lock.acquire if current_group().rank == 0 else lambda: None)
         on_every_rank(self._check_version)
         self._checkpoints = on_every_rank(lambda: Checkpoints(self.directory / "checkpoints"))
-        there = len(self._paths())
+        count = len(self._paths())
         keep = None if self._ours else 0
-        if resume and there:
-            state = self._newest(there)
+        if resume and count:
+            state = self._newest(count)
             keep = on_every_rank(lambda: load(state))
-        elif there and not self._ours:
+        elif count and not self._ours:
             raise CheckpointError(
                 f"a new run must have an unused directory; found checkpoints in {self.directory}. "
                 "Pass resume=True to continue that run, or choose another directory."

@@ -36,7 +36,7 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 RESERVED_NAME = "__metadata__"  # key of the metadata in a safetensors file
 
-Path = tuple[Any, ...]  # keys and indices that lead to a value
+KeyPath = tuple[Any, ...]  # keys and indices that lead to a value
 
 
 class Malformed(ValueError):
@@ -60,9 +60,9 @@ class Encoder:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.paths: dict[str, Path] = {}
+        self.paths: dict[str, KeyPath] = {}
 
-    def encode(self, value: Any, path: Path = ()) -> Any:
+    def encode(self, value: Any, path: KeyPath = ()) -> Any:
         """Return `value`, which is at `path` in the state, as JSON values."""
         if len(path) > MAX_DEPTH:
             raise TypeError(f"state must be at most {MAX_DEPTH} levels deep; found more at {_dotted(path[:5])}...")
@@ -87,13 +87,13 @@ class Encoder:
             f"found {type_name(value)}. Convert it, or leave it out of the state."
         )
 
-    def _encode_items(self, value: dict[Any, Any], path: Path) -> list[Any]:
+    def _encode_items(self, value: dict[Any, Any], path: KeyPath) -> list[Any]:
         for key in value:
             if type(key) not in (str, int):
                 raise TypeError(f"keys of {_dotted(path)} must be text or int; found {key!r}, {type_name(key)}.")
         return [[self.encode(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
 
-    def _encode_tensor(self, value: Tensor, path: Path) -> list[Any]:
+    def _encode_tensor(self, value: Tensor, path: KeyPath) -> list[Any]:
         plain = type(value) in TENSOR_TYPES or is_dtensor(value)
         if not plain or value.layout != torch.strided or value.is_meta or value.dtype not in DTYPE_NAMES:
             raise TypeError(
@@ -105,7 +105,7 @@ class Encoder:
         self.paths[name] = path
         return [name, DTYPE_NAMES[value.dtype], list(value.shape)]
 
-    def _new_name(self, path: Path) -> str:
+    def _new_name(self, path: KeyPath) -> str:
         """Return the path as text, with a suffix if another tensor has this name: {"a.b": x, "a": {"b": y}}."""
         name = _dotted(path).encode(errors="backslashreplace").decode()  # safetensors rejects lone surrogates
         while name in self.tensors or name == RESERVED_NAME:
@@ -118,7 +118,7 @@ def to_json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-def _dotted(path: Path) -> str:
+def _dotted(path: KeyPath) -> str:
     return ".".join(str(key) for key in path) or "state"
 
 
