@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 from recipes import HEALTHY, command, one_line
 
@@ -19,11 +20,10 @@ FULL = (
 TALKING = HEALTHY + "\n\nfor _ in range(3000):\n    print('a line of the recipe')\n"
 
 
-def run(*arguments, **streams):
-    """As a process. Streams that are not given are captured."""
+def run(*arguments, start=forks.run, **streams):
+    """Run as a process; streams that are not given are captured. `start=subprocess.run`: a new interpreter."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-    start = [sys.executable, "-m", "samplewise.cli.main"]
-    return subprocess.run([*start, *arguments], **streams, timeout=300)
+    return start([sys.executable, "-m", "samplewise.cli.main", *arguments], **streams, timeout=300)
 
 
 def said(result):
@@ -91,7 +91,7 @@ def test_a_reader_that_has_gone(name, unbuffered, recipe, trained, closed, monke
 
 def test_a_reader_that_goes_in_the_middle(recipe):
     arguments = [sys.executable, "-m", "samplewise.cli.main", "train", recipe(TALKING * 3), "--epochs", "1"]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = forks.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == b"a line of the recipe\n"
     process.stdout.close()
     assert process.stderr.read() == b""
@@ -137,11 +137,11 @@ def test_standard_error_that_fails_does_not_end_a_training(recipe, full, closed)
 
 def test_an_error_that_nobody_can_read_has_its_exit_code(recipe, full, closed):
     assert run("train", "none.py", stderr=full).returncode == 2
-    assert run("train", recipe("1 / 0\n"), stderr=closed).returncode == 1
+    assert run("train", recipe("1 / 0\n"), stderr=closed, start=subprocess.run).returncode == 1
 
 
 def test_help_with_a_full_disk(full):
-    result = run("train", "--help", stdout=full)
+    result = run("train", "--help", stdout=full, start=subprocess.run)
     assert (result.returncode, result.stderr.decode()) == (1, FULL)
 
 

@@ -5,11 +5,11 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from daily import daily
@@ -26,7 +26,7 @@ def running(directory, loader, pause=0.0):
     directory.mkdir(exist_ok=True)
     with open(directory / "errors.txt", "wb") as errors:
         command = [sys.executable, str(SCRIPT), str(directory), loader, str(pause)]
-        process = subprocess.Popen(command, stderr=errors, start_new_session=True)
+        process = forks.Popen(command, stderr=errors, start_new_session=True)
     try:
         yield process
     finally:

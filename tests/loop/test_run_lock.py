@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from small import loader, log, make, parameters
@@ -28,7 +29,7 @@ IN_USE = "a run directory must be used by one training at a time; found that .* 
 def training(run, workers=0):
     """Another process that trains in `run` and has made its first update."""
     run.mkdir(exist_ok=True)
-    process = subprocess.Popen([sys.executable, str(SCRIPT), str(run), str(workers)], start_new_session=True)
+    process = forks.Popen([sys.executable, str(SCRIPT), str(run), str(workers)], start_new_session=True)
     try:
         while not (run / "training").exists():
             assert process.poll() is None
