@@ -28,7 +28,7 @@ class Ranks:
     def __init__(self, size):
         self._directory = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "samplewise"])
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "samplewise"])
         self._pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
