@@ -2,10 +2,13 @@ import sys
 
 import pytest
 
+from samplewise.core import slow_notice
+
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path, monkeypatch):
-    """In a directory of its own; the modules and paths that a recipe adds go again."""
+    """In a directory of its own; the modules and paths that a recipe adds go again. A busy machine causes no notice."""
+    monkeypatch.setattr(slow_notice, "PATIENCE", 60.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
