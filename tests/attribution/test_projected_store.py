@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
 import sys
 
+import forks
 import pytest
 import torch
 from plain_loop import batches, loss_fn, make
@@ -142,7 +142,7 @@ real = os.replace
 os.replace = lambda *a: os._exit(9)
 store.add(torch.full((3, 8), 99.0))
 """
-    assert subprocess.run([sys.executable, "-c", script], timeout=600).returncode == 9
+    assert forks.run([sys.executable, "-c", script], timeout=600).returncode == 9
     store = sw.ProjectedStore(tmp_path, 8)
     assert store.rows()[:, 0].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
 

@@ -2,10 +2,13 @@ import sys
 
 import pytest
 
+from samplewise.core import slow_notice
+
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path, monkeypatch):
-    """Writer of recipes in a temporary directory; removes the modules and paths that a recipe adds."""
+    """Run in a temporary directory; remove modules and paths that a recipe adds. No notices on a busy machine."""
+    monkeypatch.setattr(slow_notice, "PATIENCE", 60.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)

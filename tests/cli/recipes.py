@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import forks
 from typer.testing import CliRunner
 
 from samplewise.cli.main import app
@@ -34,10 +35,11 @@ def command(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
-def process(*arguments, code=None):
-    """Run a command in a new process."""
+def process(*arguments, code=None, new=False):
+    """Run a command in another process. `new`: in a new interpreter, which imports everything itself."""
     start = ["-c", code] if code else ["-m", "samplewise.cli.main"]
-    return subprocess.run([sys.executable, *start, *map(str, arguments)], capture_output=True, text=True, timeout=600)
+    run = subprocess.run if new else forks.run
+    return run([sys.executable, *start, *map(str, arguments)], capture_output=True, text=True, timeout=600)
 
 
 def one_line(result):

@@ -1,9 +1,9 @@
 """The demo, as `make demo` and as `samplewise demo`."""
 
 import re
-import subprocess
 import sys
 
+import forks
 import pytest
 from daily import daily
 
@@ -12,7 +12,7 @@ MAKE, COMMAND = ["samplewise.cli.demo"], ["samplewise.cli.main", "demo"]
 
 @pytest.mark.parametrize("module", daily([MAKE, COMMAND], [COMMAND]), ids=["make", "command"])
 def test_demo(tmp_path, module):
-    run = subprocess.run(
+    run = forks.run(
         [sys.executable, "-W", "error", "-m", *module], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stderr

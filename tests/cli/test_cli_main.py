@@ -14,7 +14,7 @@ main()
 
 
 def test_without_typer():
-    result = process(code=WITHOUT_TYPER)
+    result = process(code=WITHOUT_TYPER, new=True)
     assert result.stderr == "the command line needs typer: pip install 'samplewise[cli]'\n"
     assert result.returncode == 1
 
@@ -34,7 +34,7 @@ def test_bad_commands_get_one_line(arguments, output):
 
 
 def test_a_process_ends_with_the_same_code():
-    result = process("train", "recipe.py", "--epochs", "x")
+    result = process("train", "recipe.py", "--epochs", "x", new=True)
     assert one_line(result).startswith("samplewise: Invalid value for '--epochs': ")
     assert result.returncode == 2
 

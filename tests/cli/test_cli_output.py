@@ -4,8 +4,10 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import forks
 import pytest
 from recipes import HEALTHY, command, one_line
 
@@ -19,11 +21,10 @@ FULL = (
 TALKING = HEALTHY + "\n\nfor _ in range(3000):\n    print('a line of the recipe')\n"
 
 
-def run(*arguments, **streams):
-    """As a process. Streams that are not given are captured."""
+def run(*arguments, start=forks.run, **streams):
+    """Run as a process; streams that are not given are captured. `start=subprocess.run`: a new interpreter."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-    start = [sys.executable, "-m", "samplewise.cli.main"]
-    return subprocess.run([*start, *arguments], **streams, timeout=300)
+    return start([sys.executable, "-m", "samplewise.cli.main", *arguments], **streams, timeout=300)
 
 
 def error_text(result):
@@ -91,7 +92,7 @@ def test_a_closed_pipe_behind_standard_output(name, unbuffered, recipe, trained,
 
 def test_a_pipe_that_is_closed_during_output(recipe):
     arguments = [sys.executable, "-m", "samplewise.cli.main", "train", recipe(TALKING * 3), "--epochs", "1"]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = forks.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == b"a line of the recipe\n"
     process.stdout.close()
     assert process.stderr.read() == b""
@@ -137,11 +138,11 @@ def test_standard_error_that_fails_does_not_end_a_training(recipe, full, closed)
 
 def test_exit_code_if_standard_error_fails(recipe, full, closed):
     assert run("train", "none.py", stderr=full).returncode == 2
-    assert run("train", recipe("1 / 0\n"), stderr=closed).returncode == 1
+    assert run("train", recipe("1 / 0\n"), stderr=closed, start=subprocess.run).returncode == 1
 
 
 def test_help_with_a_full_disk(full):
-    result = run("train", "--help", stdout=full)
+    result = run("train", "--help", stdout=full, start=subprocess.run)
     assert (result.returncode, result.stderr.decode()) == (1, FULL)
 
 
@@ -256,10 +257,13 @@ def test_a_recipe_that_changes_the_working_directory(recipe):
     assert Path("runs/recipe/log.jsonl").exists() and list(Path("elsewhere").iterdir()) == []
 
 
-def test_a_recipe_from_a_pipe(recipe):
+def test_a_recipe_from_a_pipe():
     """A pipe can be read only once."""
-    shell = f"{sys.executable} -m samplewise.cli.main train <(cat {recipe(HEALTHY)}) --epochs 1 --run here"
-    result = subprocess.run(["bash", "-c", shell], capture_output=True, timeout=300)
+    os.mkfifo("pipe")
+    writer = threading.Thread(target=Path("pipe").write_text, args=[HEALTHY])
+    writer.start()
+    result = run("train", "pipe", "--epochs", "1", "--run", "here")
+    writer.join()
     assert result.returncode == 0, result.stderr.decode()
 
 

@@ -147,7 +147,7 @@ def test_a_device_without_float64(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
 def test_the_whole_zoo_as_a_process(dtype):
-    result = process("doctor", "--zoo", "--device", "cpu", "--dtype", dtype)
+    result = process("doctor", "--zoo", "--device", "cpu", "--dtype", dtype, new=True)
     assert result.returncode == 0, result.stdout
     assert "... 250 of " in result.stderr
     assert "No problems found: " in result.stdout.splitlines()[-1]
@@ -158,7 +158,7 @@ def test_the_whole_zoo_on_a_machine_without_avx512(monkeypatch):
     """oneDNN limited to AVX2 has no bf16 LSTM: cases with one are not run, all others are compared."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    result = process("doctor", "--zoo", "--device", "cpu", "--dtype", "bf16")
+    result = process("doctor", "--zoo", "--device", "cpu", "--dtype", "bf16", new=True)
     assert result.returncode == 0, result.stdout
     not_run = re.findall(r"^not run: (\w+): (.*)$", result.stdout, re.M)
     assert all(

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from daily import daily
 from forging import BOMBS, nothing_unpickled, pickled
 from safetensors.torch import load_file
 from test_loop_trainer import going_on, loader, parameters, trainer
@@ -233,7 +234,10 @@ def carrying(run, ends, transforms="plain", every="1ep", **options):
     return parameters(made), reason, made.step.counters
 
 
-CARRIED = [dict(strategy=how, transforms=some) for how in ("ddp", "fsdp") for some in ("plain", "clip")]
+CARRIED = daily(
+    [dict(strategy=how, transforms=some) for how in ("ddp", "fsdp") for some in ("plain", "clip")],
+    [dict(strategy="ddp", transforms="plain"), dict(strategy="fsdp", transforms="clip")],
+)
 
 
 @pytest.mark.parametrize("options", [*CARRIED, dict(samples=22), dict(samples=50)], ids=str)

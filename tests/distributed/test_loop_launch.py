@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from script import main
@@ -36,9 +36,21 @@ def data():
 
 def run(*command, code=0):
     told = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=600, env=told)
+    done = forks.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=600, env=told)
     assert (done.returncode == 0) == (code == 0), done.stdout + done.stderr
     return done.stdout, done.stderr
+
+
+LAUNCHER = """
+import multiprocessing, pathlib, sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+multiprocessing.set_forkserver_preload(["torch._dynamo", "samplewise"])
+options = dict(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+config = LaunchConfig(**options, run_id="test", max_restarts=1, monitor_interval=0.1, start_method="forkserver")
+if __name__ == "__main__":
+    from script import main
+    elastic_launch(config, main)(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
+"""
 
 
 def torchrun(*options):
@@ -107,9 +119,22 @@ def test_the_command_line_starts_processes(tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
-@pytest.mark.parametrize("update", [9, *(pytest.param(k, marks=pytest.mark.slow) for k in (0, 6, 13, 20))])
+def test_a_function_whose_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
+    """As under torchrun, with ranks that are forked and not started."""
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n{LAUNCHER}")
+    run(launcher, tmp_path / "killed", 9)
+    assert_went_on(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", [0, 6, 9, 13, 20])
 def test_a_script_whose_rank_is_killed_goes_on_from_its_last_checkpoint(update, tmp_path):
     run(*torchrun("--max-restarts", 1), SCRIPT, tmp_path / "killed", update)
+    assert_went_on(tmp_path)
+
+
+def assert_went_on(tmp_path):
     assert (tmp_path / "killed" / "killed").exists()
     expected = [p.detach() for p in main(tmp_path / "undisturbed").parameters()]
     state, path = Checkpoints(tmp_path / "killed" / "checkpoints").latest()

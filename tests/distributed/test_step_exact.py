@@ -1,5 +1,7 @@
 """Several ranks with the same window make the updates of one process, to rounding."""
 
+from itertools import product
+
 import pytest
 from daily import daily
 from spread_models import SAMPLES, TRANSFORMS, assert_same, run
@@ -24,21 +26,24 @@ def test_every_transform(two, transforms, how):
 SOME = ["plain", "clip", "weight by place", "drop a quantile", "group and clip", "noise"]
 
 
-@pytest.mark.parametrize("transforms", SOME)
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(samples=None, batch=2),
-        dict(samples=6, batch=4, microbatch=2),
-        dict(samples=6, batch=4, microbatch="auto"),
-        dict(samples=5, batch=1, tail="carry"),
-        dict(samples=7, batch=3, tail="drop"),
-        dict(samples=1, batch=2),
-        dict(samples=40, batch=5),
-        dict(samples=6, batch=2, losses="counted", max_grad_norm=0.1),
-    ],
-    ids=str,
-)
+WINDOWS = [
+    dict(samples=None, batch=2),
+    dict(samples=6, batch=4, microbatch=2),
+    dict(samples=6, batch=4, microbatch="auto"),
+    dict(samples=5, batch=1, tail="carry"),
+    dict(samples=7, batch=3, tail="drop"),
+    dict(samples=1, batch=2),
+    dict(samples=40, batch=5),
+    dict(samples=6, batch=2, losses="counted", max_grad_norm=0.1),
+]
+# Each window is daily with two transforms, and each transform with two or three windows.
+PAIRS = [
+    pytest.param(transforms, options, marks=() if (a + b) % 3 == 0 else pytest.mark.slow)
+    for (a, transforms), (b, options) in product(enumerate(SOME), enumerate(WINDOWS))
+]
+
+
+@pytest.mark.parametrize(("transforms", "options"), PAIRS, ids=str)
 def test_windows_however_they_are_filled(three, transforms, options):
     """Also with fewer samples than ranks in a window, and with ranks that have none in the last one."""
     compare(three, transforms=transforms, **options)

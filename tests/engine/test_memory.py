@@ -39,7 +39,7 @@ def wide(kind):
         return nn.Sequential(nn.Conv2d(64, 256, 3), nn.ReLU(), nn.Conv2d(256, 128, 2)), noise(SAMPLES, 64, 4, 4).float()
     if kind == "embedding":
         return nn.Sequential(nn.Embedding(9000, 40), nn.Linear(40, 10)), torch.arange(SAMPLES * 3).view(SAMPLES, 3)
-    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(1500, 2100))), noise(SAMPLES, 1500).float()
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(700, 1000))), noise(SAMPLES, 700).float()
 
 
 QUESTIONS = {
@@ -71,9 +71,9 @@ def test_no_rows_of_all_samples(kind, question, strategy):
 
 
 @pytest.mark.parametrize("strategy", daily(["fused", "twice"], ["fused"]))
-@pytest.mark.parametrize("question", daily(QUESTIONS, ["norms", "clipped sum"]))
+@pytest.mark.parametrize("question", daily(QUESTIONS, ["clipped sum"]))
 def test_no_rows_of_all_samples_behind_weight_norm(question, strategy):
-    """Without a rule for the weight itself: rows are made in chunks, which takes two seconds per question."""
+    """Without a rule for the weight itself: rows are made in chunks, which takes a second per question."""
     assert_no_rows("weight norm", question, strategy)
 
 

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from daily import every
 
 import samplewise as sw
 from samplewise.testing.zoo import CASES, CORE, EXACT, INDEPENDENT, SINGLE, assert_agrees, probe_for, rows_of, wanted
@@ -34,17 +35,18 @@ def compare(case, B, names=CORE, dtype=torch.float64, tolerance=EXACT):
     assert_agrees(g, rows, probe_for(wanted(model), B), names, tolerance)
 
 
-def sized(*sizes, cases=INDEPENDENT):
-    """Every case at every size that it allows."""
+def sized(*sizes, cases=INDEPENDENT, step=1, start=0):
+    """Every case at every size that it allows; each `step`-th one from `start` on is daily."""
     pairs = [(case, B) for B in sizes for case in cases if case.allows(B)]
-    return pytest.mark.parametrize(("case", "B"), pairs, ids=[f"{case.name}-{B}" for case, B in pairs])
+    chosen = [pytest.param(*pair.values[0], marks=pair.marks) for pair in every(step, pairs, start)]
+    return pytest.mark.parametrize(("case", "B"), chosen, ids=[f"{case.name}-{B}" for case, B in pairs])
 
 
 FEW = [CASES[name] for name in REPRESENTATIVE]
 REST = [case for case in INDEPENDENT if case.name not in REPRESENTATIVE]
 
 
-@sized(1)
+@sized(1, step=2)
 def test_one_sample(case, B):
     compare(case, B)
 
@@ -56,7 +58,7 @@ def test_two_samples(case, B):
 
 
 @pytest.mark.filterwarnings("ignore::samplewise.SamplesMayInteractWarning")
-@sized(7)
+@sized(7, step=2, start=1)
 def test_as_many_samples_as_tokens(case, B):
     compare(case, B, ["norms", "weighted sum", "full"])
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from daily import every
 
 from samplewise.testing.zoo import CASES, DEFAULT_B, INDEPENDENT, INTERACTING, rows_of, wanted
 
@@ -23,7 +24,7 @@ def test_losses_are_one_number_per_sample_and_the_same_each_time(case):
     assert torch.equal(first, second)
 
 
-@each
+@pytest.mark.parametrize("case", every(3, CASES.values()), ids=lambda case: case.name)
 def test_what_a_model_makes_is_made_where_its_inputs_are(case):
     """Another default device stands for an accelerator: whatever is made without a device would land there."""
     model, inputs = case.build()

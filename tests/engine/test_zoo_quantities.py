@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from daily import daily
+from daily import daily, every
 
 import samplewise as sw
 from samplewise.testing.zoo import (
@@ -25,7 +25,13 @@ from samplewise.testing.zoo import (
 
 each = pytest.mark.parametrize("case", INDEPENDENT, ids=lambda case: case.name)
 MODULE_FREE = [case for case in INDEPENDENT if not case.traits.needs_module]
-each_without_its_module = pytest.mark.parametrize("case", MODULE_FREE, ids=lambda case: case.name)
+
+
+def some(step, cases=INDEPENDENT, start=0):
+    """Parametrize with all cases, of which each `step`-th one from `start` on is daily."""
+    return pytest.mark.parametrize("case", every(step, cases, start), ids=lambda case: case.name)
+
+
 HANDFUL = [
     CASES[name]
     for name in (
@@ -47,8 +53,21 @@ def prepare(case, B=DEFAULT_B):
 
 
 @each
-@pytest.mark.parametrize("strategy", daily([None, "twice", "full"], [None]))
-def test_all_quantities_of_one_g(case, strategy):
+def test_all_quantities_of_one_g(case):
+    compare_all_quantities(case, None)
+
+
+@some(8, start=1)
+def test_all_quantities_of_one_g_twice(case):
+    compare_all_quantities(case, "twice")
+
+
+@some(8, start=5)
+def test_all_quantities_of_one_g_full(case):
+    compare_all_quantities(case, "full")
+
+
+def compare_all_quantities(case, strategy):
     prepared = prepare_comparison(case, FP64)
     g = sw.gradients(prepared.losses(), prepared.model, strategy=strategy)
     assert list(g.names) == prepared.rows.names
@@ -57,15 +76,16 @@ def test_all_quantities_of_one_g(case, strategy):
 
 
 @each
-@pytest.mark.parametrize("name", daily(["norms", "weighted sum", "gram", "full"], ["norms", "weighted sum"]))
-def test_a_quantity_asked_alone(case, name):
+def test_a_quantity_asked_alone(case):
+    """Each case with one of the quantities; test_every_quantity_asked_alone has all of them."""
+    name = ("norms", "weighted sum", "gram", "full")[INDEPENDENT.index(case) % 4]
     model, losses, rows = prepare(case)
     assert_agrees(sw.gradients(losses(), model), rows, probe_for(wanted(model), len(rows)), [name])
 
 
 @pytest.mark.parametrize("case", HANDFUL, ids=lambda case: case.name)
 @pytest.mark.parametrize("strategy", ["fused", "twice", "full", "reference"])
-@pytest.mark.parametrize("name", daily(QUANTITIES, ["norms", "gram with another", "weighted sum", "variance", "full"]))
+@pytest.mark.parametrize("name", daily(QUANTITIES, ["norms", "gram with another", "variance"]))
 def test_a_quantity_asked_alone_of_every_strategy(case, strategy, name):
     model, losses, rows = prepare(case)
     other = (
@@ -86,7 +106,7 @@ def test_every_quantity_asked_alone(case, strategy):
         assert_agrees(sw.gradients(losses(), model, strategy=strategy), rows, probe, [name])
 
 
-@each
+@some(3)
 def test_backward_adds_the_weighted_sum_to_grad(case):
     model, losses, rows = prepare(case)
     probe = probe_for(wanted(model), len(rows))
@@ -123,7 +143,7 @@ def test_answers_do_not_depend_on_how_the_parameters_are_handed_over(case):
     assert_same(tensors.norms(), rows.norms(), what="norms, list")
 
 
-@each_without_its_module
+@some(3, MODULE_FREE, start=1)
 def test_one_parameter_alone(case):
     """The others stay in the graph, wanted by nobody."""
     model, losses, rows = prepare(case)

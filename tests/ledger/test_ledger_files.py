@@ -4,10 +4,10 @@ number of files alone.
 
 import os
 import shutil
-import subprocess
 import sys
 import warnings
 
+import forks
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -57,7 +57,7 @@ def test_a_report_of_a_run_with_a_huge_part_number_ends(run):
     write_part(run, 99_999_999)
     script = "import sys; from samplewise.cli.main import main; sys.argv = sys.argv[1:]; main()"
     command = [sys.executable, "-c", script, "samplewise", "report", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = forks.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     page = next(run.glob("*.html")).read_text()
     assert page.count("numbered without a gap") == 1

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from recorded_run import loader, trainer
@@ -114,7 +115,7 @@ def test_resumed_in_the_middle_of_a_window(whole, tmp_path):
 def test_resumed_after_a_kill(kills, whole, tmp_path):
     def start(*parts):
         command = [sys.executable, str(SCRIPT), str(tmp_path), *map(str, parts)]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+        return forks.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
 
     for parts in kills:
         process = start(parts)

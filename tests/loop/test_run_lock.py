@@ -11,8 +11,10 @@ import threading
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import torch
+from notices import wait_for_notices
 from small import loader, log, make, parameters
 
 import samplewise as sw
@@ -28,7 +30,7 @@ IN_USE = "a run directory must be used by one training at a time; found that .* 
 def training(run, workers=0):
     """Another process that trains in `run` and has made its first update."""
     run.mkdir(exist_ok=True)
-    process = subprocess.Popen([sys.executable, str(SCRIPT), str(run), str(workers)], start_new_session=True)
+    process = forks.Popen([sys.executable, str(SCRIPT), str(run), str(workers)], start_new_session=True)
     try:
         while not (run / "training").exists():
             assert process.poll() is None
@@ -150,8 +152,9 @@ def test_a_damaged_lock_file_is_no_lock(tmp_path, monkeypatch, content):
     assert trains(tmp_path)
 
 
-def test_a_lock_file_that_is_just_being_written(tmp_path):
+def test_a_lock_file_that_is_just_being_written(tmp_path, monkeypatch):
     """It was created, and its content comes a moment later."""
+    monkeypatch.setattr(run_lock, "SETTLING", 60.0)  # this machine may be busy; the content ends the wait
     (tmp_path / "run.lock").touch()
     holder = dataclasses.replace(
         LockHolder.this_process(), pid=os.getppid(), started=run_lock._start_time(os.getppid())
@@ -169,7 +172,7 @@ def test_a_lock_file_that_is_just_being_written(tmp_path):
 @pytest.fixture
 def hasty(monkeypatch):
     monkeypatch.setattr(run_lock, "HEARTBEAT", 0.05)
-    monkeypatch.setattr(run_lock, "LEASE", 2.0)
+    monkeypatch.setattr(run_lock, "LEASE", 0.3)
 
 
 ELSEWHERE = [
@@ -206,10 +209,13 @@ def test_a_dead_process_elsewhere(tmp_path, hasty, changes, seconds):
 
 
 def test_waiting_for_a_sign_of_life_is_announced(tmp_path, hasty, monkeypatch, capfd):
-    monkeypatch.setattr("samplewise.core.slow_notice.PATIENCE", 0.1)
+    shows_life = RunLock._shows_life
+    monkeypatch.setattr(RunLock, "_shows_life", lambda *given: wait_for_notices() or shows_life(*given))
+    monkeypatch.setattr("samplewise.core.slow_notice.PATIENCE", 0.0)
+    monkeypatch.setattr(run_lock, "LEASE", 1.0)
     locked_by(tmp_path, host="other", machine="other")
     assert trains(tmp_path)
-    assert "waiting up to 2 s for a heartbeat of process" in capfd.readouterr().err
+    assert "waiting up to 1 s for a heartbeat of process" in capfd.readouterr().err
 
 
 # --- this process ----------------------------------------------------------------------------------------------------

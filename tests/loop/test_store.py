@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import Counter, OrderedDict, namedtuple
 
+import forks
 import pytest
 import torch
 from daily import daily
@@ -741,7 +742,7 @@ while True:
 @pytest.mark.parametrize("attempts", daily([3, 20], [3]))
 def test_killed_at_any_moment_nothing_reported_is_lost(attempts, tmp_path):
     for attempt in range(attempts):
-        process = subprocess.Popen(
+        process = forks.Popen(
             [sys.executable, "-W", "error", "-c", SAVES_FOR_EVER, tmp_path], stdout=subprocess.PIPE, text=True
         )
         first = process.stdout.readline()

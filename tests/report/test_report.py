@@ -111,6 +111,7 @@ def test_path_of_the_report(tmp_path):
     assert write_report(tmp_path, tmp_path / "other.html").read_text() == (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("drawn_again")
 def test_the_same_run_gives_the_same_file(report):
     assert report(WHOLE).html == report(WHOLE).html
 
@@ -294,12 +295,14 @@ def test_no_log(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("drawn_again")
 def test_no_matplotlib(report, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"^the report needs matplotlib: pip install 'samplewise\[report\]'$"):
         report(WHOLE)
 
 
+@pytest.mark.usefixtures("drawn_again")
 def test_matplotlib_settings_of_the_user_are_ignored(report):
     import matplotlib
 

@@ -6,6 +6,7 @@ from math import inf, nan
 import pytest
 from pages import ABOUT, WHOLE, train
 
+from samplewise.report import training
 from samplewise.report.layers import select_layers
 from samplewise.report.run_log import Curve
 
@@ -174,16 +175,18 @@ def test_every_section_is_linked(report):
 # --------------------------------------------------------------------------------------- too much of it
 
 
-def test_number_of_charts_is_limited(report):
-    numbers = {f"number{k:03}": [0.1 * k, 0.2] for k in range(100)}
+def test_number_of_charts_is_limited(report, monkeypatch):
+    monkeypatch.setattr(training, "MAX_CHARTS", 10)  # 60 take seconds
+    numbers = {f"number{k:03}": [0.1 * k, 0.2] for k in range(50)}
     lines = [train(k, **{name: value[k % 2] for name, value in numbers.items()}) for k in range(1, 4)]
     shown = report(lines)
-    assert [name for name in shown.charts if name.startswith("number")][-1] == "number056"
-    assert "43 more numbers of the log are left out: at most 60 are drawn." in shown.text
+    assert [name for name in shown.charts if name.startswith("number")][-1] == "number006"
+    assert "43 more numbers of the log are left out: at most 10 are drawn." in shown.text
 
 
-def test_many_charts_have_fewer_points_each(report):
-    lines = [train(k, **{f"number{n:02}": (k * 7919 % 101) / n for n in range(1, 50)}) for k in range(3000)]
+def test_many_charts_have_fewer_points_each(report, monkeypatch):
+    monkeypatch.setattr(training, "MAX_FULL_CHARTS", 5)
+    lines = [train(k, **{f"number{n:02}": (k * 7919 % 101) / n for n in range(1, 13)}) for k in range(3000)]
     shown = report(lines)
     assert max(path.count("L") for path in shown.charts["number01"]) < 500
     assert len(shown.html) < 1_000_000

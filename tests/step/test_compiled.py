@@ -17,6 +17,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.errors import TrainingWarning
+from samplewise.step.compiled import inductor
 from samplewise.step.compiled import updates as updates_module
 
 UPDATES = 500
@@ -88,6 +89,20 @@ def no_word_of_failure():
         yield
 
 
+@pytest.fixture(params=["interpreted", pytest.param("inductor", marks=pytest.mark.slow)])
+def backend(request, monkeypatch):
+    """Code of a traced update: the graph run node by node, or compiled by Inductor, which takes seconds.
+
+    For tests of tracing, guards and warnings, which are the same for both. Tests without this fixture use Inductor.
+    """
+    if request.param == "interpreted":
+        monkeypatch.setattr(inductor, "compile_graph", lambda graph, inputs, threads: lambda flat: graph(*flat))
+    return request.param
+
+
+any_backend = pytest.mark.usefixtures("backend")
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -118,10 +133,19 @@ def test_same_parameters_and_state_after_500_updates(name):
         assert math.isclose(b.grad_norm, a.grad_norm, rel_tol=1e-8)
 
 
+@any_backend
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer(name):
+    pair = Pair(net, OPTIMIZERS[name], samples=1)
+    pair.run([data(25)])
+    assert compiled_updates(pair.quick) == 1
+    pair.assert_same()
+
+
 def test_schedule_and_dropout_draw_as_uncompiled():
     pair = Pair(
-        lambda: net(dropout=0.4),
-        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.5),
+        lambda: net(dropout=0.2),
+        lambda p: torch.optim.Adam(p, lr=0.01),
         make_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 100),
         samples=1,
     )
@@ -134,14 +158,11 @@ def test_schedule_and_dropout_draw_as_uncompiled():
     "transforms",
     [
         pytest.param(lambda: [sw.clip(0.5)], id="clip"),
-        pytest.param(
-            lambda: [lambda losses: torch.exp(-losses), sw.normalize()],
-            id="weight and normalize",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(lambda: [sw.clip(0.3, by="parameter")], id="by parameter", marks=pytest.mark.slow),
+        pytest.param(lambda: [lambda losses: torch.exp(-losses), sw.normalize()], id="weight and normalize"),
+        pytest.param(lambda: [sw.clip(0.3, by="parameter")], id="by parameter"),
     ],
 )
+@any_backend
 def test_transforms_and_norms(transforms):
     pair = Pair(
         net,
@@ -159,7 +180,7 @@ def test_transforms_and_norms(transforms):
     assert math.isclose(quick[-1].grad_norm, plain[-1].grad_norm, rel_tol=1e-9)
 
 
-@pytest.mark.slow
+@any_backend
 def test_counts_and_tokens():
     def loss_fn(model, batch):
         x, y = batch
@@ -183,14 +204,15 @@ def test_counts_and_tokens():
 def test_batch_norm_advances_its_buffers_and_inplace_layers_work():
     def model():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(inplace=True), nn.Linear(7, 3)).double()
+        return nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True)).double()
 
-    pair = Pair(model, OPTIMIZERS["nesterov"], samples=6)
-    pair.run([data(60)])
+    pair = Pair(model, OPTIMIZERS["nesterov"], samples=4)
+    pair.run([data(40)])
     assert compiled_updates(pair.quick) == 1
     pair.assert_same()
 
 
+@any_backend
 def test_batches_of_any_structure():
     def loss_fn(model, batch):
         return F.mse_loss(model(batch["x"]) * batch["scale"], batch["y"], reduction="none").mean(1)
@@ -224,7 +246,7 @@ def test_many_updates_stop_at_what_is_not_finite():
     x, y = data(60)
     x[37, 2] = math.nan
     x[38, 2] = math.nan
-    pair = Pair(tiny, OPTIMIZERS["nesterov"], samples=1, on_nonfinite="skip")
+    pair = Pair(tiny, OPTIMIZERS["nesterov"], samples=1, transforms=[sw.clip(0.5)], on_nonfinite="skip")
     plain, quick = pair.run([(x, y)], way="run")
     pair.assert_same()
     assert (quick.updates, quick.skipped) == (plain.updates, plain.skipped) == (58, 2)
@@ -234,7 +256,7 @@ def test_many_updates_stop_at_what_is_not_finite():
 
 
 @pytest.fixture
-def going():
+def going(backend):
     """A pair that has been going on for a while, compiled."""
     pair = Pair(net, OPTIMIZERS["nesterov"], samples=1)
     pair.run([data(10)])
@@ -296,6 +318,7 @@ def test_the_optimizer_state_is_loaded(going):
     going.assert_same()
 
 
+@any_backend
 def test_a_number_in_the_loss_function_changes():
     scale = 1.0
 
@@ -371,6 +394,7 @@ def test_nothing_is_compiled_by_default(monkeypatch):
     assert all(p.grad is not None for p in model.parameters())
 
 
+@any_backend
 def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
     monkeypatch.setattr(updates_module, "AUTO_AFTER", 5)
     for samples, expected in ((1, 1), (2, 0)):
@@ -384,6 +408,7 @@ def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
 # --- what cannot be compiled ------------------------------------------------------------------------------------------
 
 
+@any_backend
 def test_shapes_are_compiled_up_to_a_small_number(monkeypatch):
     monkeypatch.setattr(updates_module, "SHAPES", 2)
 
@@ -475,6 +500,7 @@ print(*(w.message for w in caught))
     assert said.endswith("Training continues; uncompiled updates give the same results, without the speedup.")
 
 
+@any_backend
 def test_an_exception_in_the_loss_leaves_everything_as_it_was():
     fails = False
 
@@ -499,7 +525,7 @@ def test_what_is_not_finite_is_told_of_before_anything_is_changed():
     x, y = data(12)
     x[8, 0] = math.nan
     model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
     step = sw.Step(model, optimizer, losses_of, samples=1, compile=True)
     updates = step.over([(x, y)])
     assert [next(updates).index for _ in range(8)] == list(range(8))

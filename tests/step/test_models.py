@@ -84,7 +84,7 @@ clips = pytest.mark.parametrize("clip", [False, True], ids=["plain", "clip"])
 
 BY_FREQUENCY = CASES["embedding_scaled_by_frequency"]  # divides by how often a token comes in the whole batch
 TRAINED = [case for case in INDEPENDENT if case.traits.rows and case is not BY_FREQUENCY]
-DAILY = TRAINED[::3]
+DAILY = TRAINED[::6]
 OTHERS = [case for case in TRAINED if case not in DAILY]
 
 
