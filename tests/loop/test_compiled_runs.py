@@ -37,4 +37,5 @@ def test_stopped_and_resumed(tmp_path, stop):
     resumed.fit(loader(shuffle=True), validate=loader(), epochs=2, resume=True)
     assert whole.step.compiled == resumed.step.compiled == "compiled"
     assert whole.step.counters == resumed.step.counters
+    assert [line["update"] for line in log(tmp_path / "whole") if line["kind"] == "note"] == [5]  # no norms of layers
     assert ended(resumed, tmp_path / "parts") == ended(whole, tmp_path / "whole")

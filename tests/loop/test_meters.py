@@ -11,6 +11,7 @@ import samplewise as sw
 from samplewise.loop.callbacks import by_layer
 from samplewise.loop.data.loader import ResumableLoader
 from samplewise.loop.meters import PhaseTimer
+from samplewise.report.run_log import read_run
 
 
 def test_phases_of_an_update_are_its_seconds():
@@ -92,6 +93,19 @@ def test_no_gradients_no_line(tmp_path):
     trainer.step.optimizer.step = lambda: [setattr(p, "grad", None) for p in trainer.model.parameters()]
     trainer.fit(loader(), updates=2)
     assert [line["update"] for line in log(tmp_path) if line["kind"] == "layers"] == [1]
+
+
+def test_the_log_says_once_why_there_are_no_norms_of_layers(tmp_path):
+    trainer = make(tmp_path, log_every=1)
+    trainer.step.optimizer.step = lambda: [setattr(p, "grad", None) for p in trainer.model.parameters()]
+    trainer.fit(loader(), updates=2)
+    resumed = make(tmp_path, log_every=1)
+    resumed.step.optimizer.step = lambda: [setattr(p, "grad", None) for p in resumed.model.parameters()]
+    resumed.fit(loader(), updates=4, resume=True)
+    (note,) = [line for line in log(tmp_path) if line["kind"] == "note"]
+    assert note["update"] == 1
+    assert note["text"].startswith("Gradient norms of layers are not logged, because parameters have no .grad after")
+    assert note["text"] in read_run(tmp_path).warnings
 
 
 def test_what_a_run_was_made_with(tmp_path):

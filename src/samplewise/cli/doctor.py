@@ -24,7 +24,7 @@ from samplewise.cli.zoo import precision_named, run_zoo
 from samplewise.core.batches import cut, length, to_device
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
-from samplewise.core.slow_notice import telling
+from samplewise.core.slow_notice import notify_if_slow
 from samplewise.engine.gradients import gradients
 from samplewise.errors import SamplewiseError
 from samplewise.step.checks import listed, training_batch_norms
@@ -277,4 +277,4 @@ def _report_issues(recipe_check: RecipeCheck, update: str = "") -> Iterator[None
 
 def _slow_notice(operation: str) -> AbstractContextManager[None]:
     """Print a notice on stderr if the block takes longer than 2 s."""
-    return telling(lambda message: typer.echo(f"... {message}", err=True), operation)
+    return notify_if_slow(lambda message: typer.echo(f"... {message}", err=True), operation)

@@ -10,9 +10,9 @@ PATIENCE = 2.0  # seconds
 
 
 @contextmanager
-def telling(tell: Callable[[str], object], what: str) -> Iterator[None]:
-    """Call `tell(what)` once, from a timer thread, if the block takes longer than PATIENCE seconds."""
-    timer = threading.Timer(PATIENCE, tell, [what])
+def notify_if_slow(notify: Callable[[str], object], line: str) -> Iterator[None]:
+    """Call `notify(line)` once, from a timer thread, if the block takes longer than PATIENCE seconds."""
+    timer = threading.Timer(PATIENCE, notify, [line])
     timer.daemon = True
     timer.start()
     try:

@@ -174,21 +174,40 @@ class MaxTime:
             trainer.stop(f"time limit of {self.seconds} s reached")
 
 
+NO_GRADIENTS = (
+    "Gradient norms of layers are not logged, because parameters have no .grad after the update. Compiled updates "
+    "leave none; use compile=False to log them."
+)
+
+
 class LayerGradNorms:
     """Write the gradient norm of each layer to the log every `log_every` updates, in lines of kind "layers".
 
-    A Trainer with a run directory adds this callback.
+    A Trainer with a run directory adds this callback. Compiled updates leave no `.grad`: then one line of kind "note"
+    gives the reason.
     """
+
+    def __init__(self) -> None:
+        self._noted = False  # the note was written
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"noted": self._noted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._noted = state["noted"]
 
     def on_update(self, trainer: Any, update: Any) -> None:
         done = update.index + 1
         if update.skipped or done % trainer.log_every:
             return
         norms = {n: _norm(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
-        if norms:  # empty after a compiled update
+        if norms:
             values = torch.stack([norm.float().to(trainer.device) for norm in norms.values()]).tolist()
             found = by_layer(dict(zip(norms, values, strict=True)))
             trainer.write("layers", update=done, norms=found)
+        elif not self._noted:
+            self._noted = True
+            trainer.write("note", update=done, text=NO_GRADIENTS)
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from samplewise.core.slow_notice import telling
+from samplewise.core.slow_notice import notify_if_slow
 from samplewise.errors import CheckpointError
 
 NAME = "run.lock"
@@ -187,7 +187,7 @@ class RunLock:
             return alive
         left = LEASE - (_now(self._directory) - found.modified) / 1e9
         notice = f"waiting up to {LEASE:.0f} s for a heartbeat of {holder}, which holds {self._path}"
-        with telling(lambda line: print(line, file=sys.stderr, flush=True), notice):
+        with notify_if_slow(lambda line: print(line, file=sys.stderr, flush=True), notice):
             return self._shows_life(found, min(left, LEASE))
 
     def _shows_life(self, before: LockFile, seconds: float) -> bool:

@@ -170,6 +170,8 @@ def _read_log(run: RunLog, log: Path) -> None:
         elif (kind := str(line.get("kind"))) in lines_by_kind:
             lines_by_kind[kind].append(line)
             run.end = line if kind == "end" else None
+        elif kind == "note":
+            run.warnings.append(str(line.get("text")))
         else:
             unknown += 1
     if truncated:

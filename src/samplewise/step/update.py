@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from samplewise.core.means import WeightedMean
 from samplewise.errors import LossesError, ParameterError
 from samplewise.step.batch_columns import BatchColumns, Column, columns_of
 from samplewise.step.window import WindowTotals
@@ -175,8 +176,7 @@ class Totals:
         self.seconds = 0.0
         self._flag: SkipCheck | None = None
         self._parts: list[SampleStats] = []
-        self._sum: Tensor | float = 0.0
-        self._count: Tensor | float = 0
+        self._loss = WeightedMean()
 
     def add(self, update: Update) -> None:
         self.updates += 0 if update.skipped else update.updates
@@ -185,8 +185,7 @@ class Totals:
         self.seconds += update.seconds
         self._flag = update._outcome.flag
         if update._totals is not None and not update.skipped:
-            self._sum = self._sum + update._totals.losses
-            self._count = self._count + update._totals.counts
+            self._loss.add_sum(update._totals.losses, update._totals.counts)
         elif not update.skipped:
             self._parts += update._parts
         if len(self._parts) > self.KEPT:
@@ -197,12 +196,11 @@ class Totals:
         if self._flag is not None:
             self._flag.check()
         self._add_up()
-        return float(self._sum / self._count) if self.updates else float("nan")
+        return float(self._loss.quotient()) if self.updates else nan
 
     def _add_up(self) -> None:
         if self._parts:
-            self._sum = self._sum + total_loss(self._parts)
-            self._count = self._count + total_count(self._parts)
+            self._loss.add_sum(total_loss(self._parts), total_count(self._parts))
             self._parts = []
 
     def __repr__(self) -> str:

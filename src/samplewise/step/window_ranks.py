@@ -162,7 +162,8 @@ class LocalWindows(WindowRanks):
         self.all_ended = ended
         if ended and tail != "update":
             return False
-        return window.open and (ended or samples is None or window.samples >= samples)
+        has_samples = bool(window.parts or window.deferred)
+        return has_samples and (ended or samples is None or window.samples >= samples)
 
     def next_pass(self, window: Window, samples: int | None) -> None:
         """Do nothing: samples are not numbered over ranks."""

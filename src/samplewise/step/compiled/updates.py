@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import cut, leaves
-from samplewise.core.slow_notice import telling
+from samplewise.core.slow_notice import notify_if_slow
 from samplewise.errors import TrainingWarning
 from samplewise.step.accumulate import WeightedAccumulator
 from samplewise.step.batch_columns import BatchColumns, record_columns
@@ -290,7 +290,7 @@ class CompiledUpdates:
         self._check_settings(size)
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
         self.evaluator.trained.clear()
-        with telling(self.notify, f"compiling an update of {size} sample{'s' * (size > 1)} ..."), _quietly():
+        with notify_if_slow(self.notify, f"compiling an update of {size} sample{'s' * (size > 1)} ..."), _quietly():
             guards, tensors, update = self._traced(cursor, size, example, record_norms)
             program = Program(update, tensors, example)
         guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
