@@ -108,7 +108,7 @@ def test_other_parts(tmp_path, before, after, message):
 def test_checkpoints_of_which_none_can_be_read(tmp_path):
     make(tmp_path).fit(loader(), epochs=2)
     for path in (tmp_path / "checkpoints").iterdir():
-        path.write_bytes(b"nothing")
+        (path / "rank-0.safetensors").write_bytes(b"nothing")
     before = (tmp_path / "log.jsonl").read_bytes()
     with (
         pytest.warns(sw.CheckpointWarning, match="truncated"),
