@@ -3,7 +3,8 @@
 A backward pass is linear in the weights on the losses, and scaling by a power of two is exact in floating point. One
 pass runs with equal weights and one with weights 2**code(sample): an element that belongs to one sample is multiplied
 by exactly 2**code of that sample, so the ratio of the two passes gives the owner. If there are more samples than codes,
-the sample number is split into digits, with one pass per digit.
+the sample's number is split into digits, with one pass per digit. Each probe draws new numbers: a mixture whose
+weights happen to fit one numbering does not fit the next.
 
 An element shared by several samples can look like the element of one sample if the contributions of the others are
 lost to rounding. Two further kinds of passes detect this, with new codes in each probe:
@@ -71,7 +72,8 @@ def _codes_for(graph: Graph) -> list[Codes]:
 
 def _probe_with(graph: Graph, edges: Sequence[Edge], codes: Codes) -> Probed | None:
     """Probe with one set of codes; None if gradients are not finite with them."""
-    numbers = torch.arange(graph.samples, device=graph.losses.device)
+    samples = torch.randperm(graph.samples, generator=_generator).to(graph.losses.device)  # sample of each number
+    numbers = samples.argsort()
     equal = _weights(graph, codes, torch.zeros_like(numbers))
     plain = gradients_at(graph, edges, equal)
     digits = max(1, math.ceil(math.log(graph.samples, codes.base) - 1e-12))
@@ -83,6 +85,7 @@ def _probe_with(graph: Graph, edges: Sequence[Edge], codes: Codes) -> Probed | N
             return None
         owners = [_add_digit(o, p, c, scale, codes) for o, p, c in zip(owners, plain, coded, strict=True)]
         scale *= codes.base
+    owners = [torch.where((o >= 0) & (o < len(samples)), samples[o.clamp(0, len(samples) - 1)], o) for o in owners]
     sizes = torch.stack([_sizes(o, p, graph.samples) for o, p in zip(owners, plain, strict=True)])
     balanced = _balanced(sizes, codes)
     checked = gradients_at(graph, edges, _weights(graph, codes, balanced))
