@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samplewise as sw
+from samplewise.engine import probe
 from samplewise.testing.zoo import (
     CASES,
     CORE,
@@ -271,6 +272,19 @@ def test_weighted_contributions_posing_as_another_sample(B):
         matrix[:, m] = 0
         matrix[i, m], matrix[j, m] = float(2**j - 2**m), float(2**m - 2**i)
         refused(lambda t=matrix: mixed_losses(model, x, t), model)
+
+
+@pytest.mark.parametrize("B", [8, 70])
+def test_a_mixture_is_refused_every_time(B):
+    """Row 1 feeds loss 0 with weight 2 and loss 2 with weight 1. With codes c(i) = i, it looks like a row of sample 1."""
+    model, x = two_layers(), noise(B, 6)
+    matrix = torch.eye(B)
+    matrix[:, 1] = 0
+    matrix[0, 1] = 2.0
+    matrix[2, 1] = 1.0
+    for seed in range(60):
+        probe._generator.manual_seed(seed)
+        refused(lambda: mixed_losses(model, x, matrix), model)
 
 
 @pytest.mark.parametrize("B", [2, 5, 64])

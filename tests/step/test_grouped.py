@@ -267,12 +267,6 @@ def test_norms_are_those_of_samples(name, shape):
         close(update.norms, rows.norms)
 
 
-@pytest.mark.parametrize("shape", [(13, None, None), (4, 13, 2)], ids=str)
-def test_norms_of_the_first_update_when_asked_late(shape):
-    updates, wanted = agrees(*CASES["group, clip"], shape)
-    close(updates[0].norms, wanted[0][0].norms)
-
-
 # ------------------------------------------------------------- however the window is cut
 
 

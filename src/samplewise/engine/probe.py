@@ -30,6 +30,7 @@ from samplewise.engine.graph import Edge, Graph
 from samplewise.errors import NonFiniteGradientError
 
 NO_OWNER, UNKNOWN, MIXED = -1, -2, -3
+BALANCED_PASSES = 2  # a mixture that poses as one sample passes each of them with a chance of about 1 in 16
 
 
 class Codes(NamedTuple):
@@ -87,11 +88,12 @@ def _probe_with(graph: Graph, edges: Sequence[Edge], codes: Codes) -> Probed | N
         scale *= codes.base
     owners = [torch.where((o >= 0) & (o < len(samples)), samples[o.clamp(0, len(samples) - 1)], o) for o in owners]
     sizes = torch.stack([_sizes(o, p, graph.samples) for o, p in zip(owners, plain, strict=True)])
-    balanced = _balanced(sizes, codes)
-    checked = gradients_at(graph, edges, _weights(graph, codes, balanced))
-    if not _finite(checked):
-        return None
-    owners = [_verified(o, p, c, balanced, codes) for o, p, c in zip(owners, plain, checked, strict=True)]
+    for _ in range(BALANCED_PASSES):
+        balanced = _balanced(sizes, codes)
+        checked = gradients_at(graph, edges, _weights(graph, codes, balanced))
+        if not _finite(checked):
+            return None
+        owners = [_verified(o, p, c, balanced, codes) for o, p, c in zip(owners, plain, checked, strict=True)]
     for on in _switches(sizes):
         switched = gradients_at(graph, edges, equal * on)
         owners = [_switched(o, p, k, on) for o, p, k in zip(owners, plain, switched, strict=True)]
