@@ -276,7 +276,7 @@ def test_weighted_contributions_posing_as_another_sample(B):
 
 @pytest.mark.parametrize("B", [8, 70])
 def test_a_mixture_is_refused_every_time(B):
-    """Row 1 feeds loss 0 with weight 2 and loss 2 with weight 1. With codes c(i) = i, it looks like a row of sample 1."""
+    """Row 1 feeds losses 0 and 2 with weights 2 and 1. With codes c(i) = i, it looks like a row of sample 1."""
     model, x = two_layers(), noise(B, 6)
     matrix = torch.eye(B)
     matrix[:, 1] = 0
