@@ -57,7 +57,13 @@ def trained(recipe):
 
 COMMANDS = pytest.mark.parametrize(
     ("name", "unbuffered"),  # both kinds of streams, each with some commands: a process takes seconds
-    [("train", ""), ("a recipe that prints", ""), ("a recipe that prints", "1"), ("doctor", "1"), ("report", "")],
+    [
+        pytest.param("train", "", marks=pytest.mark.slow),
+        ("a recipe that prints", ""),
+        ("a recipe that prints", "1"),
+        ("doctor", "1"),
+        ("report", ""),
+    ],
 )
 
 

@@ -334,7 +334,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     "stop", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow), 6]
 )
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow), (2, 3)])
 def test_others_go_on_where_ranks_have_left_off(before, after, stop, two, three, undisturbed, tmp_path):
     run, (expected, updates) = undisturbed
     start = {1: lambda *given: [going_on(*given)], 2: lambda *given: two.run(going_on, *given)}

@@ -312,7 +312,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("data", LOADERS.values(), ids=LOADERS)
 @pytest.mark.parametrize("samples", [10, None, 30])
-@pytest.mark.parametrize("where", daily([1, 2, 3, 4, 5], [1, 3, 4]))
+@pytest.mark.parametrize("where", daily([1, 2, 3, 4, 5], [1, 4]))  # inside the first and the second epoch
 def test_resume(tmp_path, where, samples, data):
     """Broken off in the middle of an epoch, at its end, or in the next."""
     whole = make(tmp_path / "whole", log_every=2, samples=samples)

@@ -57,8 +57,15 @@ def cards(browser):
     return browser.texts("#gallery strong")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
+@pytest.mark.parametrize(
+    ("size", "dark"),
+    [
+        pytest.param(LAPTOP, False, id="laptop, light"),
+        pytest.param(LAPTOP, True, id="laptop, dark", marks=pytest.mark.slow),
+        pytest.param(PHONE, False, id="phone, light", marks=pytest.mark.slow),
+        pytest.param(PHONE, True, id="phone, dark"),
+    ],
+)
 def test_choose_a_score_and_pin_a_card(browser, page, size, dark):
     browser.show(page, size, dark)
     assert browser.run("return document.documentElement.scrollWidth") <= size[0]
