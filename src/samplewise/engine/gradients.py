@@ -29,7 +29,7 @@ from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.by_rows import random_signs, root
 from samplewise.engine.graph import Graph, graph_alive
 from samplewise.engine.plan import Planner, Quantity
-from samplewise.engine.strategies import Evaluator
+from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.errors import ParameterError
 
 STRATEGIES = ("fused", "twice", "full", "reference")
@@ -85,7 +85,7 @@ def gradients_of(
     graph = Graph(losses, dict(wanted))
     if graph.python_functions or not graph.leaves:
         graph.check_readable()
-    return Gradients(Evaluator(Planner(graph, modules, interacting), strategy or "fused", create_graph))
+    return Gradients(QuantityEvaluator(Planner(graph, modules, interacting), strategy or "fused", create_graph))
 
 
 class Gradients:
@@ -95,7 +95,7 @@ class Gradients:
     the gradient of all samples for one parameter, (B, *shape).
     """
 
-    def __init__(self, evaluator: Evaluator):
+    def __init__(self, evaluator: QuantityEvaluator):
         self._evaluator = evaluator
         self._graph = evaluator.graph
         self._parameters = evaluator.graph.wanted

@@ -31,7 +31,7 @@ from samplewise.engine.saved import Versions
 from samplewise.errors import GraphError
 
 
-class Evaluator:
+class QuantityEvaluator:
     """Quantities of the per-sample gradients of one graph, computed with one strategy, in one thread at a time."""
 
     def __init__(self, planner: Planner, strategy: str, create_graph: bool):

@@ -20,6 +20,7 @@ from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled.updates import CompiledUpdates
 from samplewise.step.config import StepConfig, as_microbatch, as_record, check_scheduler
+from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerUpdates, Updates
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.functional_optim import Rule, as_optimizer
@@ -28,7 +29,6 @@ from samplewise.step.parameters import TrainedParameters
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, Counters
 from samplewise.step.window_builder import WindowBuilder
-from samplewise.step.window_ranks import window_ranks
 from samplewise.transforms.chain import Chain, as_chain
 
 
@@ -120,7 +120,7 @@ class Step:
         modules = [inner(model)]
         if isinstance(self.loss_fn, nn.Module):
             modules.append(self.loss_fn)
-        ranks = window_ranks(model, config, modules, optimizer)
+        ranks = make_window_ranks(model, config, modules, optimizer)
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
@@ -274,7 +274,7 @@ class Step:
                 "that it was initialized later. Call torch.distributed.init_process_group() before Step(...)."
             )
         config = replace(self.config, strategy="ddp")
-        ranks = window_ranks(self.model, config, self._evaluator.modules, self.optimizer)
+        ranks = make_window_ranks(self.model, config, self._evaluator.modules, self.optimizer)
         ranks.check_optimizer(self._evaluator.trained, self.optimizer)
         self._windows.attach(ranks)
         self._applier.ranks = ranks

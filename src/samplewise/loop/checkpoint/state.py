@@ -188,16 +188,19 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def load_part(part: Any, state: Any) -> None:
     """Load a state into a part. Tensors that are sharded over ranks receive this rank's shard."""
-    if current_group().distributed and isinstance(part, nn.Module):
+    if isinstance(part, nn.Module) and any(map(is_dtensor, part.parameters())):
         current = part.state_dict()
         state = {name: _shard_like(value, current.get(name)) for name, value in state.items()}
-    elif current_group().distributed and isinstance(part, torch.optim.Optimizer):
-        parameters = [p for group in part.param_groups for p in group["params"]]
+    elif isinstance(part, torch.optim.Optimizer) and any(map(is_dtensor, optimized := _parameters(part))):
         sharded = {}
         for k, values in state["state"].items():
-            sharded[k] = {name: _shard_like(value, parameters[k]) for name, value in values.items()}
+            sharded[k] = {name: _shard_like(value, optimized[k]) for name, value in values.items()}
         state = {**state, "state": sharded}
     part.load_state_dict(state)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _shard_like(value: Any, like: Any) -> Any:
