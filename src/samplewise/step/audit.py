@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from samplewise.core.batches import cut, length
+from samplewise.core.losses import loss_alone, why_not_alone
 from samplewise.core.memory import is_out_of_memory
-from samplewise.core.snapshot import modes, snapshot
+from samplewise.core.snapshot import eval_mode, snapshot
 from samplewise.engine.graph import Graph
 from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import LossesError, SamplesInteractError
@@ -77,7 +78,7 @@ class Audit:
         difference = problem = None
 
         def examine() -> str | None:
-            with eval_mode(self.evaluator.modules):
+            with _temporary_eval_mode(self.evaluator.modules):
                 losses, _ = self.evaluator.losses(few)
                 reached.update(_leaves(losses) if first else ())
                 return self._compare_alone(few, losses, update)
@@ -115,13 +116,13 @@ class Audit:
         raise error
 
     def _compare_alone(self, microbatch: Any, losses: Tensor, update: int) -> str | None:
-        again = self.evaluator.losses(microbatch)[0].detach()
-        total = length(microbatch)
-        if total is None or total < 2 or len(losses) != total or not torch.equal(losses, again):
-            return None  # cannot be cut, has several samples per row, or is random even in eval mode
-        row = int(torch.randint(total, (), generator=torch.Generator().manual_seed(update)))
-        alone, _ = self.evaluator.losses(cut(microbatch, row, row + 1))
-        return self._difference(microbatch, losses, alone, row)
+        def compute(batch: Any) -> Tensor:
+            return self.evaluator.losses(batch)[0]
+
+        if why_not_alone(compute, microbatch, losses) is not None or len(losses) < 2:
+            return None
+        row = int(torch.randint(len(losses), (), generator=torch.Generator().manual_seed(update)))
+        return self._difference(microbatch, losses, loss_alone(compute, microbatch, row), row)
 
     def _difference(self, microbatch: Any, losses: Tensor, alone: Tensor, row: int) -> str | None:
         name = f"sample {row} of {len(losses)}"
@@ -157,7 +158,7 @@ class Audit:
         is none.
         """
         total = length(microbatch)
-        with eval_mode(self.evaluator.modules), Broadcasts(total or 0) as seen:
+        with _temporary_eval_mode(self.evaluator.modules), Broadcasts(total or 0) as seen:
             self.evaluator.losses(microbatch)
         if seen.found is None:
             return None
@@ -183,16 +184,13 @@ class Broadcasts(TorchFunctionMode):
 
 
 @contextmanager
-def eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _temporary_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context manager: eval mode inside; restores modes, buffers and random state on exit."""
     restore = snapshot(*modules)
-    restore_modes = modes(*modules)
-    for module in (m for root in modules for m in root.modules()):
-        module.training = False
     try:
-        yield
+        with eval_mode(*modules):
+            yield
     finally:
-        restore_modes()
         restore()
 
 
