@@ -2,7 +2,11 @@
 
 import math
 from collections import namedtuple
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -64,14 +68,96 @@ DICTS = [dict(x=x, y=y) for x, y in zip(X.split(8), Y.split(8), strict=True)]
 
 
 def test_batches_that_are_dicts():
-    trainer = make(metrics={"largest": Largest()}, loss=dict_loss)
-    assert trainer.evaluate(DICTS)["largest"] == X.max().item()
-    theirs = make(metrics={"a": torchmetrics.classification.MulticlassAccuracy(3)}, loss=dict_loss)
-    with pytest.raises(
-        TypeError,
-        match=r"batches must be \(x, y\) for .* updated with \(outputs, y\); found a dict\. Give the metric a",
-    ):
-        theirs.evaluate(DICTS)
+    found = make(metrics={"largest": Largest(), "accuracy": torchmetrics_accuracy()}, loss=dict_loss).evaluate(DICTS)
+    assert found["largest"] == X.max().item()
+    assert found["accuracy"] == right()
+
+
+def torchmetrics_accuracy():
+    return torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+
+
+@pytest.mark.parametrize("name", ["y", "target", "targets", "label", "labels"])
+def test_the_target_is_passed_by_the_name_of_the_argument(name):
+    """`lambda o, y: o.argmax(1) == y` compared the predictions with the batch, and was always False."""
+    function = eval(f"lambda o, {name}: o.argmax(1) == {name}")
+    assert make(metrics={"a": function}).evaluate(loader())["a"] == right()
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch["x"]), Y, reduction="none")
+
+    wrong = {"y": 0 * Y, "label": 0 * Y}
+    for batch in ({"x": X, "y": Y}, {"x": X, "labels": Y}, {"x": X, **wrong, name: Y}):
+        assert make(metrics={"a": function}, loss=loss).evaluate([batch])["a"] == right()
+
+
+def right():
+    model = make().model.eval()
+    return pytest.approx((model(X).argmax(1) == Y).double().mean().item(), rel=1e-6)
+
+
+def test_functions_of_torch_and_torchmetrics_and_partials():
+    functions = {
+        "loss_again": nn.functional.cross_entropy,
+        "accuracy": partial(torchmetrics.functional.accuracy, task="multiclass", num_classes=3),
+        "batch": lambda outputs, everything: outputs.argmax(1) == everything[1],
+    }
+    found = make(metrics=functions).evaluate(loader())
+    assert found["accuracy"] == right() == found["batch"]
+    assert found["loss_again"] == pytest.approx(found["loss"], rel=1e-6)
+
+
+class Sample(NamedTuple):
+    """Target first, so that the position of the target is not 1."""
+
+    y: torch.Tensor
+    x: torch.Tensor
+
+
+@dataclass
+class Graph:
+    x: torch.Tensor
+    label: torch.Tensor
+
+
+@pytest.mark.parametrize("batch", [Sample(Y, X), Graph(X, Y)], ids=["named tuple", "dataclass"])
+def test_targets_of_batches_with_attributes(batch):
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch.x), Y, reduction="none")
+
+    assert make(metrics={"a": lambda o, y: o.argmax(1) == y}, loss=loss).evaluate([batch])["a"] == right()
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ({"x": X}, "a dict with the keys 'x'"),
+        ({"x": X, "label": Y, "labels": Y}, "a dict with 'label' and 'labels'"),
+        ([X], "a list of 1"),
+        (X, "a Tensor"),
+    ],
+)
+def test_batches_without_a_target(batch, found):
+    def loss(model, batch):
+        return model(X).sum(1)
+
+    message = rf"metric 'a' needs the target of a batch.*; found {found}. Use a function \(outputs, batch\)"
+    for metric in (lambda o, y: o[:, 0], torchmetrics_accuracy()):
+        with pytest.raises(sw.BatchError, match=message):
+            make(metrics={"a": metric}, loss=loss).evaluate([batch])
+
+
+@pytest.mark.parametrize("answer", [False, True, None, "0.5", [0.5], (1, 2), {"a": 1}, np.bool_(True)], ids=repr)
+def test_answers_that_are_no_numbers(answer):
+    message = rf"metric 'a' must return one number per sample in a tensor, or .*; found {type(answer).__name__}"
+    with pytest.raises(TypeError, match=message):
+        make(metrics={"a": lambda outputs, batch: answer}).evaluate(loader())
+
+
+@pytest.mark.parametrize("answer", [1, 0.5, np.float32(0.5), np.ones(7), torch.tensor(True)], ids=repr)
+def test_answers_that_are_numbers(answer):
+    found = make(metrics={"a": lambda outputs, batch: answer}).evaluate([(X[:7], Y[:7])])
+    assert found["a"] == float(answer if np.ndim(answer) == 0 else answer.mean())
 
 
 def test_metrics_go_where_the_model_is():

@@ -52,7 +52,8 @@ class Trainer:
     run: directory for the log and the checkpoints; None (default) to write neither.
     callbacks: see `samplewise.loop.events`. With a run directory and without a ModelCheckpoint among them, a checkpoint
     is saved after every epoch.
-    metrics: dict of name -> function (outputs, batch), or object with update, compute and reset.
+    metrics: dict of name -> function (outputs, batch) or (outputs, y), or object with update, compute and reset. A
+    function gets the target if its second argument is named y, target, targets, label or labels, else the batch.
     device: "auto" (default) for CUDA if available, else MPS, else the CPU; or a torch device.
     seed: seed of the order of samples and their random augmentation, together with the epoch and the sample's index.
     log_every: number of updates between two log lines, 50 by default. The loss is read from the device (host sync) only
