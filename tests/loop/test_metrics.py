@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+import transformers
 from small import X, Y, loader, make
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -235,7 +236,12 @@ Pair = namedtuple("Pair", "a b")
 )
 def test_outputs_of_any_shape(kind):
     model = Heads(kind)
-    step = sw.Step(model, sw.sgd(0.1), lambda model, batch: model(batch[0])[0])
+
+    def loss(model, batch):
+        model(batch[0])
+        return batch[0].sum(1)
+
+    step = sw.Step(model, sw.sgd(0.1), loss)
     found, right = sw.Trainer(step, device="cpu").predict(loader()), model(X)
     assert type(found) is type(right)
     torch.testing.assert_close(found, right)
@@ -247,6 +253,102 @@ def test_predict_keeps_modes_and_random_numbers():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in trainer.model.modules())
     assert not trainer.predict(loader()).requires_grad
+
+
+def test_predict_calls_the_model_as_the_loss_function_does():
+    trainer = make(loss=dict_loss)
+    torch.testing.assert_close(trainer.predict(DICTS), trainer.model.eval()(X))
+
+    def shifted(model, batch):
+        return nn.functional.cross_entropy(model(batch[0] - 1), batch[1], reduction="none")
+
+    trainer = make(loss=shifted)
+    torch.testing.assert_close(trainer.predict(loader()), trainer.model.eval()(X - 1))
+
+
+def test_predict_does_not_need_targets():
+    """A criterion calls model(x); x and (x,) have no target, so that the loss function cannot be used."""
+    for loss in (nn.CrossEntropyLoss(), dict_loss):
+        trainer = make(loss=loss)
+        right = trainer.model.eval()(X)
+        for batches in (X.split(7), [(x,) for x in X.split(7)], [[x] for x in X.split(7)]):
+            torch.testing.assert_close(trainer.predict(batches), right)
+    trainer = make(loss=nn.CrossEntropyLoss())
+    torch.testing.assert_close(trainer.predict([(X, 0 * Y - 1, Y)]), trainer.model.eval()(X))
+
+
+def test_predict_with_a_forward_function():
+    trainer = make(loss=dict_loss)
+    found = trainer.predict([{"x": X}, {"x": X}], forward=lambda model, batch: {"twice": 2 * model(batch["x"])})
+    torch.testing.assert_close(found, {"twice": 2 * trainer.model.eval()(X).repeat(2, 1)})
+    assert not found["twice"].requires_grad
+    for forward, message in (
+        (3, r"forward must be a function \(model, batch\) -> outputs; found int"),
+        (lambda model, batch: None, r"forward must return the outputs of the model; found None"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            trainer.predict([{"x": X}], forward=forward)
+
+
+def test_a_loss_function_that_predict_cannot_use():
+    message = (
+        r"predict runs the loss function to see how it calls the model; found KeyError: 'y' in it. If the batches have "
+        r"no targets, pass the forward pass: predict\(loader, forward=lambda model, batch: model\(...\)\)"
+    )
+    with pytest.raises(sw.BatchError, match=message):
+        make(loss=dict_loss).predict([{"x": X}])
+    with pytest.raises(
+        sw.LossesError, match=r"must call model\(...\), since predict returns its outputs; found no call"
+    ):
+        make(loss=lambda model, batch: model[0](batch["x"]).sum(1)).predict([{"x": X}])
+
+
+def test_a_batch_in_place_of_a_loader():
+    trainer = make()
+    uses = (trainer.predict, trainer.evaluate, lambda data: trainer.fit(data, epochs=1))
+    for use in uses:
+        with pytest.raises(sw.BatchError, match=r"found a Tensor of shape \(30, 6\).* Pass a list of batches, or wrap"):
+            use(X)
+        with pytest.raises(sw.BatchError, match=r"a loader must be an iterable of batches; found a dict"):
+            use({"x": X, "y": Y})
+        with pytest.raises(sw.BatchError, match=r"a loader must be an iterable of batches; found an int"):
+            use(3)
+    assert trainer.step.counters.updates == 0
+
+
+def test_outputs_that_do_not_fit_together():
+    trainer = make()
+    widths = iter((2, 3))
+    with pytest.raises(sw.BatchError, match=r"found shapes \(30, 2\) and \(30, 3\)"):
+        trainer.predict([X, X], forward=lambda model, batch: batch[:, : next(widths)])
+    keys = iter("ab")
+    with pytest.raises(sw.BatchError, match=r"found the keys 'a' and 'b'"):
+        trainer.predict([X, X], forward=lambda model, batch: {next(keys): batch})
+
+
+SMALL = {
+    "BertForSequenceClassification": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "GPT2LMHeadModel": {"n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0},  # has a cache
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_predict_with_hugging_face_models(name):
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(vocab_size=11, **SMALL[name])).eval()
+    tokens = torch.arange(30).view(6, 5) % 11
+    whole = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    batches = [{name: part.split(4)[k] for name, part in whole.items()} for k in (0, 1)]
+
+    def loss(model, batch):
+        return model(**batch).logits.flatten(1).sum(1)
+
+    found = sw.Trainer(sw.Step(model, sw.sgd(0.1), loss), device="cpu").predict(batches)
+    right = model(**whole)
+    assert type(found) is type(right) and list(found) == list(right)
+    torch.testing.assert_close(found.logits, right.logits)
+    if "past_key_values" in found:  # not a tensor: one for each batch
+        assert len(found.past_key_values) == 2
 
 
 # ------------------------------------------------------------- waiting for the device

@@ -90,9 +90,9 @@ class NoiseScale:
     `Trainer(step, run, callbacks=[NoiseScale()])`.
 
     As a callback it measures the gradients of the losses as returned by the loss function, times the coefficients of
-    the transforms: with `clip`, the noise of the clipped gradients. If samples have counts, the update is Σ g / Σ counts,
-    and the noise is that of g. Transforms must weigh each sample by itself; for others ValueError is raised when the fit
-    starts.
+    the transforms: with `clip`, the noise of the clipped gradients. If samples have counts, the update is
+    Σ g / Σ counts, and the noise is that of g. Transforms must weigh each sample by itself; for others ValueError is
+    raised when the fit starts.
 
     decay: factor of the moving averages per batch; default 0.99
     """

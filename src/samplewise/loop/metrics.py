@@ -87,8 +87,8 @@ class Target:
             return batch[1]
         raise BatchError(
             f"metric {self._name!r} needs the target of a batch: the second element of (x, y, ...), or one entry named "
-            f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; found {_kind(batch, named)}. Use a function (outputs, batch), "
-            "or an object with update(outputs, batch)."
+            f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; found {_kind(batch, named)}. Use a function "
+            "(outputs, batch), or an object with update(outputs, batch)."
         )
 
 
@@ -257,12 +257,12 @@ class OutputRecorder:
     def clear(self) -> None:
         self._outputs.clear()
 
-    def last(self) -> Any:
-        """Return the output of the last call since `clear`."""
+    def last(self, purpose: str, remedy: str) -> Any:
+        """Return the output of the last call since `clear`. The two texts are for the error if there was none."""
         if not self._outputs:
             raise LossesError(
-                "the loss function must call model(...), since metrics use the outputs of the model; found no call. "
-                "Call model(...) in the loss function, or remove the metrics."
+                f"the loss function must call model(...), since {purpose}; found no call. Call model(...) in the loss "
+                f"function, or {remedy}."
             )
         return self._outputs[-1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -397,13 +397,18 @@ class Trainer:
         with errors_on_all_ranks():
             return self._evaluator.evaluate(self._evaluator.batches(loader))
 
-    def predict(self, loader: Iterable[Any]) -> Any:
-        """Return the outputs of the model on the CPU, concatenated over all batches.
+    def predict(self, loader: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+        """Return the outputs of the model on the CPU, concatenated along the first dimension over all batches.
 
-        The model is called with x for batches (x, y), and with the batch otherwise. Tuples and dicts of tensors keep
-        their structure. With several ranks each one predicts all batches of its loader: they are not sharded.
+        forward: function (model, batch) -> outputs. Default: model(x) for batches x and (x,), and for batches
+        (x, y, ...) if the loss is a criterion such as nn.CrossEntropyLoss(); for other batches the call of the model
+        that the loss function makes, the last one if there are several.
+
+        Tuples, dicts and outputs of transformers keep their structure. Scalars are stacked, one for each batch; objects
+        other than tensors become a list. With several ranks each one predicts all batches of its loader: they are not
+        sharded.
         """
-        return self._evaluator.predict(loader)
+        return self._evaluator.predict(loader, forward)
 
 
 def _complete(callbacks: Iterable[Any], run: Path | None) -> list[Any]:
