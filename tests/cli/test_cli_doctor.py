@@ -58,6 +58,33 @@ def test_a_healthy_recipe(recipe):
     assert output.endswith("- No problems found: the recipe is ready for training.\n")
 
 
+ALL = """
+import samplewise as sw
+
+
+def transforms():
+    return [sw.clip(0.5), sw.weight(lambda losses: losses)]
+
+
+def {name}:
+    return {returned}
+"""
+
+
+def test_transforms_of_the_recipe(recipe):
+    result = command("doctor", recipe(HEALTHY + ALL.format(name="callbacks()", returned="[sw.NoiseScale()]")))
+    assert result.exit_code == 0
+    assert "at a time     ms, plain  MB, plain  ms, with transforms()  MB, with transforms()\n" in result.stdout
+    assert re.search(r"^- An update with transforms\(\) takes \S+ times as long as a plain one\.$", result.stdout, re.M)
+
+
+@pytest.mark.parametrize("name", ["callbacks()", "metrics()", "scheduler(optimizer)"])
+def test_functions_that_only_training_needs(recipe, name):
+    result = command("doctor", recipe(HEALTHY + ALL.format(name=name, returned="3")))
+    assert result.stderr.startswith("recipe.py:27: ")
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
 def test_memory_of_every_microbatch(recipe):
     """Per sample: 6 inputs, 8 results of tanh, 3 log-probabilities, and an integer target."""
     output = command("doctor", recipe(HEALTHY)).stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +18,8 @@ from torch import nn
 from samplewise.check import check
 from samplewise.cli.arguments import Device, device_named
 from samplewise.cli.compile_gain import CompileGain, compile_advice, measure_compile_gain
-from samplewise.cli.costs import PLAIN, Costs, cost_advice, measure_costs, memory_description, table
-from samplewise.cli.recipe import Recipe, RecipeError, recipe_errors
+from samplewise.cli.costs import CLIPPED, PLAIN, Costs, cost_advice, measure_costs, memory_description, table
+from samplewise.cli.recipe import Recipe, RecipeError
 from samplewise.cli.zoo import precision_named, run_zoo
 from samplewise.core.batches import cut, length, to_device
 from samplewise.core.losses import as_loss_fn, per_sample
@@ -32,7 +32,6 @@ from samplewise.step.step import Step
 from samplewise.transforms.clip import clip
 
 MAX_SAMPLES = 16  # of the first batch
-UPDATES: dict[str, tuple[Any, ...]] = {PLAIN: (), "with sw.clip(1.0)": (clip(1.0),)}
 
 
 @dataclass
@@ -45,6 +44,7 @@ class RecipeCheck:
     batch: Any
     samples: int | None  # in `batch`; None: the batch cannot be sliced
     batch_size: int | None  # samples of the loader's whole batch
+    updates: Mapping[str, Any]  # name -> transforms
     issues: list[str] = field(default_factory=list)  # without duplicates
     reported: int = 0  # number of issues, with duplicates
 
@@ -79,8 +79,8 @@ def doctor(
 
     With a recipe, on one batch (at most 16 samples of it) and on copies of the model: compares each sample's gradient
     with one backward pass per sample, shows how the gradients of each parameter are computed, lists warnings and errors
-    of the first update, measures the time and memory of an update, plain and with clipping, for several microbatch
-    sizes, and measures how much faster updates are with compile=True.
+    of the first update, measures the time and memory of an update, plain and with clipping (or the transforms of the
+    recipe), for several microbatch sizes, and measures how much faster updates are with compile=True.
 
     With --zoo: compares the gradients of a few hundred small models, each with a feature that is hard to get right,
     with one backward pass per sample, on the given device and in the given precision.
@@ -106,7 +106,7 @@ def doctor(
 def _check_recipe(path: Path, device: torch.device) -> bool:
     """Check a recipe and print the findings; True if there are no issues."""
     recipe_check = _prepare(Recipe(path))
-    with recipe_errors(path):
+    with recipe_check.recipe.errors():
         correct = _compare_gradients(recipe_check)
         recipe_check.model.to(device)
         recipe_check.batch = to_device(recipe_check.batch, device)
@@ -123,7 +123,10 @@ def _prepare(recipe: Recipe) -> RecipeCheck:
     with _slow_notice("building the model and fetching a batch"):
         model = recipe.model()
         loader, _ = recipe.data()
-        with recipe_errors(recipe.path):
+        updates = _updates(recipe)
+        for function in (recipe.metrics, recipe.callbacks, lambda: recipe.scheduler(recipe.optimizer(model))):
+            function()  # not needed below; raises if what it returns cannot be used
+        with recipe.errors():
             batch = next(iter(loader), None)
             if batch is None:
                 raise RecipeError(f"{recipe.path}: the loader of data() must yield at least one batch; found none.")
@@ -135,7 +138,14 @@ def _prepare(recipe: Recipe) -> RecipeCheck:
             parameter = next(model.parameters(), None)
             if parameter is not None:
                 batch = to_device(batch, parameter.device)
-            return RecipeCheck(recipe, model, recipe.loss(), batch, samples, batch_size)
+            return RecipeCheck(recipe, model, recipe.loss(), batch, samples, batch_size, updates)
+
+
+def _updates(recipe: Recipe) -> dict[str, Any]:
+    """Updates to examine: plain, and with the transforms of the recipe or, if it has none, with clipping."""
+    if recipe.defines("transforms"):
+        return {PLAIN: (), "with transforms()": recipe.transforms()}
+    return {PLAIN: (), CLIPPED: (clip(1.0),)}
 
 
 # --- sections of the output -------------------------------------------------------------------------------------------
@@ -167,7 +177,7 @@ def _show_plan(recipe_check: RecipeCheck) -> None:
 def _first_update(recipe_check: RecipeCheck) -> None:
     typer.echo("\nFirst update")
     before = recipe_check.reported
-    for name, transforms in UPDATES.items():
+    for name, transforms in recipe_check.updates.items():
         with _report_issues(recipe_check, name), _slow_notice(f"one update, {name}"):
             model, optimizer, loss = recipe_check.fresh_copy()
             step = Step(model, optimizer, loss, transforms=transforms)
@@ -181,7 +191,7 @@ def _measure_costs(recipe_check: RecipeCheck, device: torch.device) -> Costs:
     typer.echo("\nTime and memory per update")
     samples = recipe_check.samples or 0
     microbatches = [size for size in dict.fromkeys((samples // 2, samples // 4)) if size]
-    keys = [(name, size) for name in UPDATES for size in (None, *microbatches)]
+    keys = [(name, size) for name in recipe_check.updates for size in (None, *microbatches)]
     with _slow_notice("measuring"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # already reported
         steps = {key: step for key in keys if (step := _warmed_up_step(recipe_check, *key))}
@@ -195,7 +205,7 @@ def _warmed_up_step(recipe_check: RecipeCheck, name: str, microbatch: int | None
     """A step that has made one update, or None if the update is refused."""
     model, optimizer, loss = recipe_check.fresh_copy()
     try:
-        step = Step(model, optimizer, loss, microbatch=microbatch, transforms=UPDATES[name], audit=False)
+        step = Step(model, optimizer, loss, microbatch=microbatch, transforms=recipe_check.updates[name], audit=False)
         step(recipe_check.batch)
     except SamplewiseError:
         return None
@@ -272,7 +282,7 @@ def _report_issues(recipe_check: RecipeCheck, update: str = "") -> Iterator[None
     for warning in caught:
         recipe_check.report_issue(f"warned{suffix}: {warning.message}")
     if refusal is not None:
-        recipe_check.report_issue(f"refused{suffix}: {refusal}")
+        recipe_check.report_issue(f"refused{suffix}: {recipe_check.recipe.explained(refusal)}")
 
 
 def _slow_notice(operation: str) -> AbstractContextManager[None]:

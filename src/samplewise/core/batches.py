@@ -46,7 +46,7 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     return change(batch)
 
 
-def _mapping_like(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+def _mapping_like(batch: Any, entries: dict[Any, Any]) -> Any:
     if type(batch) is dict:
         return entries
     if dataclasses.is_dataclass(batch):  # the outputs of transformers, whose entries cannot be replaced

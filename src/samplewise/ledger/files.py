@@ -54,7 +54,7 @@ def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
     if not list_parts(Path(run)):
         raise LedgerError(
             f"a run must have a ledger, {FOLDER}/part-*.parquet, to read its samples; found none in {run}. Train with "
-            "callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
+            "callbacks=[sw.Ledger()] or samplewise train --ledger; its first part is written with the first checkpoint."
         )
     any_read = False
     for entries in _files_by_part(Path(run)):

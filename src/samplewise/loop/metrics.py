@@ -51,7 +51,7 @@ class Mean:
     def _checked(self, answer: Any) -> Tensor:
         """The answer of the function as a tensor; TypeError unless it is a tensor, an array or a number."""
         is_number = isinstance(answer, Real) and not isinstance(answer, bool)
-        if not (isinstance(answer, Tensor) or is_number or getattr(answer, "ndim", 0)):
+        if not (isinstance(answer, Tensor) or is_number or getattr(answer, "ndim", 0) > 0):
             raise TypeError(
                 f"metric {self.name!r} must return one number per sample in a tensor, or one number, the mean of the "
                 f"batch; found {type(answer).__name__}. A function (outputs, batch) gets the whole batch, a function "
