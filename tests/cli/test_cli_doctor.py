@@ -85,6 +85,15 @@ def test_functions_that_only_training_needs(recipe, name):
     assert (result.exit_code, result.stdout) == (1, "")
 
 
+def test_metrics_are_computed(recipe):
+    """A metric that compares with the batch instead of the target would end a training after its first epoch."""
+    text = HEALTHY + "\n\ndef metrics():\n    return {'right': lambda outputs, batch: outputs.argmax(1) == batch}\n"
+    result = command("doctor", recipe(text))
+    assert "TypeError: metric 'right' must return one number per sample in a tensor, or one number" in result.stderr
+    assert result.exit_code == 1
+    assert command("doctor", recipe(text.replace("batch:", "y:").replace("== batch", "== y"))).exit_code == 0
+
+
 def test_memory_of_every_microbatch(recipe):
     """Per sample: 6 inputs, 8 results of tanh, 3 log-probabilities, and an integer target."""
     output = command("doctor", recipe(HEALTHY)).stdout

@@ -38,7 +38,7 @@ BROKEN = {
     ),
     "an optimizer that is none": (
         HEALTHY + "\n\ndef optimizer(model):\n    pass\n",
-        ["recipe.py:21: optimizer() must return a torch.optim.Optimizer; found NoneType."],
+        ["recipe.py:21: optimizer() must return a torch.optim.Optimizer; found None."],
     ),
     "metrics that are none": (
         HEALTHY + "\n\ndef metrics():\n    return []\n",
@@ -115,7 +115,7 @@ BROKEN = {
     ),
     "transforms without return": (
         HEALTHY + "\n\ndef transforms():\n    pass\n",
-        ["recipe.py:21: transforms() must return a list of transforms, such as [sw.clip(1.0)]; found NoneType."],
+        ["recipe.py:21: transforms() must return a list of transforms, such as [sw.clip(1.0)]; found None."],
     ),
     "a callback that is a class": (
         HEALTHY + "\n\ndef callbacks():\n    from samplewise import Ledger\n    return [Ledger]\n",
@@ -127,7 +127,7 @@ BROKEN = {
     ),
     "a scheduler without return": (
         HEALTHY + "\n\ndef scheduler(optimizer):\n    pass\n",
-        ["recipe.py:21: scheduler() must return a torch.optim.lr_scheduler of the optimizer; found NoneType."],
+        ["recipe.py:21: scheduler() must return a torch.optim.lr_scheduler of the optimizer; found None."],
     ),
     "a scheduler that needs a metric": (
         HEALTHY + "\n\ndef scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n",
@@ -169,7 +169,7 @@ BROKEN = {
     "layers that do not fit": (
         HEALTHY.replace("nn.Linear(8, 3)", "nn.Linear(9, 3)"),
         [
-            "recipe.py: error while using the objects that it returns:",
+            "recipe.py: an error was raised while the objects of the recipe were used:",
             "RuntimeError: mat1 and mat2 shapes cannot be multiplied (20x8 and 9x3)",
         ],
     ),
@@ -341,6 +341,13 @@ def test_errors_of_samplewise_are_shown_without_location(recipe):
     result = command("train", recipe(text), "--clip", 1)
     assert result.exit_code == 1
     assert one_line(result).startswith("LossesError: ")
+
+
+def test_a_missing_suffix(recipe):
+    assert command("train", recipe(HEALTHY).removesuffix(".py")).stderr == (
+        "recipe: a recipe must be a Python file that can be read; found: No such file or directory. Did you mean "
+        "recipe.py?\n"
+    )
 
 
 def test_a_missing_file():

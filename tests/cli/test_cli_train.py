@@ -156,7 +156,7 @@ def test_a_signal_saves_a_checkpoint_and_ends_the_training(recipe):
         (["--clip", "0"], "Invalid value for --clip: must be a positive number; found 0.0."),
         (["--clip", "nan"], "must be a positive number; found nan."),
         (["--device", "toaster"], "Invalid value for --device: must be a device that torch can use; found 'toaster'"),
-        (["--colour"], "No such option: --colour"),
+        (["--colour"], "No such option: --colour. See samplewise --help."),
     ],
 )
 def test_bad_arguments_get_one_line(recipe, arguments, output):
@@ -344,6 +344,12 @@ def test_ledger_of_a_loader_to_which_no_ids_can_be_added(recipe):
         "dataset; batches of other loaders must hold them, as those of sw.Indexed do: "
     )
     assert result.exit_code == 1
+
+
+def test_resume_without_a_checkpoint_says_so(recipe):
+    result = command("train", recipe(HEALTHY), "--resume", "--run", "typo")
+    assert result.stderr.startswith("No checkpoint was found in typo: a new run is started.\n")
+    assert result.exit_code == 0
 
 
 def test_ledger_and_resume(recipe):

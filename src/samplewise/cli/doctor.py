@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import notify_if_slow
 from samplewise.engine.gradients import gradients
 from samplewise.errors import SamplewiseError
+from samplewise.loop.trainer import Trainer
 from samplewise.step.checks import listed, training_batch_norms
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip
@@ -45,6 +47,8 @@ class RecipeCheck:
     samples: int | None  # in `batch`; None: the batch cannot be sliced
     batch_size: int | None  # samples of the loader's whole batch
     updates: Mapping[str, Any]  # name -> transforms
+    metrics: Mapping[str, Any]
+    validation: Iterable[Any] | None  # batches
     issues: list[str] = field(default_factory=list)  # without duplicates
     reported: int = 0  # number of issues, with duplicates
 
@@ -79,8 +83,8 @@ def doctor(
 
     With a recipe, on one batch (at most 16 samples of it) and on copies of the model: compares each sample's gradient
     with one backward pass per sample, shows how the gradients of each parameter are computed, lists warnings and errors
-    of the first update, measures the time and memory of an update, plain and with clipping (or the transforms of the
-    recipe), for several microbatch sizes, and measures how much faster updates are with compile=True.
+    of the first update and of the metrics, measures the time and memory of an update, plain and with clipping (or the
+    transforms of the recipe), for several microbatch sizes, and measures how much faster updates are with compile=True.
 
     With --zoo: compares the gradients of a few hundred small models, each with a feature that is hard to get right,
     with one backward pass per sample, on the given device and in the given precision.
@@ -111,7 +115,7 @@ def _check_recipe(path: Path, device: torch.device) -> bool:
         recipe_check.model.to(device)
         recipe_check.batch = to_device(recipe_check.batch, device)
         _show_plan(recipe_check)
-        _first_update(recipe_check)
+        _first_update(recipe_check, device)
         costs = _measure_costs(recipe_check, device)
         gains = _measure_compiled(recipe_check)
     _print_advice(recipe_check, correct, costs, gains)
@@ -122,10 +126,11 @@ def _prepare(recipe: Recipe) -> RecipeCheck:
     """Build the model and fetch the first batch, at most 16 samples of it."""
     with _slow_notice("building the model and fetching a batch"):
         model = recipe.model()
-        loader, _ = recipe.data()
+        loader, validation = recipe.data()
         updates = _updates(recipe)
-        for function in (recipe.metrics, recipe.callbacks, lambda: recipe.scheduler(recipe.optimizer(model))):
-            function()  # not needed below; raises if what it returns cannot be used
+        metrics = recipe.metrics()
+        recipe.callbacks()  # raises if they cannot be used, like the scheduler
+        recipe.scheduler(recipe.optimizer(model))
         with recipe.errors():
             batch = next(iter(loader), None)
             if batch is None:
@@ -138,7 +143,8 @@ def _prepare(recipe: Recipe) -> RecipeCheck:
             parameter = next(model.parameters(), None)
             if parameter is not None:
                 batch = to_device(batch, parameter.device)
-            return RecipeCheck(recipe, model, recipe.loss(), batch, samples, batch_size, updates)
+            loss = recipe.loss()
+            return RecipeCheck(recipe, model, loss, batch, samples, batch_size, updates, metrics, validation)
 
 
 def _updates(recipe: Recipe) -> dict[str, Any]:
@@ -174,7 +180,7 @@ def _show_plan(recipe_check: RecipeCheck) -> None:
         typer.echo(gradients(losses, model).explain())
 
 
-def _first_update(recipe_check: RecipeCheck) -> None:
+def _first_update(recipe_check: RecipeCheck, device: torch.device) -> None:
     typer.echo("\nFirst update")
     before = recipe_check.reported
     for name, transforms in recipe_check.updates.items():
@@ -182,8 +188,20 @@ def _first_update(recipe_check: RecipeCheck) -> None:
             model, optimizer, loss = recipe_check.fresh_copy()
             step = Step(model, optimizer, loss, transforms=transforms)
             step(recipe_check.batch)
+    _validate(recipe_check, device)
     if recipe_check.reported == before:
         typer.echo("no warnings")
+
+
+def _validate(recipe_check: RecipeCheck, device: torch.device) -> None:
+    """Compute the metrics of one validation batch: an error in them would end a training after its first epoch."""
+    if not recipe_check.metrics or recipe_check.validation is None:
+        return
+    with _report_issues(recipe_check, "metrics"), _slow_notice("validation"):
+        model, optimizer, loss = recipe_check.fresh_copy()
+        step = Step(model, optimizer, loss)
+        trainer = Trainer(step, metrics=recipe_check.metrics, device=device, progress=False)
+        trainer.evaluate(list(islice(recipe_check.validation, 1)))
 
 
 def _measure_costs(recipe_check: RecipeCheck, device: torch.device) -> Costs:

@@ -13,6 +13,7 @@ def callbacks(): ...             list of callbacks of the trainer; default none
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 import sysconfig
@@ -240,6 +241,8 @@ def _accepts(function: Any, arguments: int) -> bool:
 
 
 def _described(value: object) -> str:
+    if value is None:
+        return "None"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, tuple) and len(value) != 2:
@@ -295,9 +298,11 @@ def read_source(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as why:
+        remedy = "Check the path and its permissions."
+        if isinstance(why, FileNotFoundError) and os.path.exists(f"{path}.py"):
+            remedy = f"Did you mean {path}.py?"
         raise NoRecipeError(
-            f"{shortened(path)}: a recipe must be a Python file that can be read; found: {why.strerror}. Check the "
-            "path and its permissions."
+            f"{shortened(path)}: a recipe must be a Python file that can be read; found: {why.strerror}. {remedy}"
         ) from why
 
 
@@ -338,7 +343,7 @@ def _describe_error(error: Exception, path: Path) -> str:
         message = "".join(traceback.format_exception_only(error)).strip().removeprefix("samplewise.errors.")
     lines = [f"{file}:{line}: in {name}\n    {code}" for file, line, name, code in frames if _is_user_file(file)]
     if not lines and not isinstance(error, SamplewiseError):  # messages of samplewise need no location
-        lines = [f"{path}: error while using the objects that it returns:"]
+        lines = [f"{path}: an error was raised while the objects of the recipe were used:"]
     return "\n".join([*lines, message])
 
 

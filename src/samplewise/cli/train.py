@@ -211,4 +211,6 @@ def _checked_run(run: Path, resume: bool) -> Path:
             "Pass --resume to continue that run, or choose another directory.",
             param_hint="--run",
         )
+    if resume and not used and current_group().rank == 0:
+        typer.echo(f"No checkpoint was found in {run}: a new run is started.", err=True)
     return run
