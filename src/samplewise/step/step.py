@@ -21,7 +21,7 @@ from samplewise.errors import BatchError, DistributedError, LoaderStopped
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled.updates import CompiledUpdates
-from samplewise.step.config import StepConfig, as_microbatch, as_record, check_scheduler
+from samplewise.step.config import StepConfig, as_microbatch, as_record, check_order, check_scheduler
 from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerUpdates, Updates
 from samplewise.step.forward import LossEvaluator
@@ -109,6 +109,7 @@ class Step:
         strategy: Strategy = None,
         record: Collection[str] = (),
     ):
+        check_order(model, optimizer, loss_fn)
         self._config = config = StepConfig(
             samples=samples,
             tail=tail,
