@@ -104,9 +104,7 @@ def check_order(model: Any, optimizer: Any, loss_fn: Any) -> None:
     """Raise TypeError if the arguments of `Step` are in another order."""
     found = ", ".join(type(argument).__name__ for argument in (model, optimizer, loss_fn))
     if not isinstance(model, nn.Module) or (isinstance(loss_fn, Optimizer) and not isinstance(optimizer, Optimizer)):
-        raise TypeError(
-            f"Step must be called as Step(model, optimizer, loss_fn), with a torch.nn.Module; found {found}."
-        )
+        raise TypeError(f"arguments must be Step(model, optimizer, loss_fn), with a torch.nn.Module; found {found}.")
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:
