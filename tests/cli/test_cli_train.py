@@ -312,6 +312,33 @@ def test_ledger_of_a_plain_loader(recipe, form):
     assert [path.name for path in Path("with").rglob("previews.json")] == ["previews.json"]
 
 
+WEIGHTED = """
+import samplewise as sw
+
+
+def data():
+    x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1), x[:, 0].abs()), batch_size=20)
+
+
+def loss(model, batch):
+    inputs, targets, _ = batch
+    return nn.functional.cross_entropy(model(inputs), targets, reduction="none")
+
+
+def transforms():
+    return [sw.weight({key}), sw.clip(9.0)]  # needs norms, as the ledger does
+"""
+
+
+@pytest.mark.parametrize("key", [2, -1, "lambda batch: batch[-1]"])
+def test_transforms_read_the_same_columns_with_and_without_a_ledger(recipe, key):
+    name = recipe(HEALTHY + WEIGHTED.format(key=key))
+    assert command("train", name, "--run", "with", "--ledger").exit_code == 0
+    assert command("train", name, "--run", "without").exit_code == 0
+    assert weights("with") == weights("without")
+
+
 OWN = """
 import samplewise as sw
 

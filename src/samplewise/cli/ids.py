@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from samplewise.core.criteria import is_criterion
+from samplewise.core.criteria import as_criterion
 from samplewise.core.snapshot import random_state
 from samplewise.errors import BatchError
 from samplewise.ledger.indexed import Indexed, IndexedItem
@@ -27,6 +27,17 @@ class NumberedDataset(Indexed):
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index], index
+
+
+class NumberedTuple(IndexedItem):
+    """(*batch, ids) for a batch that is a list or tuple. Indices count without the ids: batch[-1] is the recipe's."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[:-1][index]
+
+    @property
+    def id(self) -> Any:
+        return tuple(self)[-1]
 
 
 class NumberedBatch(IndexedItem):
@@ -53,7 +64,7 @@ def _with_id(batch: Any, ids: Any) -> Any:
     if type(batch) is dict:
         return NumberedDict(batch, id=ids)
     if type(batch) in (list, tuple):
-        return IndexedItem(*batch, ids)
+        return NumberedTuple(*batch, ids)
     return NumberedBatch(batch, ids)
 
 
@@ -63,7 +74,7 @@ def without_id(batch: Any) -> Any:
         return batch[0]
     if isinstance(batch, NumberedDict):
         return {key: value for key, value in batch.items() if key != "id"}
-    return list(batch[:-1]) if isinstance(batch, IndexedItem) else batch
+    return list(batch[:]) if isinstance(batch, NumberedTuple) else batch
 
 
 @contextmanager
@@ -104,7 +115,7 @@ def _has_id(loader: Any) -> bool:
 
 
 def _of_batches_without_id(loss: Any) -> Any:
-    if is_criterion(loss):
+    if as_criterion(loss) is not None:
         return loss  # ignores the id
     if isinstance(loss, nn.Module):  # must stay a module, whose parameters are trained
         loss.register_forward_pre_hook(lambda _, arguments: (arguments[0], without_id(arguments[1])))
