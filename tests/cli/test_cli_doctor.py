@@ -136,7 +136,8 @@ def test_warnings_are_shown_and_counted(recipe):
     result = command("doctor", recipe(HEALTHY.replace("nn.Linear(8, 3))", "nn.Linear(8, 3)).eval()")))
     assert result.exit_code == 1
     assert "warned, plain: modules are in eval mode while training: the model." in result.stdout
-    assert "- Fix the errors and warnings listed above (2) before you train.\n" in result.stdout
+    assert "warned, with sw.clip(1.0), as above\n" in result.stdout
+    assert "- Fix the errors and warnings listed above (1) before you train.\n" in result.stdout
 
 
 def test_losses_that_are_no_losses(recipe):

@@ -58,14 +58,14 @@ class RecipeCheck:
         loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         return model, self.recipe.optimizer(model), loss
 
-    def report_issue(self, message: str) -> None:
+    def report_issue(self, kind: str, message: str) -> None:
         """Record and print an issue; a repeated one is shortened."""
         self.reported += 1
         if message in self.issues:
-            typer.echo(f"{message.split(':')[0]}, as above")
+            typer.echo(f"{kind}, as above")
             return
         self.issues.append(message)
-        typer.echo(message)
+        typer.echo(f"{kind}: {message}")
 
 
 def doctor(
@@ -168,7 +168,7 @@ def _compare_gradients(recipe_check: RecipeCheck) -> bool:
         typer.echo(result)
         correct = result.ok
         if result.refusal is not None:
-            recipe_check.issues.append(f"refused: {result.refusal}")
+            recipe_check.issues.append(str(result.refusal))
     return correct
 
 
@@ -298,9 +298,9 @@ def _report_issues(recipe_check: RecipeCheck, update: str = "") -> Iterator[None
         except SamplewiseError as error:
             refusal = error
     for warning in caught:
-        recipe_check.report_issue(f"warned{suffix}: {warning.message}")
+        recipe_check.report_issue(f"warned{suffix}", str(warning.message))
     if refusal is not None:
-        recipe_check.report_issue(f"refused{suffix}: {recipe_check.recipe.explained(refusal)}")
+        recipe_check.report_issue(f"refused{suffix}", str(recipe_check.recipe.explained(refusal)))
 
 
 def _slow_notice(operation: str) -> AbstractContextManager[None]:

@@ -61,7 +61,7 @@ def train(
     ] = 0,
     device: Device = "auto",
     compile: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Compile each update into one graph. Default: no.")
+        bool, typer.Option("--compile/--no-compile", help="Compile each update into one graph.")
     ] = False,
     processes: Annotated[
         int | None,
