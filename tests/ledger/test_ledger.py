@@ -141,6 +141,123 @@ def test_columns_of_the_loss_beside_counts(tmp_path):
         assert found["margin"][:5] == pytest.approx(model_()(X[:5]).amax(1).tolist(), abs=1e-6)
 
 
+# --- columns of a criterion -------------------------------------------------------------------------------------------
+
+
+def predicted_by_hand(samples, labels=Y, epochs=2):
+    """Expected labels, predictions and margins: one forward pass per sample, with plain SGD on CrossEntropyLoss."""
+    model, rows = model_().double(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for start in [s for _ in range(epochs) for s in range(0, N, samples)]:
+        x, y = X[start : start + samples].double(), labels[start : start + samples]
+        for logits, label in zip(model(x).tolist(), y.tolist(), strict=True):
+            others = [value for k, value in enumerate(logits) if k != label]
+            rows.append((label, logits.index(max(logits)), logits[label] - max(others) if label >= 0 else np.nan))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return dict(zip(("label", "prediction", "margin"), map(list, zip(*rows, strict=True)), strict=True))
+
+
+def assert_predicted(found, expected, tolerance=1e-9):
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, tolerance, tolerance, err_msg=name)
+
+
+def criterion_step(criterion=None, **options):
+    model = model_().double()
+    criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+    return sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.3), criterion, **options)
+
+
+def double_loader(batch_size=8, labels=Y):
+    return DataLoader(sw.Indexed(TensorDataset(X.double(), labels)), batch_size=batch_size)
+
+
+@pytest.mark.parametrize(("samples", "microbatch"), [(5, 2), (5, None), (30, 4)])
+def test_a_criterion_gives_label_prediction_and_margin(tmp_path, samples, microbatch):
+    found = recorded(tmp_path, criterion_step(samples=samples, microbatch=microbatch), double_loader())
+    assert list(found) == ["id", "epoch", "update", "loss", "norm", "weight", "label", "prediction", "margin"]
+    assert_predicted(found, predicted_by_hand(samples))
+    assert all(type(value) is int for value in found["prediction"])
+
+
+def test_a_criterion_makes_no_second_forward_pass(tmp_path):
+    step, calls = criterion_step(samples=11, audit=False), []
+    step.model.register_forward_hook(lambda *_: calls.append(1))
+    recorded(tmp_path, step, double_loader(11), epochs=1)
+    assert len(calls) == 2
+
+
+def test_an_ignored_label_has_no_margin(tmp_path):
+    labels = torch.where(torch.arange(N) % 5 == 0, -100, Y)
+    found = recorded(tmp_path, criterion_step(samples=11), double_loader(11, labels))
+    assert_predicted(found, predicted_by_hand(11, labels))
+    assert np.isnan(found["margin"][:N]).tolist() == (labels == -100).tolist()
+
+
+def test_own_columns_take_the_place_of_those_of_the_criterion(tmp_path):
+    found = recorded(tmp_path, criterion_step(), double_loader(), epochs=1, columns={"prediction": "id", "label": 1})
+    assert found["prediction"] == found["id"]
+    assert_predicted(found, {"label": Y.tolist(), "margin": predicted_by_hand(8, epochs=1)["margin"]})
+
+
+@pytest.mark.parametrize(
+    ("criterion", "shape", "target"),
+    [
+        (nn.CrossEntropyLoss(), (6,), torch.rand(N, 6)),
+        (nn.CrossEntropyLoss(), (3, 2), Y[:, None].expand(N, 2)),
+        (nn.MSELoss(), (6,), torch.rand(N, 6)),
+    ],
+    ids=["probabilities", "several labels", "regression"],
+)
+def test_no_predictions_without_one_class_index_per_sample(tmp_path, criterion, shape, target):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, shape))
+    step = sw.Step(model, sw.sgd(0.1), criterion, audit=False)
+    data = DataLoader(sw.Indexed(TensorDataset(X, target)), batch_size=11)
+    assert not {"label", "prediction", "margin"} & set(recorded(tmp_path, step, data, epochs=1))
+
+
+def test_updates_have_no_predictions_unless_they_are_required():
+    (update,) = criterion_step()(next(iter(double_loader())))
+    assert update.columns == {}
+    with pytest.raises(ValueError, match=r"names among label, prediction, margin; found \['logits'\]"):
+        criterion_step().require(predictions=["logits"])
+
+
+def test_predictions_begin_with_the_next_window():
+    step = criterion_step(samples=12)
+    batches = iter(double_loader(4))
+    assert step(next(batches)) == []
+    step.require(predictions=["margin"])
+    assert step(next(batches)) == []
+    (update,) = step(next(batches))
+    assert update.columns == {}
+    step.accumulate(next(batches))
+    assert list(step.apply().columns) == ["margin"]
+
+
+def test_a_window_that_is_resumed_keeps_its_columns():
+    step = criterion_step(samples=12)
+    step.require(predictions=["margin"])
+    first, second = list(double_loader(6))[:2]
+    step(first)
+    resumed = criterion_step(samples=12)
+    resumed.model.load_state_dict(step.model.state_dict())
+    resumed.load_state_dict(step.state_dict())
+    expected, found = step(second)[0].columns, resumed(second)[0].columns
+    assert found.keys() == expected.keys() == {"margin"}
+    assert torch.equal(found["margin"], expected["margin"])
+
+
+@pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_compiled_updates_of_a_criterion_have_predictions(tmp_path, samples):
+    step = criterion_step(samples=samples, compile=True, audit=False)
+    found = recorded(tmp_path, step, double_loader(N - 2), epochs=2)
+    assert step.compiled == "compiled"
+    assert_predicted(found, predicted_by_hand(samples), 1e-7)
+
+
 def test_compiled_updates_record_the_columns_of_the_loss(tmp_path):
     step = step_(with_margin, samples=1, compile=True)
     with pytest.warns(sw.TrainingWarning, match="returns columns in addition to losses cannot be compiled"):

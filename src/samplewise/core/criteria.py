@@ -14,21 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.predictions import prediction_columns
 from samplewise.errors import BatchError, LossesError
 
 Counting = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Criterion:
-    """Loss function (model, (x, y)) -> (losses, counts); sum(losses) / sum(counts) is `criterion(model(x), y)`."""
+    """Loss function (model, (x, y)) -> (losses, counts); sum(losses) / sum(counts) is `criterion(model(x), y)`.
+
+    `predictions`: names of the columns that are returned as well; see `prediction_columns`. Default: none.
+    """
 
     def __init__(self, criterion: Any):
         self.criterion = criterion
         self.counting = _counting(criterion)
         self.elementwise = copy.copy(criterion)  # shares the buffers, so that .to(device) reaches them
         self.elementwise.reduction = "none"
+        self.predictions: frozenset[str] = frozenset()
 
-    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
         if getattr(batch, "_fields", ())[-1:] == ("id",):  # the id added by sw.Indexed, or a named tuple's: not data
             batch = batch[:-1]
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
@@ -42,7 +47,15 @@ class Criterion:
         elements = self.elementwise(prediction, target)
         counts = self.counting(self.criterion, target, elements)
         summed = elements.dim() > 1 and self.criterion.reduction != "none"
-        return (elements.flatten(1).sum(1) if summed else elements), counts
+        losses = elements.flatten(1).sum(1) if summed else elements
+        columns = self._prediction_columns(prediction, target)
+        return (losses, counts) if columns is None else (losses, counts, columns)
+
+    def _prediction_columns(self, prediction: Tensor, target: Tensor) -> dict[str, Tensor] | None:
+        """Columns of the predictions that were requested; None for criteria other than those of class indices."""
+        if not self.predictions or _COUNTING[type(self.criterion)] is not _class_weights:
+            return None
+        return prediction_columns(prediction, target, self.criterion.ignore_index, self.predictions)
 
     def to(self, device: torch.device) -> None:
         """Move the buffers of the criterion, such as class weights, to `device`."""

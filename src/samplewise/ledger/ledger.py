@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from samplewise.core.atomic_io import absolute
+from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import random_state
 from samplewise.distributed.group import current_group
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
@@ -95,7 +96,8 @@ class Ledger:
 
     def listen(self, step: Any) -> None:
         """Register the columns and norms that the ledger needs with the step. Call it before the first update."""
-        step.require(norms=self.norms, columns=self.keys)
+        predictions = [name for name in PREDICTION_COLUMNS if name not in self.keys]
+        step.require(norms=self.norms, columns=self.keys, predictions=predictions)
 
     def add(self, update: Update, epoch: int | None = None) -> None:
         """Record an update. `epoch`: default the epoch counted by step.over."""

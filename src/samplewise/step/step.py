@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
+from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import Buffers
 from samplewise.distributed.ddp import inner
 from samplewise.distributed.group import current_group, errors_on_all_ranks
@@ -129,7 +131,8 @@ class Step:
         self.precision = MixedPrecision(precision)
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
-        self._evaluator = LossEvaluator(modules, trained, wrapped, self.precision, size.budget)
+        criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
+        self._evaluator = LossEvaluator(modules, trained, wrapped, self.precision, size.budget, criterion)
         self._applier = UpdateApplier(config, trained, optimizer, scheduler, self.precision, ranks, counters, buffers)
         self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers)
         self._updates = self._make_updates()
@@ -212,13 +215,26 @@ class Step:
 
     # --- settings --------------------------------------------------------------------------------------------------
 
-    def require(self, *, norms: bool = False, columns: Mapping[str, Hashable] | None = None) -> None:
+    def require(
+        self,
+        *,
+        norms: bool = False,
+        columns: Mapping[str, Hashable] | None = None,
+        predictions: Collection[str] = (),
+    ) -> None:
         """Declare what a listener reads from updates; recorded from the next window on.
 
         norms: `update.norms`.
         columns: columns of the batches in `update.columns`: column name -> key of the batch.
+        predictions: columns in `update.columns` from nn.CrossEntropyLoss or nn.NLLLoss with one class index per sample:
+        "label", "prediction" (class with the largest logit) and "margin" (the label's logit minus the largest other).
+        Other loss functions do not have them, and return columns of their own.
         """
-        self._windows.require(norms, columns or {})
+        if isinstance(predictions, str) or set(predictions) - set(PREDICTION_COLUMNS):
+            raise ValueError(
+                f"predictions must be a list of names among {', '.join(PREDICTION_COLUMNS)}; found {predictions!r}."
+            )
+        self._windows.require(norms, columns or {}, predictions)
 
     @property
     def samples(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from time import perf_counter
@@ -55,6 +55,7 @@ class WindowBuilder:
         self.cursor: BatchCursor | None = None
         self.columns: dict[str, Hashable] = {}  # column name -> key of the batch
         self.record_norms = "norms" in config.record
+        self.predictions: frozenset[str] = frozenset()  # columns of a criterion, see `prediction_columns`
         self.audit = Audit(evaluator, config.audit, config.transforms.measures)
         self._trained = evaluator.trained
         self._buffers = buffers
@@ -67,10 +68,11 @@ class WindowBuilder:
         self.ranks = ranks
         self._accumulator = self.make_accumulator()
 
-    def require(self, norms: bool, columns: Mapping[str, Hashable]) -> None:
-        """Record norms and batch columns from the next window on."""
+    def require(self, norms: bool, columns: Mapping[str, Hashable], predictions: Iterable[str]) -> None:
+        """Record norms, batch columns and columns of a criterion from the next window on."""
         self.record_norms = self.record_norms or norms
         self.columns.update(columns)
+        self.predictions |= frozenset(predictions)
 
     # --- from batches to windows -----------------------------------------------------------------------------------
 
@@ -186,6 +188,8 @@ class WindowBuilder:
             self._buffers.remember()
         if self.record_norms and not self._accumulator.knows_norms:
             self._accumulator = self.make_accumulator()
+        if self.predictions:
+            self.evaluator.predictions = self.predictions
         self._accumulator.begin()
         if self._first:
             check_modes(self.evaluator.modules)
@@ -343,6 +347,8 @@ class WindowBuilder:
         if "norms" in state["parts"] and not (state["failure"] or self._accumulator.knows_norms):
             self.record_norms = True  # the window was begun with norms, so all of its samples need them
             self._accumulator = self.make_accumulator()
+        if state["parts"]:  # all samples of a window have the same columns
+            self.evaluator.predictions = frozenset(state["parts"].get("columns", ()))
         self._buffers.remember()
         for name, gradient in state["sums"].items():
             parameter = self._trained.named[name]

@@ -258,9 +258,10 @@ class CompiledUpdates:
         if not 0 < size <= cursor.left:
             return None
         record_norms = self.builder.record_norms
+        self.evaluator.predictions = predictions = self.builder.predictions
         try:
             shape = signature(cursor.batch, cursor.rows), size
-            key = *shape, record_norms
+            key = *shape, record_norms, predictions
             if self._programs and not self._guards_hold():
                 return None
             if key not in self._programs:
