@@ -269,6 +269,28 @@ def test_a_self_influence_column_replaces_the_squared_norm():
     assert found.scores["self_influence"].tolist() == [2.0, 1.0]
 
 
+def test_losses_and_norms_of_a_table_are_divided_by_counts():
+    table = {"id": [0, 1, 1, 2], "loss": [9.0, 4.0, 6.0, 0.0], "norm": [3.0, 2.0, 4.0, 0.0]}
+    found = sw.suspects({**table, "count": [9.0, 2.0, 2.0, 0.0]})
+    assert found.ids.tolist() == [0, 1] and found.unknown == [2]  # nothing is known of a sample without elements
+    assert {name: scores.tolist() for name, scores in found.scores.items()} == {
+        "loss": [1.0, 2.5],
+        "norm": [1 / 3, 1.5],
+        "self_influence": [1 / 9, 2.5],
+    }
+    with pytest.raises(ValueError, match="the column 'count' must hold numbers; found string"):
+        sw.suspects({**table, "count": list("abcd")})
+
+
+def test_losses_of_a_model_are_divided_by_counts():
+    model, x, y = make()
+    counts = torch.arange(len(y)) % 4
+    by_count = sw.suspects(model, lambda m, b: (loss_fn(m, b), counts), [(x, y)], by="loss", also=["norm"])
+    plain = sw.suspects(model, loss_fn, [(x, y)], by="loss", also=["norm"])
+    for name in ("loss", "norm"):
+        assert torch.allclose(by_count.scores[name], plain.scores[name] / counts.clamp(min=1))
+
+
 def test_samples_without_a_finite_score_are_listed():
     found = sw.suspects({"id": ["a", "b", "b", "c"], "loss": [math.nan, math.inf, 2.0, -math.inf]})
     assert (found.ids, found.unknown) == (["b"], ["a", "c"])

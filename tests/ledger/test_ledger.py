@@ -137,8 +137,35 @@ def test_columns_of_the_loss_beside_counts(tmp_path):
         return losses, torch.full_like(losses, 2.0), columns
 
     found = recorded(tmp_path, step_(loss, samples=5), loader(), epochs=1)
+    assert list(found)[5:] == ["weight", "count", "margin"] and found["count"] == [2.0] * N
     with torch.no_grad():
         assert found["margin"][:5] == pytest.approx(model_()(X[:5]).amax(1).tolist(), abs=1e-6)
+
+
+def with_counts(counts):
+    """Loss function with the counts of the samples by id."""
+
+    def loss(model, batch):
+        return losses_of(model, batch), counts[batch[2]]
+
+    return loss
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_counts_are_recorded_if_one_of_them_is_not_1(tmp_path, compile):
+    counts = torch.arange(1, N + 1)
+    found = recorded(tmp_path / "varying", step_(with_counts(counts), samples=5, compile=compile), loader())
+    assert found["count"] == counts.tolist() * 2
+    ones = recorded(tmp_path / "ones", step_(with_counts(torch.ones(N)), samples=5), loader())
+    assert "count" not in ones
+    assert step_()(next(iter(loader())))[0].counts.tolist() == [1.0] * 8
+
+
+def test_counts_of_a_part_in_which_all_are_1_are_read_as_1(tmp_path):
+    counts = torch.where(torch.arange(N) < 20, 1.0, 3.0)
+    found = recorded(tmp_path, step_(with_counts(counts), samples=5), loader(), epochs=1, every=5)
+    assert found["count"] == counts.tolist()
+    assert "count" not in pq.read_table(tmp_path / "samples" / "part-000000.parquet").column_names
 
 
 # --- columns of a criterion -------------------------------------------------------------------------------------------

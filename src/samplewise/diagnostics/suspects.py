@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import pick
-from samplewise.core.losses import LossFn
+from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import render
 from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, ScoreInputs
@@ -88,6 +88,9 @@ def suspects(
     A ledger is a table of visits: the result of `sw.samples(run)`, a data frame, or a mapping of columns. It has one
     row per visit, the column id and some of loss, norm, margin (the label's logit minus the largest other) and el2n.
     The score of a sample is the mean over its visits with a finite value; for the margin this is the AUM.
+
+    Samples of different lengths are compared by their means: if the loss function returns (losses, counts), or the
+    table has a column count, the scores are those of loss / count.
 
     by: name of a score, or several names, whose ranks are averaged; default margin, or loss for a table without margin
     also: names of more scores to compute
@@ -179,7 +182,7 @@ class _ScoreComputation:
         return ids, {name: torch.cat(column) for name, column in columns.items()}
 
     def _gradients(self) -> Iterator[tuple[Any, Gradients]]:
-        return scan(self.model, self.loss_fn, self.loader, self.microbatch)
+        return scan(self.model, _per_count(self.loss_fn), self.loader, self.microbatch)
 
     def _logits_of(self, batch: Any) -> Tensor:
         with torch.no_grad():
@@ -204,6 +207,17 @@ class _ScoreComputation:
             for batch, g in self._gradients():
                 classes.add(g, torch.as_tensor(self._labels_of(batch), device=g.losses.device))
         return classes
+
+
+def _per_count(loss_fn: LossFn) -> LossFn:
+    """Loss function whose losses are divided by their counts, unless a count is 0."""
+    given = as_loss_fn(loss_fn)
+
+    def losses_per_count(model: nn.Module, batch: Any) -> Tensor:
+        losses, counts = per_sample(given(model, batch))
+        return losses if counts is None else losses / counts.where(counts > 0, 1).to(losses.dtype)
+
+    return losses_per_count
 
 
 def _positions(ids: Ids, others: Ids) -> Tensor:

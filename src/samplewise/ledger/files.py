@@ -39,12 +39,18 @@ def samples(run: str | Path, damaged: str = "raise") -> Any:
         id       int64 or string            loss    float32, as returned by the loss function
         epoch    int32                      norm    float32, of the sample's own gradient, before any transform
         update   int64                      weight  float32, coefficient in the sum; 0 if the update was skipped
+                                            count   float32, only if the loss function returns counts other than 1
 
-    followed by the other columns that were recorded. Unknown values are NaN.
+    followed by the other columns that were recorded. Unknown values are NaN. With counts, loss is a sum over the
+    elements of the sample, and loss / count its mean.
 
     damaged: "raise" an error if a part cannot be read, or "skip" the part with a warning
     """
-    return concat_tables(list(parts(run, damaged)), run)
+    table = concat_tables(list(parts(run, damaged)), run)
+    if "count" not in table.column_names:
+        return table
+    counts = load_pyarrow().compute.fill_null(table["count"], 1)  # a part in which all counts are 1 lacks the column
+    return table.set_column(table.column_names.index("count"), "count", counts)
 
 
 def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:

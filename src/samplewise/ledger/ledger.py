@@ -24,7 +24,7 @@ from samplewise.ledger.files import (
     samples,
     unify_schemas,
 )
-from samplewise.ledger.previews import indexed_items, write_previews
+from samplewise.ledger.previews import Names, as_names, dataset_names, indexed_items, write_previews
 from samplewise.ledger.rows import updates_to_table
 from samplewise.step.update import Update
 
@@ -33,7 +33,8 @@ CONVERT_EVERY = 512  # updates converted to rows at a time
 
 class Ledger:
     """Callback that records each sample at each visit: id, epoch, update, loss, gradient norm, weight, and the columns
-    that the loss function returns beside the losses. Read it with `sw.samples(run)` or any Parquet reader.
+    that the loss function returns beside the losses. With nn.CrossEntropyLoss and one class index per sample, these are
+    label, prediction and margin. Read it with `sw.samples(run)` or any Parquet reader.
 
         trainer = sw.Trainer(step, "runs/first", callbacks=[sw.Ledger()])
 
@@ -51,6 +52,9 @@ class Ledger:
     every: rows per part; with a trainer, a part is also written at every checkpoint
     show: preview of a sample in the report: a function of the id that returns an image, a text, or a mapping or vector
     of values, alone or in a tuple with a label. None: the item of the dataset inside `sw.Indexed`. False: no previews
+    features: names of the values of a vector, for previews; default: the attribute `feature_names` of the dataset
+    classes: names of the classes, for labels and predictions in the report; default: the attribute `classes` of the
+    dataset
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class Ledger:
         norms: bool = True,
         every: int = 100_000,
         show: Callable[[Any], Any] | Literal[False] | None = None,
+        features: Iterable[str] | None = None,
+        classes: Iterable[str] | None = None,
     ):
         if type(every) is not int or every < 1:
             raise ValueError(f"every must be a positive number of rows; found {every!r}.")
@@ -75,6 +81,7 @@ class Ledger:
         self.norms = norms
         self.every = every
         self.show = show
+        self.names = Names(_given_names("features", features), _given_names("classes", classes))
         named = columns if isinstance(columns, Mapping) else {str(key): key for key in columns}
         self.keys: dict[str, Hashable] = {**named, "id": id}
         self._resuming = False
@@ -188,6 +195,8 @@ class Ledger:
         self.listen(step)
         if self.show is None:
             self._item = indexed_items(getattr(trainer, "loader", None))
+        found = dataset_names(getattr(trainer, "loader", None))
+        self.names = Names(self.names.features or found.features, self.names.classes or found.classes)
         if self._parts is None or self._resuming:
             self._open(self._run_directory(trainer), clear=self.directory is None)
 
@@ -204,17 +213,18 @@ class Ledger:
 
     def _preview(self) -> None:
         """Write previews of the most suspicious samples. An error becomes a warning and does not end the training."""
-        if self._dry_run or self._item is None or self._parts is None or not (self._parts.count or self._added):
+        shown = self._item is not None or bool(self.names.classes)
+        if self._dry_run or not shown or self._parts is None or not (self._parts.count or self._added):
             return
         self.flush()
         current_group().barrier()
         if current_group().rank == 0:
             self._write_previews(self._parts.run, self._item)
 
-    def _write_previews(self, run: Path, item: Callable[[Any], Any]) -> None:
+    def _write_previews(self, run: Path, item: Callable[[Any], Any] | None) -> None:
         restore = random_state()  # datasets may draw random numbers
         try:
-            write_previews(run, item, aggregate_visits(parts(run)))
+            write_previews(run, item, aggregate_visits(parts(run)), self.names)
         except Exception as why:
             warnings.warn(
                 f"samples must be accessible by id to be shown in the report; found {type(why).__name__}: {why} "
@@ -247,3 +257,11 @@ class Ledger:
         self._discard_rows()
         self._loaded_parts = parts
         self._resuming = True
+
+
+def _given_names(argument: str, given: Any) -> list[str] | None:
+    """The argument `features` or `classes` as a list of strings."""
+    names = as_names(given)
+    if given is not None and not names:
+        raise TypeError(f"{argument} must be a list of names; found {given!r}. Pass for example {argument}=['a', 'b'].")
+    return names

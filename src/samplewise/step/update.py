@@ -48,7 +48,9 @@ class Update:
               accelerator, the phase that waits for a result includes the work queued before it
     loss      Σ losses / Σ counts, the true mean of the window, over all ranks
     losses    (samples,) losses as returned by the loss function, in the order of the samples
-    norms     (samples,) norms of the per-sample gradients, before any transform
+    counts    (samples,) counts as returned by the loss function; 1 for each sample if it returns none. With counts,
+              a loss is a sum over the elements of its sample, and losses / counts are the means
+    norms     (samples,) norms of the gradients of `losses`, before any transform
     weights   (samples,) coefficients of the per-sample gradients in the sum, or a dict name -> (samples,)
     grad_norm norm of the update's gradient, before `max_grad_norm`
     local_samples
@@ -112,6 +114,10 @@ class Update:
     @property
     def losses(self) -> Tensor:
         return cat([p.losses for p in self._checked_parts()])
+
+    @property
+    def counts(self) -> Tensor:
+        return cat([torch.ones_like(p.losses) if p.counts is None else p.counts for p in self._checked_parts()])
 
     @property
     def norms(self) -> Tensor:
