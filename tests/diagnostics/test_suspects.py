@@ -294,7 +294,7 @@ def test_losses_of_a_model_are_divided_by_counts():
 def test_samples_without_a_finite_score_are_listed():
     found = sw.suspects({"id": ["a", "b", "b", "c"], "loss": [math.nan, math.inf, 2.0, -math.inf]})
     assert (found.ids, found.unknown) == (["b"], ["a", "c"])
-    assert "most suspicious of 1 samples, by loss; 2 more have no finite score" in str(found)
+    assert "most suspicious of 1 sample, by loss; 2 more have no finite score" in str(found)
     assert sw.suspects(VISITS).unknown == []
 
 
@@ -328,7 +328,10 @@ def test_suspects_of_a_ledger(tmp_path):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"loss": [1.0]}, "must have the column id and one of loss, norm, margin, el2n, self_influence; found loss"),
+        (
+            {"loss": [1.0]},
+            "and one of loss, norm, margin, el2n, self_influence; found loss. sw.Ledger() records such",
+        ),
         ({"id": [1]}, "must have the column id and one of loss, norm, margin, el2n, self_influence; found id"),
         ({"id": [1, 2], "loss": [1.0]}, "equal lengths, one row per visit; found lengths {'id': 2, 'loss': 1}"),
         ({"id": [], "loss": []}, "at least one row, one per visit; found none"),
@@ -368,8 +371,12 @@ def test_bad_arguments():
     model, x, y = make()
     with pytest.raises(ValueError, match=r"a score must be one of loss, margin, .*; found 'aum'"):
         sw.suspects(model, loss_fn, [(x, y)], by="aum")
-    with pytest.raises(ValueError, match=r"a score must be one of loss, .*; found 'agreement'"):
+    with pytest.raises(
+        ValueError, match=r"one of loss, .*; found 'agreement'\. A table has .* return losses, {'margin'"
+    ):
         sw.suspects(VISITS, by="agreement")
+    with pytest.raises(ValueError, match=r"found 'self-influence'\. Did you mean 'self_influence'\?"):
+        sw.suspects(VISITS, by="self-influence")
     with pytest.raises(TypeError, match="a model, a loss function and a loader, or a table of visits; found a model"):
         sw.suspects(model)
     with pytest.raises(ValueError, match="iterated more than once; found an iterator"):

@@ -515,7 +515,9 @@ def test_listen_in_the_middle_of_a_window(tmp_path):
 
 
 def test_a_batch_without_ids(tmp_path):
-    with pytest.raises(sw.BatchError, match="the batch must hold 'id'; found list"):
+    with pytest.raises(
+        sw.BatchError, match=r"must hold 'id'; found a list of 2 entries\. Wrap the dataset, .*sw.Indexed"
+    ):
         recorded(tmp_path, step_(nn.CrossEntropyLoss()), DataLoader(TensorDataset(X, Y), batch_size=4))
 
 
@@ -568,10 +570,10 @@ def test_invalid_options(tmp_path):
 
 def test_a_directory_in_use(tmp_path):
     recorded(tmp_path, step_(samples=5), loader())
-    with pytest.raises(sw.LedgerError, match=r"a directory without parts; found 1 parts in .*or choose another"):
+    with pytest.raises(sw.LedgerError, match=r"a directory without parts; found 1 part in .*or choose another"):
         recorded(tmp_path, step_(samples=5), loader())
 
 
 def test_no_directory():
-    with pytest.raises(ValueError, match=r"Ledger needs a directory; found none"):
+    with pytest.raises(ValueError, match=r"a ledger must have a directory; found none\. Pass it to the ledger"):
         recorded(None, step_(), loader())

@@ -177,7 +177,7 @@ def test_a_failing_preview_is_a_warning(tmp_path):
     def show(i):
         raise KeyError(f"no {i}")
 
-    message = r"must be accessible by id to be shown in the report; found KeyError: 'no \d+' Use Ledger\(show="
+    message = r"must be accessible by id to be shown in the report; found KeyError: 'no \d+'\. Pass Ledger\(show="
     with pytest.warns(sw.LedgerWarning, match=message):
         fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=show)
     assert len(sw.samples(tmp_path)) == 20 and not (tmp_path / "previews.json").exists()
@@ -203,7 +203,7 @@ def test_previews_are_written_after_epochs_1_2_4_and_8(tmp_path):
     assert len(looked) == 2 * 4  # after 1, 2, 4 and 8 epochs
 
 
-# ----------------------------------------------------------------------------------------------------------------- names
+# ---------------------------------------------------------------------------------------------------------------- names
 
 
 FEATURES = [f"feature {k}" for k in range(64)]

@@ -291,7 +291,11 @@ def test_losses_and_norms_per_count(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits([1, 2], [6.0, 4.0], count=pa.array([3.0, 1.0])), visits([1, 2], [6.0, 4.0], epoch=1))
     shown = page_of(tmp_path)
-    assert column(shown, "loss") == {"key": "loss", "name": "loss per count", "same": 4.0}  # (2 + 6) / 2 and (4 + 4) / 2
+    assert column(shown, "loss") == {
+        "key": "loss",
+        "name": "loss per count",
+        "same": 4.0,
+    }  # (2 + 6) / 2 and (4 + 4) / 2
     assert [axis["name"] for axis in shown.samples["axes"]] == ["loss per count", "gradient norm per count"]
     assert [score["title"] for score in shown.samples["scores"]][:1] == ["loss per count (recommended)"]
     assert "Loss and gradient norm are divided by the count" in shown.text
@@ -518,4 +522,4 @@ def test_too_many_columns_are_left_out(tmp_path, monkeypatch):
     shown = page_of(tmp_path)
     keys = [found["key"] for found in shown.samples["columns"]]
     assert keys[:5] == ["loss", "norm", "self_influence", "visits", "weight"] and 5 < len(keys) < 20
-    assert f"{25 - len(keys)} columns of the ledger are left out." in shown.text
+    assert f"The page leaves out {25 - len(keys)} columns of the ledger." in shown.text

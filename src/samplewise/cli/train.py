@@ -16,6 +16,7 @@ import typer
 from samplewise.cli.arguments import Device, RecipeFile, device_named
 from samplewise.cli.recipe import Recipe, read_source, recipe_errors, shortened
 from samplewise.core.atomic_io import absolute
+from samplewise.core.text import plural
 from samplewise.distributed.group import current_group
 from samplewise.distributed.launch import join_process_group
 from samplewise.loop.data.rng import seed_everything
@@ -139,7 +140,7 @@ def _print_summary(reason: str, trainer: Trainer, run: Path) -> None:
     if current_group().rank == 0:
         done = trainer.step.counters.updates
         outcome = f"stopped by {reason}" if interrupted else reason
-        typer.echo(f"{outcome}: {done} updates in all")
+        typer.echo(f"{outcome}: {plural(done, 'update')} in all")
         typer.echo(f"log          {run / 'log.jsonl'}")
         typer.echo(f"checkpoints  {run / 'checkpoints'}")
         if interrupted:

@@ -48,7 +48,7 @@ def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:
     if len(first) != 2:
         raise LossesError(
             "loss_fn must return losses or (losses, counts), optionally followed by a dict of columns; found "
-            f"a tuple of {len(result)}."
+            f"a tuple of {len(result)}. Write, for example, return losses, counts, {{'margin': margin}}."
         )
     losses, counts = first
     if isinstance(losses, Tensor) and losses.dim() != 1:

@@ -20,7 +20,7 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
 def prediction_columns(
     logits: Tensor, labels: Tensor, ignore_index: int, names: Collection[str]
 ) -> dict[str, Tensor] | None:
-    """Columns name -> (B,) of these names, detached; None unless there is one class index and one prediction per sample.
+    """Columns of these names, name -> (B,), detached; None unless each sample has one class index and one prediction.
 
     label       class index of the target
     prediction  class with the largest logit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from samplewise.core.batches import pick
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
-from samplewise.core.text import render
+from samplewise.core.text import plural, render
 from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, ScoreInputs
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import BatchError
@@ -66,7 +67,7 @@ class Suspects:
             name = self.ids[i] if isinstance(self.ids, list) else self.ids[i].item()
             rows.append((str(name), *(f"{s[i].item():.4g}" for s in self.scores.values())))
         unknown_note = f"; {len(self.unknown)} more have no finite score" if self.unknown else ""
-        title = f"most suspicious of {len(self)} samples, by {' and '.join(self.by)}{unknown_note}"
+        title = f"most suspicious of {plural(len(self), 'sample')}, by {' and '.join(self.by)}{unknown_note}"
         return render(("sample", *self.scores), rows, title)
 
 
@@ -178,7 +179,10 @@ class _ScoreComputation:
                 column.append(SCORES[name](inputs).detach().double().cpu())
             ids += range(len(ids), len(ids) + len(g)) if self.ids is None else self._ids_of(batch, len(g))
         if not ids:
-            raise ValueError("the loader must yield at least one batch; found none.")
+            raise ValueError(
+                "the loader must yield at least one batch; found none. Pass a loader or a list: an iterator is "
+                "exhausted after one pass."
+            )
         return ids, {name: torch.cat(column) for name, column in columns.items()}
 
     def _gradients(self) -> Iterator[tuple[Any, Gradients]]:
@@ -232,8 +236,9 @@ def _positions(ids: Ids, others: Ids) -> Tensor:
         )
     if len(position_of) < len(ids):
         raise ValueError(
-            f"each sample must have a unique id if the order changes between passes; found {len(position_of)} ids of "
-            f"{len(ids)} samples. Use a loader with shuffle=False, or unique ids."
+            "each sample must have a unique id if the order changes between passes; found "
+            f"{plural(len(position_of), 'id')} of {plural(len(ids), 'sample')}. Use a loader with "
+            "shuffle=False, or unique ids."
         )
     return torch.tensor([position_of[sample_id] for sample_id in ids])
 
@@ -249,7 +254,7 @@ def _rank_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
         raise ValueError("a table of visits must have a finite score of at least one sample; found none.")
     scores = {name: _tensor(signed_scores(samples, name)) for name in samples.column_names if name in VISIT_SCORES}
     names = _as_names(by or recommended_score(scores))
-    _check_names(names, scores)
+    _check_names(names, scores, _RECORD_IT)
     ids = _as_ids(samples["id"].to_pylist())
     score = _tensor(suspicion(samples, names))
     return Suspects(ids, score, scores, names, aggregator.unknown.to_pylist())
@@ -295,7 +300,16 @@ def _as_names(by: str | Sequence[str]) -> tuple[str, ...]:
     return (by,) if isinstance(by, str) else tuple(by)
 
 
-def _check_names(names: Iterable[str], known: Iterable[str]) -> None:
+def _check_names(names: Iterable[str], known: Iterable[str], remedy: str = "") -> None:
+    """Raise ValueError for a name that is not a known score. `remedy`: how to get another score."""
     for name in names:
         if name not in known:
-            raise ValueError(f"a score must be one of {', '.join(known)}; found {name!r}.")
+            near = get_close_matches(str(name), known, 1)
+            guess = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"a score must be one of {', '.join(known)}; found {name!r}.{guess or remedy}")
+
+
+_RECORD_IT = (
+    " A table has the scores whose columns were recorded: sw.Ledger records loss and norm, and the margin if loss_fn "
+    "is nn.CrossEntropyLoss(). Another loss function returns a score as a column: return losses, {'margin': margin}."
+)

@@ -164,7 +164,8 @@ def _check(table: Any) -> None:
     if "id" not in names or not any(name in SCORES for name in names):
         raise ValueError(
             f"a table of visits must have the column id and one of {', '.join(SCORES)}; found "
-            f"{', '.join(names) or 'no columns'}."
+            f"{', '.join(names) or 'no columns'}. sw.Ledger() records such a table, with the ids that "
+            "sw.Indexed(dataset) adds to the batches; a loss function adds columns: return losses, {'margin': margin}."
         )
     unknown = table["id"].null_count
     if unknown:

@@ -69,7 +69,9 @@ def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
             any_read = True
             yield rank_tables[0] if len(rank_tables) == 1 else _sorted_by_update(concat_tables(rank_tables, run))
     if not any_read:
-        raise LedgerError(f"a ledger must have at least one readable part; found none in {run}.")
+        raise LedgerError(
+            f"a ledger must have at least one readable part; found none in {run}. Restore the files from a copy."
+        )
 
 
 def _read_or_skip(entry: Path | str, damaged: str) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from samplewise.core.atomic_io import absolute
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import random_state
+from samplewise.core.text import plural
 from samplewise.distributed.group import current_group
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
 from samplewise.ledger.aggregate import aggregate_visits
@@ -165,7 +166,10 @@ class Ledger:
     def _run_directory(self, trainer: Any = None) -> Path:
         directory = self.directory or getattr(trainer, "run", None)
         if directory is None:
-            raise ValueError("Ledger needs a directory; found none. Use Ledger('some/place'), or a trainer with run=.")
+            raise ValueError(
+                "a ledger must have a directory; found none. Pass it to the ledger, Ledger('runs/mine'), or to the "
+                "trainer, Trainer(step, 'runs/mine')."
+            )
         return Path(directory)
 
     def _open(self, directory: Path, clear: bool) -> None:
@@ -181,8 +185,9 @@ class Ledger:
         if existing and not self._resuming and not clear:
             self._parts = None
             raise LedgerError(
-                f"a new ledger must have a directory without parts; found {existing} parts in {parts.run / FOLDER}. "
-                "Load the state that belongs to them to continue that ledger, or choose another directory."
+                f"a new ledger must have a directory without parts; found {plural(existing, 'part')} in "
+                f"{parts.run / FOLDER}. Load the state that belongs to them to continue that ledger, or choose "
+                "another directory."
             )
         parts.open()
 
@@ -226,9 +231,10 @@ class Ledger:
         try:
             write_previews(run, item, aggregate_visits(parts(run)), self.names)
         except Exception as why:
+            reason = str(why).rstrip(".")
             warnings.warn(
-                f"samples must be accessible by id to be shown in the report; found {type(why).__name__}: {why} "
-                "Use Ledger(show=a function of the id), or show=False.",
+                f"samples must be accessible by id to be shown in the report; found {type(why).__name__}: {reason}. "
+                "Pass Ledger(show=function of the id), or show=False.",
                 LedgerWarning,
                 stacklevel=2,
             )

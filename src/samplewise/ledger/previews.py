@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.core.atomic_io import atomic_write
+from samplewise.core.text import plural
 from samplewise.errors import LedgerWarning
 from samplewise.ledger.aggregate import SCORES, recommended_score, suspicion
 from samplewise.ledger.indexed import Indexed
@@ -43,6 +44,9 @@ class Names(NamedTuple):
 
     features: list[str] | None = None
     classes: list[str] | None = None
+
+
+NO_NAMES = Names()
 
 
 def indexed_items(loader: Any) -> Callable[[Any], Any] | None:
@@ -74,7 +78,7 @@ def _datasets(loader: Any) -> Iterator[Any]:
         dataset = getattr(dataset, "dataset", None)
 
 
-def write_previews(run: Path, item: Callable[[Any], Any] | None, samples: Any, names: Names = Names()) -> None:
+def write_previews(run: Path, item: Callable[[Any], Any] | None, samples: Any, names: Names = NO_NAMES) -> None:
     """Write previews of the most suspicious samples, by any score, to previews.json.
 
     item: function of an id; if it fails, the other previews are written before its first error is raised. None: only
@@ -83,11 +87,12 @@ def write_previews(run: Path, item: Callable[[Any], Any] | None, samples: Any, n
     """
     previews: dict[str, Preview] = {}
     errors: list[Exception] = []
-    for sample_id in () if item is None else islice(_most_suspicious(samples), MAX_PREVIEWS):
-        try:
-            previews[str(sample_id)] = preview(item(sample_id), names.features)
-        except Exception as error:
-            errors.append(error)
+    if item is not None:
+        for sample_id in islice(_most_suspicious(samples), MAX_PREVIEWS):
+            try:
+                previews[str(sample_id)] = preview(item(sample_id), names.features)
+            except Exception as error:
+                errors.append(error)
     if previews or names.classes:
         _write(run, previews, names.classes)
     if errors:
@@ -182,8 +187,9 @@ def _value_names(count: int, features: Sequence[str] | None) -> Sequence[str]:
         return features
     if features is not None:
         warnings.warn(
-            f"features must have one name for each value of a sample; found {len(features)} for {count} values, which "
-            "are numbered in the report. Pass Ledger(features=[...]) with all names, in the order of the values.",
+            f"features must have one name for each value of a sample; found {plural(len(features), 'name')} for "
+            f"{plural(count, 'value')}, which are numbered in the report. Pass Ledger(features=[...]) with all "
+            "names, in the order of the values.",
             LedgerWarning,
             stacklevel=2,
         )

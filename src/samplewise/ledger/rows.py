@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.core.text import plural
 from samplewise.errors import LedgerError
 from samplewise.ledger.files import load_pyarrow
 from samplewise.step.batch_columns import BatchColumns, Column
@@ -80,7 +81,8 @@ def _count_rows(update: Update) -> int:
         rows += len(ids)
     if rows != update.local_samples and not update.skipped:
         raise LedgerError(
-            f"a batch must have one id for each loss; found {rows} ids for {update.local_samples} losses. {_ID_HINT}"
+            f"a batch must have one id for each loss; found {plural(rows, 'id')} for "
+            f"{plural(update.local_samples, 'loss', 'losses')}. {_ID_HINT}"
         )
     return rows
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
+from samplewise.core.text import plural
 from samplewise.ledger.aggregate import SCORES
 from samplewise.report.html import Section, embedded, note_paragraph, shortened, text
 from samplewise.report.previews import Previews
@@ -197,7 +198,7 @@ def _explanation(samples: Samples, data: dict[str, Any]) -> str:
         ]
     left_out = set(_shown_columns(samples.table)) - {column["key"] for column in data["columns"]}
     if left_out:
-        sentences.append(f"{len(left_out):,} columns of the ledger are left out.")
+        sentences.append(f"The page leaves out {plural(len(left_out), 'column')} of the ledger.")
     sentences.append("Suspects are the samples that are hardest to learn by the chosen score: wrong or unusual ones.")
     return " ".join(sentences)
 

@@ -78,7 +78,7 @@ class Step:
     gradients are reduced once per update.
 
     Observation.
-    record: {"norms"} records `update.norms` if no transform needs them; see also `require`.
+    record: "norms" records `update.norms` if no transform needs them; see also `require`.
 
     If an exception is raised, the open window is discarded, and parameters, optimizer and buffers are as before it.
     """
@@ -101,7 +101,7 @@ class Step:
         precision: str | None = None,
         compile: bool | str = False,
         strategy: Strategy = None,
-        record: Collection[str] = (),
+        record: str | Collection[str] = (),
     ):
         self.config = config = StepConfig(
             samples=samples,

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from samplewise.core.batches import length
 from samplewise.core.snapshot import Buffers
+from samplewise.core.text import plural
 from samplewise.errors import (
     BatchError,
     LoaderStopped,
@@ -149,7 +150,7 @@ class WindowBuilder:
         whole = cursor.empty if samples is None else size == samples
         self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.distributed))
         if samples is not None and window.samples > (window.share or 0):
-            found = f"{window.samples} samples after a batch that cannot be cut"
+            found = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
             raise BatchError(_UNCUT.format(samples=samples, found=found))
 
     def _add(self, cursor: BatchCursor, microbatch: Any, size: int | None, whole: bool) -> None:
@@ -230,8 +231,9 @@ class WindowBuilder:
             samples += len(part.losses)
         if size is not None and samples != size:
             raise LossesError(
-                f"loss_fn must return one loss per sample if batches are cut; found {samples} losses for {size} "
-                "samples. Use samples=None and microbatch=None, or return one loss per sample."
+                "loss_fn must return one loss per sample if batches are cut; found "
+                f"{plural(samples, 'loss', 'losses')} for {plural(size, 'sample')}. Use samples=None and "
+                "microbatch=None, or return one loss per sample."
             )
         self.counters.samples += samples
         self.counters.microbatches += len(parts)
