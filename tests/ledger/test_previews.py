@@ -184,7 +184,7 @@ def test_a_failing_preview_is_a_warning(tmp_path):
 
 
 def test_other_previews_are_written_if_one_fails(tmp_path):
-    with pytest.warns(sw.LedgerWarning, match=r"found KeyError: 3 Use Ledger\(show="):
+    with pytest.warns(sw.LedgerWarning, match=r"found KeyError: 3\. Pass Ledger\(show="):
         fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=lambda i: {k: f"text {k}" for k in range(20) if k != 3}[i])
     assert set(kept(tmp_path)) == {str(i) for i in range(20)} - {"3"}
 
@@ -239,7 +239,7 @@ def test_classes_without_previews(tmp_path):
 
 
 def test_another_number_of_features_is_a_warning(tmp_path):
-    with pytest.warns(sw.LedgerWarning, match=r"one name for each value of a sample; found 3 for 64 values, which are"):
+    with pytest.warns(sw.LedgerWarning, match=r"one name for each value of a sample; found 3 names for 64 values, which"):
         fit(tmp_path, flat_data(), features=["a", "b", "c"])
     assert list(values_of(tmp_path)) == [str(k) for k in range(32)]
 

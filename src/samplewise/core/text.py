@@ -1,6 +1,7 @@
-"""Numbers with nouns, and tables, in plain text."""
+"""Numbers with nouns, hints and tables in plain text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 
 def plural(count: int, noun: str, many: str = "") -> str:
@@ -17,3 +18,9 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
         lines.append("  ".join(cells).rstrip())
     rule = "  ".join("-" * w for w in widths)
     return "\n".join(([title] if title else []) + [lines[0], rule, *lines[1:]])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "Did you mean 'x'?" for the known name that is most similar; empty if none is similar."""
+    close = get_close_matches(name, known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else ""

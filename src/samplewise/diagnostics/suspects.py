@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from samplewise.core.batches import pick
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
-from samplewise.core.text import plural, render
+from samplewise.core.text import did_you_mean, plural, render
 from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, ScoreInputs
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import BatchError
@@ -304,12 +303,11 @@ def _check_names(names: Iterable[str], known: Iterable[str], remedy: str = "") -
     """Raise ValueError for a name that is not a known score. `remedy`: how to get another score."""
     for name in names:
         if name not in known:
-            near = get_close_matches(str(name), known, 1)
-            guess = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"a score must be one of {', '.join(known)}; found {name!r}.{guess or remedy}")
+            hint = did_you_mean(str(name), known) or remedy
+            raise ValueError(f"a score must be one of {', '.join(known)}; found {name!r}. {hint}".rstrip())
 
 
 _RECORD_IT = (
-    " A table has the scores whose columns were recorded: sw.Ledger records loss and norm, and the margin if loss_fn "
+    "A table has the scores whose columns were recorded: sw.Ledger records loss and norm, and the margin if loss_fn "
     "is nn.CrossEntropyLoss(). Another loss function returns a score as a column: return losses, {'margin': margin}."
 )

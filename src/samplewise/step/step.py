@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from samplewise.core.criteria import Criterion
-from samplewise.core.losses import as_loss_fn
+from samplewise.core.losses import LossFn, as_loss_fn
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import Buffers
+from samplewise.core.text import did_you_mean
 from samplewise.distributed.ddp import inner
 from samplewise.distributed.group import current_group, errors_on_all_ranks
 from samplewise.distributed.strategy import Strategy
@@ -32,6 +33,12 @@ from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, Counters
 from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.chain import Chain, as_chain
+
+_FIXED = {  # name of an attribute -> how to change it
+    "loss_fn": "Create a new Step, or let the loss function read a variable that you change.",
+    "record": "Call step.require(norms=True).",
+    "optimizer": "Create a new Step, or change the settings in step.optimizer.param_groups.",
+}
 
 
 class Step:
@@ -103,7 +110,7 @@ class Step:
         strategy: Strategy = None,
         record: str | Collection[str] = (),
     ):
-        self.config = config = StepConfig(
+        self._config = config = StepConfig(
             samples=samples,
             tail=tail,
             transforms=as_chain(transforms),
@@ -117,8 +124,9 @@ class Step:
             record=as_record(record),
         )
         check_scheduler(scheduler, optimizer)
-        self.model = model
-        self.loss_fn = as_loss_fn(loss_fn)
+        self._model = model
+        self._loss_fn = as_loss_fn(loss_fn)
+        self._allow_columns(config.transforms.batch_keys, config.transforms.reads_whole_batch)
         modules = [inner(model)]
         if isinstance(self.loss_fn, nn.Module):
             modules.append(self.loss_fn)
@@ -127,8 +135,8 @@ class Step:
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
         size = MicrobatchSize(config.microbatch, modules, trained)
-        self.counters = counters = Counters()
-        self.precision = MixedPrecision(precision)
+        self._counters = counters = Counters()
+        self._precision = MixedPrecision(precision)
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
         criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
@@ -235,6 +243,12 @@ class Step:
                 f"predictions must be a list of names among {', '.join(PREDICTION_COLUMNS)}; found {predictions!r}."
             )
         self._windows.require(norms, columns or {}, predictions)
+        self._allow_columns((columns or {}).values())
+
+    def _allow_columns(self, keys: Iterable[Hashable], any_key: bool = False) -> None:
+        """Let a criterion ignore these columns of the batch, which transforms or listeners read."""
+        if isinstance(self.loss_fn, Criterion):
+            self.loss_fn.allow_columns(keys, any_key)
 
     @property
     def samples(self) -> int | None:
@@ -254,13 +268,67 @@ class Step:
     def tail(self, tail: str) -> None:
         self._configure(tail=tail)
 
-    def _configure(self, **changes: Any) -> None:
-        self.config = replace(self.config, **changes)
-        self._windows.config = self.config
-
     @property
     def transforms(self) -> Chain:
+        """Transforms of per-sample gradients; new ones take effect at the next window."""
         return self.config.transforms
+
+    @transforms.setter
+    def transforms(self, transforms: Any) -> None:
+        chain = as_chain(transforms)
+        self._allow_columns(chain.batch_keys, chain.reads_whole_batch)
+        self._configure(transforms=chain)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Upper bound on the norm of the update's gradient; a new value takes effect at the next window."""
+        return self.config.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, max_grad_norm: float | None) -> None:
+        self._configure(max_grad_norm=max_grad_norm)
+
+    @property
+    def microbatch(self) -> int | Auto | None:
+        """Number of samples per forward and backward pass; a new number takes effect at the next microbatch."""
+        return self.config.microbatch
+
+    @microbatch.setter
+    def microbatch(self, microbatch: int | None) -> None:
+        if isinstance(as_microbatch(microbatch), Auto) or self._windows.size.automatic:
+            raise ValueError(
+                "microbatch can be changed from one number to another; found an automatic size, which is chosen when "
+                "the step is created. Create a new Step."
+            )
+        self._configure(microbatch=microbatch)
+        self._windows.size.size = microbatch
+
+    def _configure(self, **changes: Any) -> None:
+        self._config = replace(self.config, **changes)
+        self._windows.configure(self.config)
+
+    @property
+    def config(self) -> StepConfig:
+        """All settings, validated and frozen."""
+        return self._config
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """The loss function; of a criterion, the function (model, batch) -> losses or (losses, counts) made from it."""
+        return self._loss_fn
+
+    @property
+    def precision(self) -> MixedPrecision:
+        return self._precision
+
+    @property
+    def counters(self) -> Counters:
+        """Numbers of updates, skipped updates, samples, microbatches and epochs so far."""
+        return self._counters
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -274,6 +342,19 @@ class Step:
     @property
     def scheduler(self) -> Any:
         return self._applier.scheduler
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to assign what would have no effect: unknown names, and settings that are fixed."""
+        settable = [key for key, member in vars(Step).items() if isinstance(member, property) and member.fset]
+        if type(self) is Step and not name.startswith("_") and name not in settable:
+            known = [*settable, *(f.name for f in fields(StepConfig)), *vars(Step)]
+            remedy = _FIXED.get(name, "It is fixed when the step is created: create a new Step.")
+            if name not in known:
+                remedy = did_you_mean(name, known)
+            raise AttributeError(
+                f"the attributes of a Step that can be assigned are {', '.join(settable)}; found {name!r}. {remedy}"
+            )
+        super().__setattr__(name, value)
 
     # --- processes -------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -93,6 +93,20 @@ class Chain:
     @cached_property
     def references(self) -> list[Reference]:
         return [*self.samples.references, *self.groups.references]
+
+    @cached_property
+    def batch_keys(self) -> frozenset[Hashable]:
+        """Keys of the batch that transforms read by key."""
+        readers: list[SampleTransform | Grouping] = list(self.samples.transforms)
+        if self.grouping is not None:
+            readers.append(self.grouping)
+        return frozenset().union(*(reader.batch_keys for reader in readers))
+
+    @cached_property
+    def reads_whole_batch(self) -> bool:
+        """True if a function gets the batch, and may read any of its columns."""
+        functions = [t for t in self.samples.transforms if "batch" in t.needs and not t.batch_keys]
+        return bool(functions) or (self.grouping is not None and not self.grouping.batch_keys)
 
     def directions(self, parameters: Mapping[str, Tensor]) -> dict[Reference, dict[str, Tensor]]:
         """Direction of each reference, as a dict from parameter name to tensor."""
