@@ -188,7 +188,7 @@ def test_pick(batch, key):
         ((X, Y), 2, "found a tuple of 2 entries. Return it from the dataset"),
         ((X,), "user", "found a tuple of 1 entry"),
         (Record(X, Y), "user", "found Record"),
-        (Pair(X, Y), "user", "found a Pair of 2 entries"),
+        (Pair(X, Y), "user", "found the entries 'x', 'y'"),
         ({}, "user", "found no keys"),
         ((X, Y), "id", r"found .*\. Wrap the dataset, DataLoader\(sw.Indexed\(dataset\), .* sw.Ledger\(id=2\)"),
     ],

@@ -566,6 +566,43 @@ def test_invalid_options(tmp_path):
         sw.Ledger(tmp_path, columns="y")
     with pytest.raises(ValueError, match="damaged must be 'raise' or 'skip'; found 'warn'"):
         sw.samples(tmp_path, damaged="warn")
+    for show in (True, ["a text"]):
+        with pytest.raises(
+            TypeError, match=r"show must be a function of the id, None or False; found (True|\['a text'\])"
+        ):
+            sw.Ledger(tmp_path, show=show)
+
+
+def test_arguments_of_another_type(tmp_path):
+    ledger = sw.Ledger(tmp_path)
+    with pytest.raises(TypeError, match=r"listen needs the sw.Step of the training; found Sequential\. Pass the step"):
+        ledger.listen(model_())
+    with pytest.raises(TypeError, match=r"add needs an update; found list\. Pass what the step yields: for update in"):
+        ledger.add([X, Y])
+
+
+def test_a_column_of_the_batch_has_one_value_per_sample(tmp_path):
+    with pytest.raises(
+        sw.LedgerError, match=r"'pixels' must have one number or string per sample, \(8,\); found shape \(8, 4\)"
+    ):
+        recorded(tmp_path, step_(), loader(), columns={"pixels": 0})
+    step = step_(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], reduction="none"))
+    batch = {"x": X, "y": Y, "id": torch.arange(N), "names": ["a", "b"]}
+    with pytest.raises(
+        sw.LedgerError, match=r"'names' must have one .* \(22,\); found 2 values\. Leave it out of columns="
+    ):
+        recorded(tmp_path, step, [batch], columns=["names"])
+
+
+def test_a_column_that_the_batch_lacks(tmp_path):
+    with pytest.raises(sw.BatchError, match="the batch must hold 'y'; found the entries 'item0', 'item1', 'id'"):
+        recorded(tmp_path, step_(), loader(), columns=["y"])
+
+
+def test_the_folder_of_the_parts_is_not_the_run(tmp_path):
+    recorded(tmp_path, step_(), loader(), epochs=1)
+    with pytest.raises(sw.LedgerError, match=rf"found none in .*samples\. Pass the run directory, {tmp_path}\."):
+        sw.samples(tmp_path / "samples")
 
 
 def test_a_directory_in_use(tmp_path):

@@ -239,7 +239,9 @@ def test_classes_without_previews(tmp_path):
 
 
 def test_another_number_of_features_is_a_warning(tmp_path):
-    with pytest.warns(sw.LedgerWarning, match=r"one name for each value of a sample; found 3 names for 64 values, which"):
+    with pytest.warns(
+        sw.LedgerWarning, match=r"one name for each value of a sample; found 3 names for 64 values, which"
+    ):
         fit(tmp_path, flat_data(), features=["a", "b", "c"])
     assert list(values_of(tmp_path)) == [str(k) for k in range(32)]
 

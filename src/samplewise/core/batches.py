@@ -167,6 +167,8 @@ def _contents(batch: Any) -> str:
     """Description of what a batch holds, for error messages."""
     if isinstance(batch, Mapping):
         return f"keys {', '.join(map(repr, batch))}" if batch else "no keys"
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return f"the entries {', '.join(map(repr, batch._fields))}"
     if isinstance(batch, (tuple, list)):
         return f"a {type(batch).__name__} of {plural(len(batch), 'entry', 'entries')}"
     return type(batch).__name__

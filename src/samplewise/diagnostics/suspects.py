@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from samplewise.errors import BatchError
 from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
 from samplewise.ledger.aggregate import SCORES as VISIT_SCORES
 from samplewise.ledger.aggregate import VisitAggregator, ranks, recommended_score, signed_scores, suspicion
-from samplewise.ledger.files import load_pyarrow
+from samplewise.ledger.files import load_pyarrow, samples
 from samplewise.scan import scan
 
 RECOMMENDED = "margin"  # by the measurements in docs/diagnostics.md
@@ -85,9 +86,10 @@ def suspects(
 ) -> Suspects:
     """Rank samples that are likely mislabelled or unusual, from a model and a loader or from a ledger of a training.
 
-    A ledger is a table of visits: the result of `sw.samples(run)`, a data frame, or a mapping of columns. It has one
-    row per visit, the column id and some of loss, norm, margin (the label's logit minus the largest other) and el2n.
-    The score of a sample is the mean over its visits with a finite value; for the margin this is the AUM.
+    A ledger is a run directory or a table of visits: the result of `sw.samples(run)`, a data frame, or a mapping of
+    columns. A table has one row per visit, the column id and some of loss, norm, margin (the label's logit minus the
+    largest other) and el2n. The score of a sample is the mean over its visits with a finite value; for the margin this
+    is the AUM.
 
     Samples of different lengths are compared by their means: if the loss function returns (losses, counts), or the
     table has a column count, the scores are those of loss / count.
@@ -103,6 +105,8 @@ def suspects(
     Scores: loss, margin, el2n, norm, last_norm, self_influence, agreement. agreement needs two passes over the data and
     keeps one gradient per class in memory. The model is in evaluation mode.
     """
+    if isinstance(source, (str, Path)):
+        source = samples(source)
     if not isinstance(source, nn.Module):
         return _rank_visits(source, by)
     if loss_fn is None or loader is None:
@@ -248,14 +252,14 @@ def _positions(ids: Ids, others: Ids) -> Tensor:
 def _rank_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
     aggregator = VisitAggregator()
     aggregator.add(_as_pyarrow(table))
-    samples = aggregator.samples()
-    if not len(samples):
+    visited = aggregator.samples()
+    if not len(visited):
         raise ValueError("a table of visits must have a finite score of at least one sample; found none.")
-    scores = {name: _tensor(signed_scores(samples, name)) for name in samples.column_names if name in VISIT_SCORES}
+    scores = {name: _tensor(signed_scores(visited, name)) for name in visited.column_names if name in VISIT_SCORES}
     names = _as_names(by or recommended_score(scores))
     _check_names(names, scores, _RECORD_IT)
-    ids = _as_ids(samples["id"].to_pylist())
-    score = _tensor(suspicion(samples, names))
+    ids = _as_ids(visited["id"].to_pylist())
+    score = _tensor(suspicion(visited, names))
     return Suspects(ids, score, scores, names, aggregator.unknown.to_pylist())
 
 
@@ -271,8 +275,8 @@ def _as_pyarrow(table: Any) -> Any:
         return pa.table(table)
     except (TypeError, ValueError, OverflowError) as why:
         raise TypeError(
-            "suspects needs a model, a loss function and a loader, or a table of visits: the result of sw.samples, a "
-            f"data frame, or a mapping of columns; found {type(table).__name__}: {why}"
+            "suspects needs a model, a loss function and a loader, or a table of visits: a run directory, the result "
+            f"of sw.samples, a data frame, or a mapping of columns; found {type(table).__name__}: {why}"
         ) from why
 
 

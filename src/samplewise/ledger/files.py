@@ -58,9 +58,11 @@ def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
     if damaged not in ("raise", "skip"):
         raise ValueError(f"damaged must be 'raise' or 'skip'; found {damaged!r}.")
     if not list_parts(Path(run)):
+        remedy = "Train with callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
+        if Path(run).name == FOLDER and list_parts(Path(run).parent):
+            remedy = f"Pass the run directory, {Path(run).parent}."
         raise LedgerError(
-            f"a run must have a ledger, {FOLDER}/part-*.parquet, to read its samples; found none in {run}. Train with "
-            "callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
+            f"a run must have a ledger, {FOLDER}/part-*.parquet, to read its samples; found none in {run}. {remedy}"
         )
     any_read = False
     for entries in _files_by_part(Path(run)):

@@ -77,6 +77,11 @@ class Ledger:
                 f"columns must be a list of keys, or a dict of names and keys; found the string {columns!r}. Pass "
                 f"[{columns!r}]."
             )
+        if not (show is None or show is False or callable(show)):
+            raise TypeError(
+                f"show must be a function of the id, None or False; found {show!r}. Pass, for example, "
+                "show=lambda id: texts[id]."
+            )
         load_pyarrow()  # raises now, not after an epoch, if pyarrow is missing
         self.directory = None if directory is None else absolute(directory)
         self.norms = norms
@@ -104,11 +109,18 @@ class Ledger:
 
     def listen(self, step: Any) -> None:
         """Register the columns and norms that the ledger needs with the step. Call it before the first update."""
+        if not hasattr(step, "require"):
+            raise TypeError(f"listen needs the sw.Step of the training; found {type(step).__name__}. Pass the step.")
         predictions = [name for name in PREDICTION_COLUMNS if name not in self.keys]
         step.require(norms=self.norms, columns=self.keys, predictions=predictions)
 
     def add(self, update: Update, epoch: int | None = None) -> None:
         """Record an update. `epoch`: default the epoch counted by step.over."""
+        if not isinstance(update, Update):
+            raise TypeError(
+                f"add needs an update; found {type(update).__name__}. Pass what the step yields: for update in "
+                "step.over(loader): ledger.add(update)."
+            )
         if self._dry_run:
             return
         if self._parts is None or self._resuming:

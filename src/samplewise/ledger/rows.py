@@ -50,9 +50,10 @@ def updates_to_table(updates: Sequence[Update], epochs: Sequence[int | None], no
     }
     if _all_ones(columns["count"]):
         del columns["count"]
-    for name in batch_columns:
+    for name, values in batch_columns.items():
         if name in columns or name in STANDARD_COLUMNS:
             raise _reserved_name_error(name)
+        _check_one_per_sample(name, values, sum(batch_rows))
     columns |= batch_columns
     return load_pyarrow().table({name: _to_array(name, values) for name, values in columns.items()})
 
@@ -61,6 +62,15 @@ def _concat_columns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> 
     """Concatenate all columns that any part has; a part that lacks a column gets `rows` NaN."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _concat_column(name, [part.get(name) for part in parts], rows) for name in names}
+
+
+def _check_one_per_sample(name: str, values: Column, rows: int) -> None:
+    if len(values) != rows or getattr(values, "ndim", 1) != 1:
+        found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else plural(len(values), "value")
+        raise LedgerError(
+            f"the column {name!r} must have one number or string per sample, ({rows},); found {found}. Leave it out of "
+            "columns=, or return one value per sample from the dataset."
+        )
 
 
 def _reserved_name_error(name: str) -> LedgerError:
