@@ -245,3 +245,52 @@ def test_clip_per_count_of_groups_bounds_the_mean_of_the_group():
     for key in DATA["n"].unique():
         members = DATA["n"] == key
         close(update.weights[members][:1], clipped(rows[members].mean(0).norm()[None], 1.0))
+
+
+# --- arguments in the wrong place -------------------------------------------------------------------------------------
+
+
+def test_arguments_of_a_step_in_another_order():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    criterion = nn.MSELoss()
+    order = r"arguments must be Step\(model, optimizer, loss_fn\), with a torch.nn.Module; found "
+    for arguments, found in [
+        ((optimizer, model, criterion), "SGD, Sequential, MSELoss"),
+        ((model, criterion, optimizer), "Sequential, MSELoss, SGD"),
+        ((model.parameters(), optimizer, criterion), "generator, SGD, MSELoss"),
+        ((squared, optimizer, model), "function, SGD, Sequential"),
+    ]:
+        with pytest.raises(TypeError, match=order + found):
+            sw.Step(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "found"),
+    [
+        (torch.optim.SGD, "the class SGD"),
+        (sw.sgd, "the function sgd"),
+        (nn.MSELoss(), "MSELoss"),
+        (lambda params: None, "the function <lambda>"),
+        (0.1, "float"),
+    ],
+)
+def test_an_optimizer_that_is_none(optimizer, found):
+    message = (
+        rf"optimizer must be a torch.optim optimizer, or a function \(params, gradients\) -> None; found {found}\."
+    )
+    with pytest.raises(TypeError, match=message):
+        sw.Step(mlp(), optimizer, squared)
+
+
+@pytest.mark.parametrize("transform", [sw.clip, sw.drop, sw.group])
+def test_a_transform_that_was_not_called(transform):
+    name = transform.__name__
+    with pytest.raises(sw.TransformError, match=rf"found the function {name}\. Call sw\.{name}\(\.\.\.\)\."):
+        sw.Step(mlp(), sw.sgd(LR), squared, transforms=[transform])
+
+
+@pytest.mark.parametrize("bound", ["1", None, -1.0, float("nan")])
+def test_a_bound_that_is_no_number(bound):
+    with pytest.raises(ValueError, match=f"max_norm must be zero or positive; found {bound!r}"):
+        sw.clip(bound)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from samplewise.core.criteria import Criterion
-from samplewise.core.losses import LossFn, as_loss_fn
+from samplewise.core.losses import as_loss_fn
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import Buffers
 from samplewise.core.text import did_you_mean
@@ -22,7 +22,7 @@ from samplewise.errors import BatchError, DistributedError, LoaderStopped
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled.updates import CompiledUpdates
-from samplewise.step.config import StepConfig, as_microbatch, as_record, check_scheduler
+from samplewise.step.config import StepConfig, as_microbatch, as_record, check_order, check_scheduler
 from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerUpdates, Updates
 from samplewise.step.forward import LossEvaluator
@@ -110,7 +110,8 @@ class Step:
         strategy: Strategy = None,
         record: str | Collection[str] = (),
     ):
-        self._config = config = StepConfig(
+        check_order(model, optimizer, loss_fn)
+        self.config = config = StepConfig(
             samples=samples,
             tail=tail,
             transforms=as_chain(transforms),
@@ -124,8 +125,8 @@ class Step:
             record=as_record(record),
         )
         check_scheduler(scheduler, optimizer)
-        self._model = model
-        self._loss_fn = as_loss_fn(loss_fn)
+        self.model = model
+        self.loss_fn = as_loss_fn(loss_fn)
         self._allow_columns(config.transforms.batch_keys, config.transforms.reads_whole_batch)
         modules = [inner(model)]
         if isinstance(self.loss_fn, nn.Module):
@@ -135,8 +136,8 @@ class Step:
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
         size = MicrobatchSize(config.microbatch, modules, trained)
-        self._counters = counters = Counters()
-        self._precision = MixedPrecision(precision)
+        self.counters = counters = Counters()
+        self.precision = MixedPrecision(precision)
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
         criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
@@ -145,6 +146,7 @@ class Step:
         self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers)
         self._updates = self._make_updates()
         ranks.check_optimizer(trained, optimizer)
+        self._complete = True  # from now on, attributes are checked when they are assigned
 
     def _make_updates(self) -> Updates:
         ranks = self._windows.ranks
@@ -304,31 +306,9 @@ class Step:
         self._windows.size.size = microbatch
 
     def _configure(self, **changes: Any) -> None:
-        self._config = replace(self.config, **changes)
-        self._windows.configure(self.config)
-
-    @property
-    def config(self) -> StepConfig:
-        """All settings, validated and frozen."""
-        return self._config
-
-    @property
-    def model(self) -> nn.Module:
-        return self._model
-
-    @property
-    def loss_fn(self) -> LossFn:
-        """The loss function; of a criterion, the function (model, batch) -> losses or (losses, counts) made from it."""
-        return self._loss_fn
-
-    @property
-    def precision(self) -> MixedPrecision:
-        return self._precision
-
-    @property
-    def counters(self) -> Counters:
-        """Numbers of updates, skipped updates, samples, microbatches and epochs so far."""
-        return self._counters
+        config = replace(self.config, **changes)
+        vars(self)["config"] = config
+        self._windows.configure(config)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -345,15 +325,16 @@ class Step:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse to assign what would have no effect: unknown names, and settings that are fixed."""
-        settable = [key for key, member in vars(Step).items() if isinstance(member, property) and member.fset]
-        if type(self) is Step and not name.startswith("_") and name not in settable:
-            known = [*settable, *(f.name for f in fields(StepConfig)), *vars(Step)]
-            remedy = _FIXED.get(name, "It is fixed when the step is created: create a new Step.")
-            if name not in known:
-                remedy = did_you_mean(name, known)
-            raise AttributeError(
-                f"the attributes of a Step that can be assigned are {', '.join(settable)}; found {name!r}. {remedy}"
-            )
+        if "_complete" in vars(self) and type(self) is Step and not name.startswith("_"):
+            settable = [key for key, member in vars(Step).items() if isinstance(member, property) and member.fset]
+            if name not in settable:
+                fixed = {*vars(self), *vars(Step), *(field.name for field in fields(StepConfig))}
+                remedy = did_you_mean(name, settable)
+                if name in fixed:
+                    remedy = _FIXED.get(name, "It is fixed when the step is created: create a new Step.")
+                raise AttributeError(
+                    f"the attributes of a Step that can be assigned are {', '.join(settable)}; found {name!r}. {remedy}"
+                )
         super().__setattr__(name, value)
 
     # --- processes -------------------------------------------------------------------------------------------------

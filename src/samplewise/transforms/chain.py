@@ -158,6 +158,11 @@ def as_transform(given: Any) -> Transform:
     """The transform itself, or `weight` of a function."""
     if isinstance(given, (SampleTransform, SumTransform, Grouping)):
         return given
+    if getattr(given, "__module__", "").startswith("samplewise.transforms."):
+        raise TransformError(
+            f"a transform must be the result of a call, such as sw.clip(1.0); found the function {given.__name__}. "
+            f"Call sw.{given.__name__}(...)."
+        )
     if callable(given):
         return weight(given)
     raise TransformError(

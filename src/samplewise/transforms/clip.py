@@ -22,7 +22,7 @@ def clip(
     of a sequence), this is the norm of the gradient of its mean loss; the bound is then the same for short and long
     sequences. per="sample" (default): bound the norm of the gradient of the sample's loss as returned.
     """
-    if not max_norm >= 0:
+    if not (isinstance(max_norm, (int, float)) and max_norm >= 0):
         raise ValueError(f"max_norm must be zero or positive; found {max_norm!r}.")
     if by not in (None, "parameter"):
         raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
