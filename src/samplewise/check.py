@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samplewise.core.batches import map_leaves
 from samplewise.core.losses import LossFn, as_loss_fn, loss_alone, per_sample, why_not_alone
-from samplewise.core.text import render
+from samplewise.core.text import plural, render
 from samplewise.engine.checks import named_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.reference import jacobian_rows
@@ -59,7 +59,7 @@ class Check:
         quantities = list(self.lines[0].errors) if self.lines else []
         rows = [line.cells() for line in self.lines]
         outcome = "ok" if self.ok else "NOT OK"
-        text = f"engine vs. one backward pass per sample, float64, {self.samples} samples: {outcome}"
+        text = f"engine vs. one backward pass per sample, float64, {plural(self.samples, 'sample')}: {outcome}"
         if rows:
             text = render(("parameter", "shape", "largest norm", *quantities, ""), rows, text)
         refusal = [f"refused: {self.refusal}"] if self.refusal else []

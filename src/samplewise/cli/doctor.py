@@ -26,6 +26,7 @@ from samplewise.core.batches import cut, length, to_device
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import notify_if_slow
+from samplewise.core.text import plural
 from samplewise.engine.gradients import gradients
 from samplewise.errors import SamplewiseError
 from samplewise.loop.trainer import Trainer
@@ -234,8 +235,8 @@ def _sample_count(recipe_check: RecipeCheck) -> str:
     if recipe_check.samples is None:
         return "a batch that cannot be sliced"
     if recipe_check.batch_size == recipe_check.samples:
-        return f"{recipe_check.samples} samples"
-    return f"{recipe_check.samples} samples of a batch of {recipe_check.batch_size}"
+        return plural(recipe_check.samples, "sample")
+    return f"{plural(recipe_check.samples, 'sample')} of a batch of {recipe_check.batch_size}"
 
 
 def _measure_compiled(recipe_check: RecipeCheck) -> list[CompileGain]:

@@ -18,6 +18,7 @@ from samplewise.cli.arguments import Device, RecipeFile, device_named
 from samplewise.cli.ids import explain_missing_ids, with_ids
 from samplewise.cli.recipe import Recipe, read_source, shortened
 from samplewise.core.atomic_io import absolute
+from samplewise.core.text import plural
 from samplewise.distributed.group import current_group
 from samplewise.distributed.launch import join_process_group
 from samplewise.ledger.ledger import Ledger
@@ -172,7 +173,7 @@ def _print_summary(reason: str, trainer: Trainer, run: Path) -> None:
     if current_group().rank == 0:
         done = trainer.step.counters.updates
         outcome = f"stopped by {reason}" if interrupted else reason
-        typer.echo(f"{outcome}: {done} update{'s' if done != 1 else ''} in all")
+        typer.echo(f"{outcome}: {plural(done, 'update')} in all")
         typer.echo(f"log          {run / 'log.jsonl'}")
         typer.echo(f"checkpoints  {run / 'checkpoints'}")
         if interrupted:

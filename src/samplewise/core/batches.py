@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.core.text import plural
 from samplewise.errors import BatchError
 
 PLAIN = (str, bytes, int, float, bool, type(None))
@@ -177,5 +178,22 @@ def pick(batch: Any, key: Hashable) -> Any:
     try:
         return getattr(batch, key) if isinstance(key, str) and not isinstance(batch, Mapping) else batch[key]
     except (AttributeError, KeyError, IndexError, TypeError):
-        found = f"keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise BatchError(f"the batch must hold {key!r}; found {found}. Return it from the dataset.") from None
+        remedy = _ID_REMEDY if key == "id" else "Return it from the dataset."
+        raise BatchError(f"the batch must hold {key!r}; found {_contents(batch)}. {remedy}") from None
+
+
+_ID_REMEDY = (
+    "Wrap the dataset, DataLoader(sw.Indexed(dataset), ...), which adds the index of each sample as 'id'; or, if the "
+    "samples have ids, pass their key in the batch, for example sw.Ledger(id=2)."
+)
+
+
+def _contents(batch: Any) -> str:
+    """Description of what a batch holds, for error messages."""
+    if isinstance(batch, Mapping):
+        return f"keys {', '.join(map(repr, batch))}" if batch else "no keys"
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return f"the entries {', '.join(map(repr, batch._fields))}"
+    if isinstance(batch, (tuple, list)):
+        return f"a {type(batch).__name__} of {plural(len(batch), 'entry', 'entries')}"
+    return type(batch).__name__

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samplewise.core.predictions import prediction_columns
 from samplewise.errors import BatchError, LossesError
 
 WITH_COUNTS = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -45,6 +46,8 @@ CLASS_OF_FUNCTION: dict[Any, type] = {function: kind for kind, function in CRITE
 class Criterion:
     """Loss function (model, (x, y)) -> losses, or (losses, counts) if the criterion's denominator depends on the
     targets. Their quotient Σ losses / Σ counts is `criterion(model(x), y)`.
+
+    `predictions`: names of the columns that are returned after these, in a dict; see `prediction_columns`.
     """
 
     def __init__(self, criterion: Any):
@@ -52,13 +55,23 @@ class Criterion:
         self.criterion = criterion
         self.elementwise = copy.copy(criterion)  # shares the buffers, so that .to(device) reaches them
         self.elementwise.reduction = "none"
+        self.predictions: frozenset[str] = frozenset()
         self._extra: set[Hashable] = set()  # keys of further columns of the batch that something else reads
         self._any_extra = False
 
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
         inputs, target = self._pair(batch)
         prediction = model(inputs)
         self._check_shapes(prediction, target)
+        result = self._losses(prediction, target)
+        if not self.predictions or not isinstance(self.criterion, WITH_COUNTS):
+            return result
+        columns = prediction_columns(prediction, target, self.criterion.ignore_index, self.predictions)
+        if columns is None:
+            return result
+        return (*result, columns) if isinstance(result, tuple) else (result, columns)
+
+    def _losses(self, prediction: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         elements = self.elementwise(prediction, target)
         reduction = self.criterion.reduction
         if reduction == "none":

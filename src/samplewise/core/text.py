@@ -1,7 +1,12 @@
-"""Tables and hints in plain text."""
+"""Numbers with nouns, hints and tables in plain text."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+
+
+def plural(count: int, noun: str, many: str = "") -> str:
+    """A number and its noun: "1 update", "2 updates", "1,000 updates". `many`: the plural, if it is not noun + s."""
+    return f"{count:,} {noun if count == 1 else many or f'{noun}s'}"
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from samplewise.core.text import render
+from samplewise.core.text import plural, render
 from samplewise.distributed.ddp import refuse_replicas
 from samplewise.distributed.group import current_group
 from samplewise.distributed.sharded_parameters import is_sharded
@@ -331,11 +331,12 @@ class Gradients:
         return render(
             ("parameter", "shape", "used by", "ownership", "kept as"),
             cells,
-            f"{len(self)} samples, strategy {self._evaluator.strategy}",
+            f"{plural(len(self), 'sample')}, strategy {self._evaluator.strategy}",
         )
 
     def __repr__(self) -> str:
-        return f"Gradients({len(self)} samples, {len(self.names)} parameters, strategy={self._evaluator.strategy!r})"
+        size = f"{plural(len(self), 'sample')}, {plural(len(self.names), 'parameter')}"
+        return f"Gradients({size}, strategy={self._evaluator.strategy!r})"
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

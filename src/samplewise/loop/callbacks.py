@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from samplewise.core.text import plural
 from samplewise.distributed.group import current_group
 from samplewise.loop.checkpoint.schema import COUNT, NUMBER, Kind, check
 from samplewise.loop.checkpoint.state import savable
@@ -65,7 +66,7 @@ class EarlyStopping:
             return
         self._waited += 1
         if self._waited >= self.patience:
-            trainer.stop(f"{self.monitor} has not improved for {self.patience} epochs")
+            trainer.stop(f"{self.monitor} has not improved for {plural(self.patience, 'epoch')}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "waited": self._waited}
