@@ -65,7 +65,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(two, tmp_path):
     assert there == [[".update-000000002.ckpt.partial"]] * 2  # after three updates it was still being written
     assert names(tmp_path / "run") == ["update-000000002.ckpt", "update-000000004.ckpt"]
     inside = {path.name for path in (tmp_path / "run" / "checkpoints" / "update-000000004.ckpt").iterdir()}
-    assert inside == {"state.json", "rank-0.safetensors", "rank-1.safetensors"}
+    assert inside == {"state.json", "model.safetensors", "rank-0.safetensors", "rank-1.safetensors"}
 
 
 def as_it_was(run):
@@ -138,7 +138,7 @@ def test_states_that_differ_are_not_saved_as_one(two, tmp_path):
         )
 
 
-@pytest.mark.parametrize("file", ["rank-0.safetensors", "rank-1.safetensors", "state.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "rank-0.safetensors", "rank-1.safetensors", "state.json"])
 @pytest.mark.parametrize("harm", ["changed", "cut", "gone"])
 def test_a_damaged_folder_is_passed_over(file, harm, saved, tmp_path):
     newest = tmp_path / "checkpoints" / "update-000000004.ckpt"
@@ -167,10 +167,34 @@ def saved(two, tmp_path_factory):
 
 def test_each_tensor_is_written_by_one_rank(saved):
     files = [load_file(saved / "update-000000004.ckpt" / f"rank-{rank}.safetensors") for rank in range(2)]
-    shared = [{name for name in tensors if name.startswith(("model.", "optimizer."))} for tensors in files]
+    shared = [{name for name in tensors if name.startswith("optimizer.")} for tensors in files]
     assert shared[0] and shared[1] and not shared[0] & shared[1]
+    assert not any(name.startswith("model.") for tensors in files for name in tensors)
     for rank, tensors in enumerate(files):
         assert {name.split(".")[1] for name in tensors if name.startswith("per_rank.")} == {str(rank)}
+
+
+def test_other_tools_read_the_model_of_two_ranks(saved):
+    newest = saved / "update-000000004.ckpt"
+    stored = load_file(newest / "model.safetensors")
+    assert set(stored) == set(trainer().model.state_dict())
+    assert all(torch.equal(stored[name], value) for name, value in sw.load_checkpoint(newest)["model"].items())
+
+
+def sharded(run):
+    trainer(run, strategy="fsdp").fit(loader(), updates=2)
+
+
+def test_a_sharded_model_is_in_the_files_of_the_ranks(two, tmp_path):
+    """Each rank writes its part of it; it is put together when it is loaded."""
+    two.run(sharded, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "update-000000002.ckpt"
+    assert sorted(path.name for path in newest.iterdir()) == ["rank-0.safetensors", "rank-1.safetensors", "state.json"]
+    parts = [load_file(newest / f"rank-{rank}.safetensors") for rank in range(2)]
+    model = sw.load_checkpoint(newest)["model"]
+    for name, value in model.items():
+        assert torch.equal(torch.cat([part[f"model.{name}"] for part in parts if f"model.{name}" in part]), value)
+    trainer().model.load_state_dict(model)
 
 
 # ------------------------------------------------------------------------------------------------- nothing is unpickled
@@ -217,7 +241,7 @@ def test_two_ranks_pass_over_a_pickle(two, saved, tmp_path):
     for name in (".metadata", "__0_0.distcp", "rest.ckpt"):
         (forged / name).write_bytes(pickled())
     for messages in two.run(passing_over, tmp_path / "run"):
-        assert len(messages) == 1 and "must have format version 3; found 1, which this version of" in messages[0]
+        assert len(messages) == 1 and "must have format version 4; found 1, which this version of" in messages[0]
     assert "update-000000006.ckpt" in names(tmp_path / "run") and not (tmp_path / "exploded").exists()
 
 

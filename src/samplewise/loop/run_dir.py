@@ -15,7 +15,7 @@ from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint import storage
 from samplewise.loop.checkpoint.state import check_trainer_state
 from samplewise.loop.checkpoint.storage import BackgroundWriter
-from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.loop.checkpoint.store import FOLDER, Checkpoints
 from samplewise.loop.log import Log
 from samplewise.loop.run_lock import RunLock
 
@@ -43,7 +43,7 @@ class RunDirectory:
         """
         on_every_rank(self._lock.acquire if current_group().rank == 0 else lambda: None)
         on_every_rank(self._check_version)
-        self._checkpoints = on_every_rank(lambda: Checkpoints(self.directory / "checkpoints"))
+        self._checkpoints = on_every_rank(lambda: Checkpoints(self.directory / FOLDER))
         count = len(self._paths())
         keep = None if self._ours else 0
         if resume and count:
