@@ -98,12 +98,16 @@ def no_checkpoint(message, path):
 
 
 def test_paths_without_a_checkpoint(tmp_path):
-    remedy = "Pass the path of a checkpoint such as 'runs/name/checkpoints/update-000000100.ckpt', or of a run directory."
+    remedy = (
+        "Pass the path of a checkpoint such as 'runs/name/checkpoints/update-000000100.ckpt', or of a run directory."
+    )
     no_checkpoint(f"path must name a checkpoint or a run directory; found the empty path ''. {remedy}", "")
     no_checkpoint(f"path must name a checkpoint or a run directory; found None. {remedy}", None)
     no_checkpoint(f"path must name a checkpoint or a run directory; found {{'model': 1}}. {remedy}", {"model": 1})
     absent = tmp_path / "none.ckpt"
-    no_checkpoint(f"{absent} must be a checkpoint or a run directory; found no such file or directory. {remedy}", absent)
+    no_checkpoint(
+        f"{absent} must be a checkpoint or a run directory; found no such file or directory. {remedy}", absent
+    )
     (tmp_path / "empty").mkdir()
     no_checkpoint(
         f"{tmp_path}/empty must be a checkpoint or a run directory; found a directory without state.json and without "
@@ -140,7 +144,7 @@ def test_a_model_that_was_saved_by_name(trainer):
     path = trainer.save_model("mine")
     trainer.save_model("mine")  # replaces it
     state = sw.load_checkpoint(path)
-    assert path == trainer.run / "mine.ckpt" and sorted(state) == ["model", "update"]
+    assert path == trainer.run / "mine.ckpt" and sorted(state) == ["base", "model", "update"]
     assert same(state["model"], trainer.model.state_dict())
     assert not list(trainer.run.glob(".*"))
 

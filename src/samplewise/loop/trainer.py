@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -18,10 +19,13 @@ from samplewise.core.criteria import Criterion
 from samplewise.distributed.ddp import inner
 from samplewise.distributed.group import current_group, errors_on_all_ranks, on_every_rank
 from samplewise.distributed.launch import join_process_group
-from samplewise.errors import BatchError, CheckpointError
+from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint
+from samplewise.loop.checkpoint.base import FrozenBase, with_base
+from samplewise.loop.checkpoint.settings import RunSettings
 from samplewise.loop.checkpoint.state import (
     check_compatible,
+    check_parts,
     check_savable,
     class_names,
     load_errors,
@@ -58,6 +62,8 @@ class Trainer:
     log_every: number of updates between two log lines, 50 by default. The loss is read from the device (host sync) only
     for a log line.
     progress: False for no progress display.
+    save: "all" (default); "trained" leaves frozen parameters out of checkpoints and saved models, for example the base
+    of a LoRA model. Resuming then needs the same base model, which is compared by checksums.
 
     If torchrun has started several processes, the trainer initializes the process group: see `sw.join_process_group`.
     """
@@ -74,6 +80,7 @@ class Trainer:
         seed: int = 0,
         log_every: int = 50,
         progress: bool = True,
+        save: str = "all",
     ):
         _check_arguments(step, callbacks, metrics, log_every)
         self.step = step
@@ -96,11 +103,18 @@ class Trainer:
         )
         self._evaluator = Evaluator(step, self.model, metrics or {}, self.device, seed)
         self._run_directory = None if self.run is None else RunDirectory(self.run)
+        self._base = FrozenBase(self.model, save)
+        self._settings = RunSettings(step)
         self._stopping = stop_controller(step)
         self._loader: ResumableLoader | None = None
         self._epoch = step.counters.epochs
         self._loss_meter = LossMeter()
         self._timer = PhaseTimer()
+
+    def __repr__(self) -> str:
+        done = self.step.counters
+        run = "no run directory" if self.run is None else f"run {str(self.run)!r}"
+        return f"Trainer({self.step!r}, {run}, {_count(done.epochs, 'epoch')}, {_count(done.updates, 'update')})"
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -139,6 +153,7 @@ class Trainer:
                 until = Duration(epochs=self._epoch + 1)
             self.expected_updates = self._expected_updates(data, until)
             self._callbacks.emit("on_fit_start")
+            self._note_changed_settings()
             self._timer.start(data.seconds_waited)
             self._stopping.synchronize()
             while not self._stopping.is_over(until, self._epoch):
@@ -256,11 +271,23 @@ class Trainer:
         self._loader.set_loader(loader, overfit)
         self.loader = self._loader.loader
         if self._files is not None:
+            check_parts(self._parts())
+            self._settings.start()
+            self._base.record()
             self._files.open(resume, self._load)
             self._files.check(*self._state(0))
             settings = {"seed": self.seed, "log_every": self.log_every}
             self._files.describe(**about(self.step, self.loader, self.device, **settings))
         return self._loader
+
+    def _note_changed_settings(self) -> None:
+        """Warn, and write a line of kind "note", if settings differ from those of the checkpoint."""
+        changes = self._settings.changes()
+        if changes is None:
+            return
+        self.write("note", update=self.step.counters.updates, text=changes)
+        if current_group().rank == 0:
+            warnings.warn(changes, TrainingWarning, stacklevel=3)
 
     def _expected_updates(self, data: ResumableLoader, until: Duration) -> int | None:
         """Number of updates at the end of the training; None if unknown."""
@@ -326,7 +353,7 @@ class Trainer:
         """Save the state dict of the model to `name`.ckpt in the run directory, and return its path."""
         if self.fast_dev_run:
             return Path(os.devnull)
-        state = {"model": self.model.state_dict(), "update": self.step.counters.updates}
+        state = {**self._base.model_state(), "update": self.step.counters.updates}
         return self._run_files().save_model(name, state)
 
     def _run_files(self) -> RunDirectory:
@@ -343,10 +370,12 @@ class Trainer:
         check_savable(self.step)
         parts = self._parts()
         states = on_every_rank(lambda: {name: part_state(part) for name, part in parts.items()})
+        states |= self._base.model_state()
         own = rank_state(self.step)
         position = self._loader.state(self.step.consumed)
         states["trainer"] = {"epoch": self._epoch, **position, "log": log, "seed": self.seed}
         states["classes"] = class_names(parts)
+        states["settings"] = self._settings.state_dict()
         return states, own
 
     def _load(self, state: dict[str, Any]) -> int:
@@ -357,9 +386,11 @@ class Trainer:
         check_compatible(state, parts, self.seed)
         with load_errors("loader"):
             self._loader.check_data(saved, saved["epoch"])
+        states = {**state, "model": with_base(state["model"], state["base"], self.model)}
         for name, part in parts.items():
             with load_errors(name):
-                load_part(part, state[name])
+                load_part(part, states[name])
+        self._settings.load(state)
         with load_errors("open window"):
             load_rank_state(state["per_rank"], self.step)
         self._epoch = saved["epoch"]
@@ -403,6 +434,10 @@ class Trainer:
         their structure. With several ranks each one predicts all batches of its loader: they are not sharded.
         """
         return self._evaluator.predict(loader)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _complete(callbacks: Iterable[Any], run: Path | None) -> list[Any]:

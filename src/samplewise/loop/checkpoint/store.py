@@ -51,7 +51,9 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> dic
 
 def _checked(path: Any) -> Path:
     """Return the path; raise CheckpointError for a path where there can be no checkpoint."""
-    remedy = "Pass the path of a checkpoint such as 'runs/name/checkpoints/update-000000100.ckpt', or of a run directory."
+    remedy = (
+        "Pass the path of a checkpoint such as 'runs/name/checkpoints/update-000000100.ckpt', or of a run directory."
+    )
     if not isinstance(path, (str, Path)) or not str(path):
         found = "the empty path ''" if path == "" else str(path)[:40]
         raise CheckpointError(f"path must name a checkpoint or a run directory; found {found}. {remedy}")
