@@ -12,12 +12,12 @@ import torch
 from daily import daily
 from forging import BOMBS, nothing_unpickled, pickled
 from safetensors.torch import load_file
-from test_loop_trainer import going_on, loader, parameters, trainer
+from test_loop_trainer import going_on, loader, log, parameters, trainer
 
 import samplewise as sw
 from samplewise.distributed.group import current_group
-from samplewise.errors import CheckpointError, CheckpointWarning
-from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.errors import CheckpointError, CheckpointWarning, TrainingWarning
+from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint, SetLR
 from samplewise.loop.checkpoint import storage
 from samplewise.loop.checkpoint.store import Checkpoints
 
@@ -349,3 +349,72 @@ def test_one_that_cannot_be_resumed_says_so_everywhere(two, tmp_path):
     assert all(re.match(message, error) for error in two.errors(resuming, tmp_path / "run"))
     with pytest.raises(CheckpointError, match="the optimizer it was saved with"):
         resuming(tmp_path / "run")
+
+
+# ------------------------------------------------------------------------------------------------ settings and the base
+
+
+def with_settings(run, end, **options):
+    """Resumes, and returns what was said, and the learning rate afterwards."""
+    made = trainer(run, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.fit(loader(), epochs=end, resume=True)
+    said = [str(warning.message) for warning in caught if warning.category is TrainingWarning]
+    return said, made.step.optimizer.param_groups[0]["lr"]
+
+
+def with_other_settings(run):
+    with_settings(run, 1)
+    return with_settings(run, 2, lr=0.1, samples=8)
+
+
+def with_another_rate(run):
+    return with_settings(run, 3, lr=0.1, samples=8, callbacks=[SetLR(0.2)])
+
+
+def test_other_settings_are_named_by_the_first_rank(two, tmp_path):
+    (said, lr), (nothing, other) = two.run(with_other_settings, tmp_path / "run")
+    assert nothing == [] and lr == other == 0.3
+    assert "learning rate: the checkpoint's 0.3 is kept, the script has 0.1; samples: 8 from now on, the run" in said[0]
+    assert [line["text"] for line in log(tmp_path / "run") if line["kind"] == "note"] == said
+    (said, lr), (nothing, other) = two.run(with_another_rate, tmp_path / "run")
+    assert "learning rate: 0.2 from now on, the checkpoint has 0.3." in said[0] and lr == other == 0.2
+
+
+def stopping(run):
+    made = trainer(run, [EarlyStopping(patience=1, min_delta=100.0)])
+    return made.fit(loader(), epochs=9, resume=True), made.step.counters.epochs
+
+
+def test_a_stopped_run_stays_stopped(two, tmp_path):
+    for _ in range(2):
+        assert two.run(stopping, tmp_path / "run") == [("loss has not improved for 1 epoch", 2)] * 2
+    assert stopping(tmp_path / "run") == ("loss has not improved for 1 epoch", 2)
+
+
+def partly_frozen(run, strategy, end, seed=0):
+    """Trains a model whose first layer is frozen, and returns all of its parameters."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8).requires_grad_(False), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    model.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    step = sw.Step(model, optimizer, torch.nn.CrossEntropyLoss(), 6, strategy=strategy)
+    made = sw.Trainer(step, run, progress=False, device="cpu", save="trained")
+    made.fit(loader(), epochs=end, resume=True)
+    return parameters(made)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_frozen_parameters_are_left_out(two, tmp_path, strategy):
+    whole = two.run(partly_frozen, tmp_path / "whole", strategy, 2)
+    two.run(partly_frozen, tmp_path / "run", strategy, 1)
+    parts = two.run(partly_frozen, tmp_path / "run", strategy, 2)
+    assert all(map(torch.equal, whole, parts))
+    state = sw.load_checkpoint(tmp_path / "run")
+    assert set(state["base"]) == {"0.weight", "0.bias"} and set(state["model"]) == {"2.weight", "2.bias"}
+    for error in two.errors(partly_frozen, tmp_path / "run", strategy, 3, 1):
+        assert error.startswith(
+            "CheckpointError: a checkpoint without frozen parameters (save='trained') must be resumed"
+        )
+    torch.testing.assert_close(partly_frozen(tmp_path / "run", None, 2), whole[0])  # as one process

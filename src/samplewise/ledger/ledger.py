@@ -85,11 +85,10 @@ class Ledger:
         self._discard_rows()
 
     def __repr__(self) -> str:
-        keys = ", ".join(f"{name}={key!r}" for name, key in self.keys.items() if name != key)
-        columns = f", columns {', '.join(self.keys)}" + (f" ({keys})" if keys else "")
+        columns = ", ".join(name if name == key else f"{name}={key!r}" for name, key in self.keys.items())
         directory = self.directory if self._parts is None else self._parts.run
         where = "the run directory of the trainer" if directory is None else repr(str(directory))
-        return f"Ledger({where}{columns}, {self._rows:,} unwritten rows)"
+        return f"Ledger({where}, columns {columns}, {self._rows:,} unwritten rows)"
 
     def _discard_rows(self) -> None:
         """Discard rows that have not been written."""

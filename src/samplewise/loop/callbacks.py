@@ -14,6 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from samplewise.distributed.group import current_group
+from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.schema import COUNT, NUMBER, TEXT, Kind, check
 from samplewise.loop.checkpoint.state import savable
 from samplewise.loop.checkpoint.storage import remove_checkpoint
@@ -54,6 +55,8 @@ class EarlyStopping:
     def __init__(self, monitor: str = "loss", patience: int = 3, mode: str = "min", min_delta: float = 0.0):
         if type(patience) is not int or patience < 1:
             raise ValueError(f"patience must be a positive number of epochs; found {patience!r}.")
+        if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
+            raise ValueError(f"min_delta must be a number, 0 or more; found {min_delta!r}.")
         self.monitor = monitor
         self.patience = patience
         self.mode = mode
@@ -121,6 +124,10 @@ class ModelCheckpoint:
         return [self._directory / name for name in self._names]
 
     def on_fit_start(self, trainer: Any) -> None:
+        if trainer.run is None and not trainer.fast_dev_run:
+            raise CheckpointError(
+                "ModelCheckpoint needs a run directory; found none. Use Trainer(..., run='runs/name')."
+            )
         self._directory = trainer.run or Path()
 
     def on_update(self, trainer: Any, update: Any) -> None:
@@ -133,7 +140,7 @@ class ModelCheckpoint:
         self._save_if(self.every.epochs is not None and (epoch + 1) % self.every.epochs == 0, trainer)
 
     def on_fit_end(self, trainer: Any) -> None:
-        if trainer.run is not None and savable(trainer.step):  # deferred samples cannot be saved
+        if savable(trainer.step):  # deferred samples cannot be saved
             self._save_if(not self._saved, trainer)
 
     def _save_if(self, wanted: bool, trainer: Any) -> None:

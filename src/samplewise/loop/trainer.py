@@ -82,7 +82,7 @@ class Trainer:
         progress: bool = True,
         save: str = "all",
     ):
-        _check_arguments(step, callbacks, metrics, log_every)
+        _check_arguments(step, run, callbacks, metrics, seed, log_every)
         self.step = step
         self.model = inner(step.model)
         self.seed = seed
@@ -129,7 +129,14 @@ class Trainer:
         overfit: int | None = None,
         fast_dev_run: bool = False,
     ) -> str:
-        """Train up to a total number of epochs or updates, and return the reason for the end.
+        """Train up to a total number of epochs or updates, and return the reason for the end: "3 epochs are done", the
+        reason of a callback, or "SIGTERM" or "SIGINT" after a signal.
+
+        A first Ctrl-C (SIGINT) saves a checkpoint and returns, and the script goes on after `fit`. A script that is to
+        end then, with the usual exit code:
+
+            if trainer.fit(loader, epochs=10, resume=True) == "SIGINT":
+                sys.exit(130)
 
         loader: training batches. With several ranks, each takes its shard of the samples, unless the loader is marked
         by `sw.sharded`.
@@ -148,6 +155,7 @@ class Trainer:
             self.step.slow_compile_notice(self._progress.line),
         ):
             until = duration(epochs, updates)
+            self._check_resume(resume)
             data = self._open(loader, overfit, resume)
             if self.fast_dev_run:
                 until = Duration(epochs=self._epoch + 1)
@@ -176,7 +184,12 @@ class Trainer:
         return reason
 
     def stop(self, reason: str) -> None:
-        """End the training after this update, on all ranks. `fit` returns the reason."""
+        """End the training after this update, on all ranks. `fit` returns the reason, a text. Call it while `fit` runs.
+
+        The next call of `fit`, also with resume=True, continues the training.
+        """
+        if not isinstance(reason, str) or not reason:
+            raise ValueError(f"the reason for a stop must be a text that is not empty; found {reason!r}.")
         self._stopping.request(reason)
 
     def _batches(self, data: ResumableLoader) -> Iterator[BatchCursor]:
@@ -330,6 +343,14 @@ class Trainer:
                 "inside one. Make a new step and trainer for it."
             )
 
+    def _check_resume(self, resume: bool) -> None:
+        if not isinstance(resume, bool):
+            raise ValueError(
+                f"resume must be True or False; found {resume!r}. The run to continue is that of Trainer(..., run=...)."
+            )
+        if resume and self.run is None:
+            raise ValueError("resume=True needs a run directory; found none. Use Trainer(..., run='runs/name').")
+
     # --- files -----------------------------------------------------------------------------------------------------
 
     @property
@@ -350,7 +371,10 @@ class Trainer:
         return self._run_files().save(self._state, self.step.counters.updates)
 
     def save_model(self, name: str) -> Path:
-        """Save the state dict of the model to `name`.ckpt in the run directory, and return its path."""
+        """Save the state dict of the model to `name`.ckpt in the run directory, and return its path.
+
+        `sw.load_checkpoint(path)["model"]` is the state dict; other tools read model.safetensors in it.
+        """
         if self.fast_dev_run:
             return Path(os.devnull)
         state = {**self._base.model_state(), "update": self.step.counters.updates}
@@ -450,11 +474,15 @@ def _complete(callbacks: Iterable[Any], run: Path | None) -> list[Any]:
     return [LayerGradNorms(), *ordered, *([] if saves else [ModelCheckpoint()])]
 
 
-def _check_arguments(step: Any, callbacks: Any, metrics: Any, log_every: Any) -> None:
+def _check_arguments(step: Any, run: Any, callbacks: Any, metrics: Any, seed: Any, log_every: Any) -> None:
     if not isinstance(step, Step):
         raise TypeError(
             f"step must be a samplewise Step; found {type(step).__name__}. Use sw.Step(model, optimizer, loss)."
         )
+    if run is not None and (not isinstance(run, (str, Path)) or not str(run)):
+        raise ValueError(f"run must be the path of a directory, or None; found {run!r}. Pass for example 'runs/name'.")
+    if type(seed) is not int:
+        raise ValueError(f"seed must be an int; found {seed!r}.")
     if not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a list of objects; found {type(callbacks).__name__}. Pass a list.")
     if metrics is not None and not isinstance(metrics, Mapping):

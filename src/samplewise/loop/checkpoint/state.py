@@ -150,7 +150,8 @@ def check_compatible(state: Mapping[str, Any], parts: Mapping[str, Any], seed: i
     """Raise CheckpointError if seed, classes or number of ranks do not match the checkpoint."""
     if state["trainer"]["seed"] != seed:
         raise CheckpointError(
-            f"a run must be resumed with the seed it was saved with, {state['trainer']['seed']}; found {seed}."
+            f"a run must be resumed with the seed it was saved with, {state['trainer']['seed']}; found {seed}. "
+            "Use the saved seed, or start a new run directory."
         )
     for name, found in class_names(parts).items():
         if found != state["classes"][name]:
