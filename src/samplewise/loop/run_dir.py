@@ -149,7 +149,7 @@ class RunDirectory:
 
     def save_model(self, name: str, state: dict[str, Any]) -> Path:
         """Write a state to `name`.ckpt next to the log, where it is not removed. Collective."""
-        if not isinstance(name, str) or not name or Path(name).name != name:
+        if not isinstance(name, str) or not name.strip(".") or Path(name).name != name:
             raise ValueError(f"the name of a saved model must be a file name without a path; found {name!r}.")
         path = self.directory / f"{name}.ckpt"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -294,13 +294,14 @@ class Trainer:
         return self._loader
 
     def _note_changed_settings(self) -> None:
-        """Warn, and write a line of kind "note", if settings differ from those of the checkpoint."""
-        changes = self._settings.changes()
-        if changes is None:
-            return
-        self.write("note", update=self.step.counters.updates, text=changes)
-        if current_group().rank == 0:
-            warnings.warn(changes, TrainingWarning, stacklevel=3)
+        """Write a line of kind "note" if settings differ from those of the checkpoint, and warn unless they were set by
+        a callback.
+        """
+        found = self._settings.differences()
+        if any(found):
+            self.write("note", update=self.step.counters.updates, text=str(found))
+        if (found.kept or found.changed) and current_group().rank == 0:
+            warnings.warn(str(found), TrainingWarning, stacklevel=3)
 
     def _expected_updates(self, data: ResumableLoader, until: Duration) -> int | None:
         """Number of updates at the end of the training; None if unknown."""

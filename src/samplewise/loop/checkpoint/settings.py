@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,13 +25,22 @@ PLAIN = (bool, int, float, str, type(None))
 LABELS = {"lr": "learning rate", "initial_lr": "initial learning rate"}
 NOT_SETTINGS = ("params", "param_names")  # entries of a parameter group
 POSITIONS = ("last_epoch", "base_lrs")  # entries of a scheduler that are its state, or known from the parameter groups
-RESUMED = (
-    "The run is resumed with settings that differ from those of the checkpoint: {found}. Settings of the optimizer and "
-    "the scheduler are restored from the checkpoint, all others are those of the script.{remedy}"
-)
-REMEDY = " To change a learning rate, pass callbacks=[sw.callbacks.SetLR(...)]."
+RESUMED = "The run is resumed with settings that differ from those of the checkpoint: {found}.{remedy}"
+REMEDY = " To change a learning rate on resume, pass callbacks=[sw.callbacks.SetLR(...)]."
 
 Settings = dict[str, Any]
+
+
+class Differences(NamedTuple):
+    """Sentences about settings that differ from those of the checkpoint, with both values."""
+
+    kept: list[str]  # the script has others, which are not used
+    changed: list[str]  # the script has others, which are used
+    set: list[str]  # a callback has set others on purpose
+
+    def __str__(self) -> str:
+        remedy = REMEDY if any("learning rate" in line for line in self.kept) else ""
+        return RESUMED.format(found="; ".join([*self.kept, *self.changed, *self.set]), remedy=remedy)
 
 
 class RunSettings:
@@ -64,33 +73,34 @@ class RunSettings:
             "optimizer": {**self._created, **_of_groups(groups), **_of_scheduler(state.get("scheduler", {}))},
         }
 
-    def changes(self) -> str | None:
-        """Return the settings that differ from those of the checkpoint, with both values; None if there are none."""
+    def differences(self) -> Differences:
+        """Compare with the checkpoint, after `on_fit_start`, in which callbacks may change settings."""
         if self._saved is None:
-            return None
-        found = list(_from_script(self._saved["step"], step_settings(self._step)))
-        kept = list(self._restored(self._saved["optimizer"], _of_optimizer(self._step)))
-        if not found and not kept:
-            return None
-        remedy = REMEDY if any("learning rate" in line and "is kept" in line for line in kept) else ""
-        return RESUMED.format(found="; ".join(kept + found), remedy=remedy)
+            return Differences([], [], [])
+        changed = list(_from_script(self._saved["step"], step_settings(self._step)))
+        return self._restored(self._saved["optimizer"], _of_optimizer(self._step))._replace(changed=changed)
 
-    def _restored(self, saved: Settings, now: Settings) -> Iterator[str]:
-        """Compare settings of optimizer and scheduler: a callback may have changed them, or the script has others."""
+    def _restored(self, saved: Settings, now: Settings) -> Differences:
+        """Compare settings of optimizer and scheduler."""
         assert self._script is not None
-        initial: set[str] = set()  # groups whose initial learning rate was named: the current one follows from it
+        found = Differences([], [], [])
+        initial: set[str] = set()  # groups whose initial learning rate is listed: the current one follows from it
         for name in _common(self._created, self._script, saved, now):
             label, _, group = name.partition(" of ")
             if label == LABELS["lr"] and group in initial:
                 continue
-            line = None
+            script = self._script[name]
             if not _same(now[name], saved[name]):
-                line = f"{name}: {now[name]} from now on, the checkpoint has {saved[name]}"
-            elif not _same(self._script[name], self._created[name]) and not _same(self._script[name], saved[name]):
-                line = f"{name}: the checkpoint's {saved[name]} is kept, the script has {self._script[name]}"
-            if line is not None:
-                initial |= {group} if label == LABELS["initial_lr"] else set()
-                yield line
+                found.set.append(
+                    f"{name}: {now[name]} from now on, set by a callback; the checkpoint has {saved[name]}"
+                )
+            elif not _same(script, self._created[name]) and not _same(script, saved[name]):
+                found.kept.append(f"{name}: the checkpoint's {saved[name]} is kept, the script has {script}")
+            else:
+                continue
+            if label == LABELS["initial_lr"]:
+                initial.add(group)
+        return found
 
 
 def step_settings(step: Step) -> Settings:
