@@ -168,6 +168,7 @@ def test_reprs_say_what_they_are(tmp_path):
     )
     [update] = step((X[:4], Y[:4]))
     assert repr(update).startswith("Update(0: 4 samples, loss ")
+    assert repr(step.run([(X[:1], Y[:1])])).startswith("1 update, 1 sample, loss ")
     assert repr(sw.Ledger()) == "Ledger(the run directory of the trainer, columns id, 0 unwritten rows)"
     ledger = sw.Ledger(tmp_path / "mine", id=2, columns={"label": 1})
     assert repr(ledger) == f"Ledger('{tmp_path}/mine', columns label=1, id=2, 0 unwritten rows)"

@@ -1,4 +1,4 @@
-"""Tables and hints in plain text."""
+"""Tables, hints and counts in plain text."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -19,3 +19,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return "Did you mean 'x'?" for the known name that is most similar; empty if none is similar."""
     close = get_close_matches(name, known, n=1)
     return f"Did you mean {close[0]!r}?" if close else ""
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun: "1 update", "1,200 updates"."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

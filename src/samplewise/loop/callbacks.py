@@ -37,7 +37,7 @@ def _better(mode: str) -> int:
 def _monitored(metrics: dict[str, float], name: str) -> float:
     if name not in metrics:
         raise ValueError(
-            f"monitor must be one of {', '.join(metrics)}; found {name!r}. 'loss' is the loss of validation if there is "
+            f"monitor must be one of {', '.join(metrics)}; found {name!r}. 'loss' is that of validation if there is "
             "one; other metrics need Trainer(metrics=...) and fit(validate=...)."
         )
     return metrics[name]

@@ -16,6 +16,7 @@ from torch import nn
 from samplewise.core.atomic_io import absolute
 from samplewise.core.batches import to_device
 from samplewise.core.criteria import Criterion
+from samplewise.core.text import counted
 from samplewise.distributed.ddp import inner
 from samplewise.distributed.group import current_group, errors_on_all_ranks, on_every_rank
 from samplewise.distributed.launch import join_process_group
@@ -114,7 +115,7 @@ class Trainer:
     def __repr__(self) -> str:
         done = self.step.counters
         run = "no run directory" if self.run is None else f"run {str(self.run)!r}"
-        return f"Trainer({self.step!r}, {run}, {_count(done.epochs, 'epoch')}, {_count(done.updates, 'update')})"
+        return f"Trainer({self.step!r}, {run}, {counted(done.epochs, 'epoch')}, {counted(done.updates, 'update')})"
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -161,12 +162,13 @@ class Trainer:
                 until = Duration(epochs=self._epoch + 1)
             self.expected_updates = self._expected_updates(data, until)
             self._callbacks.emit("on_fit_start")
-            self._note_changed_settings()
+            self._settings.fit_started()
             self._timer.start(data.seconds_waited)
             self._stopping.synchronize()
             while not self._stopping.is_over(until, self._epoch):
                 epoch = self._epoch
                 self._callbacks.emit("on_epoch_start", epoch=epoch)
+                self._note_changed_settings()
                 with self._stopping.epoch(data):
                     for update in self.step.over(self._batches(data)):
                         self._record_update(update, data)
@@ -294,8 +296,8 @@ class Trainer:
         return self._loader
 
     def _note_changed_settings(self) -> None:
-        """Write a line of kind "note" if settings differ from those of the checkpoint, and warn unless they were set by
-        a callback.
+        """After a resume, write a line of kind "note" if settings differ from those of the checkpoint, and warn unless
+        they were set by a callback.
         """
         found = self._settings.differences()
         if any(found):
@@ -459,10 +461,6 @@ class Trainer:
         their structure. With several ranks each one predicts all batches of its loader: they are not sharded.
         """
         return self._evaluator.predict(loader)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _complete(callbacks: Iterable[Any], run: Path | None) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.means import WeightedMean
+from samplewise.core.text import counted
 from samplewise.errors import LossesError, ParameterError
 from samplewise.step.batch_columns import BatchColumns, Column, columns_of
 from samplewise.step.window import WindowTotals
@@ -168,7 +169,7 @@ class Update:
 
     def __repr__(self) -> str:
         skipped = ", skipped" if self.skipped else ""
-        return f"Update({self.index}: {self.samples} samples, loss {self.loss:.4g}{skipped})"
+        return f"Update({self.index}: {counted(self.samples, 'sample')}, loss {self.loss:.4g}{skipped})"
 
 
 class Totals:
@@ -212,4 +213,5 @@ class Totals:
 
     def __repr__(self) -> str:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
-        return f"{self.updates} updates{skipped}, {self.samples} samples, loss {self.loss:.4g}, {self.seconds:.2f} s"
+        done = f"{counted(self.updates, 'update')}{skipped}, {counted(self.samples, 'sample')}"
+        return f"{done}, loss {self.loss:.4g}, {self.seconds:.2f} s"

@@ -1,6 +1,7 @@
 """Settings of a run, saved in checkpoints and compared with those of the script on resume.
 
-    step         samples, microbatch, transforms, loss, ...: on resume those of the script are used
+    step         samples, microbatch, transforms, loss, ...: on resume those of the script are used, also if a callback
+                 had changed them since
     optimizer    settings of each parameter group: on resume those of the checkpoint are used, as PyTorch does
     scheduler    the same
 
@@ -48,48 +49,65 @@ class RunSettings:
 
     def __init__(self, step: Step):
         self._step = step
-        self._script: Settings | None = None  # of the optimizer and the scheduler, as the script has made them
+        self._script: Settings = {}  # of the step, as the script has made it
+        self._made: Settings | None = None  # of the optimizer and the scheduler, as the script has made them
         self._created: Settings = {}  # of the optimizer and the scheduler, when the run was created
-        self._saved: Settings | None = None  # all of the checkpoint; None if none was loaded
+        self._now: Settings = {}  # of the optimizer and the scheduler, after on_fit_start
+        self._saved: dict[str, Settings] | None = None  # all of the checkpoint; None if none was loaded
 
     def start(self) -> None:
-        """Record the settings of the script, at the start of `fit`."""
+        """Record the settings of the script, before a checkpoint is loaded."""
         self._saved = None
+        self._script = step_settings(self._step)
         # A scheduler may have changed them in an earlier fit.
-        if self._script is None or self._step.scheduler is None:
-            self._script = _of_optimizer(self._step)
-        self._created = self._created or self._script
+        if self._made is None or self._step.scheduler is None:
+            self._made = _of_optimizer(self._step)
+        self._created = self._created or self._made
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": step_settings(self._step), "created": self._created}
+        return {"step": step_settings(self._step), "script": self._script, "created": self._created}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Record the settings in the state of a checkpoint, which has been loaded."""
         settings = state["settings"]
         self._created = settings["created"]
         groups = state["optimizer"].get("param_groups", [])
-        self._saved = {
-            "step": settings["step"],
-            "optimizer": {**self._created, **_of_groups(groups), **_of_scheduler(state.get("scheduler", {}))},
-        }
+        optimizer = {**self._created, **_of_groups(groups), **_of_scheduler(state.get("scheduler", {}))}
+        self._saved = {"step": settings["step"], "script": settings["script"], "optimizer": optimizer}
+
+    def fit_started(self) -> None:
+        """Record the settings of optimizer and scheduler after on_fit_start, in which callbacks may change them."""
+        if self._saved is not None:
+            self._now = _of_optimizer(self._step)
 
     def differences(self) -> Differences:
-        """Compare with the checkpoint, after `on_fit_start`, in which callbacks may change settings."""
-        if self._saved is None:
+        """Compare with the checkpoint, once, after the first on_epoch_start, in which callbacks may change the step."""
+        saved = self._saved
+        self._saved = None
+        if saved is None:
             return Differences([], [], [])
-        changed = list(_from_script(self._saved["step"], step_settings(self._step)))
-        return self._restored(self._saved["optimizer"], _of_optimizer(self._step))._replace(changed=changed)
+        changed = list(self._of_script(saved["script"], saved["step"], step_settings(self._step)))
+        return self._restored(saved["optimizer"], self._now)._replace(changed=changed)
+
+    def _of_script(self, script: Settings, last: Settings, now: Settings) -> Iterator[str]:
+        """Compare settings of the step. script: of the script of the run; last: at the time of saving."""
+        for name in _common(script, last, self._script, now):
+            value = self._script[name]
+            if not _same(value, script[name]):
+                yield f"{name}: {value} from now on, the run had {script[name]}"
+            elif not _same(value, last[name]) and _same(value, now[name]):
+                yield f"{name}: {value} from now on, a callback had changed it to {last[name]}"
 
     def _restored(self, saved: Settings, now: Settings) -> Differences:
         """Compare settings of optimizer and scheduler."""
-        assert self._script is not None
+        assert self._made is not None
         found = Differences([], [], [])
         initial: set[str] = set()  # groups whose initial learning rate is listed: the current one follows from it
-        for name in _common(self._created, self._script, saved, now):
+        for name in _common(self._created, self._made, saved, now):
             label, _, group = name.partition(" of ")
             if label == LABELS["lr"] and group in initial:
                 continue
-            script = self._script[name]
+            script = self._made[name]
             if not _same(now[name], saved[name]):
                 found.set.append(
                     f"{name}: {now[name]} from now on, set by a callback; the checkpoint has {saved[name]}"
@@ -155,12 +173,6 @@ def _of_scheduler(state: Mapping[str, Any], title: str = "scheduler") -> Setting
     for k, inner in enumerate(state.get("_schedulers", ())):
         settings |= _of_scheduler(inner, f"{title}'s part {k}")
     return settings
-
-
-def _from_script(before: Settings, now: Settings) -> Iterator[str]:
-    for name in _common(before, now):
-        if not _same(before[name], now[name]):
-            yield f"{name}: {now[name]} from now on, the run had {before[name]}"
 
 
 def _common(*settings: Settings) -> list[str]:

@@ -53,7 +53,7 @@ SUMS: Schema = {"loss": TENSOR, "count": TENSOR, "samples": COUNT, "skipped": CO
 TRAINER: Schema = {
     "trainer": {"epoch": COUNT, "log": COUNT, "seed": WHOLE, "used": maybe(COUNT)},
     "classes": {"optimizer": TEXT, "scheduler": TEXT},
-    "settings": {"step": DICT, "created": DICT},
+    "settings": {"step": DICT, "script": DICT, "created": DICT},
     "base": DICT,
     "model": DICT,
     "optimizer": DICT,
