@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from samplewise.core.batches import map_leaves
 from samplewise.core.losses import LossFn, as_loss_fn, loss_alone, per_sample, why_not_alone
 from samplewise.core.text import render
-from samplewise.engine.checks import named_parameters
+from samplewise.engine.checks import check_model, named_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError
@@ -72,6 +73,9 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
     Compares rows, norms and sums of every parameter. Also recomputes up to 3 samples alone: a different loss means that
     samples interact. Works on a copy; the model is not changed.
     """
+    check_model(model, "sw.check(model, loss_fn, batch)")
+    if isinstance(batch, DataLoader):
+        raise TypeError("batch must be one batch; found a DataLoader. Pass next(iter(loader)).")
     loss_fn = as_loss_fn(copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn)
     model_copy = copy.deepcopy(model).double()
     batch = map_leaves(batch, _as_double)

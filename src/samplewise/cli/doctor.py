@@ -25,9 +25,10 @@ from samplewise.core.batches import cut, length, to_device
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import notify_if_slow
+from samplewise.core.text import listed
 from samplewise.engine.gradients import gradients
 from samplewise.errors import SamplewiseError
-from samplewise.step.checks import listed, training_batch_norms
+from samplewise.step.checks import training_batch_norms
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip
 

@@ -1,6 +1,14 @@
-"""Tables in plain text."""
+"""Tables and lists in plain text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+SHOWN = 5
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first five names, separated by commas, and the number of the others."""
+    names = list(names)
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:

@@ -7,22 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
+from samplewise.core.text import listed
 from samplewise.distributed.group import current_group
 from samplewise.errors import ParameterError, TrainingWarning, TransformError
 from samplewise.transforms.chain import Chain
 from samplewise.transforms.stats import PerSample
 
-SHOWN = 5
 MODEL = "model"
 
 
 def warn(message: str) -> None:
     warnings.warn(message, TrainingWarning, stacklevel=2)
-
-
-def listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def check_modes(modules: Sequence[nn.Module]) -> None:

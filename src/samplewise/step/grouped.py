@@ -16,10 +16,11 @@ from torch import Tensor
 
 from samplewise.core.batches import length, take
 from samplewise.core.snapshot import snapshot
+from samplewise.core.text import listed
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
 from samplewise.step.accumulate import PerSampleAccumulator, check_finite
-from samplewise.step.checks import listed, training_batch_norms
+from samplewise.step.checks import training_batch_norms
 from samplewise.step.window_ranks import WindowRanks
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of, split
