@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from samplewise.core.batches import map_leaves
-from samplewise.core.losses import LossFn, as_loss_fn, loss_alone, per_sample, why_not_alone
+from samplewise.core.losses import (
+    RANDOM,
+    LossFn,
+    as_loss_fn,
+    changed_by_exchange,
+    loss_alone,
+    per_sample,
+    why_not_alone,
+)
+from samplewise.core.snapshot import snapshot
 from samplewise.core.text import render
 from samplewise.engine.checks import check_model, named_parameters
 from samplewise.engine.gradients import gradients
@@ -128,9 +138,13 @@ def _recompute_alone(model_copy: nn.Module, loss_fn: LossFn, batch: Any, losses:
 
     with torch.no_grad():
         reason = why_not_alone(compute, batch, losses)
+        if reason == RANDOM:
+            change = changed_by_exchange(compute, batch, partial(snapshot, model_copy), 1e-6)
+            if change is not None:
+                return True, [f"{change}: samples interact"]
+            return False, [f"{reason}, so no sample was recomputed alone; repeat the check in eval mode"]
         if reason is not None:
-            remedy = "; repeat the check in eval mode" if "random" in reason else ""
-            return False, [f"{reason}, so no sample was recomputed alone{remedy}"]
+            return False, [f"{reason}, so no sample was recomputed alone"]
         for i in range(min(RECOMPUTED, len(losses))):
             alone = loss_alone(compute, batch, i)
             if alone.shape != (1,) or not torch.isclose(alone[0], losses[i].detach(), rtol=1e-6, atol=1e-9):

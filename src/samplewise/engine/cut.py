@@ -16,7 +16,6 @@ from samplewise.engine.graph import Edge, Graph, Node
 from samplewise.engine.independence import (
     Constants,
     data_entries,
-    refuse_batch_norm,
     refuse_sample_data,
     sample_data,
 )
@@ -46,8 +45,6 @@ def find_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
     `constants` are the parameters and buffers of the model. With interacting="refuse", raise SamplesInteractError if
     the loss of a sample depends on other samples.
     """
-    if interacting == "refuse":
-        refuse_batch_norm(graph)
     return _proven_cut(graph, constants) or probed_cut(graph, constants, interacting)
 
 

@@ -54,7 +54,9 @@ def gradients(
     tensors, or an iterable of tensors or of (name, tensor) pairs. Nothing is computed before the first call of a method
     such as `norms` or `sum`; the graph is not freed.
 
-    create_graph: if True, the returned quantities can be differentiated. Default False.
+    create_graph: if True, the returned quantities can be differentiated. Fused attention kernels have no second
+        derivative and are refused: compute the losses under torch.nn.attention.sdpa_kernel(SDPBackend.MATH). Default
+        False.
     strategy: "fused" (default), "twice" (least memory), "full" (keeps all rows), "reference" (one backward pass per
         sample).
     interacting: "refuse" (default) raises SamplesInteractError if the loss of a sample depends on other samples;
@@ -91,6 +93,8 @@ def gradients_of(
     graph = Graph(losses, dict(wanted))
     if graph.python_functions or not graph.leaves:
         graph.check_readable()
+    if create_graph:
+        graph.check_twice_differentiable()
     return Gradients(QuantityEvaluator(Planner(graph, modules, interacting), strategy or "fused", create_graph))
 
 

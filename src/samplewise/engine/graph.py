@@ -47,6 +47,13 @@ class Edge(NamedTuple):
 EdgeKey = tuple[int, int]  # an edge of any graph of one structure: position of the node, output slot
 
 
+FUSED_ATTENTION = {
+    "ScaledDotProductFlashAttentionForCpu",
+    "ScaledDotProductFlashAttention",
+    "ScaledDotProductEfficientAttention",
+    "ScaledDotProductCudnnAttention",
+}
+
 _operations: dict[type, str] = {}
 
 
@@ -208,6 +215,16 @@ class Graph:
             raise GraphError(
                 "the losses must not be modified in place while their gradients are in use; found that they were. "
                 "Write losses = losses * 2 instead of losses *= 2, or compute all quantities before the change."
+            )
+
+    def check_twice_differentiable(self) -> None:
+        """Raise GraphError for a fused attention kernel between the losses and the parameters."""
+        fused = [self.operations[node] for node in self.relevant if self.operations[node] in FUSED_ATTENTION]
+        if fused:
+            raise GraphError(
+                "create_graph=True needs operations with a second derivative; found the fused attention kernel "
+                f"{fused[0]}, which has none in PyTorch. Compute the losses inside "
+                "`with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`."
             )
 
     def check_readable(self) -> None:

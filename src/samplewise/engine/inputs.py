@@ -48,6 +48,8 @@ def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Te
             "the losses must depend on x; found no path to it in the graph. "
             "Pass the same tensor object that the model was called with."
         )
+    if create_graph:
+        graph.check_twice_differentiable()
     with graph_alive(), torch.set_grad_enabled(create_graph):
         if graph.samples > 1 and not _proven(graph, edge):
             _refuse_mixed(graph, edge)
@@ -66,6 +68,6 @@ def _refuse_mixed(graph: Graph, edge: Edge) -> None:
     if (owner == MIXED).any():
         raise SamplesInteractError(
             "each element of x must affect the loss of one sample only; found elements shared by several samples. "
-            "Call sw.freeze_batchnorm(model) if the model has BatchNorm layers, remove operations that combine samples, "
-            "or pass a tensor that is not shared."
+            "Call sw.freeze_batchnorm(model) if the model has BatchNorm layers, remove operations that combine "
+            "samples, or pass a tensor that is not shared."
         )
