@@ -103,14 +103,22 @@ def test_a_window_in_pieces_is_computed_piece_by_piece_with_a_warning(make, loss
 
 
 @cases
-def test_compiled_updates(make, loss_fn):
-    models = [make(), make()]
-    for model, compile in zip(models, (False, True), strict=True):
-        step = sw.Step(model, sw.sgd(LR), loss_fn, transforms=CLIP, interacting="allow", compile=compile)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "updates stay uncompiled", sw.TrainingWarning)
-            step.run(batches(updates=4))
-    assert_same_parameters(*models)
+def test_interacting_samples_stay_uncompiled(make, loss_fn):
+    """Which element belongs to which sample is not known from shapes."""
+    model = make()
+    step = sw.Step(model, sw.sgd(LR), loss_fn, transforms=CLIP, interacting="allow", compile=True)
+    (warning,) = said(step, batches(updates=3))
+    assert "updates stay uncompiled: GraphError: shapes must show which sample" in warning
+    assert_same_parameters(model, by_hand(make(), loss_fn, batches(updates=3), 8))
+
+
+@pytest.mark.slow
+def test_samples_that_do_not_interact_are_compiled():
+    model = mlp()
+    step = sw.Step(model, sw.sgd(LR), squares, transforms=CLIP, interacting="allow", compile=True)
+    assert said(step, batches(updates=3)) == []
+    assert step.compiled == "compiled"
+    assert_same_parameters(model, by_hand(mlp(), squares, batches(updates=3), 8))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def paths(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 def check_pieces(modules: Iterable[nn.Module], sizes: Sequence[int], interacting: str) -> None:
     """Warn if BatchNorm in training mode normalises microbatches of one sample, or a window of several microbatches;
-    and about a window of several microbatches whose samples may interact. `sizes`: number of samples of each microbatch.
+    and about a window of several microbatches whose samples may interact. `sizes`: samples of each microbatch.
     """
     if len(sizes) == 1 and sizes[0] > 1:
         return
