@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,15 @@ Loop = Callable[[], None]
 CLIP = 1.0
 
 
-def tiny() -> Workload:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-    return Workload("tiny MLP", model, torch.randn(32, 8), torch.randint(2, (32,)), classification, clip=CLIP)
+def small(*widths: int) -> Workload:
+    """MLP of these widths, with a batch of 64 samples."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    model = nn.Sequential(*layers[:-1])
+    name = f"MLP {'-'.join(map(str, widths))}"
+    targets = torch.randint(widths[-1], (64,))
+    return Workload(name, model, torch.randn(64, widths[0]), targets, classification, clip=CLIP)
 
 
 class Contest:
@@ -97,6 +104,7 @@ class Contest:
             "microbatch=B/4": (self.step(microbatch=batch // 4), self.textbook(4)),
             "clip": (self.step(transforms=clip), self.clipped_by_hand()),
             "clip, against no clip": (self.step(transforms=clip), mean),
+            "clip and compile=True, against no clip": (self.step(transforms=clip, compile=True), mean),
         }
 
 
@@ -110,7 +118,8 @@ def main() -> None:
     torch.manual_seed(1)
     print(f"\n### Step compared with a plain loop, {options.threads} thread{'s' * (options.threads != 1)}\n")
     print("| | | plain loop, µs | step, µs | difference, µs | ratio |\n|---|---|---|---|---|---|")
-    for contest in (Contest(tiny(), 200), Contest(build("mlp"), 4), Contest(build("encoder"), 1)):
+    nets = (small(8, 16, 3), 200), (small(64, 256, 256, 10), 100), (build("mlp"), 4), (build("encoder"), 1)
+    for contest in (Contest(work, updates) for work, updates in nets):
         for name, pair in contest.pairs().items():
             print(line(contest, name, *pair, options.rounds), flush=True)
 

@@ -1,15 +1,18 @@
 """Torch's criteria as loss functions: however a window is cut, it is `criterion(model(x), y)` on the whole."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.core.criteria import _COUNTING, Criterion
+from samplewise.core.criteria import CRITERIA, Criterion
+from samplewise.core.losses import as_loss_fn, per_sample
 
 # Torch's own word on KLDivLoss(): what it is compared with says it, not the step.
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")
@@ -102,7 +105,7 @@ def task(case):
 
 
 def test_every_criterion_is_here():
-    assert {type(criterion) for criterion, _, _ in CASES.values()} == set(_COUNTING)
+    assert {type(criterion) for criterion, _, _ in CASES.values()} == set(CRITERIA)
 
 
 @every_case
@@ -129,7 +132,8 @@ def test_check_and_scan_take_criteria(case):
         sizes.append(len(g))
         total = total + parameters_to_vector(g.sum().values())
     assert sizes == [3, 3, 1]
-    losses, counts = Criterion(criterion)(model, (X, target))
+    losses, counts = per_sample(Criterion(criterion)(model, (X, target)))
+    counts = torch.ones_like(losses) if counts is None else counts
     whole = parameters_to_vector(torch.autograd.grad(criterion(model(X), target), list(model.parameters())))
     torch.testing.assert_close(total / counts.sum(), whole, rtol=0, atol=1e-10)
     assert losses.shape == counts.shape == (N,)
@@ -187,7 +191,8 @@ class Mine(nn.CrossEntropyLoss):
 @pytest.mark.parametrize("criterion", [nn.CTCLoss(), nn.CosineEmbeddingLoss(), nn.GaussianNLLLoss(), Mine()])
 def test_unknown_criteria_are_refused_with_the_remedy(criterion):
     name = type(criterion).__name__
-    message = rf"found {name}. Write for example lambda model, batch: F.cross_entropy\(.*reduction='none'\)"
+    example = r"Write for example lambda model, batch: F.cross_entropy\(.*reduction='none'\)"
+    message = rf"found {name}(, whose first .*)?\. {example}"
     with pytest.raises(TypeError, match=message):
         sw.Step(nn.Linear(5, 4), sw.sgd(1.0), criterion)
     with pytest.raises(TypeError, match=message):
@@ -216,12 +221,140 @@ def test_shapes_that_do_not_fit(criterion, target, wanted):
 
 
 @pytest.mark.parametrize(
-    ("batch", "found"),
-    [(X, "found Tensor"), ((X,), "found a tuple of 1"), ([X, X, X], "found a list of 3"), ({"x": X}, "found dict")],
+    ("batch", "found"), [(X, "found Tensor"), ((X,), "found a tuple of 1"), ({"x": X}, "found dict")]
 )
 def test_batches_that_are_not_pairs(batch, found):
     with pytest.raises(sw.BatchError, match=rf"a criterion needs batches \(x, y\); {found}\. Write a loss function"):
         sw.Step(nn.Linear(5, 4).double(), sw.sgd(1.0), nn.MSELoss()).run([batch])
+
+
+# --- the unit of a sample's loss -------------------------------------------------------------------------------------
+
+MEANS = {
+    "mse": (nn.MSELoss(), lambda out, y: (out - y).square().mean(1)),
+    "l1": (nn.L1Loss(), lambda out, y: (out - y).abs().mean(1)),
+    "bce with logits": (
+        nn.BCEWithLogitsLoss(),
+        lambda out, y: F.binary_cross_entropy_with_logits(out, y, reduction="none").mean(1),
+    ),
+    "kl, mean": (nn.KLDivLoss(reduction="mean"), lambda out, y: F.kl_div(out, y, reduction="none").mean(1)),
+    "mse, images": (nn.MSELoss(), lambda out, y: (out - y).square().mean((1, 2))),
+}
+
+
+@pytest.mark.parametrize("case", MEANS)
+@pytest.mark.parametrize("microbatch", [None, 3])
+def test_clip_bounds_the_gradient_of_a_samples_mean(case, microbatch):
+    """The criterion, and the same loss written as one mean per sample, have the same norms and updates."""
+    criterion, written = MEANS[case]
+    _, model, target = task(case)
+    twin = copy.deepcopy(model)
+    options = {"samples": N, "microbatch": microbatch, "transforms": [sw.clip(0.2)]}
+    (update,) = sw.Step(model, sw.sgd(1.0), criterion, **options).over([(X, target)])
+    (expected,) = sw.Step(twin, sw.sgd(1.0), lambda m, b: written(m(b[0]), b[1]), **options).over([(X, target)])
+    for quantity in ("losses", "norms", "weights", "counts"):
+        torch.testing.assert_close(getattr(update, quantity), getattr(expected, quantity), rtol=0, atol=1e-12)
+    assert update.weights.min() < 1
+    after = parameters_to_vector(twin.parameters())
+    torch.testing.assert_close(parameters_to_vector(model.parameters()), after, rtol=0, atol=1e-12)
+
+
+def test_tokens_are_sums_with_counts():
+    """Where the denominator depends on the targets, `update.losses` are sums, and `update.counts` are the numbers of
+    valid elements.
+    """
+    criterion, model, target = task("cross entropy, tokens ignored")
+    elements = F.cross_entropy(model(X), target, criterion.weight, reduction="none")
+    (update,) = sw.Step(model, sw.sgd(1.0), criterion, samples=N, microbatch=2).over([(X, target)])
+    torch.testing.assert_close(update.losses, elements.detach().sum(1), rtol=0, atol=1e-12)
+    weights = criterion.weight[target.clamp(min=0)] * (target >= 0)
+    torch.testing.assert_close(update.counts, weights.sum(1), rtol=0, atol=1e-12)
+    assert update.loss == pytest.approx((update.losses.sum() / update.counts.sum()).item(), rel=1e-12)
+
+
+# --- functions of torch.nn.functional --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "criterion", "case"),
+    [
+        (F.mse_loss, nn.MSELoss(), "mse"),
+        (F.cross_entropy, nn.CrossEntropyLoss(), "cross entropy"),
+        (F.nll_loss, nn.NLLLoss(), "nll"),
+        (partial(F.cross_entropy, label_smoothing=0.1), nn.CrossEntropyLoss(label_smoothing=0.1), "cross entropy"),
+        (partial(F.huber_loss, delta=0.7), nn.HuberLoss(delta=0.7), "huber"),
+    ],
+)
+def test_functions_are_taken_as_their_criteria(function, criterion, case):
+    _, model, target = task(case)
+    expected = criterion(model(X), target).item()
+    (update,) = sw.Step(model, sw.sgd(1.0), function, samples=N, microbatch=3).over([(X, target)])
+    assert update.loss == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", CRITERIA)
+def test_every_function_is_that_of_its_class(kind):
+    assert repr(as_loss_fn(CRITERIA[kind])) == repr(kind())
+
+
+def test_other_functions_of_predictions_are_refused():
+    message = r"loss_fn must be a function \(model, batch\).*found {}, whose first argument is {!r}\. Write for example"
+    for function, name, first in [
+        (F.cosine_embedding_loss, "cosine_embedding_loss", "input1"),
+        (F.gaussian_nll_loss, "gaussian_nll_loss", "input"),
+        (F.ctc_loss, "ctc_loss", "log_probs"),
+        (lambda pred, y: (pred - y).square(), "<lambda>", "pred"),
+        (partial(F.gaussian_nll_loss, full=True), "partial", "input"),
+    ]:
+        with pytest.raises(TypeError, match=message.format(name, first)):
+            sw.Step(nn.Linear(5, 4), sw.sgd(1.0), function)
+
+
+# --- further columns of the batch ------------------------------------------------------------------------------------
+
+WEIGHTS = noise(N).abs()
+GROUPS = torch.arange(N) % 3
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        [sw.weight(2)],
+        [sw.weight(-1)],
+        [sw.weight(lambda batch: batch[2])],
+    ],
+    ids=str,
+)
+def test_a_column_of_weights_beside_x_and_y(transforms):
+    criterion, model, target = task("mse")
+    twin = copy.deepcopy(model)
+    sw.Step(model, sw.sgd(1.0), criterion, samples=N, microbatch=3, transforms=transforms).run([(X, target, WEIGHTS)])
+    (WEIGHTS * (twin(X) - target).square().mean(1)).mean().backward()
+    expected = parameters_to_vector(p - p.grad for p in twin.parameters())
+    torch.testing.assert_close(parameters_to_vector(model.parameters()), expected, rtol=0, atol=1e-12)
+
+
+def test_columns_of_groups_and_of_listeners_are_accepted():
+    criterion, model, target = task("cross entropy")
+    step = sw.Step(model, sw.sgd(1.0), criterion, transforms=[sw.group(2), sw.clip(1.0)])
+    step.run([(X, target, GROUPS)])
+    step = sw.Step(model, sw.sgd(1.0), criterion)
+    step.require(columns={"user": 2})
+    (update,) = step.over([(X, target, GROUPS)])
+    assert update.columns["user"].tolist() == GROUPS.tolist()
+    step.transforms = [sw.weight(3)]
+    step.run([(X, target, GROUPS, WEIGHTS)])
+
+
+@pytest.mark.parametrize("transforms", [[], [sw.clip(1.0)], [sw.weight(3)]], ids=str)
+def test_a_column_that_nothing_reads_is_refused(transforms):
+    criterion, model, target = task("mse")
+    message = (
+        r"a criterion needs batches \(x, y\), or further columns that a transform or the ledger reads by key; found a "
+        r"list of 4, whose column 2 nothing reads\. Name it, for example with sw\.weight\(2\), or write a loss function"
+    )
+    with pytest.raises(sw.BatchError, match=message):
+        sw.Step(model, sw.sgd(1.0), criterion, transforms=transforms).run([[X, target, WEIGHTS, WEIGHTS]])
 
 
 def test_inputs_may_have_any_structure():

@@ -290,7 +290,7 @@ def test_types_and_parts(tmp_path):
 def test_a_million_visits_are_small(tmp_path):
     """Measured on 100,000 visits with random numbers, which compress worst."""
     model = nn.Linear(1, 1)
-    step = sw.Step(model, sw.sgd(0.0), lambda m, b: m(b["x"])[:, 0].exp(), record=["norms"], transforms=[sw.clip(0.1)])
+    step = sw.Step(model, sw.sgd(0.0), lambda m, b: m(b["x"])[:, 0].exp(), record=["norms"], transforms=[sw.clip(1.0)])
     ledger = sw.Ledger(tmp_path)
     ledger.listen(step)
     for _ in range(10):

@@ -740,9 +740,8 @@ def test_windows_that_a_transform_sees_as_a_whole(make, tmp_path):
 
 def test_validation_is_the_same_each_time():
     """Also where its order and its augmentation are drawn from a generator that is never reset."""
-    run = trainer()
+    run = trainer(loss_fn=lambda model, batch: batch[1].sum(1) * torch.rand(len(batch[0])))
     loader = DataLoader(WithGenerators(), batch_size=3, shuffle=True, generator=torch.Generator())
-    run.step.loss_fn = lambda model, batch: batch[1].sum(1) * torch.rand(len(batch[0]))
     assert run.evaluate(loader) == run.evaluate(loader) != trainer_of_another_seed(run).evaluate(loader)
 
 

@@ -591,3 +591,167 @@ def test_a_frozen_part_in_eval_mode_is_no_mistake():
 def test_a_loss_of_every_prediction_against_every_target():
     message = r"found shape \(8, 8\)\. A prediction \(B, 1\) against a target \(B,\) gives \(B, B\): use squeeze\(1\)"
     refuses(sw.LossesError, message, mlp(), lambda m, b: (m(b[0]) - b[1].flatten()).square())
+
+
+# ------------------------------------------------------------- weights that depend on the cut
+
+
+def mean_weight(losses):
+    return losses / losses.mean()
+
+
+def ranked(norms):
+    return 1 + norms.argsort().argsort() / len(norms)
+
+
+def by_place(batch):
+    return torch.arange(len(batch[0])) + 1.0
+
+
+CUT = "gives a sample another weight if it is called with half of the samples.*sw.weight(..., window=True)"
+
+
+@pytest.mark.parametrize("function", [mean_weight, ranked, by_place])
+@pytest.mark.parametrize("microbatch", [None, 3])
+def test_a_weight_that_depends_on_the_other_samples(function, microbatch):
+    (word,) = train(mlp(), transforms=[sw.weight(function)], microbatch=microbatch)
+    assert word.startswith(f"weight({function.__name__}) gives a sample another weight if it is called with half")
+    assert "sw.weight(..., window=True)" in word
+
+
+@pytest.mark.parametrize("function", [mean_weight, ranked])
+def test_also_in_microbatches_of_one_sample(function):
+    (word,) = train(mlp(), transforms=[sw.clip(3.0), sw.weight(function)], samples=8, microbatch=1)
+    assert "gives a sample another weight" in word
+
+
+def test_also_for_groups():
+    group = sw.group(lambda batch: (batch[1] > 0).long())
+    (word,) = train(mlp(), transforms=[group, sw.weight(mean_weight)], samples=8, microbatch=4)
+    assert "gives a sample another weight" in word
+
+
+def inverse(norms):
+    return 1 / (1 + norms)
+
+
+def random_half(losses):
+    return (torch.rand(len(losses)) > 0.5) + 0.5
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        [sw.weight(mean_weight, window=True)],
+        [sw.weight(inverse), sw.clip(1.0)],
+        [sw.weight(random_half)],
+        [sw.weight(lambda batch: batch[1].abs() + 1)],
+        [sw.drop(largest=1), sw.weight(inverse)],
+        [sw.weight(torch.arange(8) + 1.0)],
+    ],
+    ids=str,
+)
+def test_weights_of_each_sample_are_not_warned_about(transforms):
+    assert train(mlp(), transforms=transforms, samples=8, microbatch=4) == []
+
+
+class MovingMean:
+    """Losses relative to a mean over calls: a state that additional calls would change."""
+
+    def __init__(self):
+        self.mean = 1.0
+        self.calls = []
+
+    def __call__(self, losses):
+        self.mean = 0.9 * self.mean + 0.1 * losses.mean().item()
+        self.calls.append(len(losses))
+        return losses / self.mean
+
+
+def in_a_closure():
+    mean = torch.ones(())
+    seen = [0]
+
+    def weigh(losses):
+        mean.mul_(0.9).add_(0.1 * losses.mean())
+        seen[0] += 1
+        return losses / (mean * seen[0])
+
+    return weigh
+
+
+@pytest.mark.parametrize("make", [MovingMean, in_a_closure])
+@pytest.mark.parametrize("window", [False, True])
+def test_the_check_restores_the_state_of_the_function(make, window):
+    """A weight function with a memory gives the updates of a loop that calls it once per update."""
+    torch.manual_seed(0)
+    ours = mlp()
+    theirs = copy.deepcopy(ours)
+    data = batches()
+    train(ours, transforms=[sw.weight(make(), window=window)], data=data)
+    weigh = make()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
+    for batch in data:
+        losses = squares(theirs, batch)
+        optimizer.zero_grad()
+        (weigh(losses.detach()) * losses).mean().backward()
+        optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_the_check_leaves_the_random_numbers_as_they_were():
+    def drawn(weigh):
+        torch.manual_seed(1)
+        train(mlp(), transforms=[sw.weight(weigh)], data=batches(updates=3))
+        return torch.rand(3)
+
+    assert torch.equal(drawn(lambda losses: 1 + losses), drawn(lambda losses: (1 + losses).clone()))
+    torch.manual_seed(1)
+    model, data = mlp(), batches(updates=3)
+    step = sw.Step(model, sw.sgd(0.01), squares, transforms=[sw.weight(random_half)], audit=False)
+    torch.manual_seed(2)
+    found = [update.weights for update in step.over(data)]
+    torch.manual_seed(2)
+    for weights in found:
+        assert torch.equal(weights, random_half(weights))
+
+
+# ------------------------------------------------------------- weights that are all small
+
+
+def autoencoder():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 60))
+
+
+def summed(model, batch):
+    x, _ = batch
+    return (model(x) - 10).square().sum(1), torch.full((len(x),), 60.0)
+
+
+def test_every_weight_is_small():
+    (word,) = train(mlp(), lambda model, batch: (model(batch[0]).squeeze(1) + 100).square(), transforms=CLIP)
+    assert word.startswith("every weight of the first update is below 0.1, with chain(clip(1.0)); the largest is 0.0")
+    assert "and the median norm of the samples' gradients is " in word
+    assert word.endswith(". Use larger bounds or weights, unless this is intended.")
+
+
+def test_every_weight_is_small_because_losses_are_sums():
+    (word,) = train(autoencoder(), summed, transforms=[sw.clip(1.0)])
+    remedy = "The loss of a sample is a sum over 60 counts on average: sw.clip(C, per='count') bounds the gradient of"
+    assert remedy in word
+    assert train(autoencoder(), summed, transforms=[sw.clip(5.0, per="count")]) == []
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        [sw.normalize(1e-3)],
+        [sw.clip(1e-3, mode="automatic")],
+        [sw.clip(1e-3), sw.noise(0.0)],
+        [sw.weight(lambda losses: torch.where(losses == losses.max(), 0.2, 0.01), window=True)],
+    ],
+    ids=str,
+)
+def test_small_weights_that_are_intended(transforms):
+    assert train(mlp(), transforms=transforms) == []

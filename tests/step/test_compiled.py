@@ -297,6 +297,26 @@ def test_a_setting_that_is_part_of_the_code_compiles_again(going):
     assert list(going.quick._updates._programs.values()) != before
 
 
+def test_settings_of_the_step_take_effect_at_the_next_update(going):
+    before = list(going.quick._updates._programs.values())
+    for step in going.steps:
+        sizes = []
+        for update in step.over([data(40, seed=7)]):
+            sizes.append(update.samples)
+            if len(sizes) == 5:
+                step.transforms = [sw.clip(0.3)]
+            if len(sizes) == 10:
+                step.transforms = [sw.weight(lambda losses: losses / 3)]
+            if len(sizes) == 15:
+                step.max_grad_norm = 0.05
+            if len(sizes) == 20:
+                step.samples = 4
+        assert sizes == [1] * 20 + [4] * 5
+    going.assert_same()
+    assert list(going.quick._updates._programs.values()) != before
+    assert going.quick.compiled == "compiled"
+
+
 def test_a_layer_is_frozen_and_another_replaced(going):
     for step in going.steps:
         for k, _ in enumerate(step.over([data(30, seed=7)])):

@@ -8,6 +8,9 @@ from torch import nn
 
 import samplewise as sw
 
+# Bounds are small here so that every sample is clipped.
+pytestmark = pytest.mark.filterwarnings("ignore:every weight of the first update")
+
 # ------------------------------------------------------------- data
 
 

@@ -10,6 +10,9 @@ from torch.nn.utils import parameters_to_vector
 
 import samplewise as sw
 
+# Bounds are small here so that every sample is clipped.
+pytestmark = pytest.mark.filterwarnings("ignore:every weight of the first update")
+
 N = 16
 X = torch.randn(N, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(N) % 3

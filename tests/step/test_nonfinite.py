@@ -10,6 +10,9 @@ from torch import Tensor, nn
 import samplewise as sw
 from samplewise.step import apply
 
+# Bounds are small here so that every sample is clipped.
+pytestmark = pytest.mark.filterwarnings("ignore:every weight of the first update")
+
 NAN, INF = float("nan"), float("inf")
 GOOD, BAD = 0.5, NAN  # targets
 CHAINS = {

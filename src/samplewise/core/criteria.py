@@ -1,56 +1,110 @@
-"""torch.nn criteria as per-sample losses and counts.
+"""Criteria of torch.nn, and their functions in torch.nn.functional, as loss functions of single samples.
 
-`nn.CrossEntropyLoss()` returns one number for a batch. That number is sum(losses) / sum(counts), where losses (B,) are
-sums over the elements of each sample and counts (B,) are its share of the denominator (elements, valid tokens, class
-weights). A window computed in any microbatches therefore gives the same value as the criterion on the whole window.
+`nn.MSELoss()` returns one number for a batch. That number is sum(losses) / sum(counts) over the samples, so that a
+window computed in any microbatches gives the same value as the criterion on the whole window. If all samples have the
+same number of elements, the loss of a sample is the mean of its elements, and each sample counts 1. If class indices
+are the targets, the denominator depends on them (ignore_index, class weights): the loss of a sample is then the sum
+over its elements, and its count is the sum of their weights (without class weights: the number of valid elements).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samplewise.errors import BatchError, LossesError
 
-Counting = Callable[[Any, Tensor, Tensor], Tensor]
+WITH_COUNTS = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+CRITERIA: dict[type, Callable[..., Tensor]] = {  # class -> its function
+    nn.CrossEntropyLoss: F.cross_entropy,
+    nn.NLLLoss: F.nll_loss,
+    nn.MSELoss: F.mse_loss,
+    nn.L1Loss: F.l1_loss,
+    nn.SmoothL1Loss: F.smooth_l1_loss,
+    nn.HuberLoss: F.huber_loss,
+    nn.BCELoss: F.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+    nn.KLDivLoss: F.kl_div,
+    nn.PoissonNLLLoss: F.poisson_nll_loss,
+    nn.SoftMarginLoss: F.soft_margin_loss,
+    nn.HingeEmbeddingLoss: F.hinge_embedding_loss,
+    nn.MultiLabelSoftMarginLoss: F.multilabel_soft_margin_loss,
+    nn.MultiLabelMarginLoss: F.multilabel_margin_loss,
+    nn.MultiMarginLoss: F.multi_margin_loss,
+}
+CLASS_OF_FUNCTION: dict[Any, type] = {function: kind for kind, function in CRITERIA.items()}
 
 
 class Criterion:
-    """Loss function (model, (x, y)) -> (losses, counts); sum(losses) / sum(counts) is `criterion(model(x), y)`."""
+    """Loss function (model, (x, y)) -> losses, or (losses, counts) if the criterion's denominator depends on the
+    targets. Their quotient Σ losses / Σ counts is `criterion(model(x), y)`.
+    """
 
     def __init__(self, criterion: Any):
+        _check_reduction(criterion)
         self.criterion = criterion
-        self.counting = _counting(criterion)
         self.elementwise = copy.copy(criterion)  # shares the buffers, so that .to(device) reaches them
         self.elementwise.reduction = "none"
+        self._extra: set[Hashable] = set()  # keys of further columns of the batch that something else reads
+        self._any_extra = False
 
-    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        if getattr(batch, "_fields", ())[-1:] == ("id",):  # the id added by sw.Indexed, or a named tuple's: not data
-            batch = batch[:-1]
-        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-            raise BatchError(
-                f"a criterion needs batches (x, y); found {_kind(batch)}. "
-                "Write a loss function (model, batch) -> losses for batches of another structure."
-            )
-        inputs, target = batch
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+        inputs, target = self._pair(batch)
         prediction = model(inputs)
         self._check_shapes(prediction, target)
         elements = self.elementwise(prediction, target)
-        counts = self.counting(self.criterion, target, elements)
-        summed = elements.dim() > 1 and self.criterion.reduction != "none"
-        return (elements.flatten(1).sum(1) if summed else elements), counts
+        reduction = self.criterion.reduction
+        if reduction == "none":
+            return elements
+        if reduction == "batchmean":
+            return _sums(elements)
+        if not isinstance(self.criterion, WITH_COUNTS) or target.is_floating_point():
+            return elements.flatten(1).mean(1) if elements.dim() > 1 else elements
+        return _sums(elements), _sums(_target_weights(self.criterion, target, elements.dtype))
 
     def to(self, device: torch.device) -> None:
         """Move the buffers of the criterion, such as class weights, to `device`."""
         self.criterion.to(device)
 
+    def allow_columns(self, keys: Iterable[Hashable], any_key: bool = False) -> None:
+        """Accept batches (x, y, ...) whose further columns have these keys (positions, or names of a named tuple);
+        `any_key`: accept any further columns.
+        """
+        self._extra.update(keys)
+        self._any_extra = self._any_extra or any_key
+
+    def __repr__(self) -> str:
+        return repr(self.criterion)
+
+    def _pair(self, batch: Any) -> tuple[Any, Tensor]:
+        """x and y of a batch (x, y), or of a batch with further columns that were allowed."""
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise BatchError(
+                f"a criterion needs batches (x, y); found {_kind(batch)}. "
+                "Write a loss function (model, batch) -> losses for batches of another structure."
+            )
+        fields = getattr(batch, "_fields", ())
+        for position in range(2, len(batch)):
+            names = {position, position - len(batch), *fields[position : position + 1]}
+            is_id = fields[position:] == ("id",)  # the id added by sw.Indexed, or a named tuple's: not data
+            if not (self._any_extra or is_id or names & self._extra):
+                raise BatchError(
+                    "a criterion needs batches (x, y), or further columns that a transform or the ledger reads by key; "
+                    f"found {_kind(batch)}, whose column {position} nothing reads. Name it, for example with "
+                    f"sw.weight({position}), or write a loss function (model, batch) -> losses."
+                )
+        return batch[0], batch[1]
+
     def _check_shapes(self, prediction: Tensor, target: Tensor) -> None:
         kind = type(self.criterion)
-        classes = kind is nn.MultiMarginLoss or (_COUNTING[kind] is _class_weights and not target.is_floating_point())
+        classes = kind is nn.MultiMarginLoss or (kind in WITH_COUNTS and not target.is_floating_point())
         wanted = (len(prediction), *prediction.shape[2:]) if classes else tuple(prediction.shape)
         if tuple(target.shape) != wanted:
             raise LossesError(
@@ -59,62 +113,41 @@ class Criterion:
             )
 
 
-def is_criterion(loss_fn: object) -> bool:
-    """Test whether loss_fn is a supported torch.nn criterion; subclasses are not."""
-    return type(loss_fn) in _COUNTING
+def as_criterion(loss_fn: Any) -> Criterion | None:
+    """Loss function of a supported criterion: an object of a class in CRITERIA (not of a subclass), one of their
+    functions, or a functools.partial of one. None if loss_fn is something else.
+    """
+    if type(loss_fn) in CRITERIA:
+        return Criterion(loss_fn)
+    function, options = loss_fn, {}
+    if isinstance(loss_fn, partial) and not loss_fn.args:
+        function, options = loss_fn.func, loss_fn.keywords
+    try:
+        kind = CLASS_OF_FUNCTION.get(function)
+    except TypeError:  # not hashable
+        return None
+    return None if kind is None else Criterion(kind(**options))
 
 
-# --- counts, each sample's share of the denominator: (criterion, target, elements) -> (B,) ----------------------------
-
-
-def _per_element(criterion: Any, target: Tensor, elements: Tensor) -> Tensor:
-    return elements.new_full((len(elements),), elements[0].numel())
-
-
-def _per_sample(criterion: Any, target: Tensor, elements: Tensor) -> Tensor:
-    return elements.new_ones(len(elements))
-
-
-def _class_weights(criterion: Any, target: Tensor, elements: Tensor) -> Tensor:
-    """Sum of class weights over targets that are not ignored; probability targets count 1 per element."""
-    if target.is_floating_point():
-        return _per_element(criterion, target, elements)
+def _target_weights(criterion: Any, target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Class weight of each target; 1 without class weights, 0 for ignored targets."""
     counted = target != criterion.ignore_index
     if criterion.weight is None:
-        weights = counted.to(elements.dtype)
-    else:
-        weights = criterion.weight[torch.where(counted, target, 0)].to(elements.dtype) * counted
-    return weights.flatten(1).sum(1) if weights.dim() > 1 else weights
+        return counted.to(dtype)
+    return criterion.weight[torch.where(counted, target, 0)].to(dtype) * counted
 
 
-_COUNTING: dict[type, Counting] = {
-    nn.CrossEntropyLoss: _class_weights,
-    nn.NLLLoss: _class_weights,
-    nn.MSELoss: _per_element,
-    nn.L1Loss: _per_element,
-    nn.SmoothL1Loss: _per_element,
-    nn.HuberLoss: _per_element,
-    nn.BCELoss: _per_element,
-    nn.BCEWithLogitsLoss: _per_element,
-    nn.KLDivLoss: _per_element,
-    nn.PoissonNLLLoss: _per_element,
-    nn.SoftMarginLoss: _per_element,
-    nn.HingeEmbeddingLoss: _per_element,
-    nn.MultiLabelSoftMarginLoss: _per_element,  # these three return one element per sample
-    nn.MultiLabelMarginLoss: _per_element,
-    nn.MultiMarginLoss: _per_element,
-}
+def _sums(elements: Tensor) -> Tensor:
+    """Sum over the elements of each sample: (B, ...) -> (B,)."""
+    return elements.flatten(1).sum(1) if elements.dim() > 1 else elements
 
 
-def _counting(criterion: Any) -> Counting:
-    if criterion.reduction == "mean":
-        return _COUNTING[type(criterion)]
-    if criterion.reduction in ("batchmean", "none"):
-        return _per_sample
-    raise LossesError(
-        f"{type(criterion).__name__} as loss_fn must have reduction='mean', because an update is a mean over samples; "
-        f"found {criterion.reduction!r}. Leave reduction out and scale the learning rate instead."
-    )
+def _check_reduction(criterion: Any) -> None:
+    if criterion.reduction not in ("mean", "batchmean", "none"):
+        raise LossesError(
+            f"{type(criterion).__name__} as loss_fn must have reduction='mean', because an update is a mean over "
+            f"samples; found {criterion.reduction!r}. Leave reduction out and scale the learning rate instead."
+        )
 
 
 def _kind(batch: Any) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import cut, length, take
-from samplewise.core.criteria import Criterion, is_criterion
+from samplewise.core.criteria import as_criterion
 from samplewise.errors import LossesError
 
 LossFn = Callable[[nn.Module, Any], Any]
@@ -21,23 +21,44 @@ RANDOM = "the losses are random (dropout?)"
 EXCHANGES = 3  # each with new random numbers: one alone misses a permutation that leaves the first half in place
 
 
+# Names of a first argument that is the output of a model, as in a criterion (prediction, target).
+OUTPUT_NAMES = frozenset(
+    "input inputs input1 output outputs pred preds prediction predictions logits log_probs y_pred y_hat yhat".split()
+)
+
+
 def as_loss_fn(loss_fn: Any) -> LossFn:
-    """Return loss_fn unchanged, or a torch criterion as a function that returns (losses, counts)."""
-    if is_criterion(loss_fn):
-        return Criterion(loss_fn)
-    if not callable(loss_fn) or (isinstance(loss_fn, nn.Module) and not _takes_the_model(loss_fn)):
+    """Return loss_fn unchanged, or a torch criterion as a function that returns losses or (losses, counts)."""
+    criterion = as_criterion(loss_fn)
+    if criterion is not None:
+        return criterion
+    first = _first_argument(loss_fn)
+    module = isinstance(loss_fn, nn.Module)
+    if not callable(loss_fn) or first in OUTPUT_NAMES or (module and first != "model"):
+        found = _name(loss_fn)
+        if first in OUTPUT_NAMES:
+            found += f", whose first argument is {first!r}"
         raise TypeError(
-            f"loss_fn must be a function (model, batch) -> losses, one per sample, or a supported torch.nn criterion; "
-            f"found {type(loss_fn).__name__}. Write for example lambda model, batch: F.cross_entropy(model(batch[0]), "
-            "batch[1], reduction='none'); a loss module with its own weights takes (model, batch) in forward."
+            "loss_fn must be a function (model, batch) -> losses, one per sample, or a supported criterion of torch.nn "
+            f"or torch.nn.functional; found {found}. Write for example lambda model, batch: "
+            "F.cross_entropy(model(batch[0]), batch[1], reduction='none'); a loss module with its own weights takes "
+            "(model, batch) in forward."
         )
     return loss_fn
 
 
-def _takes_the_model(module: nn.Module) -> bool:
-    """Test for a loss module by the name of the first argument: forward(self, model, batch)."""
-    arguments = list(inspect.signature(module.forward).parameters)
-    return len(arguments) >= 2 and arguments[0] == "model"
+def _first_argument(function: Any) -> str | None:
+    """Name of the first of at least two arguments; None if there are fewer, or if the signature is not known."""
+    try:
+        names = list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names[0] if len(names) >= 2 else None
+
+
+def _name(thing: Any) -> str:
+    """Name of a function, or of an object's class."""
+    return getattr(thing, "__name__", type(thing).__name__)
 
 
 def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,7 @@
-"""Tables and lists in plain text."""
+"""Tables, lists and hints in plain text."""
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 SHOWN = 5
 
@@ -20,3 +21,9 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
         lines.append("  ".join(cells).rstrip())
     rule = "  ".join("-" * w for w in widths)
     return "\n".join(([title] if title else []) + [lines[0], rule, *lines[1:]])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "Did you mean 'x'?" for the known name that is most similar; empty if none is similar."""
+    close = get_close_matches(name, known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else ""

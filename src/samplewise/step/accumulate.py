@@ -29,11 +29,13 @@ class Accumulator(ABC):
     needs_window: all microbatches of a window must be passed in one call.
     knows_norms: the norm of every sample's gradient is computed.
     exchanges: `add` contains collectives, so that one rank alone cannot repeat it.
+    first_stats: if set to a list, per-sample results are added to it as the transforms of each stage get them.
     """
 
     needs_window = False
     knows_norms = False
     exchanges = False
+    first_stats: list[tuple[Stage, SampleStats]] | None = None
 
     @abstractmethod
     def begin(self) -> None:
@@ -144,11 +146,17 @@ class PerSampleAccumulator(Accumulator):
             positions=positions,
             columns=self.evaluator.columns,
         )
-        if not self._measures:
-            return losses, None, stats
-        g = self.evaluator.gradients(losses, microbatch)
-        self.measure(g, stats, self.chain.samples, self.record_norms)
+        g = None
+        if self._measures:
+            g = self.evaluator.gradients(losses, microbatch)
+            self.measure(g, stats, self.chain.samples, self.record_norms)
+        self.keep(self.chain.samples, stats)
         return losses, g, stats
+
+    def keep(self, stage: Stage, stats: SampleStats) -> None:
+        """Add the results to `first_stats`, if that is asked for."""
+        if self.first_stats is not None:
+            self.first_stats.append((stage, stats))
 
     def measure(self, g: Gradients, stats: SampleStats, stage: Stage, record_norms: bool) -> None:
         """Add the norms and dots that this stage needs to `stats`, without the loss scale."""

@@ -45,7 +45,6 @@ class UpdateApplier:
         self.ranks = ranks
         self.counters = counters
         self._buffers = buffers
-        self._on_sum = config.transforms.on_sum
         self._checks = config.checks_finite
         self._last_flag: SkipFlag | None = None
         self._may_flag = config.on_nonfinite == "raise" and not precision.scales and _supports_flag(optimizer)
@@ -91,9 +90,10 @@ class UpdateApplier:
         flag = None
         if flags:
             flag = self._last_flag = SkipFlag(self.trained.gradients(), window.parts, self._last_flag)
-        if self.config.max_grad_norm is not None:
+        max_grad_norm = window.config.max_grad_norm
+        if max_grad_norm is not None:
             norms = norms or self._norms(())
-            self._clip(norms)
+            self._clip(norms, max_grad_norm)
         try:
             if flag is None:
                 self.optimizer.step()
@@ -126,8 +126,8 @@ class UpdateApplier:
     def prepare(self, window: Window) -> None:
         """Divide and clip the gradients as the optimizer will see them, without the finite check."""
         self.divide(window)
-        if self.config.max_grad_norm is not None:
-            self._clip(self._norms(()))
+        if window.config.max_grad_norm is not None:
+            self._clip(self._norms(()), window.config.max_grad_norm)
 
     @property
     def flags(self) -> bool:
@@ -139,11 +139,12 @@ class UpdateApplier:
         before the division by the denominator.
         """
         scale = self.precision.scale
-        if self._on_sum:
+        on_sum = window.config.transforms.on_sum
+        if on_sum:
             self.trained.fill()  # noise is added to every parameter, also to those that the loss does not reach
             torch._foreach_div_(self.trained.gradients(), scale)
             scale = 1.0
-            for transform in self._on_sum:
+            for transform in on_sum:
                 self.ranks.transform_sum(transform, self.trained)
         if window.divided and scale == 1:
             return
@@ -154,10 +155,9 @@ class UpdateApplier:
         if gradients:
             torch._foreach_div_(gradients, divisor * scale)
 
-    def _clip(self, norms: GradNorms) -> None:
+    def _clip(self, norms: GradNorms, max_grad_norm: float) -> None:
         """Clip the update's gradient to `max_grad_norm`, with the formula of torch.nn.utils.clip_grad_norm_."""
-        assert self.config.max_grad_norm is not None
-        factor = (self.config.max_grad_norm / (norms.norm() + 1e-6)).clamp(max=1)
+        factor = (max_grad_norm / (norms.norm() + 1e-6)).clamp(max=1)
         torch._foreach_mul_(self.trained.gradients(), factor)
 
     def _norms(self, parts: Sequence[SampleStats]) -> GradNorms:

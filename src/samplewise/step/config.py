@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.distributed.strategy import Strategy
@@ -105,6 +107,13 @@ def as_record(names: Any) -> frozenset[str]:
     if names is None or isinstance(names, str) or not isinstance(names, Collection) or set(names) - RECORDABLE:
         raise ValueError(f"record must be a set of names, and the only name is 'norms'; found {names!r}.")
     return frozenset(names)
+
+
+def check_order(model: Any, optimizer: Any, loss_fn: Any) -> None:
+    """Raise TypeError if the arguments of `Step` are in another order."""
+    found = ", ".join(type(argument).__name__ for argument in (model, optimizer, loss_fn))
+    if not isinstance(model, nn.Module) or (isinstance(loss_fn, Optimizer) and not isinstance(optimizer, Optimizer)):
+        raise TypeError(f"arguments must be Step(model, optimizer, loss_fn), with a torch.nn.Module; found {found}.")
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -58,10 +59,25 @@ def as_optimizer(optimizer: Any, params: Iterable[Tensor]) -> Any:
         )
     if hasattr(optimizer, "param_groups") and hasattr(optimizer, "step"):
         return optimizer
-    if callable(optimizer) and not isinstance(optimizer, type):
+    if callable(optimizer) and not isinstance(optimizer, (type, torch.nn.Module)) and _takes_two(optimizer):
         return FunctionalOptimizer(params, optimizer)
-    found = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+    found = type(optimizer).__name__
+    if hasattr(optimizer, "__name__"):
+        found = f"the {'class' if isinstance(optimizer, type) else 'function'} {optimizer.__name__}"
     raise TypeError(
         f"optimizer must be a torch.optim optimizer, or a function (params, gradients) -> None; found {found}. "
         "Write torch.optim.SGD(model.parameters(), lr=0.1), or sw.sgd(0.1)."
     )
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """True if the function can be called with two arguments, or if its signature is not known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True

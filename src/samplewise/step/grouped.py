@@ -72,6 +72,7 @@ class GroupedAccumulator(PerSampleAccumulator):
             positions=layout.numbers(keys),
         )
         self.measure(g, groups, self.chain.groups, record_norms=False)
+        self.keep(self.chain.groups, groups)
         (groups,) = self.ranks.weigh(self.chain.groups, [groups])
         g.backward(groups.coefficients, retain_graph=False)
         return _result(samples, groups, owner)
@@ -216,13 +217,15 @@ class GroupAccumulation:
         if group.spans:
             losses, counts = map(losses.new_tensor, self.ranks.sums(losses, counts))
             gradients = self._summed_gradients() if self.stage.measures else {}
-        return SampleStats(
+        stats = SampleStats(
             losses=losses[None],
             counts=counts[None],
             positions=torch.tensor([group.number]),
             raw_norms=self._per_parameter(gradients, lambda g, _: g.norm()) if "norms" in self.stage.needs else None,
             raw_dots={r: self._per_parameter(gradients, self._dot(r)) for r in self.stage.references},
         )
+        self.accumulator.keep(self.stage, stats)
+        return stats
 
     def _zero(self) -> Tensor:
         first = next(iter(self.evaluator.trained.wanted().values()))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
 from samplewise.core.snapshot import Buffers
+from samplewise.core.text import did_you_mean
 from samplewise.distributed.ddp import inner
 from samplewise.distributed.group import current_group, errors_on_all_ranks
 from samplewise.distributed.strategy import Strategy
@@ -19,7 +21,7 @@ from samplewise.errors import BatchError, DistributedError, LoaderStopped
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled.updates import CompiledUpdates
-from samplewise.step.config import StepConfig, as_microbatch, as_record, check_scheduler
+from samplewise.step.config import StepConfig, as_microbatch, as_record, check_order, check_scheduler
 from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerUpdates, Updates
 from samplewise.step.forward import LossEvaluator
@@ -30,6 +32,12 @@ from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, Counters
 from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.chain import Chain, as_chain
+
+_FIXED = {  # name of an attribute -> how to change it
+    "loss_fn": "Create a new Step, or let the loss function read a variable that you change.",
+    "record": "Call step.require(norms=True).",
+    "optimizer": "Create a new Step, or change the settings in step.optimizer.param_groups.",
+}
 
 
 class Step:
@@ -105,6 +113,7 @@ class Step:
         record: Collection[str] = (),
         interacting: str = "refuse",
     ):
+        check_order(model, optimizer, loss_fn)
         self.config = config = StepConfig(
             samples=samples,
             tail=tail,
@@ -122,6 +131,7 @@ class Step:
         check_scheduler(scheduler, optimizer)
         self.model = model
         self.loss_fn = as_loss_fn(loss_fn)
+        self._allow_columns(config.transforms.batch_keys, config.transforms.reads_whole_batch)
         modules = [inner(model)]
         if isinstance(self.loss_fn, nn.Module):
             modules.append(self.loss_fn)
@@ -139,6 +149,7 @@ class Step:
         self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers)
         self._updates = self._make_updates()
         ranks.check_optimizer(trained, optimizer)
+        self._complete = True  # from now on, attributes are checked when they are assigned
 
     def _make_updates(self) -> Updates:
         ranks = self._windows.ranks
@@ -224,6 +235,12 @@ class Step:
         columns: columns of the batches in `update.columns`: column name -> key of the batch.
         """
         self._windows.require(norms, columns or {})
+        self._allow_columns((columns or {}).values())
+
+    def _allow_columns(self, keys: Iterable[Hashable], any_key: bool = False) -> None:
+        """Let a criterion ignore these columns of the batch, which transforms or listeners read."""
+        if isinstance(self.loss_fn, Criterion):
+            self.loss_fn.allow_columns(keys, any_key)
 
     @property
     def samples(self) -> int | None:
@@ -243,13 +260,45 @@ class Step:
     def tail(self, tail: str) -> None:
         self._configure(tail=tail)
 
-    def _configure(self, **changes: Any) -> None:
-        self.config = replace(self.config, **changes)
-        self._windows.config = self.config
-
     @property
     def transforms(self) -> Chain:
+        """Transforms of per-sample gradients; new ones take effect at the next window."""
         return self.config.transforms
+
+    @transforms.setter
+    def transforms(self, transforms: Any) -> None:
+        chain = as_chain(transforms)
+        self._allow_columns(chain.batch_keys, chain.reads_whole_batch)
+        self._configure(transforms=chain)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Upper bound on the norm of the update's gradient; a new value takes effect at the next window."""
+        return self.config.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, max_grad_norm: float | None) -> None:
+        self._configure(max_grad_norm=max_grad_norm)
+
+    @property
+    def microbatch(self) -> int | Auto | None:
+        """Number of samples per forward and backward pass; a new number takes effect at the next microbatch."""
+        return self.config.microbatch
+
+    @microbatch.setter
+    def microbatch(self, microbatch: int | None) -> None:
+        if isinstance(as_microbatch(microbatch), Auto) or self._windows.size.automatic:
+            raise ValueError(
+                "microbatch can be changed from one number to another; found an automatic size, which is chosen when "
+                "the step is created. Create a new Step."
+            )
+        self._configure(microbatch=microbatch)
+        self._windows.size.size = microbatch
+
+    def _configure(self, **changes: Any) -> None:
+        config = replace(self.config, **changes)
+        vars(self)["config"] = config
+        self._windows.configure(config)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -263,6 +312,20 @@ class Step:
     @property
     def scheduler(self) -> Any:
         return self._applier.scheduler
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to assign what would have no effect: unknown names, and settings that are fixed."""
+        if "_complete" in vars(self) and type(self) is Step and not name.startswith("_"):
+            settable = [key for key, member in vars(Step).items() if isinstance(member, property) and member.fset]
+            if name not in settable:
+                fixed = {*vars(self), *vars(Step), *(field.name for field in fields(StepConfig))}
+                remedy = did_you_mean(name, settable)
+                if name in fixed:
+                    remedy = _FIXED.get(name, "It is fixed when the step is created: create a new Step.")
+                raise AttributeError(
+                    f"the attributes of a Step that can be assigned are {', '.join(settable)}; found {name!r}. {remedy}"
+                )
+        super().__setattr__(name, value)
 
     # --- processes -------------------------------------------------------------------------------------------------
 

@@ -47,8 +47,10 @@ class Update:
     phases    `seconds` by phase: forward, gradients, optimizer; or compiled. These are times of the host: on an
               accelerator, the phase that waits for a result includes the work queued before it
     loss      Σ losses / Σ counts, the true mean of the window, over all ranks
-    losses    (samples,) losses as returned by the loss function, in the order of the samples
-    norms     (samples,) norms of the per-sample gradients, before any transform
+    losses    (samples,) losses as returned by the loss function, in the order of the samples. With counts, the loss of
+              a sample is a sum over its counted elements, and losses / counts are the means
+    counts    (samples,) terms of the denominator: 1 each, or as returned by the loss function
+    norms     (samples,) norms of the gradients of `losses`, before any transform
     weights   (samples,) coefficients of the per-sample gradients in the sum, or a dict name -> (samples,)
     grad_norm norm of the update's gradient, before `max_grad_norm`
     local_samples
@@ -112,6 +114,11 @@ class Update:
     @property
     def losses(self) -> Tensor:
         return cat([p.losses for p in self._checked_parts()])
+
+    @property
+    def counts(self) -> Tensor:
+        parts = self._checked_parts()
+        return cat([torch.ones_like(p.losses) if p.counts is None else p.counts for p in parts])
 
     @property
     def norms(self) -> Tensor:

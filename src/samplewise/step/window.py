@@ -12,6 +12,7 @@ from torch import Tensor
 from samplewise.core.batches import cut, length
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.batch_columns import BatchColumns
+from samplewise.step.config import StepConfig
 from samplewise.transforms.stats import PerSample, SampleStats, cat_values
 
 UNKNOWN = -1
@@ -104,6 +105,7 @@ class WindowTotals:
 class Window:
     """Samples of the next update. The sum of their gradients is in `.grad`, their per-sample results in `parts`."""
 
+    config: StepConfig  # the settings when the window was begun
     parts: list[SampleStats] = field(default_factory=list)
     deferred: list[Any] = field(default_factory=list)  # microbatches not computed yet: a transform needs all of them
     sized: bool = True  # whether the number of samples in `deferred` is known
@@ -142,12 +144,13 @@ SAVED = {  # name in a state dict -> attribute of SampleStats
 }
 
 
-def restored(parts: dict[str, Any], failure: list[str], columns: list[dict[str, Any]]) -> Window:
+def restored(config: StepConfig, parts: dict[str, Any], failure: list[str], columns: list[dict[str, Any]]) -> Window:
     """Window restored from its state."""
     if not parts:
-        return Window()
+        return Window(config)
     stats = SampleStats(**{SAVED[name]: values for name, values in parts.items()})
-    window = Window(parts=[stats], samples=len(stats), begun=True, columns=[BatchColumns(**each) for each in columns])
+    recorded = [BatchColumns(**each) for each in columns]
+    window = Window(config, parts=[stats], samples=len(stats), begun=True, columns=recorded)
     if failure:
         kinds = {kind.__name__: kind for kind in (NonFiniteLossError, NonFiniteGradientError)}
         window.failure = kinds[failure[0]](failure[1])

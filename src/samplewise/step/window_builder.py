@@ -20,7 +20,7 @@ from samplewise.errors import (
 from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
 from samplewise.step.audit import Audit
 from samplewise.step.batch_columns import record_columns
-from samplewise.step.checks import check_modes, check_pieces, check_reached, check_weights
+from samplewise.step.checks import check_cut, check_modes, check_pieces, check_reached, check_weights
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
@@ -50,17 +50,40 @@ class WindowBuilder:
         self.size = size
         self.ranks = ranks
         self.counters = counters
-        self.window = Window()
-        self._complete = Window()  # the last complete window; `begun` until it is applied
+        self.window = Window(config)
+        self._complete = Window(config)  # the last complete window; `begun` until it is applied
         self.cursor: BatchCursor | None = None
         self.columns: dict[str, Hashable] = {}  # column name -> key of the batch
         self.record_norms = "norms" in config.record
         self.audit = Audit(evaluator, config.audit, config.transforms.measures)
         self._trained = evaluator.trained
         self._buffers = buffers
+        self._chain = config.transforms  # those of the accumulator
         self._accumulator = self.make_accumulator()
         self._first = True  # no window was begun yet
         self._unchecked = True  # the gradients of no window were checked for mistakes yet
+        self._unchecked_transforms = True  # the coefficients of these transforms were not checked yet
+
+    def configure(self, config: StepConfig) -> None:
+        """Use these settings from the next window on; `samples` and `tail` apply to the open window as well."""
+        self.config = config
+        if not self.window.begun:
+            self.window.config = config
+            self._follow_transforms()
+
+    def _open_window(self) -> None:
+        """Start a new window, with the current settings."""
+        self.window = Window(self.config)
+        self._follow_transforms()
+
+    def _follow_transforms(self) -> None:
+        """Use another accumulator if the transforms have changed."""
+        chain = self.config.transforms
+        if chain is not self._chain:
+            self._chain = chain
+            self._accumulator = self.make_accumulator()
+            self._unchecked_transforms = True
+            self.audit.own_gradients = chain.measures
 
     def attach(self, ranks: WindowRanks) -> None:
         """Use these ranks from the next window on."""
@@ -187,6 +210,8 @@ class WindowBuilder:
         if self.record_norms and not self._accumulator.knows_norms:
             self._accumulator = self.make_accumulator()
         self._accumulator.begin()
+        if self._unchecked_transforms:
+            self._accumulator.first_stats = []
         if self._first:
             check_modes(self.evaluator.modules)
         if microbatch is not None and (self._first or self.config.audit):
@@ -217,7 +242,7 @@ class WindowBuilder:
     @property
     def _sums_only(self) -> bool:
         """True if `.grad` must hold sums until the update: noise is added to them, or microbatches may be halved."""
-        return bool(self.config.transforms.on_sum) or self.size.automatic
+        return bool(self.window.config.transforms.on_sum) or self.size.automatic
 
     def _count(self, parts: Sequence[SampleStats], size: int | None) -> int:
         """Count samples and microbatches; `size` is the expected number of samples, None if unknown."""
@@ -247,23 +272,29 @@ class WindowBuilder:
             self.ranks.refresh_totals(window)
         if self.ranks.distributed:
             fingerprint = self._accumulator.fingerprint
-            self.ranks.reduce(window, ReduceInputs(self.config, self._trained, self._buffers, fingerprint))
-        if self._unchecked and window.failure is None:
+            self.ranks.reduce(window, ReduceInputs(window.config, self._trained, self._buffers, fingerprint))
+        if window.failure is None and (self._unchecked or self._unchecked_transforms):
             self._check_first(window)
-            self._unchecked = False
-        self.window = Window()
         self._complete = window
+        self._open_window()
         window.forward_seconds = self.evaluator.seconds
         window.seconds += perf_counter() - started
         return window
 
     def _check_first(self, window: Window) -> None:
-        """Check the first window for common mistakes; warn or raise."""
-        sizes = [len(part) for part in window.parts if len(part)]
-        if sizes:
-            check_pieces(self.evaluator.modules, sizes * self.ranks.size, self.config.interacting)
-        check_reached(self._trained.owned, noise=bool(self.config.transforms.on_sum))
-        check_weights(self.config.transforms, [part.coefficients for part in window.parts])
+        """Check the first window, and the first one of new transforms, for common mistakes; warn or raise."""
+        chain = window.config.transforms
+        if self._unchecked:
+            sizes = [len(part) for part in window.parts if len(part)]
+            if sizes:
+                check_pieces(self.evaluator.modules, sizes * self.ranks.size, self.config.interacting)
+            check_reached(self._trained.owned, noise=bool(chain.on_sum))
+            self._unchecked = False
+        if self._unchecked_transforms:
+            check_weights(chain, window.parts)
+            check_cut(self._accumulator.first_stats or [])
+            self._accumulator.first_stats = None
+            self._unchecked_transforms = False
 
     def make_accumulator(self) -> Accumulator:
         """Accumulator for the transforms of the step and the norms to record."""
@@ -298,8 +329,8 @@ class WindowBuilder:
                 self._buffers.restore()
                 self.counters.samples -= sum(len(part) for part in window.parts)
                 self.counters.microbatches -= len(window.parts)
-        self.window = Window()
-        self._complete = Window()
+        self._complete = Window(self.config)
+        self._open_window()
         self.cursor = None
 
     def drop(self) -> None:
@@ -339,7 +370,7 @@ class WindowBuilder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore an open window from `state_dict`."""
-        self.window = restored(state["parts"], state["failure"], state.get("noted", []))
+        self.window = restored(self.config, state["parts"], state["failure"], state.get("noted", []))
         if "norms" in state["parts"] and not (state["failure"] or self._accumulator.knows_norms):
             self.record_norms = True  # the window was begun with norms, so all of its samples need them
             self._accumulator = self.make_accumulator()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.core.batches import cut, leaves, length, take
+from samplewise.core.batches import cut, leaves, length
 from samplewise.errors import TransformError
 from samplewise.transforms.chain import Chain, as_transform
 from samplewise.transforms.reference import Reference
@@ -60,15 +60,15 @@ def _check_sample(transform: SampleTransform, batch: Any, samples: int) -> None:
     if not _is_unchanged(stats, original, batch, batch_copy):
         raise TransformError(f"{transform} must not modify its input; found changed values. Copy before changing.")
     transform(replace(stats, raw_norms=_map_values(stats.raw_norms, torch.zeros_like)))
-    transform(_select(stats, [0]))
+    transform(stats.take([0]))
     order = [*range(1, samples), 0]
     if transform.positions is None:
         expected = _map_values(coefficients, lambda values: values[order])
-        _check_same(transform, transform(_select(stats, order)), expected, "for any order of samples")
+        _check_same(transform, transform(stats.take(order)), expected, "for any order of samples")
     if not transform.window:
         half = list(range(samples // 2, samples))
         expected = _map_values(coefficients, lambda values: values[half])
-        _check_same(transform, transform(_select(stats, half)), expected, "for a subset of the samples")
+        _check_same(transform, transform(stats.take(half)), expected, "for a subset of the samples")
 
 
 def _check_sum(transform: SumTransform) -> None:
@@ -107,20 +107,9 @@ def _random_stats(transform: SampleTransform, batch: Any, samples: int) -> Sampl
         losses=random_values(),
         counts=torch.ones(samples, dtype=torch.float64),
         batch=batch if "batch" in transform.needs else None,
+        positions=torch.arange(samples),
         raw_norms=norms,
         raw_dots={r: per_sample() for r in references},
-    )
-
-
-def _select(stats: SampleStats, rows: list[int]) -> SampleStats:
-    return replace(
-        stats,
-        losses=stats.losses[rows],
-        counts=stats.denominators[rows],
-        batch=None if stats.batch is None else take(stats.batch, rows),
-        positions=torch.tensor(rows),
-        raw_norms=_map_values(stats.raw_norms, lambda values: values[rows]),
-        raw_dots={r: _map_values(dots, lambda values: values[rows]) for r, dots in stats.raw_dots.items()},
     )
 
 

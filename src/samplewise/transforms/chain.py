@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -94,6 +94,20 @@ class Chain:
     def references(self) -> list[Reference]:
         return [*self.samples.references, *self.groups.references]
 
+    @cached_property
+    def batch_keys(self) -> frozenset[Hashable]:
+        """Keys of the batch that transforms read by key."""
+        readers: list[SampleTransform | Grouping] = list(self.samples.transforms)
+        if self.grouping is not None:
+            readers.append(self.grouping)
+        return frozenset().union(*(reader.batch_keys for reader in readers))
+
+    @cached_property
+    def reads_whole_batch(self) -> bool:
+        """True if a function gets the batch, and may read any of its columns."""
+        functions = [t for t in self.samples.transforms if "batch" in t.needs and not t.batch_keys]
+        return bool(functions) or (self.grouping is not None and not self.grouping.batch_keys)
+
     def directions(self, parameters: Mapping[str, Tensor]) -> dict[Reference, dict[str, Tensor]]:
         """Direction of each reference, as a dict from parameter name to tensor."""
         return {r: r.direction(parameters) for r in self.references}
@@ -144,6 +158,11 @@ def as_transform(given: Any) -> Transform:
     """The transform itself, or `weight` of a function."""
     if isinstance(given, (SampleTransform, SumTransform, Grouping)):
         return given
+    if getattr(given, "__module__", "").startswith("samplewise.transforms."):
+        raise TransformError(
+            f"a transform must be the result of a call, such as sw.clip(1.0); found the function {given.__name__}. "
+            f"Call sw.{given.__name__}(...)."
+        )
     if callable(given):
         return weight(given)
     raise TransformError(

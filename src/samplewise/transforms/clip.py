@@ -6,41 +6,55 @@ import torch
 from torch import Tensor
 
 from samplewise.transforms.stats import PerSample, SampleStats
-from samplewise.transforms.transform import SampleTransform, positive
+from samplewise.transforms.transform import SampleTransform, positive, quotient
 
 
-def clip(max_norm: float, by: str | None = None, mode: str = "flat", gamma: float = 0.01) -> SampleTransform:
+def clip(
+    max_norm: float, by: str | None = None, mode: str = "flat", gamma: float = 0.01, per: str = "sample"
+) -> SampleTransform:
     """Clip each sample's gradient to norm `max_norm`: c = min(1, max_norm / norm).
 
     by="parameter": clip the gradient of each parameter separately; the norm of the whole gradient is then at most
     max_norm × √(number of parameters).
     mode="automatic": c = max_norm / (norm + gamma); every gradient then has a norm just below `max_norm`, except
     gradients that are not large compared with gamma.
+    per="count": bound norm / count instead of the norm. If a sample's loss is a sum over its counted elements (tokens
+    of a sequence), this is the norm of the gradient of its mean loss; the bound is then the same for short and long
+    sequences. per="sample" (default): bound the norm of the gradient of the sample's loss as returned.
     """
-    if not max_norm >= 0:
+    if not (isinstance(max_norm, (int, float)) and max_norm >= 0):
         raise ValueError(f"max_norm must be zero or positive; found {max_norm!r}.")
     if by not in (None, "parameter"):
         raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
     if mode not in ("flat", "automatic"):
         raise ValueError(f"mode must be 'flat' or 'automatic'; found {mode!r}.")
+    if per not in ("sample", "count"):
+        raise ValueError(f"per must be 'sample' or 'count'; found {per!r}.")
     positive("gamma", gamma)
 
-    def coefficient(norms: Tensor) -> Tensor:
+    def coefficient(norms: Tensor, counts: Tensor | None) -> Tensor:
+        unit = 1.0 if counts is None else counts
+        bound = max_norm * unit
         if mode == "automatic":
-            return max_norm / (norms + gamma)
-        return torch.where(norms > max_norm, max_norm / norms, float(max_norm > 0))
+            return quotient(bound, norms + gamma * unit)
+        return torch.where(norms > bound, bound / norms, float(max_norm > 0))
 
     def answer(stats: SampleStats) -> PerSample:
+        counts = stats.counts if per == "count" else None
         if by is None:
-            return coefficient(stats.norms)
-        return {name: coefficient(norms) for name, norms in stats.norms_by_parameter.items()}
+            return coefficient(stats.norms, counts)
+        return {name: coefficient(norms, counts) for name, norms in stats.norms_by_parameter.items()}
 
     length = "‖{g} of p‖" if by else "‖{g}‖"
+    bound = f"{max_norm}·count" if per == "count" else f"{max_norm}"
+    small = f"{gamma}·count" if per == "count" else f"{gamma}"
     options = (f", by={by!r}" if by else "") + (f", mode={mode!r}, gamma={gamma}" if mode != "flat" else "")
+    options += f", per={per!r}" if per != "sample" else ""
     return SampleTransform(
         name=f"clip({max_norm}{options})",
-        formula=f"min(1, {max_norm}/{length})" if mode == "flat" else f"{max_norm}/({length} + {gamma})",
+        formula=f"min(1, {bound}/{length})" if mode == "flat" else f"{bound}/({length} + {small})",
         answer=answer,
-        needs=frozenset({"norms"}),
+        needs=frozenset({"norms", "counts"} if per == "count" else {"norms"}),
         by_parameter=by is not None,
+        rescales=mode == "automatic",
     )

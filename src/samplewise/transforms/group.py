@@ -30,4 +30,4 @@ def group(key: Hashable | Callable[[Any], Any]) -> Grouping:
         return found
 
     name = function_name(key) if callable(key) else repr(key)
-    return Grouping(f"group({name})", keys)
+    return Grouping(f"group({name})", keys, frozenset() if callable(key) else frozenset({key}))

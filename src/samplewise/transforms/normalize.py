@@ -17,11 +17,13 @@ def normalize(norm: float | str = 1.0) -> SampleTransform:
             norms = stats.norms
             return quotient(norms.mean(), norms)
 
-        return SampleTransform("normalize('mean')", "mean‖{g}‖/‖{g}‖", to_the_mean, frozenset({"norms"}), window=True)
+        name, formula = "normalize('mean')", "mean‖{g}‖/‖{g}‖"
+        return SampleTransform(name, formula, to_the_mean, frozenset({"norms"}), window=True, rescales=True)
     if not isinstance(norm, (int, float)):
         raise ValueError(f"norm must be a positive number or 'mean'; found {norm!r}.")
     length = positive("norm", norm)
     name = "normalize()" if length == 1 else f"normalize({length})"
+    formula = f"{length:g}/‖{{g}}‖"
     return SampleTransform(
-        name, f"{length:g}/‖{{g}}‖", lambda stats: quotient(length, stats.norms), frozenset({"norms"})
+        name, formula, lambda stats: quotient(length, stats.norms), frozenset({"norms"}), rescales=True
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.core.batches import take
 from samplewise.errors import TransformError
 
 PerSample = Tensor | dict[str, Tensor]  # (B,), or name of a parameter -> (B,)
@@ -75,6 +76,26 @@ class SampleStats:
         shares = self.denominators * one_per_sample(coefficients) if renormalises else self.shares
         product = coefficients if self.coefficients is None else _times(coefficients, self.coefficients)
         return replace(self, coefficients=product, shares=shares)
+
+    def take(self, rows: list[int]) -> SampleStats:
+        """Results of these samples. The batch must be sliceable."""
+        index = torch.tensor(rows)
+
+        def some(values: Any) -> Any:
+            return None if values is None else rows_of(values, index)
+
+        return replace(
+            self,
+            losses=self.losses[index],
+            counts=some(self.counts),
+            batch=None if self.batch is None else take(self.batch, rows),
+            positions=some(self.positions),
+            raw_norms=some(self.raw_norms),
+            raw_dots={reference: some(dots) for reference, dots in self.raw_dots.items()},
+            coefficients=some(self.coefficients),
+            shares=some(self.shares),
+            columns=some(self.columns),
+        )
 
     def result(self) -> SampleStats:
         """The values that an update reports; batch, positions and dot products are released."""

@@ -4,7 +4,7 @@ summed; a `Grouping` sums samples of one group; a `SumTransform` changes the sum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,10 @@ class SampleTransform:
     by_parameter: bool = False  # whether it returns a dict, name -> (B,)
     renormalises: bool = False  # whether its coefficients also multiply the counts in the denominator
     positions: int | None = None  # number of window positions it has values for; None: independent of the position
+    batch_keys: frozenset[Hashable] = (
+        frozenset()
+    )  # keys of the batch that it reads; with the need "batch" and none: all
+    rescales: bool = False  # whether it gives every gradient a chosen norm, so that small coefficients are no surprise
 
     def __call__(self, stats: SampleStats) -> PerSample:
         """Coefficients, after a check of type, shape and finiteness."""
@@ -93,6 +97,7 @@ class Grouping:
 
     name: str
     keys: Callable[[Any], list[Any]] = field(repr=False)  # batch -> one key per sample
+    batch_keys: frozenset[Hashable] = frozenset()  # keys of the batch that it reads; none: a function reads the batch
 
     def __repr__(self) -> str:
         return self.name

@@ -50,7 +50,15 @@ def weight(
         window=window,
         renormalises=renormalise,
         positions=len(by) if isinstance(by, Tensor) and index is None else None,
+        batch_keys=_batch_keys(by, index),
     )
+
+
+def _batch_keys(by: Any, index: Hashable) -> frozenset[Hashable]:
+    """Keys of the batch that `weight(by, index=index)` reads."""
+    if isinstance(by, Tensor):
+        return frozenset() if index is None else frozenset({index})
+    return frozenset() if callable(by) else frozenset({by})
 
 
 def _formula(name: str, needs: frozenset[str]) -> str:

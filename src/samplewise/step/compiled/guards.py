@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from samplewise.core.batches import PLAIN
-from samplewise.core.snapshot import random_state
-from samplewise.step.compiled.closure_state import (
+from samplewise.core.closure_state import (
     ContainerSnapshot,
     all_identical,
     containers_in,
@@ -32,6 +31,7 @@ from samplewise.step.compiled.closure_state import (
     methods_of,
     variables_of,
 )
+from samplewise.core.snapshot import random_state
 from samplewise.step.compiled.errors import CannotCompile
 from samplewise.step.compiled.optim_formulas import hooks_of
 

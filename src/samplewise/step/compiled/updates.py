@@ -32,6 +32,7 @@ from samplewise.step.compiled.program import Program
 from samplewise.step.compiled.tracing import Tensors, trace_backward
 from samplewise.step.compiled.update_fn import CompiledUpdate
 from samplewise.step.compiled.verify import agrees
+from samplewise.step.config import StepConfig
 from samplewise.step.eager import EagerUpdates
 from samplewise.step.update import Outcome, Update
 from samplewise.step.window import BatchCursor, Window
@@ -61,7 +62,6 @@ class CompiledUpdates:
         builder = eager.builder
         self.eager = eager
         self.builder = builder
-        self.config = builder.config
         self.evaluator = builder.evaluator
         self.applier = eager.applier
         self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
@@ -71,9 +71,15 @@ class CompiledUpdates:
         self._programs: dict[Any, Program | None] = {}
         self._changes = 0
         self._full = False
+        self._settings = self._compiled_settings()  # with which the programs were compiled
         self._era = 0  # incremented when the optimizer's hyperparameters change
         self._rates = self.applier.rates()
         self._compiled = False  # whether an update was compiled
+
+    @property
+    def config(self) -> StepConfig:
+        """Settings of the next window."""
+        return self.builder.config
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
@@ -168,13 +174,14 @@ class CompiledUpdates:
         size = self.builder.config.samples or cursor.left
         end = cursor.rows or 0
         record_norms = self.builder.record_norms
+        config = self.config
         program = self._program_for(cursor, size)
         while program is not None and cursor.consumed + size <= end and not self._audit_due():
             window = self._run(program, cursor)
             if window is None:
                 return
             yield window
-            if not self._guards_hold() or self.builder.record_norms != record_norms:
+            if self.config is not config or self.builder.record_norms != record_norms or not self._guards_hold():
                 return
 
     def _blocks(self, cursor: BatchCursor) -> Iterator[CompiledWindow]:
@@ -240,15 +247,32 @@ class CompiledUpdates:
         rows = slice(start, cursor.consumed)
         return [record_columns(cursor.batch, builder.columns, builder.counters.epochs, rows)]
 
+    def _compiled_settings(self) -> tuple[Any, ...]:
+        """Settings that are part of the compiled code."""
+        config = self.config
+        return config.transforms, config.max_grad_norm, config.microbatch
+
+    def _settings_hold(self) -> bool:
+        """Test whether the settings are those of the compiled code; otherwise discard it."""
+        settings = self._compiled_settings()
+        if settings[0] is self._settings[0] and settings[1:] == self._settings[1:]:
+            return True
+        self._settings = settings
+        return self._discard()
+
     def _guards_hold(self) -> bool:
         """Test the guards; discard all compiled code if something has changed."""
         if self._guards is not None and self._guards.hold():
             return True
+        return self._discard()
+
+    def _discard(self) -> bool:
+        """Discard all compiled code; returns False."""
         self._programs = {}
         self._guards = None
         self._changes += 1
         if self._changes > CHANGES:
-            self._give_up(f"the model or the optimizer has changed {self._changes} times")
+            self._give_up(f"the model, the optimizer or the settings have changed {self._changes} times")
         return False
 
     # --- compiling -------------------------------------------------------------------------------------------------
@@ -261,7 +285,7 @@ class CompiledUpdates:
         try:
             shape = signature(cursor.batch, cursor.rows), size
             key = *shape, record_norms
-            if self._programs and not self._guards_hold():
+            if self._programs and not (self._settings_hold() and self._guards_hold()):
                 return None
             if key not in self._programs:
                 self._programs[key] = self._compile(cursor, size, record_norms) if self._admitted(repr(shape)) else None
@@ -303,7 +327,7 @@ class CompiledUpdates:
         """Verify the program on the next update. False: not decided, for example because the update is not finite."""
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
         accumulator = self.builder.make_accumulator()
-        same = agrees(program, accumulator, self.evaluator, self.applier, example, cursor.consumed)
+        same = agrees(program, accumulator, self.evaluator, self.applier, self.config, example, cursor.consumed)
         if same is False:
             raise CannotCompile("compiled and uncompiled update differ")
         return same is True

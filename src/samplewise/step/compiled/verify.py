@@ -13,6 +13,7 @@ from samplewise.errors import SamplewiseError
 from samplewise.step.accumulate import Accumulator
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled.program import Program
+from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.window import Window
 
@@ -28,6 +29,7 @@ def agrees(
     accumulator: Accumulator,
     evaluator: LossEvaluator,
     applier: UpdateApplier,
+    config: StepConfig,
     microbatch: Any,
     start: int,
 ) -> bool | None:
@@ -49,7 +51,7 @@ def agrees(
         evaluator.trained.clear()
 
     try:
-        losses, gradients = _uncompiled(accumulator, evaluator, applier, microbatch)
+        losses, gradients = _uncompiled(accumulator, evaluator, applier, config, microbatch)
         step = program.update.buckets is not None
         if step:
             applier.optimizer.step()
@@ -71,14 +73,14 @@ def agrees(
 
 
 def _uncompiled(
-    accumulator: Accumulator, evaluator: LossEvaluator, applier: UpdateApplier, microbatch: Any
+    accumulator: Accumulator, evaluator: LossEvaluator, applier: UpdateApplier, config: StepConfig, microbatch: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute the update's gradients uncompiled into `.grad`; return losses and gradients."""
     evaluator.trained.clear()
     accumulator.begin()
     with torch.enable_grad():
         parts = accumulator.add([microbatch], 0)
-    applier.prepare(Window(parts=parts, samples=len(parts[0])))
+    applier.prepare(Window(config, parts=parts, samples=len(parts[0])))
     return parts[0].losses, evaluator.trained.gradients()
 
 

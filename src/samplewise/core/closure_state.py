@@ -10,15 +10,17 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import is_
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import PLAIN
+from samplewise.core.snapshot import RandomState
 
 CONTAINERS = (dict, list, tuple, set, deque)
 VALUES = (*PLAIN, *CONTAINERS, Tensor, torch.dtype, torch.device)
@@ -207,3 +209,38 @@ def generators_in(values: Iterable[Any]) -> list[tuple[Callable[[], Any], Callab
             bits = value.bit_generator
             found.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
     return found
+
+
+def _is_callable_object(value: Any) -> bool:
+    """True for an object of a user's class with __call__."""
+    return callable(value) and hasattr(value, "__dict__") and not isinstance(value, (type, FunctionType, nn.Module))
+
+
+@contextmanager
+def state_restored(functions: Iterable[Any]) -> Iterator[None]:
+    """Context manager for additional calls of these functions: on exit, restores the variables that they look up, the
+    containers and tensors among these, and the random generators.
+    """
+    variables = variables_of(functions)
+    variables += variables_of(v for variable in variables if _is_callable_object(v := variable.read()))
+    values = [variable.read() for variable in variables]
+    containers = [ContainerSnapshot(container) for container in containers_in(values, known=())]
+    tensors = [(value, value.detach().clone()) for value in values if isinstance(value, Tensor)]
+    generators = [(write, read()) for read, write in generators_in(values)]
+    torch_generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    random_state = RandomState()
+    try:
+        yield
+    finally:
+        random_state.restore()
+        for generator, state in torch_generators:
+            generator.set_state(state)
+        for write, state in generators:
+            write(state)
+        for container in containers:
+            container.restore()
+        for variable, value in zip(variables, values, strict=True):
+            variable.write(value)
+        for tensor, content in tensors:
+            if not torch.equal(tensor.detach(), content):
+                tensor.detach().copy_(content)
