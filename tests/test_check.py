@@ -60,8 +60,8 @@ def test_unused_and_frozen_parameters_are_named():
         nn.ModuleList([model[0], model[2], model.extra]), lambda m, b: loss_fn(lambda x: m[1](m[0](x).tanh()), b), batch
     )
     assert report.ok
-    assert "no gradient for 2.weight, 2.bias" in str(report)
-    assert "1 frozen" in str(report)
+    assert "do not depend on these parameters: 2.weight, 2.bias" in str(report)
+    assert "frozen parameters were not compared: 0.bias" in str(report)
 
 
 def test_a_wrong_rule_is_reported(monkeypatch):

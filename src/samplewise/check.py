@@ -22,7 +22,7 @@ from samplewise.core.losses import (
     why_not_alone,
 )
 from samplewise.core.snapshot import snapshot
-from samplewise.core.text import render
+from samplewise.core.text import listed, render
 from samplewise.engine.checks import check_model, named_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.reference import jacobian_rows
@@ -70,7 +70,8 @@ class Check:
         quantities = list(self.lines[0].errors) if self.lines else []
         rows = [line.cells() for line in self.lines]
         outcome = "ok" if self.ok else "NOT OK"
-        text = f"engine vs. one backward pass per sample, float64, {self.samples} samples: {outcome}"
+        samples = f"{self.samples} sample{'s' * (self.samples != 1)}"
+        text = f"engine vs. one backward pass per sample, float64, {samples}: {outcome}"
         if rows:
             text = render(("parameter", "shape", "largest norm", *quantities, ""), rows, text)
         refusal = [f"refused: {self.refusal}"] if self.refusal else []
@@ -152,7 +153,10 @@ def _recompute_alone(model_copy: nn.Module, loss_fn: LossFn, batch: Any, losses:
                     f"sample {i} has loss {losses[i].item():.6g} in the batch and "
                     f"{alone.flatten()[0].item():.6g} alone: samples interact"
                 ]
-    return False, [f"{min(RECOMPUTED, len(losses))} samples recomputed alone have the same losses as in the batch"]
+    number = min(RECOMPUTED, len(losses))
+    if number == 1:
+        return False, ["1 sample recomputed alone has the same loss as in the batch"]
+    return False, [f"{number} samples recomputed alone have the same losses as in the batch"]
 
 
 def _advice(model_copy: nn.Module, lines: list[ParameterCheck]) -> list[str]:
@@ -160,7 +164,7 @@ def _advice(model_copy: nn.Module, lines: list[ParameterCheck]) -> list[str]:
     frozen = [name for name, p in model_copy.named_parameters() if not p.requires_grad]
     notes = []
     if unused:
-        notes.append(f"no gradient for {', '.join(unused)}: the losses do not depend on them")
+        notes.append(f"the losses do not depend on these parameters: {', '.join(unused)}")
     if frozen:
-        notes.append(f"{len(frozen)} frozen parameters were not compared")
+        notes.append(f"frozen parameters were not compared: {listed(frozen)}")
     return notes

@@ -389,7 +389,9 @@ class Gradients:
         )
 
     def __repr__(self) -> str:
-        return f"Gradients({len(self)} samples, {len(self.names)} parameters, strategy={self._evaluator.strategy!r})"
+        samples = f"{len(self)} sample{'s' * (len(self) != 1)}"
+        parameters = f"{len(self.names)} parameter{'s' * (len(self.names) != 1)}"
+        return f"Gradients({samples}, {parameters}, strategy={self._evaluator.strategy!r})"
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
+from samplewise.core.text import listed
 from samplewise.errors import GraphError
 
 Node = Any  # torch.autograd.graph.Node: attributes differ per operation and are unknown to type checkers
@@ -242,8 +243,8 @@ class Graph:
             )
         if not self.leaves:
             raise GraphError(
-                "the losses must depend on at least one of the parameters; found none of them in the graph "
-                f"(searched for {', '.join(list(self.wanted)[:3])}, ...). "
+                "the losses must depend on at least one of the parameters; found none of them in the graph: "
+                f"{listed(self.wanted)}. "
                 "Check that the losses were computed with this model, and not from detached or copied weights."
             )
 
