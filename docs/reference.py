@@ -24,7 +24,7 @@ TARGET = Path(__file__).with_name("reference.md")
 
 # Each name in samplewise.__all__ is in one of these sections; exceptions have their own section.
 SECTIONS = {
-    "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "scan", "check"],
+    "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "freeze_batchnorm", "scan", "check"],
     "Training steps": ["Step", "Update", "auto", "fsdp", "sgd"],
     "Transforms": ["chain", "clip", "weight", "drop", "normalize", "align", "group", "noise", "check_transform"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],

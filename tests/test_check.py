@@ -1,8 +1,10 @@
 """`sw.check`: agreement, refusals and notes."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
 from samplewise.testing.zoo import noise
@@ -58,8 +60,8 @@ def test_unused_and_frozen_parameters_are_named():
         nn.ModuleList([model[0], model[2], model.extra]), lambda m, b: loss_fn(lambda x: m[1](m[0](x).tanh()), b), batch
     )
     assert report.ok
-    assert "no gradient for 2.weight, 2.bias" in str(report)
-    assert "1 frozen" in str(report)
+    assert "do not depend on these parameters: 2.weight, 2.bias" in str(report)
+    assert "frozen parameters were not compared: 0.bias" in str(report)
 
 
 def test_a_wrong_rule_is_reported(monkeypatch):
@@ -72,3 +74,11 @@ def test_a_wrong_rule_is_reported(monkeypatch):
     assert not found.ok
     assert [line.parameter for line in found.lines if not line.ok] == ["0.bias", "2.bias"]
     assert "WRONG" in str(found)
+
+
+def test_swapped_arguments():
+    model, batch = classifier(nn.Tanh())
+    with pytest.raises(TypeError, match=r"found the function loss_fn .*Write sw\.check\(model, loss_fn, batch\)"):
+        sw.check(loss_fn, model, batch)
+    with pytest.raises(TypeError, match=r"found a DataLoader\. Pass next\(iter\(loader\)\)"):
+        sw.check(model, loss_fn, DataLoader(TensorDataset(*batch)))

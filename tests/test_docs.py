@@ -271,7 +271,15 @@ def test_public_surface():
     functions = {"gradients", "input_gradients", "check", "scan", "Gradients"}
     functions |= {"Step", "Trainer", "Update", "auto", "fsdp", "sgd", "chain", "check_transform"}
     functions |= {"Indexed", "Ledger", "samples", "load_checkpoint", "sharded", "join_process_group"}
-    functions |= {"noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"}
+    functions |= {
+        "noise_scale",
+        "NoiseScale",
+        "signal_to_noise",
+        "fisher",
+        "freeze_batchnorm",
+        "similarity",
+        "suspects",
+    }
     functions |= {"influence", "ProjectedStore"}
     functions |= {"align", "clip", "drop", "group", "noise", "normalize", "weight"}
     assert set(samplewise.__all__) == functions | {"callbacks"} | _public_errors()

@@ -68,7 +68,7 @@ def test_losses_with_counts(task):
 
 def test_bad_arguments(task):
     model, x, y = task
-    with pytest.raises(ValueError, match="microbatch must be a positive number"):
+    with pytest.raises(ValueError, match="microbatch must be a positive integer"):
         next(sw.scan(model, loss_fn, [(x, y)], microbatch=0))
     with pytest.raises(TypeError, match="loss_fn must be a function"):
         next(sw.scan(model, nn.TripletMarginLoss(), [(x, y)]))
@@ -78,3 +78,31 @@ def test_a_criterion(task):
     model, x, y = task
     ((_, g),) = sw.scan(model, nn.CrossEntropyLoss(), [(x, y)])
     torch.testing.assert_close(g.norms(), sw.gradients(loss_fn(model, (x, y)), model).norms())
+
+
+def test_swapped_arguments_are_refused_before_the_first_batch(task):
+    model, x, y = task
+    with pytest.raises(TypeError, match=r"found the function loss_fn .*Write sw\.scan\(model, loss_fn, loader\)"):
+        sw.scan(loss_fn, model, [(x, y)])
+    with pytest.raises(TypeError, match=r"loss_fn must be a function .*; found list"):
+        sw.scan(model, [(x, y)], loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (torch.ones(3, 6), "found a tensor, which yields single samples"),
+        (TensorDataset(torch.ones(3, 6)), r"found a data set \(TensorDataset\), .*Pass DataLoader"),
+        (None, "loader must be an iterable of batches; found NoneType"),
+    ],
+    ids=["tensor", "data set", "none"],
+)
+def test_something_that_yields_no_batches(task, loader, message):
+    with pytest.raises(TypeError, match=message):
+        sw.scan(task[0], loss_fn, loader)
+
+
+def test_a_loss_function_that_returns_nothing(task):
+    model, x, y = task
+    with pytest.raises(sw.LossesError, match=r"found NoneType\. Return the losses from the loss function"):
+        next(sw.scan(model, lambda model, batch: None, [(x, y)]))

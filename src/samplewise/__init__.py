@@ -3,6 +3,7 @@
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.store import ProjectedStore as ProjectedStore
 from samplewise.check import check as check
+from samplewise.core.batchnorm import freeze_batchnorm as freeze_batchnorm
 from samplewise.diagnostics.fisher import fisher as fisher
 from samplewise.diagnostics.noise import NoiseScale as NoiseScale
 from samplewise.diagnostics.noise import noise_scale as noise_scale
@@ -90,6 +91,7 @@ __all__ = [
     "clip",
     "drop",
     "fisher",
+    "freeze_batchnorm",
     "fsdp",
     "gradients",
     "group",

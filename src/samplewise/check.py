@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from samplewise.core.batches import map_leaves
-from samplewise.core.losses import LossFn, as_loss_fn, loss_alone, per_sample, why_not_alone
-from samplewise.core.text import plural, render
-from samplewise.engine.checks import named_parameters
+from samplewise.core.losses import (
+    RANDOM,
+    LossFn,
+    as_loss_fn,
+    changed_by_exchange,
+    loss_alone,
+    per_sample,
+    why_not_alone,
+)
+from samplewise.core.snapshot import snapshot
+from samplewise.core.text import listed, plural, render
+from samplewise.engine.checks import check_model, named_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.reference import jacobian_rows
 from samplewise.errors import GraphError, SamplesInteractError, SamplewiseError
@@ -72,6 +83,9 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
     Compares rows, norms and sums of every parameter. Also recomputes up to 3 samples alone: a different loss means that
     samples interact. Works on a copy; the model is not changed.
     """
+    check_model(model, "sw.check(model, loss_fn, batch)")
+    if isinstance(batch, DataLoader):
+        raise TypeError("batch must be one batch; found a DataLoader. Pass next(iter(loader)).")
     loss_fn = as_loss_fn(copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn)
     model_copy = copy.deepcopy(model).double()
     batch = map_leaves(batch, _as_double)
@@ -124,9 +138,13 @@ def _recompute_alone(model_copy: nn.Module, loss_fn: LossFn, batch: Any, losses:
 
     with torch.no_grad():
         reason = why_not_alone(compute, batch, losses)
+        if reason == RANDOM:
+            change = changed_by_exchange(compute, batch, partial(snapshot, model_copy), 1e-6)
+            if change is not None:
+                return True, [f"{change}: samples interact"]
+            return False, [f"{reason}, so no sample was recomputed alone; repeat the check in eval mode"]
         if reason is not None:
-            remedy = "; repeat the check in eval mode" if "random" in reason else ""
-            return False, [f"{reason}, so no sample was recomputed alone{remedy}"]
+            return False, [f"{reason}, so no sample was recomputed alone"]
         for i in range(min(RECOMPUTED, len(losses))):
             alone = loss_alone(compute, batch, i)
             if alone.shape != (1,) or not torch.isclose(alone[0], losses[i].detach(), rtol=1e-6, atol=1e-9):
@@ -134,7 +152,10 @@ def _recompute_alone(model_copy: nn.Module, loss_fn: LossFn, batch: Any, losses:
                     f"sample {i} has loss {losses[i].item():.6g} in the batch and "
                     f"{alone.flatten()[0].item():.6g} alone: samples interact"
                 ]
-    return False, [f"{min(RECOMPUTED, len(losses))} samples recomputed alone have the same losses as in the batch"]
+    number = min(RECOMPUTED, len(losses))
+    if number == 1:
+        return False, ["1 sample recomputed alone has the same loss as in the batch"]
+    return False, [f"{number} samples recomputed alone have the same losses as in the batch"]
 
 
 def _advice(model_copy: nn.Module, lines: list[ParameterCheck]) -> list[str]:
@@ -142,7 +163,7 @@ def _advice(model_copy: nn.Module, lines: list[ParameterCheck]) -> list[str]:
     frozen = [name for name, p in model_copy.named_parameters() if not p.requires_grad]
     notes = []
     if unused:
-        notes.append(f"no gradient for {', '.join(unused)}: the losses do not depend on them")
+        notes.append(f"the losses do not depend on these parameters: {', '.join(unused)}")
     if frozen:
-        notes.append(f"{len(frozen)} frozen parameters were not compared")
+        notes.append(f"frozen parameters were not compared: {listed(frozen)}")
     return notes

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from samplewise.core.batches import cut, length
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.memory import bounded, free_memory, is_out_of_memory
 from samplewise.core.snapshot import snapshot
+from samplewise.engine.checks import check_attached, check_model
 from samplewise.engine.gradients import Gradients, gradients
 
 
@@ -31,12 +33,26 @@ def scan(
     number whose activations take at most `memory` bytes (default: a quarter of the free memory). A batch that cannot
     be sliced is used whole.
     """
-    if not (microbatch in ("auto", None) or (isinstance(microbatch, int) and microbatch > 0)):
-        raise ValueError(f"microbatch must be a positive number, None or 'auto'; found {microbatch!r}.")
+    check_model(model, "sw.scan(model, loss_fn, loader)")
+    if not (microbatch in ("auto", None) or (type(microbatch) is int and microbatch > 0)):
+        raise ValueError(f"microbatch must be a positive integer, None or 'auto'; found {microbatch!r}.")
     pieces = _Pieces(model, as_loss_fn(loss_fn), microbatch, memory or free_memory(model) // 4)
-    for batch in loader:
-        for piece, losses in pieces.of(batch):
-            yield piece, gradients(losses, model, strategy=strategy)
+    _check_loader(loader)
+    return (
+        (piece, gradients(losses, model, strategy=strategy)) for batch in loader for piece, losses in pieces.of(batch)
+    )
+
+
+def _check_loader(loader: object) -> None:
+    """Raise TypeError if the loader is no iterable of batches."""
+    if isinstance(loader, Tensor) or (isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)):
+        found = "a tensor" if isinstance(loader, Tensor) else f"a data set ({type(loader).__name__})"
+        raise TypeError(
+            f"loader must yield batches; found {found}, which yields single samples. "
+            f"Pass {'[batch]' if isinstance(loader, Tensor) else 'DataLoader(dataset, batch_size)'}."
+        )
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"loader must be an iterable of batches; found {type(loader).__name__}. Pass a DataLoader.")
 
 
 class _Pieces:
@@ -68,7 +84,9 @@ class _Pieces:
 
     def _losses(self, piece: Any) -> Tensor:
         with torch.enable_grad():
-            return per_sample(self.loss_fn(self.model, piece))[0]
+            losses = per_sample(self.loss_fn(self.model, piece))[0]
+        check_attached(losses)
+        return losses
 
     def _measured(self, piece: Any) -> Tensor | None:
         """Return the losses, or restore buffers and RNG and return None if the activations exceed the budget."""

@@ -6,11 +6,27 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.testing.zoo import CASES, SINGLE, Net, assert_agrees, noise, probe_for, rows_of, squared_loss, wanted
+from samplewise.testing.zoo import (
+    CASES,
+    SINGLE,
+    Net,
+    assert_agrees,
+    assert_same,
+    noise,
+    probe_for,
+    rows_of,
+    squared_loss,
+    wanted,
+)
 
 
 def small():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), noise(5, 6)
+
+
+def wide():
+    model, x = small()
+    return model.double(), x.double()
 
 
 def refuses(error, message, losses, parameters, ask=lambda g: g.norms(), **options):
@@ -129,7 +145,105 @@ def test_unknown_strategy_and_unknown_word_for_interacting():
             sw.gradients(squared_loss(model(x)), model, **options).norms()
 
 
+def test_swapped_arguments():
+    model, x = small()
+    found = refuses(sw.LossesError, "losses must be the first argument", model, squared_loss(model(x)))
+    assert found.endswith("found a module (Sequential) in its place. Write sw.gradients(losses, model).")
+
+
+def test_an_optimizer_in_place_of_the_model():
+    model, x = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refuses(sw.ParameterError, r"found SGD\. Pass the model", squared_loss(model(x)), optimizer)
+
+
+@pytest.mark.parametrize("given", [None, "0.weight", 3, nn.Linear], ids=str)
+def test_something_that_holds_no_parameters(given):
+    model, x = small()
+    refuses(
+        sw.ParameterError, r"parameters must be a module, .*; found .*\. Pass the model", squared_loss(model(x)), given
+    )
+
+
+def test_named_parameters_as_an_iterator_of_pairs():
+    model, x = wide()
+    g = sw.gradients(squared_loss(model(x)), model.named_parameters())
+    assert g.names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert_agrees(g, rows_of(squared_loss(model(x)), wanted(model)), probe_for(wanted(model), 5))
+
+
+def test_one_name_for_two_parameters():
+    model, x = small()
+    pairs = [("w", model[0].weight), ("w", model[2].weight)]
+    refuses(sw.ParameterError, "each parameter must have its own name", squared_loss(model(x)), pairs)
+
+
+def test_an_iterator_that_was_used_before():
+    model, x = small()
+    used = model.parameters()
+    list(used)
+    refuses(sw.ParameterError, "empty after its first use", squared_loss(model(x)), used)
+
+
 # ------------------------------------------------------------- what is asked
+
+
+def test_a_number_is_the_weight_of_all_samples():
+    model, x = wide()
+    rows = rows_of(squared_loss(model(x)), wanted(model))
+    g = sw.gradients(squared_loss(model(x)), model)
+    assert_same(g.sum(1 / len(g)), rows.mean(), what="sum with a number")
+    assert_same(g.sum(dict.fromkeys(g.names, 2)), rows.sum(2 * torch.ones(5)), what="a number for each parameter")
+    g.backward(1 / len(g))
+    assert_same({name: p.grad for name, p in wanted(model).items()}, rows.mean(), what=".grad")
+
+
+def test_a_number_is_the_weight_of_all_samples_in_an_ordinary_backward():
+    model, x = wide()
+    rows = rows_of(squared_loss(model(x)), wanted(model))
+    g = sw.gradients(squared_loss(model(x)), model, strategy="twice")
+    g.backward(1 / len(g))
+    assert_same({name: p.grad for name, p in wanted(model).items()}, rows.mean(), what=".grad")
+
+
+@pytest.mark.parametrize("weights", [True, "mean", [1.0] * 5, torch.tensor(0.5)], ids=str)
+def test_weights_that_are_neither_a_tensor_nor_a_number(weights):
+    model, x = small()
+    message = r"weights must be a tensor of shape \(5,\), one value per sample, or a number for all samples; found"
+    refuses(sw.ParameterError, message, squared_loss(model(x)), model, lambda g: g.sum(weights))
+    refuses(sw.ParameterError, message, squared_loss(model(x)), model, lambda g: g.backward(weights))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda g: g.gram(torch.ones(5)), "gram needs another Gradients, .*; found Tensor"),
+        (lambda g: g.dot([torch.ones(5)]), "direction must be a dict name -> tensor, .*; found list"),
+        (lambda g: g.dot(dict.fromkeys(g.names, 1)), "must be a tensor of the parameter's shape .*; found int"),
+        (lambda g: g[[1, 2]], "the index must be a parameter's name, .*; found list"),
+        (lambda g: g[1.5], "the index must be a parameter's name, .*; found float"),
+    ],
+)
+def test_arguments_of_other_types(ask, message):
+    model, x = small()
+    refuses(sw.ParameterError, message, squared_loss(model(x)), model, ask)
+
+
+@pytest.mark.parametrize("ask", [lambda g: g.project("8"), lambda g: g.project(0), lambda g: g.chunks(0)])
+def test_numbers_that_are_not_positive_integers(ask):
+    model, x = small()
+    with pytest.raises(ValueError, match="must be a positive integer; found"):
+        ask(sw.gradients(squared_loss(model(x)), model))
+
+
+def test_second_moment_is_the_sum_of_squares_and_fisher_the_mean():
+    model, x = wide()
+    squares = sw.gradients(squared_loss(model(x)), model).sum_of_squares()
+    rows = rows_of(squared_loss(model(x)), wanted(model))
+    assert_same(squares, {name: row.square().sum(0) for name, row in rows.full().items()}, what="sum of squares")
+    assert_same(sw.gradients(squared_loss(model(x)), model).second_moment(), squares, what="second moment")
+    means = sw.fisher(model, lambda model, batch: squared_loss(model(batch)), [x[:2], x[2:]])
+    assert_same(means, {name: t / 5 for name, t in squares.items()}, what="fisher")
 
 
 def test_weights_of_another_length():
@@ -280,6 +394,22 @@ def test_input_gradients():
     losses = squared_loss(model(x))
     each = torch.stack([torch.autograd.grad(loss, x, retain_graph=True)[0][i] for i, loss in enumerate(losses)])
     torch.testing.assert_close(sw.input_gradients(losses, x), each, rtol=1e-5, atol=1e-7)
+
+
+def test_input_gradients_with_swapped_or_other_arguments():
+    model, x = small()
+    x.requires_grad_()
+    losses = squared_loss(model(x))
+    with pytest.raises(
+        sw.LossesError, match=r"found shapes \(5, 6\) and \(5,\)\. Write sw\.input_gradients\(losses, x\)"
+    ):
+        sw.input_gradients(x, losses)
+    with pytest.raises(sw.ParameterError, match=r"found Sequential\. .* use sw\.gradients\(losses, model\)"):
+        sw.input_gradients(losses, model)
+    with pytest.raises(
+        sw.LossesError, match=r"found a module \(Sequential\) .* Write sw\.input_gradients\(losses, x\)"
+    ):
+        sw.input_gradients(model, x)
 
 
 def test_input_gradients_under_create_graph():

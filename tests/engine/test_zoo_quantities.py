@@ -22,6 +22,8 @@ from samplewise.testing.zoo import (
     rows_of,
     wanted,
 )
+from samplewise.testing.zoo.compare import largest
+from samplewise.testing.zoo.oracle import real
 
 each = pytest.mark.parametrize("case", INDEPENDENT, ids=lambda case: case.name)
 MODULE_FREE = [case for case in INDEPENDENT if not case.traits.needs_module]
@@ -104,6 +106,31 @@ def test_every_quantity_asked_alone(case, strategy):
     probe = probe_for(wanted(model), len(rows))
     for name in defined_quantities(rows, QUANTITIES.keys() - {"gram with another"}):
         assert_agrees(sw.gradients(losses(), model, strategy=strategy), rows, probe, [name])
+
+
+def compare_paired_dots(case, strategy=None):
+    """With the same losses in reverse order, times a factor of each sample."""
+    model, losses, rows = prepare(case)
+    factors = torch.linspace(-1, 2, len(rows), dtype=rows.dtype)
+    theirs = {
+        name: torch.einsum("b,b...->b...", factors.to(row.dtype), row.flip(0)) for name, row in rows.full().items()
+    }
+    ga = sw.gradients(losses(), model, strategy=strategy)
+    gb = sw.gradients(losses().flip(0) * factors, model, strategy=strategy)
+    pairs = {name: (real(row) * real(theirs[name])).reshape(len(rows), -1).sum(1) for name, row in rows.full().items()}
+    assert_same(ga.dot(gb, by="parameter"), pairs, what="paired dot by parameter", terms=largest(rows.flat()) ** 2)
+    assert_same(ga.dot(gb), sum(pairs.values()), what="paired dot", terms=largest(rows.flat()) ** 2)
+
+
+@some(4, start=2)
+def test_paired_dot(case):
+    compare_paired_dots(case)
+
+
+@pytest.mark.parametrize("case", HANDFUL, ids=lambda case: case.name)
+@pytest.mark.parametrize("strategy", daily(["fused", "twice", "full", "reference"], ["twice", "reference"]))
+def test_paired_dot_of_every_strategy(case, strategy):
+    compare_paired_dots(case, strategy)
 
 
 @some(3)

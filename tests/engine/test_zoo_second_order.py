@@ -1,8 +1,12 @@
 """Quantities made under create_graph=True are differentiated once more: penalties on gradients must train."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from daily import every
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import samplewise as sw
@@ -90,3 +94,62 @@ def test_without_create_graph_the_answers_are_detached():
     g = sw.gradients(case.losses(model, inputs), model)
     assert not g.norms().requires_grad
     assert not any(t.requires_grad for t in g.sum().values())
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v)
+        return self.head(h.transpose(1, 2).flatten(2)).square().sum((1, 2))
+
+
+def attention(dtype):
+    torch.manual_seed(0)
+    return Attention().to(dtype), torch.randn(3, 5, 8, dtype=dtype)
+
+
+NO_SECOND_DERIVATIVE = r"found the fused attention kernel ScaledDot.*sdpa_kernel\(torch.nn.attention.SDPBackend.MATH\)"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_fused_attention_has_no_second_derivative(dtype):
+    model, x = attention(dtype)
+    with pytest.raises(sw.GraphError, match=NO_SECOND_DERIVATIVE):
+        sw.gradients(model(x), model, create_graph=True)
+    x.requires_grad_()
+    with pytest.raises(sw.GraphError, match=NO_SECOND_DERIVATIVE):
+        sw.input_gradients(model(x), x, create_graph=True)
+
+
+def test_the_remedy_for_fused_attention_helps():
+    model, x = attention(torch.float64)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        losses = model(x)
+        rows = rows_of(model(x), wanted(model), create_graph=True)
+    found = slope_of(sw.gradients(losses, model, create_graph=True).norms(), wanted(model))
+    assert_same(found, slope_of(rows.norms(), wanted(model)), SECOND_ORDER, "slope of the norms")
+
+
+def test_parameters_above_fused_attention_need_no_second_derivative_of_it():
+    model, x = attention(torch.float64)
+    norms = sw.gradients(model(x), model.head, create_graph=True).norms()
+    rows = rows_of(model(x), wanted(model.head), create_graph=True).norms()
+    assert_same(slope_of(norms, wanted(model)), slope_of(rows, wanted(model)), SECOND_ORDER, "slope of the norms")
+
+
+def test_the_fused_lstm_kernel_has_a_second_derivative():
+    """In float32, where PyTorch uses the fused kernel, against a loop in float64, where it does not."""
+    torch.manual_seed(0)
+    model = nn.LSTM(6, 5, batch_first=True)
+    x = torch.randn(4, 7, 6)
+    norms = sw.gradients(model(x)[0].square().sum((1, 2)), model, create_graph=True).norms()
+    found = slope_of(norms, wanted(model))
+    wide = copy.deepcopy(model).double()
+    rows = rows_of(wide(x.double())[0].square().sum((1, 2)), wanted(wide), create_graph=True)
+    for name, expected in slope_of(rows.norms(), wanted(wide)).items():
+        assert (found[name].double() - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -23,14 +23,14 @@ from samplewise.cli.costs import CLIPPED, PLAIN, Costs, cost_advice, measure_cos
 from samplewise.cli.recipe import Recipe, RecipeError
 from samplewise.cli.zoo import precision_named, run_zoo
 from samplewise.core.batches import cut, length, to_device
+from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import notify_if_slow
-from samplewise.core.text import plural
+from samplewise.core.text import listed, plural
 from samplewise.engine.gradients import gradients
 from samplewise.errors import SamplewiseError
 from samplewise.loop.trainer import Trainer
-from samplewise.step.checks import listed, training_batch_norms
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip
 
@@ -275,11 +275,12 @@ def _print_advice(recipe_check: RecipeCheck, correct: bool, costs: Costs, gains:
 
 
 def _gradient_advice(recipe_check: RecipeCheck, correct: bool) -> list[str]:
-    norms = training_batch_norms([recipe_check.model])
+    norms = mixing_batch_norms([recipe_check.model])
     if norms:
         return [
             f"BatchNorm in training mode mixes samples (module {listed(norms)}), so per-sample gradients are not "
-            "defined. Use GroupNorm, or eval() for these modules; plain training without --clip works unchanged."
+            "defined. Return sw.freeze_batchnorm(model) from model(), or use GroupNorm; plain training without --clip "
+            "works unchanged."
         ]
     return [] if correct else ["Do not rely on per-sample gradients of this model: the check above gives the reason."]
 

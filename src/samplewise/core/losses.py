@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import cut, length
+from samplewise.core.batches import cut, length, take
 from samplewise.core.criteria import as_criterion
 from samplewise.errors import LossesError
 
 LossFn = Callable[[nn.Module, Any], Any]
+RANDOM = "the losses are random (dropout?)"
+EXCHANGES = 3  # each with new random numbers: one alone misses a permutation that leaves the first half in place
 
 
 # Names of a first argument that is the output of a model, as in a criterion (prediction, target).
@@ -88,7 +90,7 @@ def why_not_alone(compute: Callable[[Any], Tensor], batch: Any, losses: Tensor) 
     compute: function batch -> losses (B,), which gave `losses` for this batch
     """
     if not torch.equal(compute(batch).detach(), losses.detach()):
-        return "the losses are random (dropout?)"
+        return RANDOM
     if length(batch) != len(losses):
         return "the batch cannot be sliced into samples"
     return None
@@ -97,6 +99,41 @@ def why_not_alone(compute: Callable[[Any], Tensor], batch: Any, losses: Tensor) 
 def loss_alone(compute: Callable[[Any], Tensor], batch: Any, index: int) -> Tensor:
     """Losses of a batch that consists of one sample of the given batch: shape (1,) unless samples interact."""
     return compute(cut(batch, index, index + 1))
+
+
+def changed_by_exchange(
+    compute: Callable[[Any], Tensor], batch: Any, rewind: Callable[[], Callable[[], None]], tolerance: float
+) -> str | None:
+    """Description of a sample whose loss changes if other samples of the batch change places; None if there is none.
+
+    For random losses, which cannot be compared with those of a sample alone: random numbers depend on the batch size.
+    compute: function batch -> losses (B,)
+    rewind: saves the random state, and returns a function that restores it
+    tolerance: of a loss, relative to the largest loss plus one
+    """
+    total = length(batch)
+    if total is None or total < 3:
+        return None
+    # The second half changes places among itself, so that the first half gets the same random numbers, in most cases
+    # also if their number depends on the data.
+    kept = total // 2
+    exchanged = take(batch, [*range(kept), *range(kept + 1, total), kept])
+    for _ in range(EXCHANGES):
+        restore = rewind()
+        before = compute(batch).detach()
+        drawn = torch.get_rng_state()
+        restore()
+        after = compute(exchanged).detach()
+        if not torch.equal(drawn, torch.get_rng_state()):
+            return None  # other random numbers: the data decide how many are drawn
+        off = (before - after)[:kept].abs() > tolerance * (before.abs().max() + 1)
+        if off.any():
+            i = int(off.nonzero()[0])
+            return (
+                f"sample {i} of {total} has loss {before[i].item():.6g}, and {after[i].item():.6g} with the same "
+                "random numbers after other samples have changed places"
+            )
+    return None
 
 
 def columns_of(result: Any, losses: Tensor) -> dict[str, Tensor] | None:

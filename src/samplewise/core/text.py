@@ -1,7 +1,15 @@
-"""Numbers with nouns, hints and tables in plain text."""
+"""Numbers with nouns, lists, hints and tables in plain text."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+
+SHOWN = 5
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first five names, separated by commas, and the number of the others."""
+    names = list(names)
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def plural(count: int, noun: str, many: str = "") -> str:

@@ -33,7 +33,7 @@ def fisher(
     means: dict[str, WeightedMean] = defaultdict(lambda: WeightedMean(torch.float64))
     with eval_mode(model):
         for _, g in scan(model, loss_fn, loader, microbatch, memory=memory):
-            for name, squares in g.second_moment().items():
+            for name, squares in g.sum_of_squares().items():
                 means[name].add_sum(squares, len(g))
     if not means:
         raise ValueError(

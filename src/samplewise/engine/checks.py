@@ -5,43 +5,27 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
 
 from samplewise.distributed.sharded_parameters import is_sharded, whole_parameters
 from samplewise.errors import LossesError, NonFiniteGradientError, NonFiniteLossError, ParameterError
 
-Weights = Tensor | Mapping[str, Tensor]
+Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+Weights = Tensor | float | Mapping[str, Tensor | float]
 
 
-def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
+def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
     """Return the parameters to differentiate by name; frozen parameters of a module are left out.
 
-    Tensors from an iterable are named by their position: "0", "1", ...
+    Tensors from an iterable without names are named by their position: "0", "1", ...
     """
-    named: dict[str, Tensor]
-    if isinstance(parameters, nn.Module):
-        if is_sharded(parameters):
-            everything = whole_parameters(parameters)
-        else:
-            everything = dict(parameters.named_parameters())
-        named = {name: p for name, p in everything.items() if p.requires_grad}
-        if not named:
-            raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
-    elif isinstance(parameters, Tensor):
-        raise ParameterError(
-            "parameters must be a module, a dict or an iterable of tensors; found one tensor. Wrap it in a list."
-        )
-    else:
-        if isinstance(parameters, Mapping):
-            named = dict(parameters)
-        else:
-            named = {str(i): p for i, p in enumerate(parameters)}
-        if not named:
-            raise ParameterError("parameters must contain at least one tensor; found none.")
+    named = _of_module(parameters) if isinstance(parameters, nn.Module) else _given_parameters(parameters)
     first: dict[int, str] = {}
     for name, p in named.items():
         if not (isinstance(p, nn.Parameter) and p.requires_grad and p.is_floating_point() and p.is_leaf):
@@ -53,9 +37,76 @@ def named_parameters(parameters: nn.Module | Mapping[str, Tensor] | Iterable[Ten
     return named
 
 
+def _of_module(module: nn.Module) -> dict[str, Tensor]:
+    everything = whole_parameters(module) if is_sharded(module) else dict(module.named_parameters())
+    named = {name: p for name, p in everything.items() if p.requires_grad}
+    if not named:
+        raise ParameterError("the model must have a parameter with requires_grad=True; found none. Unfreeze one.")
+    return named
+
+
+def _given_parameters(parameters: Any) -> dict[str, Tensor]:
+    """Parameters from a dict, or from an iterable of tensors or of (name, tensor) pairs."""
+    if isinstance(parameters, Mapping):
+        given = list(parameters.items())
+    elif isinstance(parameters, Iterable) and not isinstance(parameters, (Tensor, str)):
+        items = list(parameters)
+        are_pairs = all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in items)
+        given = items if are_pairs else [(str(i), item) for i, item in enumerate(items)]
+    else:
+        raise ParameterError(
+            "parameters must be a module, a dict of named tensors, or an iterable of tensors or of (name, tensor) "
+            f"pairs; found {_kind(parameters)}. {_remedy_for(parameters)}"
+        )
+    named = dict(given)
+    if not named:
+        raise ParameterError(
+            "parameters must contain at least one tensor; found none. An iterator such as model.parameters() is empty "
+            "after its first use: call it again, or pass the model."
+        )
+    if len(named) < len(given):
+        raise ParameterError("each parameter must have its own name; found a name twice. Rename one of the two.")
+    return named
+
+
+def _kind(thing: object) -> str:
+    """Description of an argument for messages."""
+    if isinstance(thing, Tensor):
+        return "one tensor"
+    if callable(thing) and hasattr(thing, "__name__"):
+        return f"the function {thing.__name__}"
+    return type(thing).__name__
+
+
+def _remedy_for(parameters: object) -> str:
+    if isinstance(parameters, Tensor):
+        return "Wrap it in a list."
+    if isinstance(parameters, Optimizer):
+        return "Pass the model; or, for the parameters of the optimizer only, a list of its tensors."
+    return "Pass the model."
+
+
+def check_is_tensor(losses: object, usage: str) -> None:
+    """Check that the first argument is a tensor, and not a model. `usage`: the call as it should be written."""
+    if isinstance(losses, nn.Module):
+        raise LossesError(
+            f"losses must be the first argument; found a module ({type(losses).__name__}) in its place. Write {usage}."
+        )
+
+
+def check_model(model: object, usage: str) -> None:
+    """Check that the first argument is a module. `usage`: the call as it should be written."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch.nn.Module and the first argument; found {_kind(model)} in its place. Write {usage}."
+        )
+
+
 def _check_parameter(name: str, p: Tensor) -> None:
     if not isinstance(p, Tensor):
-        raise ParameterError(f"parameter {name!r} must be a tensor; found {type(p).__name__}.")
+        raise ParameterError(
+            f"parameter {name!r} must be a tensor; found {type(p).__name__}. Pass the model, or only tensors."
+        )
     if not (p.is_floating_point() or p.is_complex()):
         raise ParameterError(
             f"parameter {name!r} must be floating-point to have a gradient; found {p.dtype}. Leave it out."
@@ -86,7 +137,10 @@ def check_losses(losses: Tensor) -> None:
 def check_attached(losses: Tensor) -> None:
     """Check type, shape, dtype and graph of `losses`, but not the values, so there is no host sync."""
     if not isinstance(losses, Tensor):
-        raise LossesError(f"losses must be a tensor with one value per sample; found {type(losses).__name__}.")
+        raise LossesError(
+            f"losses must be a tensor with one value per sample; found {type(losses).__name__}. "
+            f"{_MISSING if losses is None else 'Use torch.stack for a list of tensors.'}"
+        )
     if losses.dim() != 1:
         if losses.dim() == 0:
             advice = "Use reduction='none' and do not average over the batch."
@@ -106,42 +160,60 @@ def check_attached(losses: Tensor) -> None:
         )
 
 
-def weights_by_name(weights: Weights | None, names: list[str], samples: int) -> Mapping[str, Tensor | None]:
-    """Return the weights (samples,) of each parameter, or None for weights of one. Checks shapes and values."""
+_MISSING = "Return the losses from the loss function."
+
+
+def weights_by_name(weights: Weights | None, names: list[str], losses: Tensor) -> Mapping[str, Tensor | None]:
+    """Return the weights of each parameter, like the losses (B,), or None for weights of one. Checks shapes and values.
+    A number is the weight of all samples.
+    """
     if weights is None:
         return dict.fromkeys(names)
     if not isinstance(weights, Mapping):
-        _check_weights(weights, samples, "weights")
-        return dict.fromkeys(names, weights)
+        return dict.fromkeys(names, _as_weights(weights, losses, "weights"))
     _check_names(weights, names, "weights")
-    for name, w in weights.items():
-        _check_weights(w, samples, f"weights[{name!r}]")
-    return weights
+    return {name: _as_weights(w, losses, f"weights[{name!r}]") for name, w in weights.items()}
 
 
-def _check_weights(weights: object, samples: int, what: str) -> None:
-    if not isinstance(weights, Tensor) or weights.shape != (samples,):
+def _as_weights(weights: object, losses: Tensor, what: str) -> Tensor:
+    if type(weights) is not bool and isinstance(weights, Real):
+        weights = torch.full_like(losses, float(weights), dtype=wide_dtype(losses.dtype), requires_grad=False)
+    if not isinstance(weights, Tensor) or weights.shape != losses.shape:
         found = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
-        raise ParameterError(f"{what} must be a tensor of shape ({samples},), one value per sample; found {found}.")
+        raise ParameterError(
+            f"{what} must be a tensor of shape ({len(losses)},), one value per sample, or a number for all samples; "
+            f"found {found}."
+        )
     if not all_finite(weights):
         bad = int((~weights.detach().isfinite()).nonzero()[0])
         raise ParameterError(
             f"{what} must be finite; found {weights[bad].item()} at sample {bad}. "
             "Check for a division by a norm that is zero."
         )
+    return weights
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype for sums of values of this dtype: float32 for half precision."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def check_direction(direction: Any, parameters: Mapping[str, Tensor]) -> None:
     """Check that `direction` maps each parameter's name to a tensor of the parameter's shape."""
     if not isinstance(direction, Mapping):
         kind = type(direction).__name__
-        raise ParameterError(f"direction must be a dict name -> tensor, like g.sum(); found {kind}.")
+        raise ParameterError(
+            f"direction must be a dict name -> tensor, like g.sum(), or another Gradients; found {kind}."
+        )
     _check_names(direction, list(parameters), "direction")
     for name, p in parameters.items():
         shape = tuple(p.shape)
-        found = tuple(direction[name].shape)
-        if found != shape:
-            raise ParameterError(f"direction[{name!r}] must have the parameter's shape {shape}; found {found}.")
+        own = direction[name]
+        found = f"shape {tuple(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
+        if found != f"shape {shape}":
+            raise ParameterError(
+                f"direction[{name!r}] must be a tensor of the parameter's shape {shape}; found {found}."
+            )
 
 
 def _check_names(given: Mapping[str, object], names: list[str], what: str) -> None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from samplewise.engine.checks import is_traced
 from samplewise.engine.graph import Edge, Graph, Node
 from samplewise.engine.independence import (
     Constants,
     data_entries,
-    refuse_batch_norm,
     refuse_sample_data,
     sample_data,
 )
@@ -25,6 +25,7 @@ from samplewise.engine.probe import MIXED, probe
 from samplewise.engine.saved import saved_tensor_names
 from samplewise.engine.tags import Regular, Tag, sequences_of, tag_of
 from samplewise.engine.verify import verify
+from samplewise.errors import GraphError
 
 
 @dataclass
@@ -46,13 +47,16 @@ def find_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
     `constants` are the parameters and buffers of the model. With interacting="refuse", raise SamplesInteractError if
     the loss of a sample depends on other samples.
     """
-    if interacting == "refuse":
-        refuse_batch_norm(graph)
     return _proven_cut(graph, constants) or probed_cut(graph, constants, interacting)
 
 
 def probed_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
     """Return the cut found with backward passes alone, without shape proofs."""
+    if is_traced(graph.losses):
+        raise GraphError(
+            "shapes must show which sample each gradient element belongs to before an update can be compiled; found "
+            "that it depends on data (indexing, routing, or samples that interact). Train uncompiled"
+        )
     cut = _Search(graph).run()
     data = list(sample_data(graph, cut.data_entries, constants))
     if not data:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import index
 from typing import overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from samplewise.core.text import plural, render
+from samplewise.core.text import listed, plural, render
 from samplewise.distributed.ddp import refuse_replicas
 from samplewise.distributed.group import current_group
 from samplewise.distributed.sharded_parameters import is_sharded
 from samplewise.engine.backward import accumulate_grad
 from samplewise.engine.checks import (
+    Parameters,
     Weights,
     are_ordinary_norms,
     check_direction,
+    check_is_tensor,
     check_losses,
     faint_limit,
     finite_numbers,
     finite_tensors,
     named_parameters,
     weights_by_name,
+    wide_dtype,
 )
 from samplewise.engine.grads import by_rows
+from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import random_signs, root
 from samplewise.engine.graph import Graph, graph_alive
 from samplewise.engine.plan import Planner, Quantity
@@ -37,7 +42,7 @@ STRATEGIES = ("fused", "twice", "full", "reference")
 
 def gradients(
     losses: Tensor,
-    parameters: nn.Module | Mapping[str, Tensor] | Iterable[Tensor],
+    parameters: Parameters,
     *,
     create_graph: bool = False,
     strategy: str | None = None,
@@ -46,10 +51,12 @@ def gradients(
     """Per-sample gradients: the gradient of each element of `losses` with respect to the parameters.
 
     `losses` is 1-D, one value per sample, attached to the autograd graph. `parameters` is a module, a dict of named
-    tensors or an iterable of tensors. Nothing is computed before the first call of a method such as `norms` or `sum`;
-    the graph is not freed.
+    tensors, or an iterable of tensors or of (name, tensor) pairs. Nothing is computed before the first call of a method
+    such as `norms` or `sum`; the graph is not freed.
 
-    create_graph: if True, the returned quantities can be differentiated. Default False.
+    create_graph: if True, the returned quantities can be differentiated. Fused attention kernels have no second
+        derivative and are refused: compute the losses under torch.nn.attention.sdpa_kernel(SDPBackend.MATH). Default
+        False.
     strategy: "fused" (default), "twice" (least memory), "full" (keeps all rows), "reference" (one backward pass per
         sample).
     interacting: "refuse" (default) raises SamplesInteractError if the loss of a sample depends on other samples;
@@ -63,6 +70,7 @@ def gradients(
         raise ValueError(
             "create_graph=True needs a strategy that keeps gradients; found strategy='twice'. Use 'fused'."
         )
+    check_is_tensor(losses, "sw.gradients(losses, model)")
     if isinstance(parameters, DistributedDataParallel):
         parameters = parameters.module  # has the model's own parameter names
     modules = [parameters] if isinstance(parameters, nn.Module) else []
@@ -85,6 +93,8 @@ def gradients_of(
     graph = Graph(losses, dict(wanted))
     if graph.python_functions or not graph.leaves:
         graph.check_readable()
+    if create_graph:
+        graph.check_twice_differentiable()
     return Gradients(QuantityEvaluator(Planner(graph, modules, interacting), strategy or "fused", create_graph))
 
 
@@ -168,34 +178,65 @@ class Gradients:
         return norms
 
     @overload
-    def dot(self, direction: Mapping[str, Tensor], by: None = None) -> Tensor: ...
+    def dot(self, direction: Mapping[str, Tensor] | Gradients, by: None = None) -> Tensor: ...
     @overload
-    def dot(self, direction: Mapping[str, Tensor], by: str) -> dict[str, Tensor]: ...
-    def dot(self, direction: Mapping[str, Tensor], by: str | None = None) -> Tensor | dict[str, Tensor]:
+    def dot(self, direction: Mapping[str, Tensor] | Gradients, by: str) -> dict[str, Tensor]: ...
+    def dot(self, direction: Mapping[str, Tensor] | Gradients, by: str | None = None) -> Tensor | dict[str, Tensor]:
         """Inner product of each sample's gradient with a direction (name -> tensor of the parameter's shape), (B,).
+
+        The direction may be another `Gradients` of the same parameters with the same number of samples: the result is
+        then the inner product of sample i here with sample i there, for example of two losses of the same batch.
 
         With by="parameter", a dict name -> (B,) with the contribution of each parameter.
         """
         _check_by(by)
-        check_direction(direction, self._parameters)
-        with self._evaluator.context():
-            parts = self._evaluator.evaluate(lambda form, name: form.dot(direction[name]))
+        parts = self._paired_dots(direction) if isinstance(direction, Gradients) else self._dots(direction)
+        with torch.enable_grad():  # parts require a gradient only with create_graph
             total = finite_numbers(self._total(parts), "dot product")
         if by is None:
             return total
         return {name: parts[name] if name in parts else self._zeros() for name in self.names}
+
+    def _dots(self, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        check_direction(direction, self._parameters)
+        return self._evaluate(lambda form, name: form.dot(direction[name]))
+
+    def _paired_dots(self, other: Gradients) -> dict[str, Tensor]:
+        if len(other) != len(self):
+            raise ParameterError(
+                f"dot needs two Gradients with the same number of samples; found {len(self)} and {len(other)}. "
+                "Use g.gram(other) for the inner products of all pairs of samples."
+            )
+        return self._with_other(other, "dot", lambda mine, theirs: mine.paired_dot(theirs))
+
+    def _with_other(
+        self, other: Gradients, method: str, quantity: Callable[[PerSampleGrad, PerSampleGrad], Tensor]
+    ) -> dict[str, Tensor]:
+        """quantity(form here, form there) of each parameter that both losses depend on, by name."""
+        if not isinstance(other, Gradients):
+            raise ParameterError(
+                f"{method} needs another Gradients, from sw.gradients(losses, model); found {type(other).__name__}."
+            )
+        shapes, others = ({n: tuple(p.shape) for n, p in g._parameters.items()} for g in (self, other))
+        if shapes != others:
+            raise ParameterError(
+                f"{method} needs two Gradients of the same parameters; found different names or shapes. "
+                "Pass the same model, or the same dict of tensors, to both calls of sw.gradients."
+            )
+        theirs = other._evaluator.forms()
+        mine = self._evaluator.forms()
+        differentiable = self._evaluator.create_graph or other._evaluator.create_graph
+        with self._evaluator.context(), torch.set_grad_enabled(differentiable):
+            return {name: quantity(form, theirs[name]) for name, form in mine.items() if name in theirs}
 
     def gram(self, other: Gradients | None = None) -> Tensor:
         """Inner products of the gradients of all pairs of samples, (B, B); with another `Gradients`, (B, B2)."""
         if other is None:
             with self._evaluator.context():
                 return self._total(self._evaluator.evaluate(lambda form, _: form.gram(form)), len(self))
-        if self.names != other.names or any(p.shape != other._parameters[n].shape for n, p in self._parameters.items()):
-            raise ParameterError("gram needs two Gradients of the same parameters; found different names or shapes.")
-        theirs = other._evaluator.forms()
-        mine = {name: form for name, form in self._evaluator.forms().items() if name in theirs}
-        with self._evaluator.context():
-            return self._total({name: form.gram(theirs[name]) for name, form in mine.items()}, len(other))
+        parts = self._with_other(other, "gram", lambda mine, theirs: mine.gram(theirs))
+        with torch.enable_grad():  # parts require a gradient only with create_graph
+            return self._total(parts, len(other))
 
     def project(self, dim: int, seed: int = 0) -> Tensor:
         """Random projection of each sample's gradient, (B, dim). Preserves inner products in expectation.
@@ -203,8 +244,8 @@ class Gradients:
         The same seed gives the same map. Each parameter, viewed as a matrix G, contributes u^T G v to each dimension,
         with random signs u and v.
         """
-        if dim < 1:
-            raise ValueError(f"dim must be at least 1; found {dim}.")
+        if type(dim) is not int or dim < 1:
+            raise ValueError(f"dim must be a positive integer; found {dim!r}.")
         device = self._graph.losses.device
         with self._evaluator.context():
             parts = self._evaluator.evaluate(
@@ -217,12 +258,12 @@ class Gradients:
     def sum(self, weights: Weights | None = None, reduce: bool = False) -> dict[str, Tensor]:
         """Weighted sum of per-sample gradients, name -> sum_i w_i g_i in the parameter's shape.
 
-        weights: (B,), or a dict name -> (B,). Default: ones.
+        weights: (B,), a number for all samples, or a dict name -> (B,) or number. Default: ones.
         reduce: if True, sum over the samples of all ranks (all-reduce); each rank must call it. Default False.
 
         Parameters that no loss depends on get zeros.
         """
-        per_name = weights_by_name(weights, self.names, len(self))
+        per_name = weights_by_name(weights, self.names, self._graph.losses)
         sums = self._like_parameters(self._evaluate(lambda form, name: form.sum(per_name[name])))
         return self._reduced(sums) if reduce else sums
 
@@ -232,9 +273,13 @@ class Gradients:
         samples = current_group().all_reduce_scalars(len(self))[0] if reduce else len(self)
         return {name: total / samples for name, total in sums.items()}
 
-    def second_moment(self) -> dict[str, Tensor]:
-        """Sum of squared gradients, name -> sum_i g_i**2: diagonal of the empirical Fisher matrix, not divided by B."""
+    def sum_of_squares(self) -> dict[str, Tensor]:
+        """Sum of squared gradients, name -> sum_i g_i**2, element by element. `sw.fisher` is the mean over samples."""
         return self._like_parameters(self._evaluate(lambda form, _: form.sum_of_squares(None)))
+
+    def second_moment(self) -> dict[str, Tensor]:
+        """Another name of `sum_of_squares`: a sum over samples, not divided by B."""
+        return self.sum_of_squares()
 
     def variance(self) -> dict[str, Tensor]:
         """Unbiased variance over samples of each element, name -> sum_i (g_i - mean)**2 / (B - 1)."""
@@ -248,7 +293,7 @@ class Gradients:
     def backward(self, weights: Weights | None = None, retain_graph: bool = True) -> None:
         """Accumulate the weighted sum sum_i w_i g_i into `.grad`, as Tensor.backward does.
 
-        weights: (B,), or a dict name -> (B,). Default: ones.
+        weights: (B,), a number for all samples, or a dict name -> (B,) or number. Default: ones.
         retain_graph: if False, this must be the last call; strategy "twice" then frees the graph during the pass, for
             the least memory. Default True.
 
@@ -263,9 +308,9 @@ class Gradients:
                 "weights must be a tensor with one number per sample for a sharded model, because its backward is an "
                 "ordinary backward pass; found a dict. Use g.sum(weights) or sw.Step."
             )
-        per_name = weights_by_name(weights, self.names, len(self))
+        per_name = weights_by_name(weights, self.names, self._graph.losses)
         if not isinstance(weights, Mapping) and (self._evaluator.strategy == "twice" or self._needs_autograd()):
-            return self._ordinary_backward(weights, retain_graph)
+            return self._ordinary_backward(per_name[self.names[0]], retain_graph)
         sums = finite_tensors(self._evaluate(lambda form, name: form.sum(per_name[name]), release=True))
         for name, total in sums.items():
             accumulate_grad(self._parameters[name], total.detach())
@@ -279,8 +324,9 @@ class Gradients:
 
     def chunks(self, samples: int) -> Iterator[dict[str, Tensor]]:
         """Iterate over `full` in chunks of `samples` samples; the last chunk may be smaller."""
-        for start in range(0, len(self), samples):
-            yield self[start : start + samples]
+        if type(samples) is not int or samples < 1:
+            raise ValueError(f"samples must be a positive integer; found {samples!r}.")
+        return (self[start : start + samples] for start in range(0, len(self), samples))
 
     @overload
     def __getitem__(self, key: str) -> Tensor: ...
@@ -290,7 +336,8 @@ class Gradients:
         if isinstance(key, str):
             if key not in self._parameters:
                 raise ParameterError(
-                    f"the parameter must be in g.names; found {key!r}. Names: {', '.join(self.names[:8])}, ..."
+                    f"the name must be that of a parameter, as in g.names; found {key!r}. "
+                    f"The names are {listed(self.names)}."
                 )
             return self._rows(key, 0, len(self))
         if isinstance(key, slice):
@@ -298,6 +345,13 @@ class Gradients:
             if step != 1:
                 raise ParameterError(f"slices of samples must have step 1; found {step}.")
             return {name: self._rows(name, start, max(start, stop)) for name in self.names}
+        try:
+            key = index(key)
+        except TypeError:
+            raise ParameterError(
+                "the index must be a parameter's name, the number of a sample, or a slice of samples; found "
+                f"{type(key).__name__}. For a list of samples, write g.full() and index each tensor."
+            ) from None
         if not -len(self) <= key < len(self):
             raise IndexError(f"the sample index must be in 0..{len(self) - 1}; found {key}.")
         key %= len(self)
@@ -362,7 +416,7 @@ class Gradients:
 
     def _zeros(self, *more: int) -> Tensor:
         losses = self._graph.losses
-        return torch.zeros(self._graph.samples, *more, dtype=_sum_dtype(losses.dtype), device=losses.device)
+        return torch.zeros(self._graph.samples, *more, dtype=wide_dtype(losses.dtype), device=losses.device)
 
     def _total(self, parts: Mapping[str, Tensor], *more: int) -> Tensor:
         """Sum the parts in the order of the parameters, not of the backward pass, to be bit-reproducible."""
@@ -397,10 +451,6 @@ class Gradients:
 def _check_by(by: str | None) -> None:
     if by not in (None, "parameter"):
         raise ValueError(f"by must be None or 'parameter'; found {by!r}.")
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _abs_dtype(p: Tensor, result: Tensor) -> torch.dtype:

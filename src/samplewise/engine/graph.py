@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
+from samplewise.core.text import listed
 from samplewise.errors import GraphError
 
 Node = Any  # torch.autograd.graph.Node: attributes differ per operation and are unknown to type checkers
@@ -46,6 +47,13 @@ class Edge(NamedTuple):
 
 EdgeKey = tuple[int, int]  # an edge of any graph of one structure: position of the node, output slot
 
+
+FUSED_ATTENTION = {
+    "ScaledDotProductFlashAttentionForCpu",
+    "ScaledDotProductFlashAttention",
+    "ScaledDotProductEfficientAttention",
+    "ScaledDotProductCudnnAttention",
+}
 
 _operations: dict[type, str] = {}
 
@@ -210,6 +218,16 @@ class Graph:
                 "Write losses = losses * 2 instead of losses *= 2, or compute all quantities before the change."
             )
 
+    def check_twice_differentiable(self) -> None:
+        """Raise GraphError for a fused attention kernel between the losses and the parameters."""
+        fused = [self.operations[node] for node in self.relevant if self.operations[node] in FUSED_ATTENTION]
+        if fused:
+            raise GraphError(
+                "create_graph=True needs operations with a second derivative; found the fused attention kernel "
+                f"{fused[0]}, which has none in PyTorch. Compute the losses inside "
+                "`with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`."
+            )
+
     def check_readable(self) -> None:
         """Raise GraphError if the graph hides operations or contains none of the wanted parameters."""
         functions = [type(node)._forward_cls for node in self.python_functions]
@@ -225,8 +243,8 @@ class Graph:
             )
         if not self.leaves:
             raise GraphError(
-                "the losses must depend on at least one of the parameters; found none of them in the graph "
-                f"(searched for {', '.join(list(self.wanted)[:3])}, ...). "
+                "the losses must depend on at least one of the parameters; found none of them in the graph: "
+                f"{listed(self.wanted)}. "
                 "Check that the losses were computed with this model, and not from detached or copied weights."
             )
 

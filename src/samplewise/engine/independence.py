@@ -9,11 +9,13 @@ when neither requires a gradient, so shapes decide: an operand with one row per 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from samplewise.core.batchnorm import batch_norms
+from samplewise.core.text import listed
 from samplewise.engine.checks import is_traced
 from samplewise.engine.graph import Edge, Graph, Node, is_accumulate_grad, is_python_function, scalar
 from samplewise.engine.saved import SavedTensorReader, saved_tensor_names
@@ -22,19 +24,44 @@ from samplewise.errors import SamplesInteractError, SamplesMayInteractWarning
 BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
 REDUCTIONS = {"Mean", "Sum", "Var", "Std", "Cumsum", "Softmax", "LogSoftmax", "Amax", "Max", "Norm", "LinalgVectorNorm"}
 RULE = "the loss of a sample must not depend on other samples"
-REMEDY = "or pass interacting='allow' to get the rows of the Jacobian."
+REMEDY = "or pass interacting='allow' to sw.gradients or sw.Step to use the rows of the Jacobian."
 
 
-def refuse_batch_norm(graph: Graph) -> None:
-    """Raise SamplesInteractError for batch normalization in training mode. Needs no backward pass."""
+def refuse_batch_norm(graph: Graph, modules: Iterable[nn.Module]) -> None:
+    """Raise SamplesInteractError for normalization with statistics of the batch. Needs no backward pass.
+
+    `modules`: to name layers without trained parameters.
+    """
+    mixing = [node for node in reversed(graph.nodes) if _is_mixing_batch_norm(graph, node)]
+    if not mixing:
+        return
+    paths = {storage_of(m.running_mean): name for name, m in batch_norms(modules) if m.running_mean is not None}
+    names = dict.fromkeys(_batch_norm_name(graph, node, paths) for node in mixing)
+    untracked = dict.fromkeys(
+        _batch_norm_name(graph, node, paths) for node in mixing if node._saved_running_mean is None
+    )
+    note = (
+        f"Without running statistics (track_running_stats=False), {listed(untracked)} would use those of the batch in "
+        "eval mode, too: create it with track_running_stats=True. "
+    )
+    raise SamplesInteractError(
+        f"{RULE}; found BatchNorm {'with batch statistics' if untracked else 'in training mode'}: {listed(names)}. "
+        f"It normalizes with the statistics of the whole batch. {note if untracked else ''}Call "
+        "sw.freeze_batchnorm(model), which keeps BatchNorm in eval mode after model.train(), use GroupNorm, "
+        f"{REMEDY}"
+    )
+
+
+def _is_mixing_batch_norm(graph: Graph, node: Node) -> bool:
     # A batch of one image is an instance norm: samples in its channels do not interact.
-    for node in graph.nodes:
-        if graph.operations[node] in BATCH_NORMS and scalar(node, "training") and Edge(node, 0).shape[0] > 1:
-            raise SamplesInteractError(
-                f"{RULE}; found {graph.operations[node]} in training mode{_whereabouts(graph, node)}, "
-                "which normalizes with the statistics of the whole batch. "
-                f"Put BatchNorm layers in eval mode, use GroupNorm, {REMEDY}"
-            )
+    return graph.operations[node] in BATCH_NORMS and scalar(node, "training") and Edge(node, 0).shape[0] > 1
+
+
+def _batch_norm_name(graph: Graph, node: Node, paths: Mapping[int, str]) -> str:
+    """Path of the layer of a node; `paths`: by the storage of the running mean."""
+    mean = node._saved_running_mean
+    path = None if mean is None else paths.get(storage_of(mean))
+    return f"module {path!r}" if path is not None else _whereabouts(graph, node).strip(" ()") or "a function"
 
 
 def refuse_sample_data(

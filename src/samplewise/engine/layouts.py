@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from samplewise.engine.graph import Edge, Graph, Node, numel, scalar
+from samplewise.engine.graph import FUSED_ATTENTION, Edge, Graph, Node, numel, scalar
 
 Shape = tuple[int, ...]
 
@@ -227,12 +227,7 @@ def convolution(node: Node, place: SampleDim, shape: Shape, children: list[Shape
     return [place if place.dim == 0 else None, None, None]
 
 
-@moves(
-    "ScaledDotProductFlashAttentionForCpu",
-    "ScaledDotProductFlashAttention",
-    "ScaledDotProductEfficientAttention",
-    "ScaledDotProductCudnnAttention",
-)
+@moves(*FUSED_ATTENTION)
 def attention(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # Only the batch dimension: with grouped-query attention, keys and queries have different numbers of heads.
     moved: list[SampleDim | None] = [None] * len(children)

@@ -24,7 +24,7 @@ from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad
-from samplewise.engine.independence import Constants, sample_data
+from samplewise.engine.independence import Constants, refuse_batch_norm, sample_data
 from samplewise.engine.parameter_side import carried, changing_operations, combined, paths_to_leaves
 from samplewise.engine.rules import RULES, Rule, Use
 from samplewise.engine.rules.use import Operand
@@ -226,6 +226,8 @@ class Planner:
         plan.verified_hooks = -1 if self.pending else foreign_hooks()
 
     def _analyze(self, key: tuple[object, ...]) -> Plan:
+        if self.interacting == "refuse":
+            refuse_batch_norm(self.graph, self.modules)
         cut = find_cut(self.graph, self._constants(), self.interacting)
         plan = make_plan(self.graph, cut)
         if cut.proven:

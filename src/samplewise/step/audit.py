@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from samplewise.core.batches import cut, length
-from samplewise.core.losses import loss_alone, why_not_alone
+from samplewise.core.losses import RANDOM, changed_by_exchange, loss_alone, why_not_alone
 from samplewise.core.memory import is_out_of_memory
 from samplewise.core.snapshot import eval_mode, snapshot
 from samplewise.engine.graph import Graph
@@ -60,14 +61,17 @@ class Audit:
         cause = self._broadcast(microbatch)
         if cause is not None:
             raise LossesError(f"{difference}. {cause}")
+        if self.evaluator.interacting == "allow":
+            return
         if self.own_gradients or self.every:
             raise SamplesInteractError(
                 f"samples must not depend on each other if per-sample gradients are used; found that {difference}. "
-                "Look for batch statistics, or for losses computed from several samples."
+                "Look for batch statistics, and for losses computed from several samples. Mix samples (mixup) in "
+                "collate_fn, so that each loss depends on one row of the batch; or pass interacting='allow'."
             )
         warn(
             f"samples depend on each other: {difference}. An update then depends on how its window is cut into batches "
-            "and microbatches; if this is not intended, look for batch statistics."
+            "and microbatches. If this is intended, pass interacting='allow'; if not, look for batch statistics."
         )
 
     def _compare(self, few: Any, microbatch: Any, first: bool, update: int) -> str | None:
@@ -119,7 +123,11 @@ class Audit:
         def compute(batch: Any) -> Tensor:
             return self.evaluator.losses(batch)[0]
 
-        if why_not_alone(compute, microbatch, losses) is not None or len(losses) < 2:
+        reason = why_not_alone(compute, microbatch, losses)
+        if reason == RANDOM:
+            rewind = partial(snapshot, *self.evaluator.modules)
+            return changed_by_exchange(compute, microbatch, rewind, self._tolerance(losses))
+        if reason is not None or len(losses) < 2:
             return None
         row = int(torch.randint(len(losses), (), generator=torch.Generator().manual_seed(update)))
         return self._difference(microbatch, losses, loss_alone(compute, microbatch, row), row)

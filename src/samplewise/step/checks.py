@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import length
+from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.closure_state import state_restored
+from samplewise.core.text import listed
 from samplewise.distributed.group import current_group
 from samplewise.errors import ParameterError, TrainingWarning, TransformError
 from samplewise.transforms.chain import Chain, Stage
 from samplewise.transforms.stats import PerSample, SampleStats, cat_values, concatenate
 
-SHOWN = 5
 SMALL = 0.1  # weights below it scale an update down to less than a tenth
 MODEL = "model"
 
@@ -24,14 +25,11 @@ def warn(message: str) -> None:
     warnings.warn(message, TrainingWarning, stacklevel=2)
 
 
-def listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
 def check_modes(modules: Sequence[nn.Module]) -> None:
-    """Warn about modules in eval mode; of nested ones only the outermost is named. Frozen modules are exempt."""
-    asleep = [path for path, module in paths(modules) if not module.training and not _is_frozen(module)]
+    """Warn about modules in eval mode; of nested ones only the outermost is named. Frozen modules and single BatchNorm
+    layers are exempt: per-sample gradients need BatchNorm in eval mode.
+    """
+    asleep = [path for path, module in paths(modules) if not module.training and not _is_meant(module)]
     outermost = [path for path in asleep if not any(path.startswith(f"{other}.") for other in asleep)]
     names = ["the model"] if MODEL in outermost else [path.removeprefix(f"{MODEL}.") for path in outermost]
     if outermost:
@@ -41,8 +39,10 @@ def check_modes(modules: Sequence[nn.Module]) -> None:
         )
 
 
-def _is_frozen(module: nn.Module) -> bool:
-    """True if the module has parameters and all are frozen: eval mode is then intended."""
+def _is_meant(module: nn.Module) -> bool:
+    """True if eval mode is intended: for a BatchNorm layer, and if the module has parameters and all are frozen."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return True
     parameters = list(module.parameters())
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 
@@ -53,33 +53,29 @@ def paths(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     return [(f"{root}.{name}".rstrip("."), module) for root, top in roots for name, module in top.named_modules()]
 
 
-def training_batch_norms(modules: Iterable[nn.Module]) -> list[str]:
-    """Names of BatchNorm modules in training mode."""
-    return [
-        name
-        for root in modules
-        for name, module in root.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-    ]
-
-
-def check_batch_norm(modules: Iterable[nn.Module], sizes: Sequence[int]) -> None:
-    """Warn if BatchNorm in training mode normalises microbatches of one sample, or a window of several microbatches.
-    `sizes`: number of samples of each microbatch.
+def check_pieces(modules: Iterable[nn.Module], sizes: Sequence[int], interacting: str) -> None:
+    """Warn if BatchNorm in training mode normalises microbatches of one sample, or a window of several microbatches;
+    and about a window of several microbatches whose samples may interact. `sizes`: samples of each microbatch.
     """
     if len(sizes) == 1 and sizes[0] > 1:
         return
-    names = training_batch_norms(modules)
+    names = mixing_batch_norms(modules)
     if names and 1 in sizes:
         warn(
             f"BatchNorm in training mode gets microbatches of one sample: {listed(names)}. Its statistics are then "
-            "those of single samples. Use larger microbatches, call eval() on these modules, or use GroupNorm."
+            "those of single samples. Use larger microbatches, call sw.freeze_batchnorm(model), or use GroupNorm."
         )
     elif names:
         warn(
             f"BatchNorm in training mode gets a window in {len(sizes)} microbatches: {listed(names)}. Its statistics "
             "are those of each microbatch, so that results depend on the microbatch size. Use microbatch=None with "
-            "batches of the window's size, call eval() on these modules, or use GroupNorm."
+            "batches of the window's size, call sw.freeze_batchnorm(model), or use GroupNorm."
+        )
+    elif interacting == "allow" and len(sizes) > 1:
+        warn(
+            f"with interacting='allow', a window is computed in {len(sizes)} microbatches: a loss then depends on the "
+            "samples of its own microbatch only, so that results depend on the microbatch size. Use microbatch=None "
+            "with batches of the window's size, unless this is intended."
         )
 
 

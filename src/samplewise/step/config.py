@@ -36,6 +36,7 @@ class StepConfig:
     compile: bool | str = False
     strategy: Strategy = None
     record: frozenset[str] = frozenset()
+    interacting: str = "refuse"
 
     def __post_init__(self) -> None:
         if not (self.samples is None or (type(self.samples) is int and self.samples > 0)):
@@ -53,6 +54,13 @@ class StepConfig:
             raise ValueError(f"max_grad_norm must be positive; found {norm!r}.")
         if not (self.audit is None or self.audit is False or (type(self.audit) is int and self.audit > 0)):
             raise ValueError(f"audit must be a positive number of updates, None or False; found {self.audit!r}.")
+        if self.interacting not in ("refuse", "allow"):
+            raise ValueError(f"interacting must be 'refuse' or 'allow'; found {self.interacting!r}.")
+        if self.interacting == "allow" and self.audit:
+            raise ValueError(
+                f"audit must be None or False with interacting='allow'; found {self.audit!r}. An audit compares a "
+                "sample in its batch with the same sample alone, which differ if samples interact."
+            )
         size = self.microbatch
         if not (size is None or isinstance(size, Auto) or (type(size) is int and size > 0)):
             raise ValueError(f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {size!r}.")
@@ -85,6 +93,7 @@ class StepConfig:
             "max_grad_norm": self.max_grad_norm,
             "on_nonfinite": self.on_nonfinite,
             "compile": self.compile,
+            "interacting": self.interacting,
         }
 
 

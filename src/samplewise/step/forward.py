@@ -19,7 +19,6 @@ from samplewise.core.memory import bounded
 from samplewise.core.snapshot import snapshot
 from samplewise.engine.checks import check_attached
 from samplewise.engine.gradients import Gradients, gradients_of
-from samplewise.engine.independence import REMEDY
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.parameters import TrainedParameters
@@ -37,6 +36,7 @@ class LossEvaluator:
         loss_fn: LossFn,
         precision: MixedPrecision,
         budget: int | None,
+        interacting: str,
         criterion: Criterion | None = None,
     ):
         """`criterion`: the criterion that `loss_fn` calls, if it is one."""
@@ -45,6 +45,7 @@ class LossEvaluator:
         self.loss_fn = loss_fn
         self.precision = precision
         self.budget = budget
+        self.interacting = interacting
         self.criterion = criterion
         self.model = modules[0]
         self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
@@ -92,7 +93,9 @@ class LossEvaluator:
         whether samples really interact.
         """
         scaled = losses * self.precision.scale if self.precision.scales else losses
-        g = self._gradients_of(scaled)
+        g = self._gradients_of(scaled, self.interacting)
+        if self.interacting == "allow":
+            return g
         if self._coincidences and g.structure_hash in self._coincidences:
             return self._gradients_of(scaled, interacting="allow")
         try:
@@ -103,7 +106,7 @@ class LossEvaluator:
                 return self._gradients_of(scaled, interacting="allow")
             if isinstance(doubt, SamplesMayInteractWarning):
                 return self._gradients_of(scaled)
-            raise SamplesInteractError(str(doubt).replace(f", {REMEDY}", ".")) from None
+            raise
 
     def _gradients_of(self, losses: Tensor, interacting: str = "refuse") -> Gradients:
         return gradients_of(losses, self.trained.wanted(), self.modules, interacting=interacting)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from samplewise.core.batches import length, take
+from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.snapshot import snapshot
-from samplewise.core.text import plural
+from samplewise.core.text import listed, plural
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
 from samplewise.step.accumulate import PerSampleAccumulator, check_finite
-from samplewise.step.checks import listed, training_batch_norms
 from samplewise.step.window_ranks import WindowRanks
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of, split
@@ -81,11 +81,13 @@ class GroupedAccumulator(PerSampleAccumulator):
         self, microbatches: Sequence[Any], groups: Sequence[SampleGroup], positions: Tensor
     ) -> list[SampleStats]:
         """Accumulate a window of several microbatches, or with groups on several ranks."""
-        mixing = training_batch_norms(self.evaluator.modules)
-        if mixing:  # only the engine's per-sample pass detects this, and it is not used here
+        mixing = mixing_batch_norms(self.evaluator.modules)
+        if (
+            mixing and self.evaluator.interacting == "refuse"
+        ):  # only the engine's per-sample pass detects this, and it is not used here
             raise SamplesInteractError(
                 f"{self.chain.grouping} needs samples that do not depend on each other; found BatchNorm in training "
-                f"mode: {listed(mixing)}. Call eval() on it, or use GroupNorm."
+                f"mode: {listed(mixing)}. Call sw.freeze_batchnorm(model), use GroupNorm, or pass interacting='allow'."
             )
         stats = GroupAccumulation(self, groups, positions).run()
         return [] if stats is None else split(stats, [self.samples_in(microbatch) for microbatch in microbatches])

@@ -71,6 +71,9 @@ class Step:
     on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore".
     audit: number of updates between two audits, in which one sample is computed alone and compared with its result in
     the batch. None: only at the first update. False: never.
+    interacting: "refuse" (default) raises SamplesInteractError if a transform needs per-sample gradients and the loss
+    of a sample depends on other samples. "allow" weighs the rows of the Jacobian of each microbatch's losses; an update
+    then depends on how its window is cut into microbatches.
 
     Execution.
     microbatch: number of samples per forward and backward pass. None (default): as they arrive; "auto" or
@@ -109,6 +112,7 @@ class Step:
         compile: bool | str = False,
         strategy: Strategy = None,
         record: str | Collection[str] = (),
+        interacting: str = "refuse",
     ):
         check_order(model, optimizer, loss_fn)
         self.config = config = StepConfig(
@@ -123,6 +127,7 @@ class Step:
             compile=compile,
             strategy=strategy,
             record=as_record(record),
+            interacting=interacting,
         )
         check_scheduler(scheduler, optimizer)
         self.model = model
@@ -141,7 +146,7 @@ class Step:
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
         criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
-        self._evaluator = LossEvaluator(modules, trained, wrapped, self.precision, size.budget, criterion)
+        self._evaluator = LossEvaluator(modules, trained, wrapped, self.precision, size.budget, interacting, criterion)
         self._applier = UpdateApplier(config, trained, optimizer, scheduler, self.precision, ranks, counters, buffers)
         self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers)
         self._updates = self._make_updates()

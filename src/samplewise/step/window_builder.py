@@ -21,7 +21,7 @@ from samplewise.errors import (
 from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
 from samplewise.step.audit import Audit
 from samplewise.step.batch_columns import record_columns
-from samplewise.step.checks import check_batch_norm, check_cut, check_modes, check_reached, check_weights
+from samplewise.step.checks import check_cut, check_modes, check_pieces, check_reached, check_weights
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
@@ -293,7 +293,7 @@ class WindowBuilder:
         if self._unchecked:
             sizes = [len(part) for part in window.parts if len(part)]
             if sizes:
-                check_batch_norm(self.evaluator.modules, sizes * self.ranks.size)
+                check_pieces(self.evaluator.modules, sizes * self.ranks.size, self.config.interacting)
             check_reached(self._trained.owned, noise=bool(chain.on_sum))
             self._unchecked = False
         if self._unchecked_transforms:

@@ -60,6 +60,10 @@ class PerSampleGrad(ABC):
     def dot(self, direction: Tensor) -> Tensor:
         """Inner product of each sample's gradient with a tensor of the parameter's shape, (b,)."""
 
+    def paired_dot(self, other: PerSampleGrad) -> Tensor:
+        """Inner product of row b of this gradient with row b of another one of the same parameter, (b,)."""
+        return by_rows.paired_dot(self, other)
+
     @abstractmethod
     def gram(self, other: PerSampleGrad) -> Tensor:
         """Inner products of all pairs of samples, (b, b of other)."""

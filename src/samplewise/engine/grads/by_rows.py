@@ -85,6 +85,16 @@ def dot(form: HasRows, direction: Tensor) -> Tensor:
     return torch.cat([_real_inner(_flat(rows), flat) for _, rows in chunks(form)])
 
 
+def paired_dot(form: HasRows, other: HasRows) -> Tensor:
+    parts = []
+    step = min(form.step, other.step)
+    for part, rows in chunks(form, step):
+        mine, theirs = _flat(rows), _flat(other.rows(part.start, part.stop))
+        wide = torch.promote_types(mine.dtype, theirs.dtype)
+        parts.append(_paired_inner(mine.to(wide), theirs.to(wide)))
+    return torch.cat(parts)
+
+
 def gram(form: HasRows, other: HasRows) -> Tensor:
     step = max(1, GRAM_CHUNK // max(form.row_size, 1))
     return torch.cat([_against(_flat(rows), other, step) for _, rows in chunks(form, step)])
@@ -145,6 +155,12 @@ def _real_inner(rows: Tensor, other: Tensor) -> Tensor:
     if rows.is_complex():
         return (rows @ other.conj().to(rows.dtype)).real
     return rows @ other.to(rows.dtype)
+
+
+def _paired_inner(rows: Tensor, other: Tensor) -> Tensor:
+    """Inner product of row b of both matrices, (b,); for complex numbers the real part."""
+    products = torch.einsum("bp,bp->b", rows, other.conj())
+    return products.real if products.is_complex() else products
 
 
 def weighted_sum(rows: Tensor, weights: Tensor | None) -> Tensor:

@@ -195,6 +195,17 @@ class FactoredGrad(PerSampleGrad):
     def dot(self, direction: Tensor) -> Tensor:
         return total(_dot_term(term, direction.reshape(self.matrix)) for term in self.terms)
 
+    def paired_dot(self, other: PerSampleGrad) -> Tensor:
+        dtype = self.terms[0].dtype
+        if not isinstance(other, FactoredGrad) or self.matrix != other.matrix or other.terms[0].dtype != dtype:
+            return by_rows.paired_dot(self, other)
+        pairs = []
+        for p in self.terms:
+            for q in other.terms:
+                pairs.append(_inner(p.left, q.left, dtype) * _inner(p.right, q.right, dtype))
+        flat = torch.cat([p.flatten(1) for p in pairs], 1)
+        return checked_pairs(flat, lambda samples: by_rows.paired_dot(self.some(samples), other.some(samples)))
+
     def gram(self, other: PerSampleGrad) -> Tensor:
         if (
             isinstance(other, FactoredGrad)
@@ -275,7 +286,7 @@ def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor]) -> Tensor:
     """
     dims = tuple(range(1, pairs.dim()))
     sums = pairs.sum(dims)
-    cancelled = sums.detach() < CANCELLED * pairs.detach().abs().sum(dims)
+    cancelled = sums.detach().abs() < CANCELLED * pairs.detach().abs().sum(dims)
     if is_traced(sums):
         return torch.where(cancelled, torch.nan, sums)
     samples = cancelled.nonzero().flatten()

@@ -65,6 +65,15 @@ class IndexedGrad(PerSampleGrad):
     def dot(self, direction: Tensor) -> Tensor:
         return self.source.dot(self._scattered(direction))
 
+    def paired_dot(self, other: PerSampleGrad) -> Tensor:
+        if isinstance(other, IndexedGrad) and self.is_indexed_like(other):
+            return self.source.paired_dot(other.source)
+        return by_rows.paired_dot(self, other)
+
+    def is_indexed_like(self, other: IndexedGrad) -> bool:
+        """True if both take the same elements of sources of the same shape."""
+        return self.source.shape == other.source.shape and torch.equal(self.positions, other.positions)
+
     def sum(self, weights: Tensor | None) -> Tensor:
         return self._gathered(self.source.sum(weights)[None])[0]
 
@@ -112,6 +121,13 @@ class BlockGrad(PerSampleGrad):
 
     def dot(self, direction: Tensor) -> Tensor:
         return total(part.dot(direction) for part in self.parts)
+
+    def paired_dot(self, other: PerSampleGrad) -> Tensor:
+        if isinstance(other, BlockGrad) and len(self.parts) == len(other.parts):
+            pairs = list(zip(self.parts, other.parts, strict=True))
+            if all(mine.is_indexed_like(theirs) for mine, theirs in pairs):
+                return total(mine.paired_dot(theirs) for mine, theirs in pairs)
+        return by_rows.paired_dot(self, other)
 
     def sum(self, weights: Tensor | None) -> Tensor:
         return total(part.sum(weights) for part in self.parts)

@@ -166,13 +166,13 @@ def _computed(
     if stage.measures or record_norms:
         with warnings.catch_warnings():
             warnings.simplefilter("error", SamplesMayInteractWarning)
-            g = gradients_of(losses, wanted, evaluator.modules).prepare()
+            g = gradients_of(losses, wanted, evaluator.modules, interacting=evaluator.interacting).prepare()
         accumulator.measure(g, stats, stage, record_norms)
     (stats,) = stage.weigh([stats])
     result = stats.result()
     if g is None and not isinstance(stats.coefficients, dict):
         return result, _weighted(losses, reached, stats.weights / denominator([result]))
-    g = gradients_of(losses, wanted, evaluator.modules) if g is None else g
+    g = gradients_of(losses, wanted, evaluator.modules, interacting=evaluator.interacting) if g is None else g
     sums = g.sum(stats.coefficients)
     return result, {name: sums[name] / denominator([result]) for name in reached}
 
