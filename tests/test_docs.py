@@ -55,7 +55,7 @@ def test_the_readme_has_code_blocks():
 def test_the_recipe_trains(tmp_path):
     _, recipe = next(_blocks((ROOT / "docs" / "command-line.md").read_text()))
     (tmp_path / "recipe.py").write_text(recipe)
-    command = "-m samplewise.cli.main train recipe.py --epochs 1 --samples 64 --clip 1.0".split()
+    command = "-m samplewise.cli.main train recipe.py --epochs 1 --samples 64 --ledger".split()
     run = forks.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     assert "3 updates in all" in run.stdout

@@ -364,7 +364,10 @@ def test_columns_of_any_type(tmp_path):
 
 def test_a_note_if_there_is_no_ledger(report):
     shown = report(WHOLE)
-    assert "No ledger: train with callbacks=[sw.Ledger()] to see the samples here." in shown.text
+    assert (
+        "No ledger: train with callbacks=[sw.Ledger()], or with samplewise train --ledger, to see the samples here."
+        in shown.text
+    )
     assert "Warnings" not in shown.text and "script" not in shown.tags
 
 

@@ -47,14 +47,17 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     return change(batch)
 
 
-def _mapping_like(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+def _mapping_like(batch: Any, entries: dict[Any, Any]) -> Any:
     if type(batch) is dict:
         return entries
+    if dataclasses.is_dataclass(batch):  # the outputs of transformers, whose entries cannot be replaced
+        make: Any = type(batch)
+        return make(**entries)
     if isinstance(batch, (dict, UserDict)):  # a copy owns its entries and keeps other attributes
         new = copy.copy(batch)
         new.update(entries)
         return new
-    make: Any = type(batch)
+    make = type(batch)
     return make(entries)
 
 
@@ -123,13 +126,35 @@ def concat(batches: Sequence[Any]) -> Any:
     """
     first = batches[0]
     if isinstance(first, Tensor):
+        _check_widths(batches)
         return torch.cat(list(batches)) if first.dim() else torch.stack(list(batches))
     if isinstance(first, Mapping):
-        return {key: concat([batch[key] for batch in batches]) for key in first}
+        _check_keys(batches)
+        return _mapping_like(first, {key: concat([batch[key] for batch in batches]) for key in first})
     if isinstance(first, (tuple, list)):
         parts = (concat(part) for part in zip(*batches, strict=True))
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     return list(batches)
+
+
+def _check_widths(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.shape[1:] != tensors[0].shape[1:] or tensor.dim() != tensors[0].dim():
+            raise BatchError(
+                "tensors must have equal sizes in all dimensions but the first to be concatenated; found shapes "
+                f"{tuple(tensors[0].shape)} and {tuple(tensor.shape)}. Pad them to one size, or use one batch at a "
+                "time."
+            )
+
+
+def _check_keys(mappings: Sequence[Mapping[Any, Any]]) -> None:
+    for mapping in mappings:
+        if set(mapping) != set(mappings[0]):
+            keys = (", ".join(map(repr, each)) for each in (mappings[0], mapping))
+            raise BatchError(
+                f"mappings must have equal keys to be concatenated; found the keys {' and '.join(keys)}. Use one batch "
+                "at a time."
+            )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -117,8 +117,20 @@ class Criterion:
 
     def _check_shapes(self, prediction: Tensor, target: Tensor) -> None:
         kind = type(self.criterion)
+        if kind in (nn.CrossEntropyLoss, nn.MultiMarginLoss) and prediction.shape[1:2] == (1,):
+            raise LossesError(
+                f"{kind.__name__} needs predictions for at least two classes; found shape {tuple(prediction.shape)}, "
+                "one class, for which the loss is always zero. Use nn.BCEWithLogitsLoss() for two classes and one "
+                "output, or nn.MSELoss() for regression."
+            )
         classes = kind is nn.MultiMarginLoss or (kind in WITH_COUNTS and not target.is_floating_point())
         wanted = (len(prediction), *prediction.shape[2:]) if classes else tuple(prediction.shape)
+        if tuple(target.shape) != wanted and kind is nn.CrossEntropyLoss and target.is_floating_point():
+            raise LossesError(
+                f"CrossEntropyLoss needs class indices, or class probabilities of shape {wanted}; found a target of "
+                f"{target.dtype} and shape {tuple(target.shape)}. Use target.long() for class indices, or nn.MSELoss() "
+                "for regression."
+            )
         if tuple(target.shape) != wanted:
             raise LossesError(
                 f"{kind.__name__} needs a target of shape {wanted} for predictions of shape "

@@ -58,7 +58,10 @@ def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
     if damaged not in ("raise", "skip"):
         raise ValueError(f"damaged must be 'raise' or 'skip'; found {damaged!r}.")
     if not list_parts(Path(run)):
-        remedy = "Train with callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
+        remedy = (
+            "Train with callbacks=[sw.Ledger()] or samplewise train --ledger; its first part is written with the first "
+            "checkpoint."
+        )
         if Path(run).name == FOLDER and list_parts(Path(run).parent):
             remedy = f"Pass the run directory, {Path(run).parent}."
         raise LedgerError(

@@ -98,6 +98,12 @@ class Ledger:
         self._schema = load_pyarrow().schema([])
         self._discard_rows()
 
+    def __repr__(self) -> str:
+        columns = ", ".join(name if name == key else f"{name}={key!r}" for name, key in self.keys.items())
+        directory = self.directory if self._parts is None else self._parts.run
+        where = "the run directory of the trainer" if directory is None else repr(str(directory))
+        return f"Ledger({where}, columns {columns}, {self._rows:,} unwritten rows)"
+
     def _discard_rows(self) -> None:
         """Discard rows that have not been written."""
         self._updates: list[Update] = []

@@ -16,6 +16,7 @@ from samplewise.report.html import shortened
 from samplewise.report.ledger_stats import NormQuantiles, RepeatedIds
 from samplewise.report.run_log import Curve, RunLog
 
+NO_LEDGER = "No ledger: train with callbacks=[sw.Ledger()], or with samplewise train --ledger, to see the samples here."
 MAX_SUSPECTS = 200
 MAX_NAMED = 10  # ids in the warning about samples without finite score
 SAMPLES_PER_SUSPECT = 10  # at most one in SHARE samples is suspect,
@@ -61,7 +62,7 @@ def read_samples(run: RunLog) -> Samples:
     quantiles = NormQuantiles(count_visits(run.directory))
     try:
         if not list_parts(run.directory):
-            return Samples(missing="No ledger: train with callbacks=[sw.Ledger()] to see the samples here.")
+            return Samples(missing=NO_LEDGER)
         _read_parts(run, messages, (aggregator, repeats, quantiles))
         table = aggregator.samples()
     except (ImportError, LedgerError, OSError, ValueError, TypeError, KeyError, NotImplementedError) as why:

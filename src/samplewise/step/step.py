@@ -157,6 +157,15 @@ class Step:
             return EagerUpdates(self._windows, self._applier, status)
         return CompiledUpdates(EagerUpdates(self._windows, self._applier, "not compiled"))
 
+    def __repr__(self) -> str:
+        rule = getattr(self.optimizer, "rule", self.optimizer)
+        parts = (inner(self.model), rule, getattr(self.loss_fn, "criterion", self.loss_fn))
+        names = [getattr(part, "__qualname__", None) or type(part).__name__ for part in parts]
+        given = {"samples": self.samples, "microbatch": self.config.microbatch, "precision": self.config.precision}
+        shown = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        shown += [f"transforms={self.transforms!r}"] if self.transforms.transforms else []
+        return f"Step({', '.join(names + shown)})"
+
     # --- updates ---------------------------------------------------------------------------------------------------
 
     def over(self, loader: Iterable[Any]) -> Iterator[Update]:
