@@ -12,6 +12,7 @@ from pages import ABOUT, WHOLE, train, validation
 
 from samplewise import errors
 from samplewise.core import atomic_io, format_version
+from samplewise.core import text as plain_text
 from samplewise.ledger import aggregate
 from samplewise.ledger import files as ledger
 from samplewise.report import charts, page
@@ -321,7 +322,7 @@ def imported(path):
             yield node.module
 
 
-OURS = (ledger, aggregate, errors, atomic_io, format_version)
+OURS = (ledger, aggregate, errors, atomic_io, format_version, plain_text)
 
 
 @pytest.mark.parametrize(
