@@ -15,7 +15,7 @@ from selenium import webdriver
 from samplewise.cli.demo import demo
 
 TARGET = Path(__file__).with_name("report.png")
-SIZE = (1180, 1016)
+SIZE = (1180, 1090)
 
 
 def screenshot(page: Path) -> bytes:

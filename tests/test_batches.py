@@ -185,10 +185,12 @@ def test_pick(batch, key):
     ("batch", "key", "found"),
     [
         ({"x": X, "y": Y}, "user", "found keys 'x', 'y'"),
-        ((X, Y), 2, "found tuple"),
-        ((X, Y), "user", "found tuple"),
+        ((X, Y), 2, "found a tuple of 2 entries. Return it from the dataset"),
+        ((X,), "user", "found a tuple of 1 entry"),
         (Record(X, Y), "user", "found Record"),
-        (Pair(X, Y), "user", "found Pair"),
+        (Pair(X, Y), "user", "found the entries 'x', 'y'"),
+        ({}, "user", "found no keys"),
+        ((X, Y), "id", r"found .*\. Wrap the dataset, DataLoader\(sw.Indexed\(dataset\), .* sw.Ledger\(id=2\)"),
     ],
 )
 def test_what_is_not_there_cannot_be_picked(batch, key, found):

@@ -209,15 +209,33 @@ def test_unknown_criteria_are_refused_with_the_remedy(criterion):
         (nn.BCEWithLogitsLoss(), torch.zeros(N), r"\(7, 1\)"),
         (nn.MSELoss(), torch.zeros(1, 1), r"\(7, 1\)"),
         (nn.CrossEntropyLoss(), torch.zeros(N, 1, dtype=torch.long), r"\(7,\)"),
-        (nn.CrossEntropyLoss(), torch.zeros(N, 3), r"\(7, 1\)"),
         (nn.MultiMarginLoss(), torch.zeros(N, 1, dtype=torch.long), r"\(7,\)"),
     ],
 )
 def test_shapes_that_do_not_fit(criterion, target, wanted):
-    model = nn.Linear(5, 1).double()
-    found = rf"needs a target of shape {wanted} for predictions of shape \(7, 1\); found \({target.shape[0]}"
+    outputs = 1 if target.is_floating_point() else 2
+    model = nn.Linear(5, outputs).double()
+    found = rf"needs a target of shape {wanted} for predictions of shape \(7, {outputs}\); found \({target.shape[0]}"
     with pytest.raises(sw.LossesError, match=found):
         sw.Step(model, sw.sgd(1.0), criterion).run([(X, target)])
+
+
+def test_a_float_target_of_another_shape_is_no_class_probability():
+    message = (
+        r"CrossEntropyLoss needs class indices, or class probabilities of shape \(7, 4\); found a target of "
+        r"torch.float64 and shape \(7,\)\. Use target.long\(\) for class indices, or nn.MSELoss\(\) for regression"
+    )
+    with pytest.raises(sw.LossesError, match=message):
+        sw.Step(nn.Linear(5, 4).double(), sw.sgd(1.0), nn.CrossEntropyLoss()).run([(X, REAL[:, 0])])
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.MultiMarginLoss()])
+@pytest.mark.parametrize("target", [torch.zeros(N, dtype=torch.long), torch.zeros(N, 1)], ids=["labels", "column"])
+def test_one_class_gives_no_loss(criterion, target):
+    """The loss of a single class is zero, whatever the model predicts."""
+    message = r"needs predictions for at least two classes; found shape \(7, 1\), one class, for which the loss is alw"
+    with pytest.raises(sw.LossesError, match=message):
+        sw.Step(nn.Linear(5, 1).double(), sw.sgd(1.0), criterion).run([(X, target)])
 
 
 @pytest.mark.parametrize(

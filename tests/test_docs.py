@@ -48,6 +48,26 @@ def test_code_blocks_run_in_order_without_a_warning(path):
             exec(compile("\n" * line + code, str(path), "exec"), namespace)
 
 
+HOW_TO = dict(
+    re.findall(r"^## (.*?)$.*?^```python$\n(.*?)^```$", (ROOT / "docs" / "how-to.md").read_text(), re.M | re.S)
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", HOW_TO)
+def test_each_how_to_section_runs_alone(section):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(compile(HOW_TO[section], section, "exec"), {"__name__": section})
+
+
+def test_how_to_sections_are_scripts():
+    """Each has one block, which imports what it uses."""
+    text = (ROOT / "docs" / "how-to.md").read_text()
+    assert len(HOW_TO) == text.count("\n## ") == len(list(_blocks(text)))
+    assert all("import samplewise as sw" in code for code in HOW_TO.values())
+
+
 def test_the_readme_has_code_blocks():
     assert list(_blocks((ROOT / "README.md").read_text()))
 
@@ -55,7 +75,7 @@ def test_the_readme_has_code_blocks():
 def test_the_recipe_trains(tmp_path):
     _, recipe = next(_blocks((ROOT / "docs" / "command-line.md").read_text()))
     (tmp_path / "recipe.py").write_text(recipe)
-    command = "-m samplewise.cli.main train recipe.py --epochs 1 --samples 64 --clip 1.0".split()
+    command = "-m samplewise.cli.main train recipe.py --epochs 1 --samples 64 --ledger".split()
     run = forks.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     assert "3 updates in all" in run.stdout

@@ -22,7 +22,7 @@ from samplewise.core.losses import (
     why_not_alone,
 )
 from samplewise.core.snapshot import snapshot
-from samplewise.core.text import listed, render
+from samplewise.core.text import listed, plural, render
 from samplewise.engine.checks import check_model, named_parameters
 from samplewise.engine.gradients import gradients
 from samplewise.engine.reference import jacobian_rows
@@ -70,8 +70,7 @@ class Check:
         quantities = list(self.lines[0].errors) if self.lines else []
         rows = [line.cells() for line in self.lines]
         outcome = "ok" if self.ok else "NOT OK"
-        samples = f"{self.samples} sample{'s' * (self.samples != 1)}"
-        text = f"engine vs. one backward pass per sample, float64, {samples}: {outcome}"
+        text = f"engine vs. one backward pass per sample, float64, {plural(self.samples, 'sample')}: {outcome}"
         if rows:
             text = render(("parameter", "shape", "largest norm", *quantities, ""), rows, text)
         refusal = [f"refused: {self.refusal}"] if self.refusal else []

@@ -223,5 +223,5 @@ def test_bad_arguments(tmp_path):
         store.add(torch.zeros(1, 4, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"seed must be an integer; found 1\.5"):
         sw.ProjectedStore(tmp_path, 4, seed=1.5)
-    with pytest.raises(sw.StoreError, match="must hold gradients of one model; found 1 samples of other"):
+    with pytest.raises(sw.StoreError, match="must hold gradients of one model; found 1 sample of other"):
         store.fill(make()[0], loss_fn, [])

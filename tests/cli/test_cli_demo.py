@@ -6,6 +6,7 @@ import sys
 import forks
 import pytest
 from daily import daily
+from recipes import command
 
 MAKE, COMMAND = ["samplewise.cli.demo"], ["samplewise.cli.main", "demo"]
 
@@ -21,6 +22,13 @@ def test_demo(tmp_path, module):
     assert min(found) > 80  # percent of the suspects have a wrong label; 10 by chance
     assert (tmp_path / "runs" / "demo" / "report.html").exists()
     assert "runs/demo/report.html" in run.stdout
-    columns = "id, epoch, update, loss, norm, weight, margin, label"
+    columns = "id, epoch, update, loss, norm, weight, label, prediction, margin"
     assert f"Ledger: 17,244 visits with the columns {columns}. The last three:" in run.stdout
     assert re.search(r"noise scale at the end: [\d,]+ samples; the batch size is 64\.", run.stdout)
+
+
+def test_without_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    result = command("demo")
+    assert result.stderr == "samplewise: the demo needs scikit-learn: pip install 'samplewise[demo]'\n"
+    assert result.exit_code == 1

@@ -58,6 +58,42 @@ def test_a_healthy_recipe(recipe):
     assert output.endswith("- No problems found: the recipe is ready for training.\n")
 
 
+ALL = """
+import samplewise as sw
+
+
+def transforms():
+    return [sw.clip(0.5), sw.weight(lambda losses: losses)]
+
+
+def {name}:
+    return {returned}
+"""
+
+
+def test_transforms_of_the_recipe(recipe):
+    result = command("doctor", recipe(HEALTHY + ALL.format(name="callbacks()", returned="[sw.NoiseScale()]")))
+    assert result.exit_code == 0
+    assert "at a time     ms, plain  MB, plain  ms, with transforms()  MB, with transforms()\n" in result.stdout
+    assert re.search(r"^- An update with transforms\(\) takes \S+ times as long as a plain one\.$", result.stdout, re.M)
+
+
+@pytest.mark.parametrize("name", ["callbacks()", "metrics()", "scheduler(optimizer)"])
+def test_functions_that_only_training_needs(recipe, name):
+    result = command("doctor", recipe(HEALTHY + ALL.format(name=name, returned="3")))
+    assert result.stderr.startswith("recipe.py:27: ")
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
+def test_metrics_are_computed(recipe):
+    """A metric that compares with the batch instead of the target would end a training after its first epoch."""
+    text = HEALTHY + "\n\ndef metrics():\n    return {'right': lambda outputs, batch: outputs.argmax(1) == batch}\n"
+    result = command("doctor", recipe(text))
+    assert "TypeError: metric 'right' must return one number per sample in a tensor, or one number" in result.stderr
+    assert result.exit_code == 1
+    assert command("doctor", recipe(text.replace("batch:", "y:").replace("== batch", "== y"))).exit_code == 0
+
+
 def test_memory_of_every_microbatch(recipe):
     """Per sample: 6 inputs, 8 results of tanh, 3 log-probabilities, and an integer target."""
     output = command("doctor", recipe(HEALTHY)).stdout
@@ -100,7 +136,8 @@ def test_warnings_are_shown_and_counted(recipe):
     result = command("doctor", recipe(HEALTHY.replace("nn.Linear(8, 3))", "nn.Linear(8, 3)).eval()")))
     assert result.exit_code == 1
     assert "warned, plain: modules are in eval mode while training: the model." in result.stdout
-    assert "- Fix the errors and warnings listed above (2) before you train.\n" in result.stdout
+    assert "warned, with sw.clip(1.0), as above\n" in result.stdout
+    assert "- Fix the errors and warnings listed above (1) before you train.\n" in result.stdout
 
 
 def test_losses_that_are_no_losses(recipe):

@@ -99,8 +99,9 @@ def test_watching_a_run_that_has_ended(recipe):
     assert result.stdout == "Training has ended: runs/recipe/report.html is not updated any more.\n"
 
 
-def test_a_report_that_cannot_be_written(recipe):
+def test_a_report_to_a_directory(recipe):
     command("train", recipe(HEALTHY), "--epochs", 1)
     Path("page.html").mkdir()
     result = command("report", "runs/recipe", "--to", "page.html")
-    assert result.exit_code == 1 and one_line(result).startswith("the report cannot be written: ")
+    assert one_line(result) == "samplewise: Invalid value for --to: must be a file; found a directory, page.html."
+    assert result.exit_code == 2

@@ -38,11 +38,121 @@ BROKEN = {
     ),
     "an optimizer that is none": (
         HEALTHY + "\n\ndef optimizer(model):\n    pass\n",
-        ["recipe.py:21: optimizer() must return a torch.optim.Optimizer; found NoneType."],
+        ["recipe.py:21: optimizer() must return a torch.optim.Optimizer; found None."],
     ),
     "metrics that are none": (
         HEALTHY + "\n\ndef metrics():\n    return []\n",
         ["recipe.py:21: metrics() must return a dict of names and functions (outputs, batch); found list."],
+    ),
+    "a dataset in place of a loader": (
+        HEALTHY.replace("return loader, loader", "return loader.dataset"),
+        [
+            "recipe.py:11: data() must return a loader, or (loader, validation loader); found TensorDataset. Wrap it "
+            "in a DataLoader, for example DataLoader(dataset, batch_size=64, shuffle=True)."
+        ],
+    ),
+    "tensors in place of loaders": (
+        HEALTHY.replace("return loader, loader", "return x, x"),
+        [
+            "recipe.py:11: data() must return a loader, or (loader, validation loader); found (Tensor, Tensor). Wrap "
+            "it in a DataLoader, for example DataLoader(dataset, batch_size=64, shuffle=True)."
+        ],
+    ),
+    "a list of loaders": (
+        HEALTHY.replace("return loader, loader", "return [loader, loader]"),
+        [
+            "recipe.py:11: data() must return a loader, or (loader, validation loader); found list. Return a tuple of "
+            "two loaders."
+        ],
+    ),
+    "a model in place of a function": (
+        HEALTHY.replace("def model():\n    return ", "model = "),
+        ["recipe.py:7: model must be a function model(); found Sequential. Write def model() instead."],
+    ),
+    "a loader in place of a function": (
+        HEALTHY.replace("def data():", "def _data():").replace("def optimizer", "data = _data()[0]\n\n\ndef optimizer"),
+        ["recipe.py:17: data must be a function data(); found DataLoader. Write def data() instead."],
+    ),
+    "an optimizer without its argument": (
+        HEALTHY.replace("def optimizer(model)", "def optimizer()"),
+        [
+            "recipe.py:17: optimizer must be a function optimizer(model); found optimizer(). Write def "
+            "optimizer(model) instead. Rename it if it is not part of the recipe."
+        ],
+    ),
+    "the class of an optimizer": (
+        HEALTHY.replace("torch.optim.SGD(model.parameters(), lr=0.5)", "torch.optim.SGD"),
+        ["recipe.py:17: optimizer() must return a torch.optim.Optimizer; found the class SGD."],
+    ),
+    "a loss without its arguments": (
+        HEALTHY + "\n\ndef loss():\n    return nn.CrossEntropyLoss()\n",
+        [
+            "recipe.py:21: loss must be a function loss(model, batch), or a criterion such as nn.MSELoss(); found "
+            "loss(). Write def loss(model, batch) instead. Rename it if it is not part of the recipe."
+        ],
+    ),
+    "the class of a criterion": (
+        HEALTHY + "\n\nloss = nn.CrossEntropyLoss\n",
+        [
+            "recipe.py:21: loss must be a function loss(model, batch), or a criterion such as nn.MSELoss(); found "
+            "the class CrossEntropyLoss. Write def loss(model, batch) instead. Rename it if it is not "
+            "part of the recipe."
+        ],
+    ),
+    "transforms of images": (
+        HEALTHY + "\n\ndef transforms(image):\n    return image\n",
+        [
+            "recipe.py:21: transforms must be a function transforms(); found transforms(image). Write def "
+            "transforms() instead. Rename it if it is not part of the recipe."
+        ],
+    ),
+    "a transform that is none": (
+        HEALTHY + "\n\ndef transforms():\n    return [3]\n",
+        [
+            "recipe.py:21: a transform must be one of clip, weight, drop, normalize, align, group, noise, or a "
+            "function; found int."
+        ],
+    ),
+    "transforms without return": (
+        HEALTHY + "\n\ndef transforms():\n    pass\n",
+        ["recipe.py:21: transforms() must return a list of transforms, such as [sw.clip(1.0)]; found None."],
+    ),
+    "a callback that is a class": (
+        HEALTHY + "\n\ndef callbacks():\n    from samplewise import Ledger\n    return [Ledger]\n",
+        ["recipe.py:21: a callback must be an object; found the class Ledger. Pass an instance."],
+    ),
+    "a callback that is no list": (
+        HEALTHY + "\n\ndef callbacks():\n    from samplewise import NoiseScale\n    return NoiseScale()\n",
+        ["recipe.py:21: callbacks() must return a list of callbacks, such as [sw.Ledger()]; found NoiseScale."],
+    ),
+    "a scheduler without return": (
+        HEALTHY + "\n\ndef scheduler(optimizer):\n    pass\n",
+        ["recipe.py:21: scheduler() must return a torch.optim.lr_scheduler of the optimizer; found None."],
+    ),
+    "a scheduler that needs a metric": (
+        HEALTHY + "\n\ndef scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n",
+        [
+            "recipe.py:21: scheduler must step once per update without a metric; found ReduceLROnPlateau. Call its "
+            "step(metric) yourself, after validation."
+        ],
+    ),
+    "a regression without a loss": (
+        HEALTHY.replace("nn.Linear(8, 3)", "nn.Linear(8, 1)").replace("x[:, :3].argmax(1)", "x[:, :1]"),
+        [
+            "LossesError: CrossEntropyLoss needs predictions for at least two classes; found shape (20, 1), one class, "
+            "for which the loss is always zero. Use nn.BCEWithLogitsLoss() for two classes and one output, or "
+            "nn.MSELoss() for regression. The recipe defines no loss, so nn.CrossEntropyLoss() is used, which is for "
+            "class labels. A recipe for regression must define loss, for example loss = nn.MSELoss()."
+        ],
+    ),
+    "a regression of several numbers without a loss": (
+        HEALTHY.replace("x[:, :3].argmax(1)", "x[:, :3]"),
+        [
+            "LossesError: CrossEntropyLoss needs class indices, or class probabilities that sum to one; found a target "
+            "of torch.float32 whose values are not probabilities. Use target.long() for class indices. The recipe "
+            "defines no loss, so nn.CrossEntropyLoss() is used, which is for class labels. A recipe for regression "
+            "must define loss, for example loss = nn.MSELoss()."
+        ],
     ),
     "a failing function": (
         HEALTHY.replace("    x = ", "    1 / 0\n    x = "),
@@ -59,7 +169,7 @@ BROKEN = {
     "layers that do not fit": (
         HEALTHY.replace("nn.Linear(8, 3)", "nn.Linear(9, 3)"),
         [
-            "recipe.py: error while using the objects that it returns:",
+            "recipe.py: an error was raised while the objects of the recipe were used:",
             "RuntimeError: mat1 and mat2 shapes cannot be multiplied (20x8 and 9x3)",
         ],
     ),
@@ -72,6 +182,110 @@ def test_a_broken_recipe_is_shown_with_its_own_lines(recipe, name):
     result = command("train", recipe(text))
     assert result.stderr.splitlines() == wanted
     assert (result.exit_code, result.stdout) == (1, "")
+
+
+NEAR_MISSES = {
+    "def optimiser(model):\n    return torch.optim.SGD(model.parameters(), lr=0.5)\n": ("optimiser", "optimizer"),
+    "def metric():\n    return {}\n": ("metric", "metrics"),
+    "def metric(outputs, batch):\n    return outputs\n": ("metric", "metrics"),
+    "loss_fn = nn.CrossEntropyLoss()\n": ("loss_fn", "loss"),
+    "criterion = nn.CrossEntropyLoss()\n": ("criterion", "loss"),
+    "lossfn = lambda model, batch: 0\n": ("lossfn", "loss"),
+    "def lr_scheduler(optimizer):\n    return None\n": ("lr_scheduler", "scheduler"),
+    "if True:\n    def get_callbacks():\n        return []\n": ("get_callbacks", "callbacks"),
+    "def transform():\n    return []\n": ("transform", "transforms"),
+}
+PLAIN = HEALTHY.split("\n\ndef optimizer")[0]
+
+
+@pytest.mark.parametrize("text", NEAR_MISSES, ids=[f"{name}-{k}" for k, (name, _) in enumerate(NEAR_MISSES.values())])
+def test_near_misses_of_optional_names(recipe, text):
+    name, known = NEAR_MISSES[text]
+    line = 18 if text.startswith("if") else 17
+    result = command("train", recipe(f"{PLAIN}\n\n{text}"))
+    assert one_line(result) == (
+        f"recipe.py:{line}: {name} is not a name of a recipe and would be ignored; did you mean {known}? Rename it, or "
+        "begin its name with an underscore if it is not part of the recipe."
+    )
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "known"),
+    [
+        ("def model", "get_model", "model"),
+        ("def data", "dataset", "data"),
+        ("def data", "train_loader", "data"),
+        ("def data", "load_data", "data"),
+    ],
+)
+def test_near_misses_of_required_names(recipe, before, after, known):
+    result = command("train", recipe(PLAIN.replace(before, f"def {after}")))
+    assert f"a recipe must have a function {known}() that returns" in one_line(result)
+    assert result.stderr.endswith(f"; found none. Did you mean {after}, in line {7 if known == 'model' else 11}?\n")
+
+
+HELPERS = """
+from torch import nn as transforms
+
+calls = 0
+losses = []
+optimize = torch.no_grad()
+
+
+class Model(nn.Module):
+    pass
+
+
+class Metric:
+    pass
+
+
+def transform(image):
+    return image
+
+
+def metric(outputs, batch):
+    return outputs.argmax(1) == transform(batch[1])
+
+
+def metrics():
+    with optimize:
+        losses.append(0)
+    return {"accuracy": metric}
+
+
+def _loss(model, batch):
+    return model
+
+
+def date():
+    return "today"
+"""
+
+
+def test_helpers_and_imports_are_not_near_misses(recipe):
+    """`transform` and `losses` are used by the recipe, `transforms` is a module, `_loss` has an underscore."""
+    result = command("train", recipe(HEALTHY + HELPERS))
+    assert result.exit_code == 0, result.stderr
+
+
+def test_a_criterion_as_loss(recipe):
+    regression = HEALTHY.replace("nn.Linear(8, 3)", "nn.Linear(8, 1)").replace("x[:, :3].argmax(1)", "x[:, :1]")
+    result = command("train", recipe(f"{regression}\n\nloss = nn.MSELoss()\n"))
+    assert result.exit_code == 0, result.stderr
+
+
+def test_class_probabilities_train_with_the_default_loss(recipe):
+    result = command("train", recipe(HEALTHY.replace("x[:, :3].argmax(1)", "x[:, :3].softmax(1)")))
+    assert result.exit_code == 0, result.stderr
+
+
+def test_doctor_explains_the_default_loss(recipe):
+    text, _ = BROKEN["a regression without a loss"]
+    result = command("doctor", recipe(text))
+    assert "A recipe for regression must define loss, for example loss = nn.MSELoss().\n" in result.stdout
+    assert result.exit_code == 1
 
 
 def test_doctor_shows_the_lines_of_a_broken_recipe(recipe):
@@ -127,6 +341,13 @@ def test_errors_of_samplewise_are_shown_without_location(recipe):
     result = command("train", recipe(text), "--clip", 1)
     assert result.exit_code == 1
     assert one_line(result).startswith("LossesError: ")
+
+
+def test_a_missing_suffix(recipe):
+    assert command("train", recipe(HEALTHY).removesuffix(".py")).stderr == (
+        "recipe: a recipe must be a Python file that can be read; found: No such file or directory. Did you mean "
+        "recipe.py?\n"
+    )
 
 
 def test_a_missing_file():

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from recipes import HEALTHY, command, one_line, process
+from torch import nn
 
+import samplewise as sw
 from samplewise.cli import train
 from samplewise.errors import TrainingWarning
 from samplewise.loop.checkpoint.store import Checkpoints
@@ -136,7 +139,8 @@ def test_a_signal_saves_a_checkpoint_and_ends_the_training(recipe):
     assert result.returncode == 128 + 15
     assert result.stdout.startswith("stopped by SIGTERM: ")
     assert result.stdout.endswith("continue     with --resume\n")
-    result = command("train", recipe(HEALTHY), "--epochs", 4, "--resume")
+    with pytest.warns(TrainingWarning, match="loss: .* from now on, the run had"):
+        result = command("train", recipe(HEALTHY), "--epochs", 4, "--resume")
     assert result.stdout.startswith("4 epochs are done: 12 updates in all\n")
     assert result.exit_code == 0
 
@@ -153,7 +157,7 @@ def test_a_signal_saves_a_checkpoint_and_ends_the_training(recipe):
         (["--clip", "0"], "Invalid value for --clip: must be a positive number; found 0.0."),
         (["--clip", "nan"], "must be a positive number; found nan."),
         (["--device", "toaster"], "Invalid value for --device: must be a device that torch can use; found 'toaster'"),
-        (["--colour"], "No such option: --colour"),
+        (["--colour"], "No such option: --colour. See samplewise --help."),
     ],
 )
 def test_bad_arguments_get_one_line(recipe, arguments, output):
@@ -169,3 +173,216 @@ def test_warnings_of_samplewise_are_one_line(recipe):
     assert result.stderr.startswith("warning: modules are in eval mode while training: the model. ")
     assert "samplewise/" not in result.stderr
     assert result.returncode == 0
+
+
+# ------------------------------------------------------------- scheduler, transforms, callbacks, --ledger
+
+ALL = """
+import samplewise as sw
+
+
+class Counted:
+    def on_fit_end(self, step):
+        print("rate", step.optimizer.param_groups[0]["lr"])
+
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def transforms():
+    return [sw.clip(0.25)]
+
+
+def callbacks():
+    return [Counted()]
+"""
+
+
+def test_scheduler_transforms_and_callbacks(recipe):
+    """The same training as with --clip and a learning rate that is halved after each update."""
+    result = command("train", recipe(HEALTHY + ALL), "--run", "here")
+    assert result.stdout.startswith("rate 0.0625\n1 epoch is done: 3 updates in all\n")
+    assert "clip(0.25)" in json.loads(Path("here/run.json").read_text())["settings"]["transforms"]
+    halved = HEALTHY.replace("def optimizer", "def _sgd") + "\n\ndef optimizer(model):\n    return sgd(model)\n"
+    by_hand = """
+def sgd(model):
+    optimizer = _sgd(model)
+    step = optimizer.step
+
+    def halving(*arguments):
+        step(*arguments)
+        optimizer.param_groups[0]["lr"] /= 2
+
+    optimizer.step = halving
+    return optimizer
+"""
+    command("train", recipe(halved + by_hand), "--run", "there", "--clip", 0.25)
+    assert weights("here") == weights("there")
+
+
+def test_clip_and_transforms(recipe):
+    result = command("train", recipe(HEALTHY + ALL), "--clip", 1)
+    assert one_line(result) == (
+        "samplewise: Invalid value for --clip: give one of --clip and transforms() in the recipe; found both. Put "
+        "sw.clip(1) into the list that transforms() returns, where its place among the others counts."
+    )
+    assert result.exit_code == 2
+    assert not Path("runs").exists()
+
+
+def test_one_update_is_singular(recipe):
+    assert command("train", recipe(HEALTHY), "--updates", 1).stdout.startswith("1 update is done: 1 update in all\n")
+
+
+FUNCTION = """
+
+def loss(model, batch):
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs), targets, reduction="none")
+"""
+MODULE = """
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, model, batch):
+        inputs, targets = batch
+        return nn.functional.cross_entropy(model(inputs) * self.scale, targets, reduction="none")
+
+
+loss = Loss()
+
+
+def optimizer(model):
+    return torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.5)
+"""
+COLLATE = """
+
+def _collate(items):
+    x, y = zip(*items)
+    return {form}
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model({x}), {y}, reduction="none")
+
+
+def _data():
+    x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+    dataset = TensorDataset(x, x[:, :3].argmax(1))
+    return DataLoader(dataset, batch_size=20, shuffle=True, collate_fn=_collate), None
+
+
+data = _data
+"""
+FORMS = {
+    "default loss": "",
+    "function": FUNCTION,
+    "module": MODULE,
+    "dict": COLLATE.format(form='{"x": torch.stack(x), "y": torch.stack(y)}', x='batch["x"]', y='batch["y"]'),
+    "named tuple": "from collections import namedtuple\n\nPair = namedtuple('Pair', 'x y')\n"
+    + COLLATE.format(form="Pair(torch.stack(x), torch.stack(y))", x="batch.x", y="batch.y"),
+    "tensor": COLLATE.format(
+        form="torch.cat([torch.stack(x), torch.stack(y)[:, None]], 1)", x="batch[:, :6]", y="batch[:, 6].long()"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ledger_of_a_plain_loader(recipe, form):
+    """Every sample is recorded under its index, and the training is the same as without --ledger."""
+    name = recipe(HEALTHY + FORMS[form])
+    options = ("--epochs", 2, "--samples", 7, "--clip", 0.5)
+    result = command("train", name, *options, "--run", "with", "--ledger")
+    assert result.exit_code == 0, result.stderr
+    command("train", name, *options, "--run", "without")
+    assert weights("with") == weights("without")
+    assert log("with") == log("without")
+    visits = sw.samples("with")
+    assert sorted(visits["id"].to_pylist()) == sorted([*range(60)] * 2)
+    x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+    y = x[:, :3].argmax(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    first = {row["id"]: row["loss"] for row in visits.slice(0, 7).to_pylist()}
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+    assert first == pytest.approx({i: losses[i].item() for i in first}, rel=1e-5)
+    assert [path.name for path in Path("with").rglob("previews.json")] == ["previews.json"]
+
+
+WEIGHTED = """
+import samplewise as sw
+
+
+def data():
+    x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1), x[:, 0].abs()), batch_size=20)
+
+
+def loss(model, batch):
+    inputs, targets, _ = batch
+    return nn.functional.cross_entropy(model(inputs), targets, reduction="none")
+
+
+def transforms():
+    return [sw.weight({key}), sw.clip(9.0)]  # needs norms, as the ledger does
+"""
+
+
+@pytest.mark.parametrize("key", [2, -1, "lambda batch: batch[-1]"])
+def test_transforms_read_the_same_columns_with_and_without_a_ledger(recipe, key):
+    name = recipe(HEALTHY + WEIGHTED.format(key=key))
+    assert command("train", name, "--run", "with", "--ledger").exit_code == 0
+    assert command("train", name, "--run", "without").exit_code == 0
+    assert weights("with") == weights("without")
+
+
+OWN = """
+import samplewise as sw
+
+
+def data():
+    x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+    return DataLoader(sw.Indexed(TensorDataset(x, x[:, :3].argmax(1))), batch_size=20)
+"""
+
+
+def test_ledger_of_a_loader_with_ids(recipe):
+    assert command("train", recipe(HEALTHY + OWN), "--ledger").exit_code == 0
+    assert sw.samples("runs/recipe")["id"].to_pylist() == [*range(60)]
+    keyed = HEALTHY + FORMS["dict"].replace('"y": torch.stack(y)', '"y": torch.stack(y), "id": torch.stack(y) + 100')
+    assert command("train", recipe(keyed), "--ledger", "--run", "keyed").exit_code == 0
+    assert set(sw.samples("keyed")["id"].to_pylist()) == {100, 101, 102}
+
+
+def test_ledger_of_the_recipe_is_not_doubled(recipe):
+    result = command("train", recipe(HEALTHY + OWN + "\n\ndef callbacks():\n    return [sw.Ledger()]\n"), "--ledger")
+    assert result.exit_code == 0
+    assert len(sw.samples("runs/recipe")) == 60
+
+
+def test_ledger_of_a_loader_to_which_no_ids_can_be_added(recipe):
+    listed = HEALTHY.replace("return loader, loader", "return list(loader)")
+    result = command("train", recipe(listed), "--ledger")
+    assert one_line(result).startswith(
+        "BatchError: --ledger needs the id of each sample. It adds ids to the batches of a DataLoader with a map-style "
+        "dataset; batches of other loaders must hold them, as those of sw.Indexed do: "
+    )
+    assert result.exit_code == 1
+
+
+def test_resume_without_a_checkpoint_says_so(recipe):
+    result = command("train", recipe(HEALTHY), "--resume", "--run", "typo")
+    assert result.stderr.startswith("No checkpoint was found in typo: a new run is started.\n")
+    assert result.exit_code == 0
+
+
+def test_ledger_and_resume(recipe):
+    name = recipe(HEALTHY)
+    command("train", name, "--ledger", "--updates", 4)
+    result = command("train", name, "--ledger", "--epochs", 2, "--resume")
+    assert result.exit_code == 0, result.stderr
+    assert sorted(sw.samples("runs/recipe")["id"].to_pylist()) == sorted([*range(60)] * 2)

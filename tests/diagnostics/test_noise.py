@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -141,11 +142,70 @@ def test_a_callback_writes_to_the_log(tmp_path):
     assert again.state_dict() == watched.state_dict()
 
 
-def test_weighted_updates_are_refused():
+def fit(model, batch, loss_fn, transforms=(), **options):
+    """A NoiseScale after one epoch with a learning rate of 0, in updates of six samples."""
+    watched = sw.NoiseScale(decay=0.5)
+    step = sw.Step(model, sw.sgd(0.0), loss_fn, samples=6, transforms=transforms, **options)
+    sw.Trainer(step, callbacks=[watched], progress=False, device="cpu").fit([batch], epochs=1)
+    return watched
+
+
+def test_clipped_updates_are_measured_by_their_clipped_gradients():
+    """The estimate of the gradients that the update averages, c·g, from the rows of a plain loop."""
     model, x, y = make()
-    step = sw.Step(model, sw.sgd(0.1), loss_fn, record=("norms",), transforms=[sw.clip(1e-3)])
+    true = rows(model, x, y)
+    bound = true.norm(dim=1).median().item()
+    clipped = true * (bound / true.norm(dim=1)).clamp(max=1)[:, None]
+    expected = sw.NoiseScale(decay=0.5)
+    for part in clipped.split(6):
+        expected.add(part.norm(dim=1), part.mean(0).norm())
+    found = fit(model, (x, y), loss_fn, [sw.clip(bound)], max_grad_norm=1e-3).value
+    assert (found.trace, found.signal) == pytest.approx((expected.value.trace, expected.value.signal), rel=1e-9)
+    plain = fit(model, (x, y), loss_fn).value
+    assert abs(found.trace / plain.trace - 1) > 0.1  # another quantity than that of the gradients before clipping
+
+
+def test_updates_with_counts_are_measured_by_the_losses_as_returned():
+    """The update is Σ g / Σ counts; the estimate is that of the gradients g themselves."""
+    model, x, y = make()
+    counts = torch.arange(1.0, 13.0, dtype=torch.float64)
+    expected = sw.NoiseScale(decay=0.5)
+    for part in rows(model, x, y).split(6):
+        expected.add(part.norm(dim=1), part.mean(0).norm())
+    found = fit(model, (x, y, counts), lambda model, batch: (loss_fn(model, batch[:2]), batch[2])).value
+    assert (found.trace, found.signal) == pytest.approx((expected.value.trace, expected.value.signal), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("transform", "reason"),
+    [
+        (sw.noise(0.1), "adds to the sum of the gradients"),
+        (sw.drop(largest=1), "depends on the other samples of the window"),
+        (sw.normalize("mean"), "depends on the other samples of the window"),
+        (sw.weight(torch.ones(6)), "depends on the position in the window"),
+        (sw.weight(lambda losses: losses, renormalise=True), "changes the denominator"),
+        (sw.clip(1.0, by="parameter"), "weighs each parameter by itself"),
+        (sw.group(1), "sums samples of a group"),
+    ],
+    ids=["noise", "drop", "normalize", "tensor", "renormalise", "by parameter", "group"],
+)
+def test_other_transforms_are_refused_before_the_first_update(transform, reason):
+    model, x, y = make()
+    before = nn.utils.parameters_to_vector(model.parameters()).clone()
+    step = sw.Step(model, sw.sgd(0.1), loss_fn, samples=6, transforms=[transform])
+    trainer = sw.Trainer(step, callbacks=[sw.NoiseScale()], progress=False, device="cpu")
+    message = rf"the noise scale needs updates that .*; found {re.escape(str(transform))}, which {reason}. Remove"
+    with pytest.raises(ValueError, match=message):
+        trainer.fit([(x, y)], epochs=1)
+    assert step.counters.updates == 0
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
+
+
+def test_updates_with_a_weight_for_each_parameter_are_refused():
+    model, x, y = make()
+    step = sw.Step(model, sw.sgd(0.1), loss_fn, record=("norms",), transforms=[sw.clip(1.0, by="parameter")])
     (update,) = step((x, y))
-    with pytest.raises(ValueError, match="needs updates that are the plain mean of their samples; found weights or"):
+    with pytest.raises(ValueError, match="one weight per sample; found one for each parameter"):
         sw.NoiseScale().on_update(update)
 
 

@@ -269,10 +269,32 @@ def test_a_self_influence_column_replaces_the_squared_norm():
     assert found.scores["self_influence"].tolist() == [2.0, 1.0]
 
 
+def test_losses_and_norms_of_a_table_are_divided_by_counts():
+    table = {"id": [0, 1, 1, 2], "loss": [9.0, 4.0, 6.0, 0.0], "norm": [3.0, 2.0, 4.0, 0.0]}
+    found = sw.suspects({**table, "count": [9.0, 2.0, 2.0, 0.0]})
+    assert found.ids.tolist() == [0, 1] and found.unknown == [2]  # nothing is known of a sample without elements
+    assert {name: scores.tolist() for name, scores in found.scores.items()} == {
+        "loss": [1.0, 2.5],
+        "norm": [1 / 3, 1.5],
+        "self_influence": [1 / 9, 2.5],
+    }
+    with pytest.raises(ValueError, match="the column 'count' must hold numbers; found string"):
+        sw.suspects({**table, "count": list("abcd")})
+
+
+def test_losses_of_a_model_are_divided_by_counts():
+    model, x, y = make()
+    counts = torch.arange(len(y)) % 4
+    by_count = sw.suspects(model, lambda m, b: (loss_fn(m, b), counts), [(x, y)], by="loss", also=["norm"])
+    plain = sw.suspects(model, loss_fn, [(x, y)], by="loss", also=["norm"])
+    for name in ("loss", "norm"):
+        assert torch.allclose(by_count.scores[name], plain.scores[name] / counts.clamp(min=1))
+
+
 def test_samples_without_a_finite_score_are_listed():
     found = sw.suspects({"id": ["a", "b", "b", "c"], "loss": [math.nan, math.inf, 2.0, -math.inf]})
     assert (found.ids, found.unknown) == (["b"], ["a", "c"])
-    assert "most suspicious of 1 samples, by loss; 2 more have no finite score" in str(found)
+    assert "most suspicious of 1 sample, by loss; 2 more have no finite score" in str(found)
     assert sw.suspects(VISITS).unknown == []
 
 
@@ -299,6 +321,7 @@ def test_suspects_of_a_ledger(tmp_path):
     losses = [(update.losses, ledger.add(update))[0] for update in step.over(batches)]
     ledger.flush()
     found = sw.suspects(sw.samples(tmp_path), by="loss")
+    assert torch.equal(sw.suspects(tmp_path, by="loss").score, found.score)
     assert found.ids.tolist() == list(range(len(y)))
     torch.testing.assert_close(found.score, losses[0].float().double())  # the second visits are NaN
 
@@ -306,7 +329,10 @@ def test_suspects_of_a_ledger(tmp_path):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"loss": [1.0]}, "must have the column id and one of loss, norm, margin, el2n, self_influence; found loss"),
+        (
+            {"loss": [1.0]},
+            "and one of loss, norm, margin, el2n, self_influence; found loss. sw.Ledger() records such",
+        ),
         ({"id": [1]}, "must have the column id and one of loss, norm, margin, el2n, self_influence; found id"),
         ({"id": [1, 2], "loss": [1.0]}, "equal lengths, one row per visit; found lengths {'id': 2, 'loss': 1}"),
         ({"id": [], "loss": []}, "at least one row, one per visit; found none"),
@@ -346,8 +372,12 @@ def test_bad_arguments():
     model, x, y = make()
     with pytest.raises(ValueError, match=r"a score must be one of loss, margin, .*; found 'aum'"):
         sw.suspects(model, loss_fn, [(x, y)], by="aum")
-    with pytest.raises(ValueError, match=r"a score must be one of loss, .*; found 'agreement'"):
+    with pytest.raises(
+        ValueError, match=r"one of loss, .*; found 'agreement'\. A table has .* return losses, {'margin'"
+    ):
         sw.suspects(VISITS, by="agreement")
+    with pytest.raises(ValueError, match=r"found 'self-influence'\. Did you mean 'self_influence'\?"):
+        sw.suspects(VISITS, by="self-influence")
     with pytest.raises(TypeError, match="a model, a loss function and a loader, or a table of visits; found a model"):
         sw.suspects(model)
     with pytest.raises(ValueError, match="iterated more than once; found an iterator"):

@@ -12,12 +12,12 @@ import torch
 from daily import daily
 from forging import BOMBS, nothing_unpickled, pickled
 from safetensors.torch import load_file
-from test_loop_trainer import going_on, loader, parameters, trainer
+from test_loop_trainer import going_on, loader, log, parameters, trainer
 
 import samplewise as sw
 from samplewise.distributed.group import current_group
-from samplewise.errors import CheckpointError, CheckpointWarning
-from samplewise.loop.callbacks import ModelCheckpoint
+from samplewise.errors import CheckpointError, CheckpointWarning, TrainingWarning
+from samplewise.loop.callbacks import EarlyStopping, ModelCheckpoint, SetLR
 from samplewise.loop.checkpoint import storage
 from samplewise.loop.checkpoint.store import Checkpoints
 
@@ -65,7 +65,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(two, tmp_path):
     assert there == [[".update-000000002.ckpt.partial"]] * 2  # after three updates it was still being written
     assert names(tmp_path / "run") == ["update-000000002.ckpt", "update-000000004.ckpt"]
     inside = {path.name for path in (tmp_path / "run" / "checkpoints" / "update-000000004.ckpt").iterdir()}
-    assert inside == {"state.json", "rank-0.safetensors", "rank-1.safetensors"}
+    assert inside == {"state.json", "model.safetensors", "rank-0.safetensors", "rank-1.safetensors"}
 
 
 def as_it_was(run):
@@ -138,7 +138,7 @@ def test_states_that_differ_are_not_saved_as_one(two, tmp_path):
         )
 
 
-@pytest.mark.parametrize("file", ["rank-0.safetensors", "rank-1.safetensors", "state.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "rank-0.safetensors", "rank-1.safetensors", "state.json"])
 @pytest.mark.parametrize("harm", ["changed", "cut", "gone"])
 def test_a_damaged_folder_is_passed_over(file, harm, saved, tmp_path):
     newest = tmp_path / "checkpoints" / "update-000000004.ckpt"
@@ -167,10 +167,34 @@ def saved(two, tmp_path_factory):
 
 def test_each_tensor_is_written_by_one_rank(saved):
     files = [load_file(saved / "update-000000004.ckpt" / f"rank-{rank}.safetensors") for rank in range(2)]
-    shared = [{name for name in tensors if name.startswith(("model.", "optimizer."))} for tensors in files]
+    shared = [{name for name in tensors if name.startswith("optimizer.")} for tensors in files]
     assert shared[0] and shared[1] and not shared[0] & shared[1]
+    assert not any(name.startswith("model.") for tensors in files for name in tensors)
     for rank, tensors in enumerate(files):
         assert {name.split(".")[1] for name in tensors if name.startswith("per_rank.")} == {str(rank)}
+
+
+def test_other_tools_read_the_model_of_two_ranks(saved):
+    newest = saved / "update-000000004.ckpt"
+    stored = load_file(newest / "model.safetensors")
+    assert set(stored) == set(trainer().model.state_dict())
+    assert all(torch.equal(stored[name], value) for name, value in sw.load_checkpoint(newest)["model"].items())
+
+
+def sharded(run):
+    trainer(run, strategy="fsdp").fit(loader(), updates=2)
+
+
+def test_a_sharded_model_is_in_the_files_of_the_ranks(two, tmp_path):
+    """Each rank writes its part of it; it is put together when it is loaded."""
+    two.run(sharded, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "update-000000002.ckpt"
+    assert sorted(path.name for path in newest.iterdir()) == ["rank-0.safetensors", "rank-1.safetensors", "state.json"]
+    parts = [load_file(newest / f"rank-{rank}.safetensors") for rank in range(2)]
+    model = sw.load_checkpoint(newest)["model"]
+    for name, value in model.items():
+        assert torch.equal(torch.cat([part[f"model.{name}"] for part in parts if f"model.{name}" in part]), value)
+    trainer().model.load_state_dict(model)
 
 
 # ------------------------------------------------------------------------------------------------- nothing is unpickled
@@ -217,7 +241,7 @@ def test_two_ranks_pass_over_a_pickle(two, saved, tmp_path):
     for name in (".metadata", "__0_0.distcp", "rest.ckpt"):
         (forged / name).write_bytes(pickled())
     for messages in two.run(passing_over, tmp_path / "run"):
-        assert len(messages) == 1 and "must have format version 3; found 1, which this version of" in messages[0]
+        assert len(messages) == 1 and "must have format version 4; found 1, which this version of" in messages[0]
     assert "update-000000006.ckpt" in names(tmp_path / "run") and not (tmp_path / "exploded").exists()
 
 
@@ -325,3 +349,73 @@ def test_one_that_cannot_be_resumed_says_so_everywhere(two, tmp_path):
     assert all(re.match(message, error) for error in two.errors(resuming, tmp_path / "run"))
     with pytest.raises(CheckpointError, match="the optimizer it was saved with"):
         resuming(tmp_path / "run")
+
+
+# ------------------------------------------------------------------------------------------------ settings and the base
+
+
+def with_settings(run, end, **options):
+    """Resumes, and returns what was said, and the learning rate afterwards."""
+    made = trainer(run, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.fit(loader(), epochs=end, resume=True)
+    said = [str(warning.message) for warning in caught if warning.category is TrainingWarning]
+    return said, made.step.optimizer.param_groups[0]["lr"]
+
+
+def with_other_settings(run):
+    with_settings(run, 1)
+    return with_settings(run, 2, lr=0.1, samples=8)
+
+
+def with_another_rate(run):
+    return with_settings(run, 3, samples=8, callbacks=[SetLR(0.2)])
+
+
+def test_other_settings_are_named_by_the_first_rank(two, tmp_path):
+    (said, lr), (nothing, other) = two.run(with_other_settings, tmp_path / "run")
+    assert nothing == [] and lr == other == 0.3
+    assert "learning rate: the checkpoint's 0.3 is kept, the script has 0.1; samples: 8 from now on, the run" in said[0]
+    assert [line["text"] for line in log(tmp_path / "run") if line["kind"] == "note"] == said
+    assert two.run(with_another_rate, tmp_path / "run") == [([], 0.2)] * 2
+    note = log(tmp_path / "run")[-4]["text"]
+    assert "learning rate: 0.2 from now on, set by a callback; the checkpoint has 0.3." in note
+
+
+def stopping(run):
+    made = trainer(run, [EarlyStopping(patience=1, min_delta=100.0)])
+    return made.fit(loader(), epochs=9, resume=True), made.step.counters.epochs
+
+
+def test_a_stopped_run_stays_stopped(two, tmp_path):
+    for _ in range(2):
+        assert two.run(stopping, tmp_path / "run") == [("loss has not improved for 1 epoch", 2)] * 2
+    assert stopping(tmp_path / "run") == ("loss has not improved for 1 epoch", 2)
+
+
+def partly_frozen(run, strategy, end, seed=0):
+    """Trains a model whose first layer is frozen, and returns all of its parameters."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8).requires_grad_(False), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    model.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    step = sw.Step(model, optimizer, torch.nn.CrossEntropyLoss(), 6, strategy=strategy)
+    made = sw.Trainer(step, run, progress=False, device="cpu", save="trained")
+    made.fit(loader(), epochs=end, resume=True)
+    return parameters(made)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_frozen_parameters_are_left_out(two, tmp_path, strategy):
+    whole = two.run(partly_frozen, tmp_path / "whole", strategy, 2)
+    two.run(partly_frozen, tmp_path / "run", strategy, 1)
+    parts = two.run(partly_frozen, tmp_path / "run", strategy, 2)
+    assert all(map(torch.equal, whole, parts))
+    state = sw.load_checkpoint(tmp_path / "run")
+    assert set(state["base"]) == {"0.weight", "0.bias"} and set(state["model"]) == {"2.weight", "2.bias"}
+    for error in two.errors(partly_frozen, tmp_path / "run", strategy, 3, 1):
+        assert error.startswith(
+            "CheckpointError: a checkpoint without frozen parameters (save='trained') must be resumed"
+        )
+    torch.testing.assert_close(partly_frozen(tmp_path / "run", None, 2), whole[0])  # as one process

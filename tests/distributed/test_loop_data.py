@@ -310,7 +310,7 @@ def test_small_ready_made_batches_are_refused_but_for_the_last():
     assert divided.part(torch.arange(2)).tolist() == [1]
     assert divided.part(torch.arange(1)) is None  # there may be no more
     message = (
-        "batches that are sharded over 2 ranks must have at least one sample for each rank; found a batch of 1 samples "
+        "batches that are sharded over 2 ranks must have at least one sample for each rank; found a batch of 1 sample "
         "inside an epoch. Use larger batches, or a DataLoader with batch_size."
     )
     with pytest.raises(BatchError, match=re.escape(message)):

@@ -211,15 +211,15 @@ def differing(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("settings", "all ranks must create the same step; found settings that differ; on this rank: {'samples': "),
-        ("strategies", "all ranks must create the same step; found settings that differ; on this rank: {'samples': "),
+        ("settings", "all ranks must create the same step; found other settings than on this rank, {'samples': "),
+        ("strategies", "all ranks must create the same step; found other settings than on this rank, {'samples': "),
         (
             "orders",
-            "all ranks must have the same optimizer, with the same parameters in the same order; found that they ",
+            "all ranks must have the same optimizer, with the same parameters in the same order; found another ",
         ),
         (
             "rates",
-            "all ranks must have the same optimizer, with the same parameters in the same order; found that they ",
+            "all ranks must have the same optimizer, with the same parameters in the same order; found another ",
         ),
         (
             "models",
@@ -504,8 +504,8 @@ def test_ranks_go_on_with_their_windows(two):
     for found, expected in zip(two.run(going_on, True), two.run(going_on, False), strict=True):
         assert torch.equal(found[0], expected[0]) and found[1:] == expected[1:]
     message = (
-        "DistributedError: the state of an open window must be loaded by the same rank of as many ranks; found the "
-        "state of rank {} of 2 on rank {} of 2. Save one file per rank."
+        "DistributedError: the state of an open window must be loaded by the same rank of the same number of ranks; "
+        "found the state of rank {} of 2 on rank {} of 2. Save one file per rank."
     )
     assert two.errors(going_on, True, True) == [message.format(1, 0), message.format(0, 1)]
 

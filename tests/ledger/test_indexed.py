@@ -69,6 +69,14 @@ def test_iterable_datasets_are_refused():
         sw.Indexed(Endless())
 
 
+def test_loaders_and_indexed_datasets_are_refused():
+    data = TensorDataset(X, Y)
+    with pytest.raises(TypeError, match=r"found a DataLoader\. Wrap the dataset of the loader: DataLoader\(sw.Indexed"):
+        sw.Indexed(DataLoader(data))
+    with pytest.raises(TypeError, match=r"found one that is Indexed already\. Use it as it is"):
+        sw.Indexed(sw.Indexed(data))
+
+
 Pair = namedtuple("Pair", "x y")
 
 

@@ -137,8 +137,152 @@ def test_columns_of_the_loss_beside_counts(tmp_path):
         return losses, torch.full_like(losses, 2.0), columns
 
     found = recorded(tmp_path, step_(loss, samples=5), loader(), epochs=1)
+    assert list(found)[5:] == ["weight", "count", "margin"] and found["count"] == [2.0] * N
     with torch.no_grad():
         assert found["margin"][:5] == pytest.approx(model_()(X[:5]).amax(1).tolist(), abs=1e-6)
+
+
+def with_counts(counts):
+    """Loss function with the counts of the samples by id."""
+
+    def loss(model, batch):
+        return losses_of(model, batch), counts[batch[2]]
+
+    return loss
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_counts_are_recorded_if_one_of_them_is_not_1(tmp_path, compile):
+    counts = torch.arange(1, N + 1)
+    found = recorded(tmp_path / "varying", step_(with_counts(counts), samples=5, compile=compile), loader())
+    assert found["count"] == counts.tolist() * 2
+    ones = recorded(tmp_path / "ones", step_(with_counts(torch.ones(N)), samples=5), loader())
+    assert "count" not in ones
+    assert step_()(next(iter(loader())))[0].counts.tolist() == [1.0] * 8
+
+
+def test_counts_of_a_part_in_which_all_are_1_are_read_as_1(tmp_path):
+    counts = torch.where(torch.arange(N) < 20, 1.0, 3.0)
+    found = recorded(tmp_path, step_(with_counts(counts), samples=5), loader(), epochs=1, every=5)
+    assert found["count"] == counts.tolist()
+    assert "count" not in pq.read_table(tmp_path / "samples" / "part-000000.parquet").column_names
+
+
+# --- columns of a criterion -------------------------------------------------------------------------------------------
+
+
+def predicted_by_hand(samples, labels=Y, epochs=2):
+    """Expected labels, predictions and margins: one forward pass per sample, with plain SGD on CrossEntropyLoss."""
+    model, rows = model_().double(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for start in [s for _ in range(epochs) for s in range(0, N, samples)]:
+        x, y = X[start : start + samples].double(), labels[start : start + samples]
+        for logits, label in zip(model(x).tolist(), y.tolist(), strict=True):
+            others = [value for k, value in enumerate(logits) if k != label]
+            rows.append((label, logits.index(max(logits)), logits[label] - max(others) if label >= 0 else np.nan))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return dict(zip(("label", "prediction", "margin"), map(list, zip(*rows, strict=True)), strict=True))
+
+
+def assert_predicted(found, expected, tolerance=1e-9):
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, tolerance, tolerance, err_msg=name)
+
+
+def criterion_step(criterion=None, **options):
+    model = model_().double()
+    criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+    return sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.3), criterion, **options)
+
+
+def double_loader(batch_size=8, labels=Y):
+    return DataLoader(sw.Indexed(TensorDataset(X.double(), labels)), batch_size=batch_size)
+
+
+@pytest.mark.parametrize(("samples", "microbatch"), [(5, 2), (5, None), (30, 4)])
+def test_a_criterion_gives_label_prediction_and_margin(tmp_path, samples, microbatch):
+    found = recorded(tmp_path, criterion_step(samples=samples, microbatch=microbatch), double_loader())
+    assert list(found) == ["id", "epoch", "update", "loss", "norm", "weight", "label", "prediction", "margin"]
+    assert_predicted(found, predicted_by_hand(samples))
+    assert all(type(value) is int for value in found["prediction"])
+
+
+def test_a_criterion_makes_no_second_forward_pass(tmp_path):
+    step, calls = criterion_step(samples=11, audit=False), []
+    step.model.register_forward_hook(lambda *_: calls.append(1))
+    recorded(tmp_path, step, double_loader(11), epochs=1)
+    assert len(calls) == 2
+
+
+def test_an_ignored_label_has_no_margin(tmp_path):
+    labels = torch.where(torch.arange(N) % 5 == 0, -100, Y)
+    found = recorded(tmp_path, criterion_step(samples=11), double_loader(11, labels))
+    assert_predicted(found, predicted_by_hand(11, labels))
+    assert np.isnan(found["margin"][:N]).tolist() == (labels == -100).tolist()
+
+
+def test_own_columns_take_the_place_of_those_of_the_criterion(tmp_path):
+    found = recorded(tmp_path, criterion_step(), double_loader(), epochs=1, columns={"prediction": "id", "label": 1})
+    assert found["prediction"] == found["id"]
+    assert_predicted(found, {"label": Y.tolist(), "margin": predicted_by_hand(8, epochs=1)["margin"]})
+
+
+@pytest.mark.parametrize(
+    ("criterion", "shape", "target"),
+    [
+        (nn.CrossEntropyLoss(), (6,), torch.rand(N, 6)),
+        (nn.CrossEntropyLoss(), (3, 2), Y[:, None].expand(N, 2)),
+        (nn.MSELoss(), (6,), torch.rand(N, 6)),
+    ],
+    ids=["probabilities", "several labels", "regression"],
+)
+def test_no_predictions_without_one_class_index_per_sample(tmp_path, criterion, shape, target):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, shape))
+    step = sw.Step(model, sw.sgd(0.1), criterion, audit=False)
+    data = DataLoader(sw.Indexed(TensorDataset(X, target)), batch_size=11)
+    assert not {"label", "prediction", "margin"} & set(recorded(tmp_path, step, data, epochs=1))
+
+
+def test_updates_have_no_predictions_unless_they_are_required():
+    (update,) = criterion_step()(next(iter(double_loader())))
+    assert update.columns == {}
+    with pytest.raises(ValueError, match=r"names among label, prediction, margin; found \['logits'\]"):
+        criterion_step().require(predictions=["logits"])
+
+
+def test_predictions_begin_with_the_next_window():
+    step = criterion_step(samples=12)
+    batches = iter(double_loader(4))
+    assert step(next(batches)) == []
+    step.require(predictions=["margin"])
+    assert step(next(batches)) == []
+    (update,) = step(next(batches))
+    assert update.columns == {}
+    step.accumulate(next(batches))
+    assert list(step.apply().columns) == ["margin"]
+
+
+def test_a_window_that_is_resumed_keeps_its_columns():
+    step = criterion_step(samples=12)
+    step.require(predictions=["margin"])
+    first, second = list(double_loader(6))[:2]
+    step(first)
+    resumed = criterion_step(samples=12)
+    resumed.model.load_state_dict(step.model.state_dict())
+    resumed.load_state_dict(step.state_dict())
+    expected, found = step(second)[0].columns, resumed(second)[0].columns
+    assert found.keys() == expected.keys() == {"margin"}
+    assert torch.equal(found["margin"], expected["margin"])
+
+
+@pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_compiled_updates_of_a_criterion_have_predictions(tmp_path, samples):
+    step = criterion_step(samples=samples, compile=True, audit=False)
+    found = recorded(tmp_path, step, double_loader(N - 2), epochs=2)
+    assert step.compiled == "compiled"
+    assert_predicted(found, predicted_by_hand(samples), 1e-7)
 
 
 def test_compiled_updates_record_the_columns_of_the_loss(tmp_path):
@@ -371,7 +515,9 @@ def test_listen_in_the_middle_of_a_window(tmp_path):
 
 
 def test_a_batch_without_ids(tmp_path):
-    with pytest.raises(sw.BatchError, match="the batch must hold 'id'; found list"):
+    with pytest.raises(
+        sw.BatchError, match=r"must hold 'id'; found a list of 2 entries\. Wrap the dataset, .*sw.Indexed"
+    ):
         recorded(tmp_path, step_(nn.CrossEntropyLoss()), DataLoader(TensorDataset(X, Y), batch_size=4))
 
 
@@ -420,14 +566,51 @@ def test_invalid_options(tmp_path):
         sw.Ledger(tmp_path, columns="y")
     with pytest.raises(ValueError, match="damaged must be 'raise' or 'skip'; found 'warn'"):
         sw.samples(tmp_path, damaged="warn")
+    for show in (True, ["a text"]):
+        with pytest.raises(
+            TypeError, match=r"show must be a function of the id, None or False; found (True|\['a text'\])"
+        ):
+            sw.Ledger(tmp_path, show=show)
+
+
+def test_arguments_of_another_type(tmp_path):
+    ledger = sw.Ledger(tmp_path)
+    with pytest.raises(TypeError, match=r"listen needs the sw.Step of the training; found Sequential\. Pass the step"):
+        ledger.listen(model_())
+    with pytest.raises(TypeError, match=r"add needs an update; found list\. Pass what the step yields: for update in"):
+        ledger.add([X, Y])
+
+
+def test_a_column_of_the_batch_has_one_value_per_sample(tmp_path):
+    with pytest.raises(
+        sw.LedgerError, match=r"'pixels' must have one number or string per sample, \(8,\); found shape \(8, 4\)"
+    ):
+        recorded(tmp_path, step_(), loader(), columns={"pixels": 0})
+    step = step_(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], reduction="none"))
+    batch = {"x": X, "y": Y, "id": torch.arange(N), "names": ["a", "b"]}
+    with pytest.raises(
+        sw.LedgerError, match=r"'names' must have one .* \(22,\); found 2 values\. Leave it out of columns="
+    ):
+        recorded(tmp_path, step, [batch], columns=["names"])
+
+
+def test_a_column_that_the_batch_lacks(tmp_path):
+    with pytest.raises(sw.BatchError, match="the batch must hold 'y'; found the entries 'item0', 'item1', 'id'"):
+        recorded(tmp_path, step_(), loader(), columns=["y"])
+
+
+def test_the_folder_of_the_parts_is_not_the_run(tmp_path):
+    recorded(tmp_path, step_(), loader(), epochs=1)
+    with pytest.raises(sw.LedgerError, match=rf"found none in .*samples\. Pass the run directory, {tmp_path}\."):
+        sw.samples(tmp_path / "samples")
 
 
 def test_a_directory_in_use(tmp_path):
     recorded(tmp_path, step_(samples=5), loader())
-    with pytest.raises(sw.LedgerError, match=r"a directory without parts; found 1 parts in .*or choose another"):
+    with pytest.raises(sw.LedgerError, match=r"a directory without parts; found 1 part in .*or choose another"):
         recorded(tmp_path, step_(samples=5), loader())
 
 
 def test_no_directory():
-    with pytest.raises(ValueError, match=r"Ledger needs a directory; found none"):
+    with pytest.raises(ValueError, match=r"a ledger must have a directory; found none\. Pass it to the ledger"):
         recorded(None, step_(), loader())

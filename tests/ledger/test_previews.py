@@ -177,14 +177,14 @@ def test_a_failing_preview_is_a_warning(tmp_path):
     def show(i):
         raise KeyError(f"no {i}")
 
-    message = r"must be accessible by id to be shown in the report; found KeyError: 'no \d+' Use Ledger\(show="
+    message = r"must be accessible by id to be shown in the report; found KeyError: 'no \d+'\. Pass Ledger\(show="
     with pytest.warns(sw.LedgerWarning, match=message):
         fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=show)
     assert len(sw.samples(tmp_path)) == 20 and not (tmp_path / "previews.json").exists()
 
 
 def test_other_previews_are_written_if_one_fails(tmp_path):
-    with pytest.warns(sw.LedgerWarning, match=r"found KeyError: 3 Use Ledger\(show="):
+    with pytest.warns(sw.LedgerWarning, match=r"found KeyError: 3\. Pass Ledger\(show="):
         fit(tmp_path, sw.Indexed(TensorDataset(X, Y)), show=lambda i: {k: f"text {k}" for k in range(20) if k != 3}[i])
     assert set(kept(tmp_path)) == {str(i) for i in range(20)} - {"3"}
 
@@ -201,3 +201,53 @@ def test_previews_are_written_after_epochs_1_2_4_and_8(tmp_path):
             warnings.simplefilter("error")
             ledger.on_epoch_end(epoch)
     assert len(looked) == 2 * 4  # after 1, 2, 4 and 8 epochs
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+
+FEATURES = [f"feature {k}" for k in range(64)]
+
+
+def flat_data(**attributes):
+    data = TensorDataset(X.flatten(1), Y)
+    for name, value in attributes.items():
+        setattr(data, name, value)
+    return sw.Indexed(Subset(data, range(20)))
+
+
+def values_of(run):
+    return kept(run)["0"]["values"]
+
+
+def test_features_and_classes_that_are_passed(tmp_path):
+    fit(tmp_path, flat_data(), features=FEATURES, classes=("cat", "dog", "cow"))
+    assert list(values_of(tmp_path)) == FEATURES[:32]
+    assert list(values_of(tmp_path).values()) == pytest.approx(X[0].flatten()[:32].tolist())
+    assert json.loads((tmp_path / "previews.json").read_text())["classes"] == ["cat", "dog", "cow"]
+
+
+def test_features_and_classes_of_the_dataset(tmp_path):
+    fit(tmp_path, flat_data(feature_names=np.array(FEATURES), classes=["cat", "dog", "cow"]), classes=["a", "b", "c"])
+    assert list(values_of(tmp_path)) == FEATURES[:32]
+    assert json.loads((tmp_path / "previews.json").read_text())["classes"] == ["a", "b", "c"]  # those of the ledger
+
+
+def test_classes_without_previews(tmp_path):
+    fit(tmp_path, flat_data(), show=False, classes=["cat", "dog", "cow"])
+    assert kept(tmp_path) == {} and json.loads((tmp_path / "previews.json").read_text())["classes"][0] == "cat"
+
+
+def test_another_number_of_features_is_a_warning(tmp_path):
+    with pytest.warns(
+        sw.LedgerWarning, match=r"one name for each value of a sample; found 3 names for 64 values, which"
+    ):
+        fit(tmp_path, flat_data(), features=["a", "b", "c"])
+    assert list(values_of(tmp_path)) == [str(k) for k in range(32)]
+
+
+def test_names_that_are_no_list():
+    with pytest.raises(TypeError, match=r"features must be a list of names; found 'age'\. Pass for example features="):
+        sw.Ledger(features="age")
+    with pytest.raises(TypeError, match=r"classes must be a list of names; found 3\."):
+        sw.Ledger(classes=3)

@@ -15,6 +15,7 @@ from small import X, Y, loader, log, make, parameters
 from test_resume import assert_same, ended, running, to_the_end
 
 import samplewise as sw
+from samplewise.errors import TrainingWarning
 from samplewise.loop.callbacks import ModelCheckpoint
 
 
@@ -219,7 +220,8 @@ def test_a_window_that_never_ends_is_left_in_its_middle(tmp_path):
 
     assert make(tmp_path, loss=Asked(3), samples=10**9).fit(endless(), epochs=1) == "SIGTERM"
     second = make(tmp_path, samples=90)
-    second.fit([(X, Y)] * 4, epochs=1, resume=True)
+    with pytest.warns(TrainingWarning, match="samples: 90 from now on, the run had 1000000000"):
+        second.fit([(X, Y)] * 4, epochs=1, resume=True)
     assert second.step.counters.samples == 120
 
 

@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 from forging import write_directory
-from small import loader, make
+from safetensors.torch import load_file
+from small import X, Y, loader, make, parameters
 
 import samplewise as sw
 from samplewise.errors import CheckpointError, CheckpointWarning
@@ -30,6 +31,45 @@ def test_from_a_run_directory(trainer):
     model.load_state_dict(state["model"])
 
 
+def test_plain_torch_loads_every_part(tmp_path):
+    """Model, optimizer and schedule go on by hand as the trainer's do."""
+
+    def made():
+        trainer = make(
+            tmp_path / "run",
+            optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
+            scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+        )
+        trainer.model[2].p = 0.0  # no dropout: the plain loop has other random numbers
+        return trainer
+
+    trainer = made()
+    trainer.fit(loader(), epochs=2)
+    state = sw.load_checkpoint(trainer.run)
+    whole = made()
+    step = whole.step
+    whole.model.load_state_dict(state["model"])
+    step.optimizer.load_state_dict(state["optimizer"])
+    step.scheduler.load_state_dict(state["scheduler"])
+    for first in range(0, 30, 10):
+        step.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(whole.model(X[first : first + 10]), Y[first : first + 10]).backward()
+        step.optimizer.step()
+        step.scheduler.step()
+    trainer.fit(loader(), epochs=3)
+    torch.testing.assert_close(parameters(trainer), parameters(whole))
+    assert step.optimizer.param_groups[0]["lr"] == trainer.step.optimizer.param_groups[0]["lr"]
+
+
+def test_other_tools_read_the_model(trainer):
+    """From a checkpoint and from a saved model, without this library."""
+    for checkpoint in (max((trainer.run / "checkpoints").iterdir()), trainer.save_model("mine")):
+        stored = load_file(checkpoint / "model.safetensors")
+        assert set(stored) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+        make(None).model.load_state_dict(stored)
+        assert all(torch.equal(stored[name], value) for name, value in trainer.model.state_dict().items())
+
+
 def test_from_one_checkpoint(trainer):
     newest = max((trainer.run / "checkpoints").iterdir())
     assert same(sw.load_checkpoint(str(newest))["model"], trainer.model.state_dict())
@@ -47,27 +87,64 @@ def test_a_damaged_checkpoint_is_passed_over(trainer):
     assert damaged.read_bytes() == content[:-7]
 
 
-def test_nothing_to_load(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match="must have a checkpoint that can be read; found none"):
-        sw.load_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"none.ckpt must be readable; found: .*No such file or directory"):
-        sw.load_checkpoint(tmp_path / "none.ckpt")
+def test_from_the_folder_of_checkpoints(trainer):
+    assert same(sw.load_checkpoint(trainer.run / "checkpoints")["model"], trainer.model.state_dict())
 
 
-def test_an_empty_path_is_named():
-    message = (
-        r"^path must name a checkpoint or a run directory; found the empty path ''\. Pass for example 'runs/name'\.$"
+def no_checkpoint(message, path):
+    with pytest.raises(CheckpointError) as error:
+        sw.load_checkpoint(path)
+    assert str(error.value) == message
+
+
+def test_paths_without_a_checkpoint(tmp_path):
+    remedy = (
+        "Pass the path of a checkpoint such as 'runs/name/checkpoints/update-000000100.ckpt', or of a run directory."
     )
-    with pytest.raises(CheckpointError, match=message):
-        sw.load_checkpoint("")
+    no_checkpoint(f"path must name a checkpoint or a run directory; found the empty path ''. {remedy}", "")
+    no_checkpoint(f"path must name a checkpoint or a run directory; found None. {remedy}", None)
+    no_checkpoint(f"path must name a checkpoint or a run directory; found {{'model': 1}}. {remedy}", {"model": 1})
+    absent = tmp_path / "none.ckpt"
+    no_checkpoint(
+        f"{absent} must be a checkpoint or a run directory; found no such file or directory. {remedy}", absent
+    )
+    (tmp_path / "empty").mkdir()
+    no_checkpoint(
+        f"{tmp_path}/empty must be a checkpoint or a run directory; found a directory without state.json and without "
+        f"checkpoints. {remedy}",
+        tmp_path / "empty",
+    )
+    (tmp_path / "checkpoints").mkdir()
+    no_checkpoint(
+        f"{tmp_path} must have a checkpoint that can be read; found none in {tmp_path}/checkpoints. Give another run "
+        "directory, or train with Trainer(..., run=...) first.",
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors", "rank-0.safetensors"])
+def test_a_file_inside_a_checkpoint_is_answered_with_its_directory(trainer, name):
+    path = trainer.save_model("mine")
+    no_checkpoint(
+        f"path must name a checkpoint, which is a directory; found the file {path / name} inside one. Pass {path}.",
+        path / name,
+    )
+
+
+def test_files_of_another_kind_are_named(trainer, tmp_path):
+    torch.save({"a": 1}, tmp_path / "model.pt")
+    for path in (tmp_path / "model.pt", trainer.run / "log.jsonl", trainer.run / "run.json"):
+        with pytest.raises(CheckpointError) as error:
+            sw.load_checkpoint(path)
+        message = f"{path} must be a checkpoint file written by samplewise; found a file that begins with "
+        assert str(error.value).startswith(message)
 
 
 def test_a_model_that_was_saved_by_name(trainer):
     path = trainer.save_model("mine")
     trainer.save_model("mine")  # replaces it
     state = sw.load_checkpoint(path)
-    assert path == trainer.run / "mine.ckpt" and sorted(state) == ["model", "update"]
+    assert path == trainer.run / "mine.ckpt" and sorted(state) == ["base", "model", "update"]
     assert same(state["model"], trainer.model.state_dict())
     assert not list(trainer.run.glob(".*"))
 

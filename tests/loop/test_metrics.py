@@ -2,10 +2,15 @@
 
 import math
 from collections import namedtuple
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
+import transformers
 from small import X, Y, loader, make
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,14 +69,96 @@ DICTS = [dict(x=x, y=y) for x, y in zip(X.split(8), Y.split(8), strict=True)]
 
 
 def test_batches_that_are_dicts():
-    trainer = make(metrics={"largest": Largest()}, loss=dict_loss)
-    assert trainer.evaluate(DICTS)["largest"] == X.max().item()
-    theirs = make(metrics={"a": torchmetrics.classification.MulticlassAccuracy(3)}, loss=dict_loss)
-    with pytest.raises(
-        TypeError,
-        match=r"batches must be \(x, y\) for .* updated with \(outputs, y\); found a dict\. Give the metric a",
-    ):
-        theirs.evaluate(DICTS)
+    found = make(metrics={"largest": Largest(), "accuracy": torchmetrics_accuracy()}, loss=dict_loss).evaluate(DICTS)
+    assert found["largest"] == X.max().item()
+    assert found["accuracy"] == right()
+
+
+def torchmetrics_accuracy():
+    return torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+
+
+@pytest.mark.parametrize("name", ["y", "target", "targets", "label", "labels"])
+def test_the_target_is_passed_by_the_name_of_the_argument(name):
+    """`lambda o, y: o.argmax(1) == y` compared the predictions with the batch, and was always False."""
+    function = eval(f"lambda o, {name}: o.argmax(1) == {name}")
+    assert make(metrics={"a": function}).evaluate(loader())["a"] == right()
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch["x"]), Y, reduction="none")
+
+    wrong = {"y": 0 * Y, "label": 0 * Y}
+    for batch in ({"x": X, "y": Y}, {"x": X, "labels": Y}, {"x": X, **wrong, name: Y}):
+        assert make(metrics={"a": function}, loss=loss).evaluate([batch])["a"] == right()
+
+
+def right():
+    model = make().model.eval()
+    return pytest.approx((model(X).argmax(1) == Y).double().mean().item(), rel=1e-6)
+
+
+def test_functions_of_torch_and_torchmetrics_and_partials():
+    functions = {
+        "loss_again": nn.functional.cross_entropy,
+        "accuracy": partial(torchmetrics.functional.accuracy, task="multiclass", num_classes=3),
+        "batch": lambda outputs, everything: outputs.argmax(1) == everything[1],
+    }
+    found = make(metrics=functions).evaluate(loader())
+    assert found["accuracy"] == right() == found["batch"]
+    assert found["loss_again"] == pytest.approx(found["loss"], rel=1e-6)
+
+
+class Sample(NamedTuple):
+    """Target first, so that the position of the target is not 1."""
+
+    y: torch.Tensor
+    x: torch.Tensor
+
+
+@dataclass
+class Graph:
+    x: torch.Tensor
+    label: torch.Tensor
+
+
+@pytest.mark.parametrize("batch", [Sample(Y, X), Graph(X, Y)], ids=["named tuple", "dataclass"])
+def test_targets_of_batches_with_attributes(batch):
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch.x), Y, reduction="none")
+
+    assert make(metrics={"a": lambda o, y: o.argmax(1) == y}, loss=loss).evaluate([batch])["a"] == right()
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ({"x": X}, "a dict with the keys 'x'"),
+        ({"x": X, "label": Y, "labels": Y}, "a dict with 'label' and 'labels'"),
+        ([X], "a list of 1"),
+        (X, "a Tensor"),
+    ],
+)
+def test_batches_without_a_target(batch, found):
+    def loss(model, batch):
+        return model(X).sum(1)
+
+    message = rf"metric 'a' needs the target of a batch.*; found {found}. Use a function \(outputs, batch\)"
+    for metric in (lambda o, y: o[:, 0], torchmetrics_accuracy()):
+        with pytest.raises(sw.BatchError, match=message):
+            make(metrics={"a": metric}, loss=loss).evaluate([batch])
+
+
+@pytest.mark.parametrize("answer", [False, True, None, "0.5", [0.5], (1, 2), {"a": 1}, np.bool_(True)], ids=repr)
+def test_answers_that_are_no_numbers(answer):
+    message = rf"metric 'a' must return one number per sample in a tensor, or .*; found {type(answer).__name__}"
+    with pytest.raises(TypeError, match=message):
+        make(metrics={"a": lambda outputs, batch: answer}).evaluate(loader())
+
+
+@pytest.mark.parametrize("answer", [1, 0.5, np.float32(0.5), np.ones(7), torch.tensor(True)], ids=repr)
+def test_answers_that_are_numbers(answer):
+    found = make(metrics={"a": lambda outputs, batch: answer}).evaluate([(X[:7], Y[:7])])
+    assert found["a"] == float(answer if np.ndim(answer) == 0 else answer.mean())
 
 
 def test_metrics_go_where_the_model_is():
@@ -149,7 +236,12 @@ Pair = namedtuple("Pair", "a b")
 )
 def test_outputs_of_any_shape(kind):
     model = Heads(kind)
-    step = sw.Step(model, sw.sgd(0.1), lambda model, batch: model(batch[0])[0])
+
+    def loss(model, batch):
+        model(batch[0])
+        return batch[0].sum(1)
+
+    step = sw.Step(model, sw.sgd(0.1), loss)
     found, right = sw.Trainer(step, device="cpu").predict(loader()), model(X)
     assert type(found) is type(right)
     torch.testing.assert_close(found, right)
@@ -161,6 +253,102 @@ def test_predict_keeps_modes_and_random_numbers():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in trainer.model.modules())
     assert not trainer.predict(loader()).requires_grad
+
+
+def test_predict_calls_the_model_as_the_loss_function_does():
+    trainer = make(loss=dict_loss)
+    torch.testing.assert_close(trainer.predict(DICTS), trainer.model.eval()(X))
+
+    def shifted(model, batch):
+        return nn.functional.cross_entropy(model(batch[0] - 1), batch[1], reduction="none")
+
+    trainer = make(loss=shifted)
+    torch.testing.assert_close(trainer.predict(loader()), trainer.model.eval()(X - 1))
+
+
+def test_predict_does_not_need_targets():
+    """A criterion calls model(x); x and (x,) have no target, so that the loss function cannot be used."""
+    for loss in (nn.CrossEntropyLoss(), dict_loss):
+        trainer = make(loss=loss)
+        right = trainer.model.eval()(X)
+        for batches in (X.split(7), [(x,) for x in X.split(7)], [[x] for x in X.split(7)]):
+            torch.testing.assert_close(trainer.predict(batches), right)
+    trainer = make(loss=nn.CrossEntropyLoss())
+    torch.testing.assert_close(trainer.predict([(X, 0 * Y - 1, Y)]), trainer.model.eval()(X))
+
+
+def test_predict_with_a_forward_function():
+    trainer = make(loss=dict_loss)
+    found = trainer.predict([{"x": X}, {"x": X}], forward=lambda model, batch: {"twice": 2 * model(batch["x"])})
+    torch.testing.assert_close(found, {"twice": 2 * trainer.model.eval()(X).repeat(2, 1)})
+    assert not found["twice"].requires_grad
+    for forward, message in (
+        (3, r"forward must be a function \(model, batch\) -> outputs; found int"),
+        (lambda model, batch: None, r"forward must return the outputs of the model; found None"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            trainer.predict([{"x": X}], forward=forward)
+
+
+def test_a_loss_function_that_predict_cannot_use():
+    message = (
+        r"predict runs the loss function to see how it calls the model; found KeyError: 'y' in it. If the batches have "
+        r"no targets, pass the forward pass: predict\(loader, forward=lambda model, batch: model\(...\)\)"
+    )
+    with pytest.raises(sw.BatchError, match=message):
+        make(loss=dict_loss).predict([{"x": X}])
+    with pytest.raises(
+        sw.LossesError, match=r"must call model\(...\), since predict returns its outputs; found no call"
+    ):
+        make(loss=lambda model, batch: model[0](batch["x"]).sum(1)).predict([{"x": X}])
+
+
+def test_a_batch_in_place_of_a_loader():
+    trainer = make()
+    uses = (trainer.predict, trainer.evaluate, lambda data: trainer.fit(data, epochs=1))
+    for use in uses:
+        with pytest.raises(sw.BatchError, match=r"found a Tensor of shape \(30, 6\).* Pass a list of batches, or wrap"):
+            use(X)
+        with pytest.raises(sw.BatchError, match=r"a loader must be an iterable of batches; found a dict"):
+            use({"x": X, "y": Y})
+        with pytest.raises(sw.BatchError, match=r"a loader must be an iterable of batches; found an int"):
+            use(3)
+    assert trainer.step.counters.updates == 0
+
+
+def test_outputs_that_do_not_fit_together():
+    trainer = make()
+    widths = iter((2, 3))
+    with pytest.raises(sw.BatchError, match=r"found shapes \(30, 2\) and \(30, 3\)"):
+        trainer.predict([X, X], forward=lambda model, batch: batch[:, : next(widths)])
+    keys = iter("ab")
+    with pytest.raises(sw.BatchError, match=r"found the keys 'a' and 'b'"):
+        trainer.predict([X, X], forward=lambda model, batch: {next(keys): batch})
+
+
+SMALL = {
+    "BertForSequenceClassification": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "GPT2LMHeadModel": {"n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0},  # has a cache
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_predict_with_hugging_face_models(name):
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(vocab_size=11, **SMALL[name])).eval()
+    tokens = torch.arange(30).view(6, 5) % 11
+    whole = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    batches = [{name: part.split(4)[k] for name, part in whole.items()} for k in (0, 1)]
+
+    def loss(model, batch):
+        return model(**batch).logits.flatten(1).sum(1)
+
+    found = sw.Trainer(sw.Step(model, sw.sgd(0.1), loss), device="cpu").predict(batches)
+    right = model(**whole)
+    assert type(found) is type(right) and list(found) == list(right)
+    torch.testing.assert_close(found.logits, right.logits)
+    if "past_key_values" in found:  # not a tensor: one for each batch
+        assert len(found.past_key_values) == 2
 
 
 # ------------------------------------------------------------- waiting for the device

@@ -181,12 +181,43 @@ def test_the_shard_is_an_ordinary_safetensors_file_with_the_paths_of_tensors_as_
     assert same(dict(sorted(tensors.items())), expected)
 
 
+def test_the_tensors_of_a_model_have_their_own_names_in_a_file_of_their_own(path):
+    tied = torch.arange(6.0).reshape(2, 3)
+    model = {"fc.weight": tied, "head.weight": tied, "model.scale": tied[0], "__metadata__": tied[1], "a": {"b": tied}}
+    state = {"model": model, "model.scale": torch.ones(1), "optimizer": {"momentum": torch.zeros(2)}, "update": 3}
+    assert same(round_trip(path, state), state)
+    stored = load_file(path / "model.safetensors")
+    assert same({name: stored[name] for name in ("fc.weight", "head.weight")}, {"fc.weight": tied, "head.weight": tied})
+    assert set(stored) == {"fc.weight", "head.weight", "model.scale", "__metadata__'", "a.b"}
+    assert set(load_file(path / "rank-0.safetensors")) == {"model.scale", "optimizer.momentum"}
+    assert [entry["file"] for entry in json.loads((path / "state.json").read_text())["shards"]] == [
+        "model.safetensors",
+        "rank-0.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "rank-0.safetensors"])
+@pytest.mark.parametrize("harm", ["changed", "cut", "gone", "swapped"])
+def test_a_damaged_file_of_a_checkpoint_with_a_model(path, name, harm):
+    write(path, {"model": {"weight": torch.ones(3)}, "other": torch.zeros(3)})
+    content = (path / name).read_bytes()
+    if harm == "gone":
+        (path / name).unlink()
+    elif harm == "swapped":
+        other = {"model.safetensors": "rank-0.safetensors"}.get(name, "model.safetensors")
+        (path / name).write_bytes((path / other).read_bytes())
+    else:
+        (path / name).write_bytes(content[:-1] + (b"\1" if harm == "changed" else b""))
+    with pytest.raises(CheckpointError, match=f"{name} must "):
+        read(path)
+
+
 def test_the_state_is_json_with_version_size_and_checksum(path):
     write(path, {"a": torch.ones(2), "b": 1})
     assert sorted(file.name for file in path.iterdir()) == ["rank-0.safetensors", "state.json"]
     state = json.loads((path / "state.json").read_text())
     content = (path / "rank-0.safetensors").read_bytes()
-    assert state["format"] == "samplewise checkpoint" and state["format_version"] == 3
+    assert state["format"] == "samplewise checkpoint" and state["format_version"] == 4
     digest = hashlib.sha256(content).hexdigest()
     shard = {"file": "rank-0.safetensors", "bytes": len(content), "sha256": digest, "offsets": {}}
     assert state["shards"] == [shard]
@@ -448,22 +479,22 @@ def forge(path, state="{}", **changes):
 
 
 def test_a_newer_format(path):
-    forge(path, format_version=4)
+    forge(path, format_version=5)
     with pytest.raises(CheckpointError) as error:
         read(path)
     assert str(error.value) == (
-        f"{path} must have format version 3; found 4, which this version of samplewise does not read: it was written "
+        f"{path} must have format version 4; found 5, which this version of samplewise does not read: it was written "
         "by a newer one; upgrade with pip install --upgrade samplewise."
     )
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, -1, "x", "", "3", 3.0, True, None, [3]])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, -1, "x", "", "4", 4.0, True, None, [4]])
 def test_a_format_that_is_not_read(path, version):
     forge(path, format_version=version)
     with pytest.raises(CheckpointError) as error:
         read(path)
     assert str(error.value) == (
-        f"{path} must have format version 3; found {'none' if version is None else repr(version)}, which this version "
+        f"{path} must have format version 4; found {'none' if version is None else repr(version)}, which this version "
         "of samplewise does not read: use the version that wrote it, or start a new run directory."
     )
 
@@ -472,14 +503,14 @@ def test_the_one_file_of_the_first_version(path):
     about = {"format": "samplewise checkpoint", "version": "1", "state": '{"dict":[]}', "sha256": "0" * 64}
     text = json.dumps({"__metadata__": about}, separators=(",", ":")).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 3; found 1, which this version of"):
+    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 4; found 1, which this version of"):
         read(path)
 
 
 def test_the_directory_of_the_second_version(path):
     path.mkdir()
     (path / "state.ckpt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 3; found 2, which this version of"):
+    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 4; found 2, which this version of"):
         read(path)
 
 

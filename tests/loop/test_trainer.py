@@ -74,8 +74,8 @@ def test_durations(given, updates):
         ({}, "one of epochs= and updates= must be given; found neither"),
         (dict(epochs=1, updates=1), "found both"),
         (dict(epochs="2 epochs"), "a duration must be written like '2ep' or '500up'; found '2 epochs'"),
-        (dict(epochs=0), "epochs must be a positive number; found 0"),
-        (dict(updates=2.5), r"updates must be a positive number; found 2\.5"),
+        (dict(epochs=0), "epochs must be a positive whole number; found 0"),
+        (dict(updates=2.5), r"updates must be a positive whole number; found 2\.5"),
     ],
 )
 def test_bad_durations(given, message):

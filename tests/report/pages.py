@@ -77,8 +77,8 @@ def picture(width, height, channels=1, shade=128):
     return {"width": width, "height": height, "channels": channels, "data": base64.b64encode(pixels).decode()}
 
 
-def write_previews(directory, samples, version=1):
-    (directory / "previews.json").write_text(json.dumps({"version": version, "samples": samples}))
+def write_previews(directory, samples, version=1, **more):
+    (directory / "previews.json").write_text(json.dumps({"version": version, "samples": samples, **more}))
 
 
 class Page(HTMLParser):

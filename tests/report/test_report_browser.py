@@ -38,9 +38,11 @@ def run(tmp_path_factory):
     write_run(directory, [*WHOLE[:-1], *more])
     losses = [*(0.01 * 1.01**k for k in range(N - 2)), 5.0, 20.0]
     columns = {"label": pa.array([k % 10 for k in range(N)]), "margin": pa.array([float(k) for k in range(N)])}
+    columns["prediction"] = pa.array([(k + k % 2) % 10 for k in range(N)])  # odd samples are predicted wrongly
     write_ledger(directory, *(visits(list(range(N)), losses, epoch, **columns) for epoch in range(2)))
     texts = {str(k): {"text": f"the words of {k}"} for k in range(360, 399)}
-    write_previews(directory, {"399": {"image": picture(8, 8)}, "0": {"values": {"age": 3}}, **texts})
+    classes = [f"class {k}" for k in range(10)]
+    write_previews(directory, {"399": {"image": picture(8, 8)}, "0": {"values": {"age": 3}}, **texts}, classes=classes)
     return directory
 
 
@@ -73,8 +75,16 @@ def test_choose_a_score_and_pin_a_card(browser, page, size, dark):
     assert (shade == "rgb(16, 20, 25)") == dark
 
     assert cards(browser)[:2] == ["0", "1"] and len(cards(browser)) == 24  # by margin
+    assert browser.texts("#gallery li:nth-child(2) .card > :not(.place)") == [
+        "1", "label class 1", "predicted class 2", "margin\n1\nloss\n0.0101\nnorm\n0.0202",
+    ]  # fmt: skip
+    assert browser.texts("#gallery .wrong") == [f"predicted class {(k + 1) % 10}" for k in range(1, 24, 2)]
     browser.click("[data-score='1']")
     assert cards(browser)[:2] == ["399", "398"]
+    assert browser.texts("#gallery li:nth-child(1) dl") == ["loss\n20\nnorm\n40"]
+    browser.click("[data-score='3']")
+    assert browser.texts("#gallery li:nth-child(1) dl") == ["self-influence\n1,600\nloss\n20\nnorm\n40"]
+    browser.click("[data-score='1']")
     assert browser.texts("#scores [aria-pressed='true']") == ["loss"]
 
     browser.click("[data-sample='399']")
@@ -99,7 +109,7 @@ def test_hovering_shows_the_nearest_sample(browser, page):
     browser.point(*browser.suspect())
     names = browser.texts("#tip dt")
     assert browser.one("#tip").is_displayed() and browser.one("#tip strong").text.startswith("Sample ")
-    assert names[:4] == ["label", "loss", "gradient norm", "margin"] and "visits" in names
+    assert names[:5] == ["label", "prediction", "loss", "gradient norm", "margin"] and "visits" in names
     browser.point(70, 15)  # no sample nearby
     assert not browser.one("#tip").is_displayed()
 

@@ -72,7 +72,7 @@ def test_the_margin_is_suspect_where_it_is_small(tmp_path):
     write_run(tmp_path, NO_LINES)
     write_ledger(tmp_path, visits(list("abc"), [1.0, 1.0, 1.0], margin=pa.array([2.0, -3.0, 1.0], pa.float32())))
     scores = page_of(tmp_path).samples["scores"]
-    assert scores[0] == {"title": "margin (recommended)", "order": [1, 2, 0]}
+    assert scores[0] == {"title": "margin (recommended)", "by": ["margin"], "order": [1, 2, 0]}
 
 
 def test_number_of_suspects(tmp_path):
@@ -272,6 +272,36 @@ def test_labels_of_previews_if_the_ledger_has_none(tmp_path):
     assert column(page_of(tmp_path), "label")["values"] == [None, "cat"]
 
 
+def test_labels_and_predictions_have_the_names_of_classes(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    label, prediction = pa.array([0, 1, 7]), pa.array([1.0, nan, 2.0])
+    write_ledger(tmp_path, visits([1, 2, 3], [1.0, 2.0, 3.0], prediction=prediction, label=label))
+    write_previews(tmp_path, {"2": {"label": "1", "text": "a"}, "3": {"label": "heron", "text": "b"}})
+    shown = page_of(tmp_path)
+    assert [each["key"] for each in shown.samples["columns"]][:2] == ["label", "prediction"]
+    assert column(shown, "label")["values"] == [0, 1, "heron"]  # the name that the preview has
+    write_previews(tmp_path, {"2": {"label": "1", "text": "a"}}, classes=["cat", "dog", "cow"])
+    shown = page_of(tmp_path)
+    assert column(shown, "label")["values"] == ["cat", "dog", 7]
+    assert column(shown, "prediction")["values"] == ["dog", None, "cow"]
+    assert "A prediction is that of the last visit." in shown.text
+
+
+def test_losses_and_norms_per_count(tmp_path):
+    write_run(tmp_path, NO_LINES)
+    write_ledger(tmp_path, visits([1, 2], [6.0, 4.0], count=pa.array([3.0, 1.0])), visits([1, 2], [6.0, 4.0], epoch=1))
+    shown = page_of(tmp_path)
+    assert column(shown, "loss") == {
+        "key": "loss",
+        "name": "loss per count",
+        "same": 4.0,
+    }  # (2 + 6) / 2 and (4 + 4) / 2
+    assert [axis["name"] for axis in shown.samples["axes"]] == ["loss per count", "gradient norm per count"]
+    assert [score["title"] for score in shown.samples["scores"]][:1] == ["loss per count (recommended)"]
+    assert "Loss and gradient norm are divided by the count" in shown.text
+    assert "they are not divided by its count" in shown.text  # the norms over time
+
+
 def test_only_suspects_have_previews_in_the_page(run):
     write_previews(run, {"0": {"text": "not suspect"}, "7": {"text": "suspect"}})
     assert list(page_of(run).samples["previews"]) == ["7"]
@@ -334,7 +364,10 @@ def test_columns_of_any_type(tmp_path):
 
 def test_a_note_if_there_is_no_ledger(report):
     shown = report(WHOLE)
-    assert "No ledger: train with callbacks=[sw.Ledger()] to see the samples here." in shown.text
+    assert (
+        "No ledger: train with callbacks=[sw.Ledger()], or with samplewise train --ledger, to see the samples here."
+        in shown.text
+    )
     assert "Warnings" not in shown.text and "script" not in shown.tags
 
 
@@ -492,4 +525,4 @@ def test_too_many_columns_are_left_out(tmp_path, monkeypatch):
     shown = page_of(tmp_path)
     keys = [found["key"] for found in shown.samples["columns"]]
     assert keys[:5] == ["loss", "norm", "self_influence", "visits", "weight"] and 5 < len(keys) < 20
-    assert f"{25 - len(keys)} columns of the ledger are left out." in shown.text
+    assert f"The page leaves out {25 - len(keys)} columns of the ledger." in shown.text

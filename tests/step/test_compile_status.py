@@ -22,7 +22,7 @@ def made(**options):
         (dict(samples=2, compile="auto"), "compile='auto' compiles only steps with samples=1"),
         (dict(compile="auto"), "compile='auto' compiles only steps with samples=1"),
         (dict(samples=1, compile="auto"), "not compiled yet, after 6 updates"),
-        (dict(samples=6, compile=True), "not compiled yet, after 1 updates"),
+        (dict(samples=6, compile=True), "not compiled yet, after 1 update"),
     ],
 )
 def test_why_not_yet(options, said):

@@ -704,7 +704,10 @@ def own(answer, **options):
         (lambda losses: losses[:, None], r"found shape \(4, 1\)"),
         (lambda losses: losses / 0, r"must return finite coefficients; found inf at sample 0"),
         (sw.weight("x"), r"weight\('x'\) must return one coefficient per sample.*found shape \(4, 4\)"),
-        (own(lambda n: n.losses, by_parameter=True), r"own\(\) must return a dict name -> \(B,\); found Tensor"),
+        (
+            own(lambda n: n.losses, by_parameter=True),
+            r"own\(\) must return a dict of parameter names and tensors \(B,\); found Tensor",
+        ),
         (
             own(lambda n: {"0.bias": n.losses[:2]}, by_parameter=True),
             r"one coefficient per sample for '0.bias', a tensor of shape \(4,\); found shape \(2,\)",

@@ -725,12 +725,19 @@ def test_sparse_adam():
         *[(dict(tail=bad), "tail must be one of update, drop, carry; found") for bad in ("keep", None)],
         (dict(on_nonfinite="warn"), "on_nonfinite must be one of raise, skip, ignore; found 'warn'"),
         *[(dict(max_grad_norm=bad), "max_grad_norm must be positive; found") for bad in (0, -1.0, float("nan"))],
-        *[(dict(precision=bad), "precision must be None, '32', 'bf16-mixed', '16-mixed'; found") for bad in ("16", 32)],
+        *[
+            (dict(precision=bad), "precision must be one of None, '32', 'bf16-mixed', '16-mixed'; found")
+            for bad in ("16", 32)
+        ],
         *[
             (dict(audit=bad), "audit must be a positive number of updates, None or False; found")
             for bad in (0, -3, True, 1.5, "always")
         ],
-        *[(dict(record=bad), "record must be a set of names") for bad in ("norms", ["losses"], ["norms", "dots"])],
+        *[
+            (dict(record=bad), r"record must be 'norms', or a collection with this name; found ['\[]")
+            for bad in ("losses", ["losses"], ["norms", "dots"])
+        ],
+        (dict(record=None), "record must be 'norms', or a collection with this name; found None"),
         (dict(transforms=3), "a transform must be one of clip"),
         (dict(transforms=[sw.noise(1.0), sw.clip(1.0)]), "must come before the sum"),
     ],
@@ -811,6 +818,20 @@ def test_columns_that_change_within_a_window_are_refused(first):
     step = sw.Step(nn.Linear(2, 1), sw.sgd(0.1), loss_fn, samples=4, microbatch=2, audit=False)
     (update,) = step((torch.ones(4, 2),))
     with pytest.raises(
-        sw.LossesError, match=r"same columns for every microbatch of a window; found (a|none) and b\. Fill in"
+        sw.LossesError,
+        match=r"same columns for every microbatch of a window; found (a|none) and b\. Return every column",
     ):
         _ = update.columns
+
+
+@pytest.mark.parametrize("record", ["norms", {"norms"}, ("norms",)])
+def test_one_name_may_be_recorded_without_a_set(record):
+    _, step = make_step(record=record)
+    (update,) = step((X, Y))
+    assert update.norms.shape == (len(Y),)
+
+
+def test_one_update_is_written_in_the_singular():
+    _, step = make_step(audit=False)
+    assert repr(step.run([(X[:1], Y[:1])])).startswith("1 update, 1 sample, loss ")
+    assert repr(step((X, Y))[0]).startswith(f"Update(1: {len(Y)} samples, loss ")

@@ -148,7 +148,7 @@ BAD = [
     (doubling_counts, r"weight\(doubling_counts\) must not modify its input"),
     (
         SampleTransform("own()", "c", lambda numbers: numbers.losses, by_parameter=True),
-        r"own\(\) must return a dict name -> \(B,\); found Tensor",
+        r"own\(\) must return a dict of parameter names and tensors \(B,\); found Tensor",
     ),
     (
         SampleTransform("own()", "c", lambda numbers: {"weight": numbers.losses[:1]}, by_parameter=True),

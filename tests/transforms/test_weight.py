@@ -154,7 +154,7 @@ def test_keys_of_batches(batch, key):
 
 @pytest.mark.parametrize(
     ("batch", "key", "found"),
-    [(BATCH, "v", "keys 'x', 'w', 'i'"), ((BATCH["w"],), 1, "tuple"), (Record(BATCH["w"]), "v", "Record")],
+    [(BATCH, "v", "keys 'x', 'w', 'i'"), ((BATCH["w"],), 1, "a tuple of 1 entry"), (Record(BATCH["w"]), "v", "Record")],
     ids=["dict", "tuple", "dataclass"],
 )
 def test_keys_that_are_not_there(batch, key, found):

@@ -61,5 +61,8 @@ def _dot_products(
 
 def _nonempty(parts: list[Tensor], name: str) -> list[Tensor]:
     if not parts:
-        raise ValueError(f"{name} must yield at least one batch; found none.")
+        raise ValueError(
+            f"{name} must yield at least one batch; found none. Pass a loader or a list: an iterator is exhausted "
+            "after one pass."
+        )
     return parts

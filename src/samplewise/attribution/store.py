@@ -25,6 +25,7 @@ from samplewise.core.batches import cut, length
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.core.text import plural
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_order
@@ -165,7 +166,7 @@ class ProjectedStore:
             size = path.stat().st_size if path.exists() else 0
             if size < expected:
                 raise StoreError(
-                    f"{path} must have {expected} bytes for {self.count} samples; found {size}. "
+                    f"{path} must have {expected} bytes for {plural(self.count, 'sample')}; found {size}. "
                     "Remove the directory and fill the store again."
                 )
 
@@ -178,8 +179,8 @@ class ProjectedStore:
         checksum = _checksum(model)
         if self.count and self.model != checksum:
             raise StoreError(
-                f"the store at {self.path} must hold gradients of one model; found {self.count} samples of other "
-                "parameters in it. Load the parameters that the store was started with, or choose another path."
+                f"the store at {self.path} must hold gradients of one model; found {plural(self.count, 'sample')} of "
+                "other parameters in it. Load the parameters that the store was started with, or choose another path."
             )
         self.model = checksum
 

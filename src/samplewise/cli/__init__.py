@@ -9,6 +9,8 @@ zoo           samplewise doctor --zoo
 report        samplewise report RUN
 demo          samplewise demo
 arguments     arguments shared by several commands
+definitions   names that a recipe defines, and near misses of the names it may have
+ids           ids in the batches of a recipe, for samplewise train --ledger
 recipe        loading of the user's file; errors in it are shown with the user's lines only
 output        write errors on standard output and standard error
 """

@@ -18,6 +18,7 @@ MAX_SECONDS = 5.0  # of measuring, after MIN_ROUNDS
 MIN_ROUNDS = 3
 MEGABYTE = 1e6
 PLAIN = "plain"
+CLIPPED = "with sw.clip(1.0)"
 
 K = TypeVar("K")
 UpdateKey = tuple[str, int | None]  # transform, microbatch; None: all samples at once
@@ -129,19 +130,23 @@ def three_digits(number: float) -> str:
 def cost_advice(costs: Costs, samples: int | None, batch_size: int | None, free: int) -> list[str]:
     """Sentences of advice. The costs were measured on `samples` of the `batch_size` samples; `free`: free bytes."""
     return [
-        *_clipping_advice(costs),
+        *_transforms_advice(costs),
         *_microbatch_advice(costs),
         *_batch_memory_advice(costs, samples, batch_size, free),
     ]
 
 
-def _clipping_advice(costs: Costs) -> list[str]:
+def _transforms_advice(costs: Costs) -> list[str]:
     at_once = {transform: cost for (transform, size), cost in costs.items() if size is None}
     plain = at_once.pop(PLAIN, None)
     if plain is None:
         return []
-    ratios = [cost.milliseconds / plain.milliseconds for cost in at_once.values()]
-    return [f"An update that clips each sample takes {ratio:.1f} times as long as a plain one." for ratio in ratios]
+    ratios = {name: cost.milliseconds / plain.milliseconds for name, cost in at_once.items()}
+    names = {CLIPPED: "that clips each sample"}
+    return [
+        f"An update {names.get(name, name)} takes {ratio:.1f} times as long as a plain one."
+        for name, ratio in ratios.items()
+    ]
 
 
 def _microbatch_costs(costs: Costs) -> dict[int, Cost]:

@@ -38,11 +38,9 @@ def demo() -> None:
     print(f"Training on {len(y)} digits of 8×8 pixels, {int(wrong.sum())} of which have a wrong label.\n")
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
     run = unused_directory(Path("runs"), "demo")
-    step = sw.Step(model, torch.optim.Adam(model.parameters(), lr=1e-3), with_margin, samples=BATCH)
+    step = sw.Step(model, torch.optim.Adam(model.parameters(), lr=1e-3), nn.CrossEntropyLoss(), samples=BATCH)
     noise = sw.NoiseScale()
-    trainer = sw.Trainer(
-        step, run, [sw.Ledger(columns={"label": 1}), noise], metrics={"accuracy": accuracy}, log_every=10
-    )
+    trainer = sw.Trainer(step, run, [sw.Ledger(), noise], metrics={"accuracy": accuracy}, log_every=10)
     loader = DataLoader(sw.Indexed(TensorDataset(x, y)), batch_size=BATCH, shuffle=True)
     trainer.fit(loader, validate=DataLoader(TensorDataset(*validation), batch_size=256), epochs=EPOCHS)
 
@@ -78,15 +76,6 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Batch]:
 
 def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
-def with_margin(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses (B,), and the margin for the ledger: the label's logit minus the largest other logit."""
-    logits = model(batch[0])
-    label_index = batch[1][:, None]
-    others = logits.scatter(1, label_index, -torch.inf).amax(1)
-    losses = F.cross_entropy(logits, batch[1], reduction="none")
-    return losses, {"margin": logits.gather(1, label_index)[:, 0] - others}
 
 
 def show_ledger(visits: Any) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,22 +19,22 @@ from torch import nn
 from samplewise.check import check
 from samplewise.cli.arguments import Device, device_named
 from samplewise.cli.compile_gain import CompileGain, compile_advice, measure_compile_gain
-from samplewise.cli.costs import PLAIN, Costs, cost_advice, measure_costs, memory_description, table
-from samplewise.cli.recipe import Recipe, RecipeError, recipe_errors
+from samplewise.cli.costs import CLIPPED, PLAIN, Costs, cost_advice, measure_costs, memory_description, table
+from samplewise.cli.recipe import Recipe, RecipeError
 from samplewise.cli.zoo import precision_named, run_zoo
 from samplewise.core.batches import cut, length, to_device
 from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import notify_if_slow
-from samplewise.core.text import listed
+from samplewise.core.text import listed, plural
 from samplewise.engine.gradients import gradients
 from samplewise.errors import SamplewiseError
+from samplewise.loop.trainer import Trainer
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip
 
 MAX_SAMPLES = 16  # of the first batch
-UPDATES: dict[str, tuple[Any, ...]] = {PLAIN: (), "with sw.clip(1.0)": (clip(1.0),)}
 
 
 @dataclass
@@ -46,6 +47,9 @@ class RecipeCheck:
     batch: Any
     samples: int | None  # in `batch`; None: the batch cannot be sliced
     batch_size: int | None  # samples of the loader's whole batch
+    updates: Mapping[str, Any]  # name -> transforms
+    metrics: Mapping[str, Any]
+    validation: Iterable[Any] | None  # batches
     issues: list[str] = field(default_factory=list)  # without duplicates
     reported: int = 0  # number of issues, with duplicates
 
@@ -55,14 +59,14 @@ class RecipeCheck:
         loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         return model, self.recipe.optimizer(model), loss
 
-    def report_issue(self, message: str) -> None:
+    def report_issue(self, kind: str, message: str) -> None:
         """Record and print an issue; a repeated one is shortened."""
         self.reported += 1
         if message in self.issues:
-            typer.echo(f"{message.split(':')[0]}, as above")
+            typer.echo(f"{kind}, as above")
             return
         self.issues.append(message)
-        typer.echo(message)
+        typer.echo(f"{kind}: {message}")
 
 
 def doctor(
@@ -80,8 +84,8 @@ def doctor(
 
     With a recipe, on one batch (at most 16 samples of it) and on copies of the model: compares each sample's gradient
     with one backward pass per sample, shows how the gradients of each parameter are computed, lists warnings and errors
-    of the first update, measures the time and memory of an update, plain and with clipping, for several microbatch
-    sizes, and measures how much faster updates are with compile=True.
+    of the first update and of the metrics, measures the time and memory of an update, plain and with clipping (or the
+    transforms of the recipe), for several microbatch sizes, and measures how much faster updates are with compile=True.
 
     With --zoo: compares the gradients of a few hundred small models, each with a feature that is hard to get right,
     with one backward pass per sample, on the given device and in the given precision.
@@ -107,12 +111,12 @@ def doctor(
 def _check_recipe(path: Path, device: torch.device) -> bool:
     """Check a recipe and print the findings; True if there are no issues."""
     recipe_check = _prepare(Recipe(path))
-    with recipe_errors(path):
+    with recipe_check.recipe.errors():
         correct = _compare_gradients(recipe_check)
         recipe_check.model.to(device)
         recipe_check.batch = to_device(recipe_check.batch, device)
         _show_plan(recipe_check)
-        _first_update(recipe_check)
+        _first_update(recipe_check, device)
         costs = _measure_costs(recipe_check, device)
         gains = _measure_compiled(recipe_check)
     _print_advice(recipe_check, correct, costs, gains)
@@ -123,8 +127,12 @@ def _prepare(recipe: Recipe) -> RecipeCheck:
     """Build the model and fetch the first batch, at most 16 samples of it."""
     with _slow_notice("building the model and fetching a batch"):
         model = recipe.model()
-        loader, _ = recipe.data()
-        with recipe_errors(recipe.path):
+        loader, validation = recipe.data()
+        updates = _updates(recipe)
+        metrics = recipe.metrics()
+        recipe.callbacks()  # raises if they cannot be used, like the scheduler
+        recipe.scheduler(recipe.optimizer(model))
+        with recipe.errors():
             batch = next(iter(loader), None)
             if batch is None:
                 raise RecipeError(f"{recipe.path}: the loader of data() must yield at least one batch; found none.")
@@ -136,7 +144,15 @@ def _prepare(recipe: Recipe) -> RecipeCheck:
             parameter = next(model.parameters(), None)
             if parameter is not None:
                 batch = to_device(batch, parameter.device)
-            return RecipeCheck(recipe, model, recipe.loss(), batch, samples, batch_size)
+            loss = recipe.loss()
+            return RecipeCheck(recipe, model, loss, batch, samples, batch_size, updates, metrics, validation)
+
+
+def _updates(recipe: Recipe) -> dict[str, Any]:
+    """Updates to examine: plain, and with the transforms of the recipe or, if it has none, with clipping."""
+    if recipe.defines("transforms"):
+        return {PLAIN: (), "with transforms()": recipe.transforms()}
+    return {PLAIN: (), CLIPPED: (clip(1.0),)}
 
 
 # --- sections of the output -------------------------------------------------------------------------------------------
@@ -153,7 +169,7 @@ def _compare_gradients(recipe_check: RecipeCheck) -> bool:
         typer.echo(result)
         correct = result.ok
         if result.refusal is not None:
-            recipe_check.issues.append(f"refused: {result.refusal}")
+            recipe_check.issues.append(str(result.refusal))
     return correct
 
 
@@ -165,16 +181,28 @@ def _show_plan(recipe_check: RecipeCheck) -> None:
         typer.echo(gradients(losses, model).explain())
 
 
-def _first_update(recipe_check: RecipeCheck) -> None:
+def _first_update(recipe_check: RecipeCheck, device: torch.device) -> None:
     typer.echo("\nFirst update")
     before = recipe_check.reported
-    for name, transforms in UPDATES.items():
+    for name, transforms in recipe_check.updates.items():
         with _report_issues(recipe_check, name), _slow_notice(f"one update, {name}"):
             model, optimizer, loss = recipe_check.fresh_copy()
             step = Step(model, optimizer, loss, transforms=transforms)
             step(recipe_check.batch)
+    _validate(recipe_check, device)
     if recipe_check.reported == before:
         typer.echo("no warnings")
+
+
+def _validate(recipe_check: RecipeCheck, device: torch.device) -> None:
+    """Compute the metrics of one validation batch: an error in them would end a training after its first epoch."""
+    if not recipe_check.metrics or recipe_check.validation is None:
+        return
+    with _report_issues(recipe_check, "metrics"), _slow_notice("validation"):
+        model, optimizer, loss = recipe_check.fresh_copy()
+        step = Step(model, optimizer, loss)
+        trainer = Trainer(step, metrics=recipe_check.metrics, device=device, progress=False)
+        trainer.evaluate(list(islice(recipe_check.validation, 1)))
 
 
 def _measure_costs(recipe_check: RecipeCheck, device: torch.device) -> Costs:
@@ -182,7 +210,7 @@ def _measure_costs(recipe_check: RecipeCheck, device: torch.device) -> Costs:
     typer.echo("\nTime and memory per update")
     samples = recipe_check.samples or 0
     microbatches = [size for size in dict.fromkeys((samples // 2, samples // 4)) if size]
-    keys = [(name, size) for name in UPDATES for size in (None, *microbatches)]
+    keys = [(name, size) for name in recipe_check.updates for size in (None, *microbatches)]
     with _slow_notice("measuring"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # already reported
         steps = {key: step for key in keys if (step := _warmed_up_step(recipe_check, *key))}
@@ -196,7 +224,7 @@ def _warmed_up_step(recipe_check: RecipeCheck, name: str, microbatch: int | None
     """A step that has made one update, or None if the update is refused."""
     model, optimizer, loss = recipe_check.fresh_copy()
     try:
-        step = Step(model, optimizer, loss, microbatch=microbatch, transforms=UPDATES[name], audit=False)
+        step = Step(model, optimizer, loss, microbatch=microbatch, transforms=recipe_check.updates[name], audit=False)
         step(recipe_check.batch)
     except SamplewiseError:
         return None
@@ -207,8 +235,8 @@ def _sample_count(recipe_check: RecipeCheck) -> str:
     if recipe_check.samples is None:
         return "a batch that cannot be sliced"
     if recipe_check.batch_size == recipe_check.samples:
-        return f"{recipe_check.samples} samples"
-    return f"{recipe_check.samples} samples of a batch of {recipe_check.batch_size}"
+        return plural(recipe_check.samples, "sample")
+    return f"{plural(recipe_check.samples, 'sample')} of a batch of {recipe_check.batch_size}"
 
 
 def _measure_compiled(recipe_check: RecipeCheck) -> list[CompileGain]:
@@ -272,9 +300,9 @@ def _report_issues(recipe_check: RecipeCheck, update: str = "") -> Iterator[None
         except SamplewiseError as error:
             refusal = error
     for warning in caught:
-        recipe_check.report_issue(f"warned{suffix}: {warning.message}")
+        recipe_check.report_issue(f"warned{suffix}", str(warning.message))
     if refusal is not None:
-        recipe_check.report_issue(f"refused{suffix}: {refusal}")
+        recipe_check.report_issue(f"refused{suffix}", str(recipe_check.recipe.explained(refusal)))
 
 
 def _slow_notice(operation: str) -> AbstractContextManager[None]:

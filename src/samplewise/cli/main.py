@@ -52,9 +52,15 @@ class OneLineErrors(TyperGroup):
             code = error.code
         except typer.TyperException as error:
             message = " ".join(error.format_message().split())
+            end = "" if message.endswith((".", "?")) else "."
             hint = "" if isinstance(error, typer.BadParameter) else " See samplewise --help."
-            typer.echo(f"samplewise: {message}{hint}", err=True)
+            typer.echo(f"samplewise: {message}{end}{hint}", err=True)
             code = error.exit_code
+        except ImportError as error:
+            if "pip install" not in str(error):  # not raised by samplewise for a missing package
+                raise
+            typer.echo(f"samplewise: {error}", err=True)
+            code = 1
         except RecipeError as error:
             typer.echo(str(error), err=True)
             code = error.code

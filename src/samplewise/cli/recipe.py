@@ -2,13 +2,18 @@
 
 def model(): ...                 returns an nn.Module
 def data(): ...                  returns a loader, or (loader, validation loader)
-def loss(model, batch): ...      losses (B,) or (losses, counts); default nn.CrossEntropyLoss()
+def loss(model, batch): ...      losses (B,) or (losses, counts); or a criterion; default nn.CrossEntropyLoss()
 def optimizer(model): ...        default AdamW, lr 1e-3
-def metrics(): ...               name -> function (outputs, batch); default none
+def scheduler(optimizer): ...    stepped once per update; default none
+def transforms(): ...            list of transforms of per-sample gradients; default none
+def metrics(): ...               name -> function (outputs, batch) or (outputs, y); default none
+def callbacks(): ...             list of callbacks of the trainer; default none
 """
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 import sys
 import sysconfig
@@ -20,15 +25,35 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
-from samplewise.errors import SamplewiseError
+from samplewise.cli.definitions import read_definitions
+from samplewise.errors import BatchError, LossesError, SamplewiseError
+from samplewise.loop.data.loader import check_loader
+from samplewise.loop.events import Listeners
+from samplewise.step.config import check_scheduler
+from samplewise.transforms.chain import Chain, as_chain
 
 PACKAGE_DIRECTORY = Path(__file__).resolve().parents[1]
 LIBRARY_DIRECTORIES = [
     Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")
 ]
+ARGUMENTS = {  # of the functions of a recipe
+    "model": (),
+    "data": (),
+    "loss": ("model", "batch"),
+    "optimizer": ("model",),
+    "scheduler": ("optimizer",),
+    "transforms": (),
+    "metrics": (),
+    "callbacks": (),
+}
 REQUIRED = {"model": "returns the model", "data": "returns a loader, or (loader, validation loader)"}
+NO_LOSS = (
+    "The recipe defines no loss, so nn.CrossEntropyLoss() is used, which is for class labels. A recipe for regression "
+    "must define loss, for example loss = nn.MSELoss()."
+)
 
 
 class RecipeError(Exception):
@@ -49,10 +74,18 @@ class Recipe:
     def __init__(self, path: Path, source: bytes | None = None):
         """Load the recipe. `source`: the content of the file, if it has been read already."""
         self.path = path
-        self._module = _load(path, read_source(path) if source is None else source)
-        for name, description in REQUIRED.items():
-            if not callable(getattr(self._module, name, None)):
-                raise RecipeError(f"{path}: a recipe must have a function {name}() that {description}; found none.")
+        source = read_source(path) if source is None else source
+        self._module = _load(path, source)
+        self._definitions = read_definitions(source)
+        self._check_names()
+        for name in filter(self.defines, ARGUMENTS):
+            self._check_function(name)
+
+    def defines(self, name: str) -> bool:
+        """True if the recipe has something of this name; a module, as in `from torchvision import transforms`, is not
+        of the recipe.
+        """
+        return hasattr(self._module, name) and not isinstance(getattr(self._module, name), ModuleType)
 
     def model(self) -> nn.Module:
         model = self._call("model")
@@ -64,39 +97,189 @@ class Recipe:
         """The training loader, and the validation loader or None."""
         returned = self._call("data")
         loaders = returned if isinstance(returned, tuple) else (returned, None)
-        if len(loaders) != 2 or not _is_iterable(loaders[0]) or not (loaders[1] is None or _is_iterable(loaders[1])):
-            raise self._wrong_return("data", "a loader, or (loader, validation loader)", returned)
-        return loaders
+        if len(loaders) == 2 and _is_loader(loaders[0]) and (loaders[1] is None or _is_loader(loaders[1])):
+            return loaders
+        remedy = ""
+        if isinstance(returned, list):
+            remedy = "Return a tuple of two loaders."
+        elif any(map(_is_data, loaders)):
+            remedy = "Wrap it in a DataLoader, for example DataLoader(dataset, batch_size=64, shuffle=True)."
+        raise self._wrong_return("data", "a loader, or (loader, validation loader)", returned, remedy)
 
     def loss(self) -> Any:
-        return getattr(self._module, "loss", nn.CrossEntropyLoss())
+        return self._module.loss if self.defines("loss") else _default_loss()
 
     def optimizer(self, model: nn.Module) -> Any:
-        if not hasattr(self._module, "optimizer"):
+        if not self.defines("optimizer"):
             with recipe_errors(self.path):
                 return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         optimizer = self._call("optimizer", model)
-        if not (isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):  # sw.sgd(0.1) is a function
+        is_rule = callable(optimizer) and not isinstance(optimizer, type)  # sw.sgd(0.1) is a function
+        if not (isinstance(optimizer, torch.optim.Optimizer) or is_rule):
             raise self._wrong_return("optimizer", "a torch.optim.Optimizer", optimizer)
         return optimizer
 
+    def scheduler(self, optimizer: Any) -> Any:
+        """The learning rate scheduler, or None."""
+        if not self.defines("scheduler"):
+            return None
+        scheduler = self._call("scheduler", optimizer)
+        if scheduler is None:
+            raise self._wrong_return("scheduler", "a torch.optim.lr_scheduler of the optimizer", scheduler)
+        with self._located("scheduler"):
+            check_scheduler(scheduler, optimizer)
+        return scheduler
+
+    def transforms(self) -> Chain:
+        if not self.defines("transforms"):
+            return as_chain(())
+        transforms = self._call("transforms")
+        if transforms is None:
+            raise self._wrong_return("transforms", "a list of transforms, such as [sw.clip(1.0)]", transforms)
+        with self._located("transforms"):
+            return as_chain(transforms)
+
     def metrics(self) -> Mapping[str, Any]:
-        metrics = self._call("metrics") if hasattr(self._module, "metrics") else {}
+        metrics = self._call("metrics") if self.defines("metrics") else {}
         if not isinstance(metrics, Mapping):
             raise self._wrong_return("metrics", "a dict of names and functions (outputs, batch)", metrics)
         return metrics
+
+    def callbacks(self) -> list[Any]:
+        callbacks = self._call("callbacks") if self.defines("callbacks") else []
+        if not isinstance(callbacks, (list, tuple)):
+            raise self._wrong_return("callbacks", "a list of callbacks, such as [sw.Ledger()]", callbacks)
+        with self._located("callbacks"):
+            Listeners(callbacks)  # raises TypeError for an object that is not a callback
+        return list(callbacks)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise any Exception of the block as a RecipeError that shows the user's lines."""
+        with recipe_errors(self.path):
+            try:
+                yield
+            except LossesError as error:
+                raise self.explained(error) from error
+
+    def explained(self, error: SamplewiseError) -> SamplewiseError:
+        """The error; if it is about the default loss, with a sentence that says so."""
+        if isinstance(error, LossesError) and not self.defines("loss"):
+            return LossesError(f"{error} {NO_LOSS}").with_traceback(error.__traceback__)
+        return error
+
+    def _check_names(self) -> None:
+        """Raise RecipeError if a required name is missing, or if a name is a near miss of one that the recipe lacks."""
+        missing = [name for name in ARGUMENTS if not self.defines(name)]
+        near_misses = self._definitions.near_misses(missing)
+        for name, description in REQUIRED.items():
+            if name in missing:
+                near = near_misses.get(name)
+                question = f" Did you mean {near}, in line {self._definitions.lines[near]}?" if near else ""
+                raise RecipeError(
+                    f"{self.path}: a recipe must have a function {name}() that {description}; found none.{question}"
+                )
+        for name, near in near_misses.items():
+            raise RecipeError(
+                f"{self._location(near)}: {near} is not a name of a recipe and would be ignored; did you mean {name}? "
+                "Rename it, or begin its name with an underscore if it is not part of the recipe."
+            )
+
+    def _check_function(self, name: str) -> None:
+        """Raise RecipeError unless this name is a function with the right number of arguments; `loss` may be a
+        criterion.
+        """
+        value = getattr(self._module, name)
+        is_module = isinstance(value, nn.Module)
+        if name == "loss" and is_module:
+            return
+        arguments = ARGUMENTS[name]
+        accepted = callable(value) and not is_module and _accepts(value, len(arguments))
+        if accepted and not (name == "loss" and isinstance(value, type)):
+            return
+        found = f"{name}{inspect.signature(value)}" if inspect.isroutine(value) else _described(value)
+        wanted = f"{name}({', '.join(arguments)})"
+        criterion = ", or a criterion such as nn.MSELoss()" if name == "loss" else ""
+        rename = "" if name in REQUIRED else " Rename it if it is not part of the recipe."
+        raise RecipeError(
+            f"{self._location(name)}: {name} must be a function {wanted}{criterion}; found {found}. Write "
+            f"def {wanted} instead.{rename}"
+        )
 
     def _call(self, name: str, *arguments: Any) -> Any:
         with recipe_errors(self.path):
             return getattr(self._module, name)(*arguments)
 
-    def _wrong_return(self, name: str, wanted: str, returned: object) -> RecipeError:
-        code = getattr(getattr(self._module, name), "__code__", None)
-        location = f"{self.path}:{code.co_firstlineno}" if code else str(self.path)
-        description = type(returned).__name__
-        if isinstance(returned, tuple) and len(returned) != 2:
-            description = f"a tuple of {len(returned)}"
-        return RecipeError(f"{location}: {name}() must return {wanted}; found {description}.")
+    def _location(self, name: str) -> str:
+        line = self._definitions.lines.get(name)
+        return str(self.path) if line is None else f"{self.path}:{line}"
+
+    @contextmanager
+    def _located(self, name: str) -> Iterator[None]:
+        """Raise errors about what a function has returned as a RecipeError with the line of the function."""
+        try:
+            yield
+        except (TypeError, SamplewiseError) as error:
+            raise RecipeError(f"{self._location(name)}: {error}") from error
+
+    def _wrong_return(self, name: str, wanted: str, returned: object, remedy: str = "") -> RecipeError:
+        message = f"{self._location(name)}: {name}() must return {wanted}; found {_described(returned)}."
+        return RecipeError(f"{message} {remedy}".rstrip())
+
+
+def _accepts(function: Any, arguments: int) -> bool:
+    """True if a function can be called with this number of positional arguments, or if its signature is unknown."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of functions written in C
+        return True
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _described(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, tuple) and len(value) != 2:
+        return f"a tuple of {len(value)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_described, value))})"
+    return type(value).__name__
+
+
+def _is_loader(value: object) -> bool:
+    try:
+        check_loader(value)
+    except BatchError:
+        return False
+    loaders = isinstance(value, list) and any(isinstance(item, DataLoader) for item in value)
+    return not (loaders or _is_data(value))
+
+
+def _is_data(value: object) -> bool:
+    """True for data that a DataLoader can make batches of."""
+    return isinstance(value, (Dataset, Tensor))
+
+
+def _default_loss() -> nn.CrossEntropyLoss:
+    """Cross entropy that refuses targets of a regression, which have the form of class probabilities."""
+    criterion = nn.CrossEntropyLoss()
+    criterion.register_forward_pre_hook(_check_probabilities)
+    return criterion
+
+
+def _check_probabilities(criterion: nn.Module, arguments: tuple[Tensor, Tensor]) -> None:
+    target = arguments[1].detach()
+    if target.is_floating_point() and bool((target < 0).any() | ((target.sum(1) - 1).abs() > 0.01).any()):
+        raise LossesError(
+            "CrossEntropyLoss needs class indices, or class probabilities that sum to one; found a target of "
+            f"{target.dtype} whose values are not probabilities. Use target.long() for class indices."
+        )
 
 
 @contextmanager
@@ -110,18 +293,16 @@ def recipe_errors(path: Path) -> Iterator[None]:
         raise RecipeError(_describe_error(error, path)) from error
 
 
-def _is_iterable(value: object) -> bool:
-    return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
-
-
 def read_source(path: Path) -> bytes:
     """The content of a recipe's file."""
     try:
         return path.read_bytes()
     except OSError as why:
+        remedy = "Check the path and its permissions."
+        if isinstance(why, FileNotFoundError) and os.path.exists(f"{path}.py"):
+            remedy = f"Did you mean {path}.py?"
         raise NoRecipeError(
-            f"{shortened(path)}: a recipe must be a Python file that can be read; found: {why.strerror}. Check the "
-            "path and its permissions."
+            f"{shortened(path)}: a recipe must be a Python file that can be read; found: {why.strerror}. {remedy}"
         ) from why
 
 
@@ -162,7 +343,7 @@ def _describe_error(error: Exception, path: Path) -> str:
         message = "".join(traceback.format_exception_only(error)).strip().removeprefix("samplewise.errors.")
     lines = [f"{file}:{line}: in {name}\n    {code}" for file, line, name, code in frames if _is_user_file(file)]
     if not lines and not isinstance(error, SamplewiseError):  # messages of samplewise need no location
-        lines = [f"{path}: error while using the objects that it returns:"]
+        lines = [f"{path}: an error was raised while the objects of the recipe were used:"]
     return "\n".join([*lines, message])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,8 @@ def report(
     except ImportError as why:
         typer.echo(f"a report needs {why.name}: pip install 'samplewise[report]'", err=True)
         raise typer.Exit(1) from why
+    if to is not None and os.path.isdir(to):
+        raise typer.BadParameter(f"must be a file; found a directory, {to}.", param_hint="--to")
     try:
         report.watch(runs, to, typer.echo) if watch else typer.echo(report.write_any(runs, to))
     except OSError as why:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,10 +15,13 @@ import torch
 import typer
 
 from samplewise.cli.arguments import Device, RecipeFile, device_named
-from samplewise.cli.recipe import Recipe, read_source, recipe_errors, shortened
+from samplewise.cli.ids import explain_missing_ids, with_ids
+from samplewise.cli.recipe import Recipe, read_source, shortened
 from samplewise.core.atomic_io import absolute
+from samplewise.core.text import plural
 from samplewise.distributed.group import current_group
 from samplewise.distributed.launch import join_process_group
+from samplewise.ledger.ledger import Ledger
 from samplewise.loop.data.rng import seed_everything
 from samplewise.loop.trainer import Trainer
 from samplewise.step.step import Step
@@ -45,6 +49,9 @@ def train(
     clip: Annotated[
         float | None, typer.Option(metavar="C", help="Clip each sample's gradient to norm C before summing.")
     ] = None,
+    ledger: Annotated[
+        bool, typer.Option("--ledger", help="Record loss and gradient norm of each sample at each visit: sw.Ledger().")
+    ] = False,
     run: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Directory of log and checkpoints. Default: runs/<name of the recipe>."),
@@ -55,7 +62,7 @@ def train(
     ] = 0,
     device: Device = "auto",
     compile: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Compile each update into one graph. Default: no.")
+        bool, typer.Option("--compile/--no-compile", help="Compile each update into one graph.")
     ] = False,
     processes: Annotated[
         int | None,
@@ -66,7 +73,9 @@ def train(
 
     A recipe is a Python file with plain functions. Required: model() and data(), which returns a loader or (loader,
     validation loader). Optional: loss(model, batch), which returns one loss per sample (default: cross entropy),
-    optimizer(model) (default: AdamW, lr 1e-3) and metrics(), a dict of functions (outputs, batch).
+    optimizer(model) (default: AdamW, lr 1e-3), scheduler(optimizer), which is stepped once per update, transforms(), a
+    list such as [sw.clip(1.0)], metrics(), a dict of functions (outputs, batch) or (outputs, y), and callbacks(), a
+    list of callbacks of the trainer. loss may also be a criterion: loss = nn.MSELoss().
 
     Checkpoints are written after each epoch and at the end. Ctrl-C stops after the current update and writes one, too.
     --resume continues from the newest checkpoint; no sample is lost or seen twice. --epochs and --updates count from
@@ -80,18 +89,18 @@ def train(
         _launch(processes)
     if epochs is not None and updates is not None:
         raise typer.BadParameter("give one of --epochs and --updates; found both.", param_hint="--updates")
-    step_options = {
-        "samples": samples,
-        "microbatch": _parse_microbatch(microbatch),
-        "transforms": () if clip is None else (clip_transform(_checked_norm(clip)),),
-        "compile": compile,
-    }
+    step_options: dict[str, Any] = {"samples": samples, "microbatch": _parse_microbatch(microbatch), "compile": compile}
+    if clip is not None:
+        step_options["transforms"] = (clip_transform(_checked_norm(clip)),)
     fit_options = {"epochs": None if updates else epochs or EPOCHS, "updates": updates, "resume": resume}
+    recorder = _make_ledger() if ledger else None
     target = join_process_group(device_named(device))
     run = _checked_run(run or Path("runs") / recipe.stem, resume)
     run_path = absolute(run)  # before the recipe is loaded, which may change the working directory
     seed_everything(seed)
-    trainer, reason = _fit(Recipe(recipe, source), run_path, target, seed, step_options, fit_options)
+    loaded = Recipe(recipe, source)
+    _check_clip(clip, loaded)
+    trainer, reason = _fit(loaded, run_path, target, seed, recorder, step_options, fit_options)
     _print_summary(reason, trainer, run)
 
 
@@ -100,20 +109,45 @@ def _fit(
     run: Path,
     device: torch.device,
     seed: int,
+    ledger: Ledger | None,
     step_options: dict[str, Any],
     fit_options: dict[str, Any],
 ) -> tuple[Trainer, str]:
     """Train the model of a recipe; returns the trainer and the reason why the training ended."""
     model = recipe.model()
     loader, validation = recipe.data()
-    with recipe_errors(recipe.path):
+    with recipe.errors():
         model.to(device)  # before the optimizer is made: some create their state on the device of the parameters
     optimizer = recipe.optimizer(model)
+    scheduler = recipe.scheduler(optimizer)
+    loss = recipe.loss()
+    callbacks = recipe.callbacks()
     metrics = recipe.metrics()
-    with recipe_errors(recipe.path):
-        step = Step(model, optimizer, recipe.loss(), strategy="ddp", **step_options)
-        trainer = Trainer(step, run, metrics=metrics, device=device, seed=seed)
+    step_options = {"transforms": recipe.transforms(), **step_options}
+    with recipe.errors(), ExitStack() as stack:
+        if ledger is not None and not any(isinstance(callback, Ledger) for callback in callbacks):
+            callbacks.append(ledger)
+            loader, loss = with_ids(loader, loss)
+            stack.enter_context(explain_missing_ids())
+        step = Step(model, optimizer, loss, scheduler=scheduler, strategy="ddp", **step_options)
+        trainer = Trainer(step, run, callbacks, metrics=metrics, device=device, seed=seed)
         return trainer, trainer.fit(loader, validation, **fit_options)
+
+
+def _make_ledger() -> Ledger:
+    try:
+        return Ledger()
+    except ImportError as why:
+        raise typer.BadParameter(f"{why}.", param_hint="--ledger") from why
+
+
+def _check_clip(clip: float | None, recipe: Recipe) -> None:
+    if clip is not None and recipe.defines("transforms"):
+        raise typer.BadParameter(
+            f"give one of --clip and transforms() in the recipe; found both. Put sw.clip({clip:g}) into the list that "
+            "transforms() returns, where its place among the others counts.",
+            param_hint="--clip",
+        )
 
 
 def _launch(processes: int) -> NoReturn:
@@ -139,7 +173,7 @@ def _print_summary(reason: str, trainer: Trainer, run: Path) -> None:
     if current_group().rank == 0:
         done = trainer.step.counters.updates
         outcome = f"stopped by {reason}" if interrupted else reason
-        typer.echo(f"{outcome}: {done} updates in all")
+        typer.echo(f"{outcome}: {plural(done, 'update')} in all")
         typer.echo(f"log          {run / 'log.jsonl'}")
         typer.echo(f"checkpoints  {run / 'checkpoints'}")
         if interrupted:
@@ -178,4 +212,6 @@ def _checked_run(run: Path, resume: bool) -> Path:
             "Pass --resume to continue that run, or choose another directory.",
             param_hint="--run",
         )
+    if resume and not used and current_group().rank == 0:
+        typer.echo(f"No checkpoint was found in {run}: a new run is started.", err=True)
     return run

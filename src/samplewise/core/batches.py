@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.core.text import plural
 from samplewise.errors import BatchError
 
 PLAIN = (str, bytes, int, float, bool, type(None))
@@ -46,14 +47,17 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     return change(batch)
 
 
-def _mapping_like(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+def _mapping_like(batch: Any, entries: dict[Any, Any]) -> Any:
     if type(batch) is dict:
         return entries
+    if dataclasses.is_dataclass(batch):  # the outputs of transformers, whose entries cannot be replaced
+        make: Any = type(batch)
+        return make(**entries)
     if isinstance(batch, (dict, UserDict)):  # a copy owns its entries and keeps other attributes
         new = copy.copy(batch)
         new.update(entries)
         return new
-    make: Any = type(batch)
+    make = type(batch)
     return make(entries)
 
 
@@ -122,13 +126,35 @@ def concat(batches: Sequence[Any]) -> Any:
     """
     first = batches[0]
     if isinstance(first, Tensor):
+        _check_widths(batches)
         return torch.cat(list(batches)) if first.dim() else torch.stack(list(batches))
     if isinstance(first, Mapping):
-        return {key: concat([batch[key] for batch in batches]) for key in first}
+        _check_keys(batches)
+        return _mapping_like(first, {key: concat([batch[key] for batch in batches]) for key in first})
     if isinstance(first, (tuple, list)):
         parts = (concat(part) for part in zip(*batches, strict=True))
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     return list(batches)
+
+
+def _check_widths(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.shape[1:] != tensors[0].shape[1:] or tensor.dim() != tensors[0].dim():
+            raise BatchError(
+                "tensors must have equal sizes in all dimensions but the first to be concatenated; found shapes "
+                f"{tuple(tensors[0].shape)} and {tuple(tensor.shape)}. Pad them to one size, or use one batch at a "
+                "time."
+            )
+
+
+def _check_keys(mappings: Sequence[Mapping[Any, Any]]) -> None:
+    for mapping in mappings:
+        if set(mapping) != set(mappings[0]):
+            keys = (", ".join(map(repr, each)) for each in (mappings[0], mapping))
+            raise BatchError(
+                f"mappings must have equal keys to be concatenated; found the keys {' and '.join(keys)}. Use one batch "
+                "at a time."
+            )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -152,5 +178,22 @@ def pick(batch: Any, key: Hashable) -> Any:
     try:
         return getattr(batch, key) if isinstance(key, str) and not isinstance(batch, Mapping) else batch[key]
     except (AttributeError, KeyError, IndexError, TypeError):
-        found = f"keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise BatchError(f"the batch must hold {key!r}; found {found}. Return it from the dataset.") from None
+        remedy = _ID_REMEDY if key == "id" else "Return it from the dataset."
+        raise BatchError(f"the batch must hold {key!r}; found {_contents(batch)}. {remedy}") from None
+
+
+_ID_REMEDY = (
+    "Wrap the dataset, DataLoader(sw.Indexed(dataset), ...), which adds the index of each sample as 'id'; or, if the "
+    "samples have ids, pass their key in the batch, for example sw.Ledger(id=2)."
+)
+
+
+def _contents(batch: Any) -> str:
+    """Description of what a batch holds, for error messages."""
+    if isinstance(batch, Mapping):
+        return f"keys {', '.join(map(repr, batch))}" if batch else "no keys"
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return f"the entries {', '.join(map(repr, batch._fields))}"
+    if isinstance(batch, (tuple, list)):
+        return f"a {type(batch).__name__} of {plural(len(batch), 'entry', 'entries')}"
+    return type(batch).__name__

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samplewise.core.predictions import prediction_columns
 from samplewise.errors import BatchError, LossesError
 
 WITH_COUNTS = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -45,6 +46,8 @@ CLASS_OF_FUNCTION: dict[Any, type] = {function: kind for kind, function in CRITE
 class Criterion:
     """Loss function (model, (x, y)) -> losses, or (losses, counts) if the criterion's denominator depends on the
     targets. Their quotient Σ losses / Σ counts is `criterion(model(x), y)`.
+
+    `predictions`: names of the columns that are returned after these, in a dict; see `prediction_columns`.
     """
 
     def __init__(self, criterion: Any):
@@ -52,13 +55,23 @@ class Criterion:
         self.criterion = criterion
         self.elementwise = copy.copy(criterion)  # shares the buffers, so that .to(device) reaches them
         self.elementwise.reduction = "none"
+        self.predictions: frozenset[str] = frozenset()
         self._extra: set[Hashable] = set()  # keys of further columns of the batch that something else reads
         self._any_extra = False
 
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
         inputs, target = self._pair(batch)
         prediction = model(inputs)
         self._check_shapes(prediction, target)
+        result = self._losses(prediction, target)
+        if not self.predictions or not isinstance(self.criterion, WITH_COUNTS):
+            return result
+        columns = prediction_columns(prediction, target, self.criterion.ignore_index, self.predictions)
+        if columns is None:
+            return result
+        return (*result, columns) if isinstance(result, tuple) else (result, columns)
+
+    def _losses(self, prediction: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         elements = self.elementwise(prediction, target)
         reduction = self.criterion.reduction
         if reduction == "none":
@@ -104,8 +117,20 @@ class Criterion:
 
     def _check_shapes(self, prediction: Tensor, target: Tensor) -> None:
         kind = type(self.criterion)
+        if kind in (nn.CrossEntropyLoss, nn.MultiMarginLoss) and prediction.shape[1:2] == (1,):
+            raise LossesError(
+                f"{kind.__name__} needs predictions for at least two classes; found shape {tuple(prediction.shape)}, "
+                "one class, for which the loss is always zero. Use nn.BCEWithLogitsLoss() for two classes and one "
+                "output, or nn.MSELoss() for regression."
+            )
         classes = kind is nn.MultiMarginLoss or (kind in WITH_COUNTS and not target.is_floating_point())
         wanted = (len(prediction), *prediction.shape[2:]) if classes else tuple(prediction.shape)
+        if tuple(target.shape) != wanted and kind is nn.CrossEntropyLoss and target.is_floating_point():
+            raise LossesError(
+                f"CrossEntropyLoss needs class indices, or class probabilities of shape {wanted}; found a target of "
+                f"{target.dtype} and shape {tuple(target.shape)}. Use target.long() for class indices, or nn.MSELoss() "
+                "for regression."
+            )
         if tuple(target.shape) != wanted:
             raise LossesError(
                 f"{kind.__name__} needs a target of shape {wanted} for predictions of shape "

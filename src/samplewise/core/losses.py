@@ -71,7 +71,7 @@ def per_sample(result: Any) -> tuple[Tensor, Tensor | None]:
     if len(first) != 2:
         raise LossesError(
             "loss_fn must return losses or (losses, counts), optionally followed by a dict of columns; found "
-            f"a tuple of {len(result)}."
+            f"a tuple of {len(result)}. Write, for example, return losses, counts, {{'margin': margin}}."
         )
     losses, counts = first
     if isinstance(losses, Tensor) and losses.dim() != 1:
@@ -145,7 +145,7 @@ def columns_of(result: Any, losses: Tensor) -> dict[str, Tensor] | None:
             found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             raise LossesError(
                 f"a column must have a name and be a tensor like the losses, {tuple(losses.shape)}, one value per "
-                f"sample; found {found} for {name!r}."
+                f"sample; found {found} for {name!r}. Return a tensor with one number per sample."
             )
     return {name: values.detach() for name, values in result[-1].items()}
 

@@ -1,4 +1,4 @@
-"""Tables, lists and hints in plain text."""
+"""Numbers with nouns, lists, hints and tables in plain text."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -10,6 +10,11 @@ def listed(names: Iterable[str]) -> str:
     """Return the first five names, separated by commas, and the number of the others."""
     names = list(names)
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def plural(count: int, noun: str, many: str = "") -> str:
+    """A number and its noun: "1 update", "2 updates", "1,000 updates". `many`: the plural, if it is not noun + s."""
+    return f"{count:,} {noun if count == 1 else many or f'{noun}s'}"
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from samplewise.distributed.group import current_group
 from samplewise.engine.gradients import Gradients
+from samplewise.transforms.chain import Chain
+from samplewise.transforms.transform import Grouping, SumTransform, Transform
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,13 @@ class NoiseScale:
     """Running estimate of the noise scale: the ratio of exponential moving averages of trace and signal.
 
     Call `add(g)` with the gradients of a batch, or `add(norms, grad_norm)` with per-sample norms and the norm of the
-    mean gradient; gradients must be neither clipped nor weighted. It is also a callback of the trainer, which writes
-    the estimate to the log: `Trainer(step, run, callbacks=[NoiseScale()])`.
+    mean gradient. It is also a callback of the trainer, which writes the estimate to the log:
+    `Trainer(step, run, callbacks=[NoiseScale()])`.
+
+    As a callback it measures the gradients of the losses as returned by the loss function, times the coefficients of
+    the transforms: with `clip`, the noise of the clipped gradients. If samples have counts, the update is
+    Σ g / Σ counts, and the noise is that of g. Transforms must weigh each sample by itself; for others ValueError is
+    raised when the fit starts.
 
     decay: factor of the moving averages per batch; default 0.99
     """
@@ -122,6 +129,7 @@ class NoiseScale:
         return Noise(self._trace / self._weight, self._signal / self._weight)
 
     def on_fit_start(self, step: Any) -> None:
+        _check_transforms(step.transforms)
         step.require(norms=True)
 
     def on_update(self, update: Any, trainer: Any = None) -> None:
@@ -129,18 +137,19 @@ class NoiseScale:
 
         Every rank must call it: the norms of all ranks are gathered.
         """
+        if trainer is not None:
+            _check_transforms(trainer.step.transforms)  # they may have been replaced since the fit started
         if update.skipped or update.samples < 2 or update.updates > 1:
             return
         weights = update.weights
-        problem = None
-        unweighted = not isinstance(weights, Mapping) and bool((weights == 1).all())
-        if not unweighted or float(update.sums()[1]) != update.samples:
-            problem = ValueError(
-                "the noise scale needs updates that are the plain mean of their samples; found weights or counts other "
-                "than 1. Compute unweighted gradients g and call add(g)."
+        if isinstance(weights, Mapping):
+            raise ValueError(
+                "the noise scale needs updates with one weight per sample; found one for each parameter. Compute "
+                "gradients g and call add(g)."
             )
-        current_group().barrier(problem)
-        estimate = self.add(current_group().all_gather_rows(update.norms), update.grad_norm)
+        norms = current_group().all_gather_rows(update.norms * weights.abs())
+        mean_norm = update.grad_norm * float(update.sums()[1]) / update.samples  # the update is Σ c·g / Σ counts
+        estimate = self.add(norms, mean_norm)
         if trainer is not None and trainer.step.counters.updates % trainer.log_every == 0:
             numbers = {"scale": estimate.scale, "trace": estimate.trace, "signal": estimate.signal}
             batch = trainer.step.samples or update.samples  # the last batch of an epoch may be smaller
@@ -155,6 +164,33 @@ class NoiseScale:
         self._trace = state["trace"]
         self._signal = state["signal"]
         self._weight = state["weight"]
+
+
+def _check_transforms(chain: Chain) -> None:
+    """Raise ValueError unless the update is Σ c·g / Σ counts, where each c depends on its own sample only."""
+    for transform in chain.transforms:
+        reason = _obstacle(transform)
+        if reason:
+            raise ValueError(
+                "the noise scale needs updates that weigh each sample by itself, as clip does; found "
+                f"{transform}, which {reason}. Remove NoiseScale() from the callbacks, or call add(g) with the "
+                "gradients g of a batch."
+            )
+
+
+def _obstacle(transform: Transform) -> str:
+    """Reason why the noise scale cannot be estimated from updates with this transform; empty if it can."""
+    if isinstance(transform, Grouping):
+        return "sums samples of a group"
+    if isinstance(transform, SumTransform):
+        return "adds to the sum of the gradients"
+    if transform.window:
+        return "depends on the other samples of the window"
+    if transform.renormalises:
+        return "changes the denominator"
+    if transform.positions is not None:
+        return "depends on the position in the window"
+    return "weighs each parameter by itself" if transform.by_parameter else ""
 
 
 def _noise(norms: Tensor, mean_norm: float) -> Noise:

@@ -22,14 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.core.predictions import margins
 from samplewise.engine.gradients import Gradients
-
-
-def margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """Margins (B,): the label's logit minus the largest other logit."""
-    label_column = labels[:, None]
-    others = logits.scatter(1, label_column, -torch.inf)
-    return logits.gather(1, label_column)[:, 0] - others.amax(1)
 
 
 def el2n(logits: Tensor, labels: Tensor) -> Tensor:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import pick
-from samplewise.core.losses import LossFn
+from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
-from samplewise.core.text import render
+from samplewise.core.text import did_you_mean, plural, render
 from samplewise.diagnostics.scores import SCORES, SUMMED_SCORES, ClassGradients, ScoreInputs
 from samplewise.engine.gradients import Gradients
 from samplewise.errors import BatchError
 from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
 from samplewise.ledger.aggregate import SCORES as VISIT_SCORES
 from samplewise.ledger.aggregate import VisitAggregator, ranks, recommended_score, signed_scores, suspicion
-from samplewise.ledger.files import load_pyarrow
+from samplewise.ledger.files import load_pyarrow, samples
 from samplewise.scan import scan
 
 RECOMMENDED = "margin"  # by the measurements in docs/diagnostics.md
@@ -66,7 +67,7 @@ class Suspects:
             name = self.ids[i] if isinstance(self.ids, list) else self.ids[i].item()
             rows.append((str(name), *(f"{s[i].item():.4g}" for s in self.scores.values())))
         unknown_note = f"; {len(self.unknown)} more have no finite score" if self.unknown else ""
-        title = f"most suspicious of {len(self)} samples, by {' and '.join(self.by)}{unknown_note}"
+        title = f"most suspicious of {plural(len(self), 'sample')}, by {' and '.join(self.by)}{unknown_note}"
         return render(("sample", *self.scores), rows, title)
 
 
@@ -85,9 +86,13 @@ def suspects(
 ) -> Suspects:
     """Rank samples that are likely mislabelled or unusual, from a model and a loader or from a ledger of a training.
 
-    A ledger is a table of visits: the result of `sw.samples(run)`, a data frame, or a mapping of columns. It has one
-    row per visit, the column id and some of loss, norm, margin (the label's logit minus the largest other) and el2n.
-    The score of a sample is the mean over its visits with a finite value; for the margin this is the AUM.
+    A ledger is a run directory or a table of visits: the result of `sw.samples(run)`, a data frame, or a mapping of
+    columns. A table has one row per visit, the column id and some of loss, norm, margin (the label's logit minus the
+    largest other) and el2n. The score of a sample is the mean over its visits with a finite value; for the margin this
+    is the AUM.
+
+    Samples of different lengths are compared by their means: if the loss function returns (losses, counts), or the
+    table has a column count, the scores are those of loss / count.
 
     by: name of a score, or several names, whose ranks are averaged; default margin, or loss for a table without margin
     also: names of more scores to compute
@@ -100,6 +105,8 @@ def suspects(
     Scores: loss, margin, el2n, norm, last_norm, self_influence, agreement. agreement needs two passes over the data and
     keeps one gradient per class in memory. The model is in evaluation mode.
     """
+    if isinstance(source, (str, Path)):
+        source = samples(source)
     if not isinstance(source, nn.Module):
         return _rank_visits(source, by)
     if loss_fn is None or loader is None:
@@ -175,11 +182,14 @@ class _ScoreComputation:
                 column.append(SCORES[name](inputs).detach().double().cpu())
             ids += range(len(ids), len(ids) + len(g)) if self.ids is None else self._ids_of(batch, len(g))
         if not ids:
-            raise ValueError("the loader must yield at least one batch; found none.")
+            raise ValueError(
+                "the loader must yield at least one batch; found none. Pass a loader or a list: an iterator is "
+                "exhausted after one pass."
+            )
         return ids, {name: torch.cat(column) for name, column in columns.items()}
 
     def _gradients(self) -> Iterator[tuple[Any, Gradients]]:
-        return scan(self.model, self.loss_fn, self.loader, self.microbatch)
+        return scan(self.model, _per_count(self.loss_fn), self.loader, self.microbatch)
 
     def _logits_of(self, batch: Any) -> Tensor:
         with torch.no_grad():
@@ -206,6 +216,17 @@ class _ScoreComputation:
         return classes
 
 
+def _per_count(loss_fn: LossFn) -> LossFn:
+    """Loss function whose losses are divided by their counts, unless a count is 0."""
+    given = as_loss_fn(loss_fn)
+
+    def losses_per_count(model: nn.Module, batch: Any) -> Tensor:
+        losses, counts = per_sample(given(model, batch))
+        return losses if counts is None else losses / counts.where(counts > 0, 1).to(losses.dtype)
+
+    return losses_per_count
+
+
 def _positions(ids: Ids, others: Ids) -> Tensor:
     """Positions in `others` of each of the ids."""
     if ids == others:
@@ -218,8 +239,9 @@ def _positions(ids: Ids, others: Ids) -> Tensor:
         )
     if len(position_of) < len(ids):
         raise ValueError(
-            f"each sample must have a unique id if the order changes between passes; found {len(position_of)} ids of "
-            f"{len(ids)} samples. Use a loader with shuffle=False, or unique ids."
+            "each sample must have a unique id if the order changes between passes; found "
+            f"{plural(len(position_of), 'id')} of {plural(len(ids), 'sample')}. Use a loader with "
+            "shuffle=False, or unique ids."
         )
     return torch.tensor([position_of[sample_id] for sample_id in ids])
 
@@ -230,14 +252,14 @@ def _positions(ids: Ids, others: Ids) -> Tensor:
 def _rank_visits(table: Any, by: str | Sequence[str] | None) -> Suspects:
     aggregator = VisitAggregator()
     aggregator.add(_as_pyarrow(table))
-    samples = aggregator.samples()
-    if not len(samples):
+    visited = aggregator.samples()
+    if not len(visited):
         raise ValueError("a table of visits must have a finite score of at least one sample; found none.")
-    scores = {name: _tensor(signed_scores(samples, name)) for name in samples.column_names if name in VISIT_SCORES}
+    scores = {name: _tensor(signed_scores(visited, name)) for name in visited.column_names if name in VISIT_SCORES}
     names = _as_names(by or recommended_score(scores))
-    _check_names(names, scores)
-    ids = _as_ids(samples["id"].to_pylist())
-    score = _tensor(suspicion(samples, names))
+    _check_names(names, scores, _RECORD_IT)
+    ids = _as_ids(visited["id"].to_pylist())
+    score = _tensor(suspicion(visited, names))
     return Suspects(ids, score, scores, names, aggregator.unknown.to_pylist())
 
 
@@ -253,8 +275,8 @@ def _as_pyarrow(table: Any) -> Any:
         return pa.table(table)
     except (TypeError, ValueError, OverflowError) as why:
         raise TypeError(
-            "suspects needs a model, a loss function and a loader, or a table of visits: the result of sw.samples, a "
-            f"data frame, or a mapping of columns; found {type(table).__name__}: {why}"
+            "suspects needs a model, a loss function and a loader, or a table of visits: a run directory, the result "
+            f"of sw.samples, a data frame, or a mapping of columns; found {type(table).__name__}: {why}"
         ) from why
 
 
@@ -281,7 +303,15 @@ def _as_names(by: str | Sequence[str]) -> tuple[str, ...]:
     return (by,) if isinstance(by, str) else tuple(by)
 
 
-def _check_names(names: Iterable[str], known: Iterable[str]) -> None:
+def _check_names(names: Iterable[str], known: Iterable[str], remedy: str = "") -> None:
+    """Raise ValueError for a name that is not a known score. `remedy`: how to get another score."""
     for name in names:
         if name not in known:
-            raise ValueError(f"a score must be one of {', '.join(known)}; found {name!r}.")
+            hint = did_you_mean(str(name), known) or remedy
+            raise ValueError(f"a score must be one of {', '.join(known)}; found {name!r}. {hint}".rstrip())
+
+
+_RECORD_IT = (
+    "A table has the scores whose columns were recorded: sw.Ledger records loss and norm, and the margin if loss_fn "
+    "is nn.CrossEntropyLoss(). Another loss function returns a score as a column: return losses, {'margin': margin}."
+)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from samplewise.core.text import listed, render
+from samplewise.core.text import listed, plural, render
 from samplewise.distributed.ddp import refuse_replicas
 from samplewise.distributed.group import current_group
 from samplewise.distributed.sharded_parameters import is_sharded
@@ -385,13 +385,12 @@ class Gradients:
         return render(
             ("parameter", "shape", "used by", "ownership", "kept as"),
             cells,
-            f"{len(self)} samples, strategy {self._evaluator.strategy}",
+            f"{plural(len(self), 'sample')}, strategy {self._evaluator.strategy}",
         )
 
     def __repr__(self) -> str:
-        samples = f"{len(self)} sample{'s' * (len(self) != 1)}"
-        parameters = f"{len(self.names)} parameter{'s' * (len(self.names) != 1)}"
-        return f"Gradients({samples}, {parameters}, strategy={self._evaluator.strategy!r})"
+        size = f"{plural(len(self), 'sample')}, {plural(len(self.names), 'parameter')}"
+        return f"Gradients({size}, strategy={self._evaluator.strategy!r})"
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

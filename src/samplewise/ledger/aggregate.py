@@ -14,13 +14,15 @@ AGGREGATE_EVERY = 2**20  # visits that are collected before they are aggregated
 
 # Columns that are scores, and the sign that is suspicious. The margin is the label's logit minus the largest other.
 SCORES = {"loss": 1, "norm": 1, "margin": -1, "el2n": 1, "self_influence": 1}
+SUMMED = ("loss", "norm")  # scores that are sums over the elements of a sample if there is a column count
 
 
 def aggregate_visits(tables: Iterable[Any]) -> Any:
     """Aggregate tables of visits to a pyarrow table with one row per sample, in the order of first visits.
 
     Columns: id; visits, their number; the mean of each score over the visits where it is finite; and the last value of
-    any other column except epoch and update. `self_influence`, if there is no such column, is the mean of norm².
+    any other column except epoch and update. `self_influence`, if there is no such column, is the mean of norm². With a
+    column count, loss and norm are divided by the count of the visit.
 
     A score that is never finite is left out, and so is a sample without a finite score.
     """
@@ -108,6 +110,9 @@ def _as_partial_sums(table: Any) -> Any:
     """Table of visits in the form of aggregated samples. The sum of a non-finite score is null."""
     pa, pc = load_pyarrow(), load_pyarrow().compute
     columns = {name: table[name] for name in table.column_names}
+    if "count" in columns:
+        counts = pc.fill_null(columns["count"].cast(pa.float64()), 1.0)
+        columns |= {name: pc.divide(columns[name].cast(pa.float64()), counts) for name in SUMMED if name in columns}
     if "norm" in columns:
         columns.setdefault("self_influence", pc.power(columns["norm"].cast(pa.float64()), 2))
     partial = {"id": columns.pop("id"), "visits": pa.repeat(1, len(table))}
@@ -159,12 +164,13 @@ def _check(table: Any) -> None:
     if "id" not in names or not any(name in SCORES for name in names):
         raise ValueError(
             f"a table of visits must have the column id and one of {', '.join(SCORES)}; found "
-            f"{', '.join(names) or 'no columns'}."
+            f"{', '.join(names) or 'no columns'}. sw.Ledger() records such a table, with the ids that "
+            "sw.Indexed(dataset) adds to the batches; a loss function adds columns: return losses, {'margin': margin}."
         )
     unknown = table["id"].null_count
     if unknown:
         raise ValueError(f"every visit must have an id; found {unknown:,} of {len(table):,} visits without an id.")
-    for name in SCORES:
+    for name in (*SCORES, "count"):
         if name in names and load_pyarrow().types.is_string(table[name].type):
             raise ValueError(f"the column {name!r} must hold numbers; found {table[name].type}.")
 

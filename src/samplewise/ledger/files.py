@@ -39,12 +39,18 @@ def samples(run: str | Path, damaged: str = "raise") -> Any:
         id       int64 or string            loss    float32, as returned by the loss function
         epoch    int32                      norm    float32, of the sample's own gradient, before any transform
         update   int64                      weight  float32, coefficient in the sum; 0 if the update was skipped
+                                            count   float32, only if the loss function returns counts other than 1
 
-    followed by the other columns that were recorded. Unknown values are NaN.
+    followed by the other columns that were recorded. Unknown values are NaN. With counts, loss is a sum over the
+    elements of the sample, and loss / count its mean.
 
     damaged: "raise" an error if a part cannot be read, or "skip" the part with a warning
     """
-    return concat_tables(list(parts(run, damaged)), run)
+    table = concat_tables(list(parts(run, damaged)), run)
+    if "count" not in table.column_names:
+        return table
+    counts = load_pyarrow().compute.fill_null(table["count"], 1)  # a part in which all counts are 1 lacks the column
+    return table.set_column(table.column_names.index("count"), "count", counts)
 
 
 def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
@@ -52,9 +58,14 @@ def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
     if damaged not in ("raise", "skip"):
         raise ValueError(f"damaged must be 'raise' or 'skip'; found {damaged!r}.")
     if not list_parts(Path(run)):
+        remedy = (
+            "Train with callbacks=[sw.Ledger()] or samplewise train --ledger; its first part is written with the first "
+            "checkpoint."
+        )
+        if Path(run).name == FOLDER and list_parts(Path(run).parent):
+            remedy = f"Pass the run directory, {Path(run).parent}."
         raise LedgerError(
-            f"a run must have a ledger, {FOLDER}/part-*.parquet, to read its samples; found none in {run}. Train with "
-            "callbacks=[sw.Ledger()]; its first part is written with the first checkpoint."
+            f"a run must have a ledger, {FOLDER}/part-*.parquet, to read its samples; found none in {run}. {remedy}"
         )
     any_read = False
     for entries in _files_by_part(Path(run)):
@@ -63,7 +74,9 @@ def parts(run: str | Path, damaged: str = "raise") -> Iterator[Any]:
             any_read = True
             yield rank_tables[0] if len(rank_tables) == 1 else _sorted_by_update(concat_tables(rank_tables, run))
     if not any_read:
-        raise LedgerError(f"a ledger must have at least one readable part; found none in {run}.")
+        raise LedgerError(
+            f"a ledger must have at least one readable part; found none in {run}. Restore the files from a copy."
+        )
 
 
 def _read_or_skip(entry: Path | str, damaged: str) -> list[Any]:

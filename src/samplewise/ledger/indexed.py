@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
 class IndexedItem(tuple[Any, ...]):
@@ -35,6 +35,13 @@ class Indexed(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any):
+        if isinstance(dataset, DataLoader):
+            raise TypeError(
+                "Indexed needs a dataset; found a DataLoader. Wrap the dataset of the loader: "
+                "DataLoader(sw.Indexed(dataset), ...)."
+            )
+        if isinstance(dataset, Indexed):
+            raise TypeError("Indexed needs a dataset without ids; found one that is Indexed already. Use it as it is.")
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"Indexed needs a map-style dataset, with __getitem__; found {type(dataset).__name__}. Return an id "

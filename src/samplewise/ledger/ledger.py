@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from samplewise.core.atomic_io import absolute
+from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import random_state
+from samplewise.core.text import plural
 from samplewise.distributed.group import current_group
 from samplewise.errors import LedgerError, LedgerWarning, SamplewiseError
 from samplewise.ledger.aggregate import aggregate_visits
@@ -23,7 +25,7 @@ from samplewise.ledger.files import (
     samples,
     unify_schemas,
 )
-from samplewise.ledger.previews import indexed_items, write_previews
+from samplewise.ledger.previews import Names, as_names, dataset_names, indexed_items, write_previews
 from samplewise.ledger.rows import updates_to_table
 from samplewise.step.update import Update
 
@@ -32,7 +34,8 @@ CONVERT_EVERY = 512  # updates converted to rows at a time
 
 class Ledger:
     """Callback that records each sample at each visit: id, epoch, update, loss, gradient norm, weight, and the columns
-    that the loss function returns beside the losses. Read it with `sw.samples(run)` or any Parquet reader.
+    that the loss function returns beside the losses. With nn.CrossEntropyLoss and one class index per sample, these are
+    label, prediction and margin. Read it with `sw.samples(run)` or any Parquet reader.
 
         trainer = sw.Trainer(step, "runs/first", callbacks=[sw.Ledger()])
 
@@ -50,6 +53,9 @@ class Ledger:
     every: rows per part; with a trainer, a part is also written at every checkpoint
     show: preview of a sample in the report: a function of the id that returns an image, a text, or a mapping or vector
     of values, alone or in a tuple with a label. None: the item of the dataset inside `sw.Indexed`. False: no previews
+    features: names of the values of a vector, for previews; default: the attribute `feature_names` of the dataset
+    classes: names of the classes, for labels and predictions in the report; default: the attribute `classes` of the
+    dataset
     """
 
     def __init__(
@@ -61,6 +67,8 @@ class Ledger:
         norms: bool = True,
         every: int = 100_000,
         show: Callable[[Any], Any] | Literal[False] | None = None,
+        features: Iterable[str] | None = None,
+        classes: Iterable[str] | None = None,
     ):
         if type(every) is not int or every < 1:
             raise ValueError(f"every must be a positive number of rows; found {every!r}.")
@@ -69,11 +77,17 @@ class Ledger:
                 f"columns must be a list of keys, or a dict of names and keys; found the string {columns!r}. Pass "
                 f"[{columns!r}]."
             )
+        if not (show is None or show is False or callable(show)):
+            raise TypeError(
+                f"show must be a function of the id, None or False; found {show!r}. Pass, for example, "
+                "show=lambda id: texts[id]."
+            )
         load_pyarrow()  # raises now, not after an epoch, if pyarrow is missing
         self.directory = None if directory is None else absolute(directory)
         self.norms = norms
         self.every = every
         self.show = show
+        self.names = Names(_given_names("features", features), _given_names("classes", classes))
         named = columns if isinstance(columns, Mapping) else {str(key): key for key in columns}
         self.keys: dict[str, Hashable] = {**named, "id": id}
         self._resuming = False
@@ -83,6 +97,12 @@ class Ledger:
         self._loaded_parts = 0  # of parts in the loaded state
         self._schema = load_pyarrow().schema([])
         self._discard_rows()
+
+    def __repr__(self) -> str:
+        columns = ", ".join(name if name == key else f"{name}={key!r}" for name, key in self.keys.items())
+        directory = self.directory if self._parts is None else self._parts.run
+        where = "the run directory of the trainer" if directory is None else repr(str(directory))
+        return f"Ledger({where}, columns {columns}, {self._rows:,} unwritten rows)"
 
     def _discard_rows(self) -> None:
         """Discard rows that have not been written."""
@@ -95,10 +115,18 @@ class Ledger:
 
     def listen(self, step: Any) -> None:
         """Register the columns and norms that the ledger needs with the step. Call it before the first update."""
-        step.require(norms=self.norms, columns=self.keys)
+        if not hasattr(step, "require"):
+            raise TypeError(f"listen needs the sw.Step of the training; found {type(step).__name__}. Pass the step.")
+        predictions = [name for name in PREDICTION_COLUMNS if name not in self.keys]
+        step.require(norms=self.norms, columns=self.keys, predictions=predictions)
 
     def add(self, update: Update, epoch: int | None = None) -> None:
         """Record an update. `epoch`: default the epoch counted by step.over."""
+        if not isinstance(update, Update):
+            raise TypeError(
+                f"add needs an update; found {type(update).__name__}. Pass what the step yields: for update in "
+                "step.over(loader): ledger.add(update)."
+            )
         if self._dry_run:
             return
         if self._parts is None or self._resuming:
@@ -156,7 +184,10 @@ class Ledger:
     def _run_directory(self, trainer: Any = None) -> Path:
         directory = self.directory or getattr(trainer, "run", None)
         if directory is None:
-            raise ValueError("Ledger needs a directory; found none. Use Ledger('some/place'), or a trainer with run=.")
+            raise ValueError(
+                "a ledger must have a directory; found none. Pass it to the ledger, Ledger('runs/mine'), or to the "
+                "trainer, Trainer(step, 'runs/mine')."
+            )
         return Path(directory)
 
     def _open(self, directory: Path, clear: bool) -> None:
@@ -172,8 +203,9 @@ class Ledger:
         if existing and not self._resuming and not clear:
             self._parts = None
             raise LedgerError(
-                f"a new ledger must have a directory without parts; found {existing} parts in {parts.run / FOLDER}. "
-                "Load the state that belongs to them to continue that ledger, or choose another directory."
+                f"a new ledger must have a directory without parts; found {plural(existing, 'part')} in "
+                f"{parts.run / FOLDER}. Load the state that belongs to them to continue that ledger, or choose "
+                "another directory."
             )
         parts.open()
 
@@ -186,6 +218,8 @@ class Ledger:
         self.listen(step)
         if self.show is None:
             self._item = indexed_items(getattr(trainer, "loader", None))
+        found = dataset_names(getattr(trainer, "loader", None))
+        self.names = Names(self.names.features or found.features, self.names.classes or found.classes)
         if self._parts is None or self._resuming:
             self._open(self._run_directory(trainer), clear=self.directory is None)
 
@@ -202,21 +236,23 @@ class Ledger:
 
     def _preview(self) -> None:
         """Write previews of the most suspicious samples. An error becomes a warning and does not end the training."""
-        if self._dry_run or self._item is None or self._parts is None or not (self._parts.count or self._added):
+        shown = self._item is not None or bool(self.names.classes)
+        if self._dry_run or not shown or self._parts is None or not (self._parts.count or self._added):
             return
         self.flush()
         current_group().barrier()
         if current_group().rank == 0:
             self._write_previews(self._parts.run, self._item)
 
-    def _write_previews(self, run: Path, item: Callable[[Any], Any]) -> None:
+    def _write_previews(self, run: Path, item: Callable[[Any], Any] | None) -> None:
         restore = random_state()  # datasets may draw random numbers
         try:
-            write_previews(run, item, aggregate_visits(parts(run)))
+            write_previews(run, item, aggregate_visits(parts(run)), self.names)
         except Exception as why:
+            reason = str(why).rstrip(".")
             warnings.warn(
-                f"samples must be accessible by id to be shown in the report; found {type(why).__name__}: {why} "
-                "Use Ledger(show=a function of the id), or show=False.",
+                f"samples must be accessible by id to be shown in the report; found {type(why).__name__}: {reason}. "
+                "Pass Ledger(show=function of the id), or show=False.",
                 LedgerWarning,
                 stacklevel=2,
             )
@@ -245,3 +281,11 @@ class Ledger:
         self._discard_rows()
         self._loaded_parts = parts
         self._resuming = True
+
+
+def _given_names(argument: str, given: Any) -> list[str] | None:
+    """The argument `features` or `classes` as a list of strings."""
+    names = as_names(given)
+    if given is not None and not names:
+        raise TypeError(f"{argument} must be a list of names; found {given!r}. Pass for example {argument}=['a', 'b'].")
+    return names

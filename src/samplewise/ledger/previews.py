@@ -1,6 +1,6 @@
 """Previews of the most suspicious samples, written beside the ledger so that a report needs no access to the data.
 
-`previews.json`: {"version": 1, "samples": {id: {"label": ..., and one of
+`previews.json`: {"version": 1, "classes": names of the classes, if known, "samples": {id: {"label": ..., and one of
     "image":  {"width", "height", "channels", "data"}   bytes, row by row, in base64
     "text":   the first 400 characters
     "values": {name: number or string}, at most 32}}}
@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.core.atomic_io import atomic_write
+from samplewise.core.text import plural
+from samplewise.errors import LedgerWarning
 from samplewise.ledger.aggregate import SCORES, recommended_score, suspicion
 from samplewise.ledger.indexed import Indexed
 
@@ -36,36 +39,70 @@ IMAGE_KEYS = ("image", "img", "picture", "pixels", "pixel_values")
 Preview = dict[str, Any]
 
 
+class Names(NamedTuple):
+    """Names of the features of a sample and of the classes; None if they are not known."""
+
+    features: list[str] | None = None
+    classes: list[str] | None = None
+
+
+NO_NAMES = Names()
+
+
 def indexed_items(loader: Any) -> Callable[[Any], Any] | None:
     """Function from id to item of the dataset wrapped by `sw.Indexed` inside a loader or subsets; None without one."""
+    indexed = next((each for each in _datasets(loader) if isinstance(each, Indexed)), None)
+    return None if indexed is None else indexed.dataset.__getitem__
+
+
+def dataset_names(loader: Any) -> Names:
+    """Names from the attributes `feature_names` and `classes` of the dataset of a loader, or of one that it wraps."""
+    found = {}
+    for field, attribute in (("features", "feature_names"), ("classes", "classes")):
+        candidates = (as_names(getattr(dataset, attribute, None)) for dataset in _datasets(loader))
+        found[field] = next((names for names in candidates if names is not None), None)
+    return Names(**found)
+
+
+def as_names(given: Any) -> list[str] | None:
+    """A list, tuple, array or pandas index of names as a list of strings; None for anything else."""
+    values = given.tolist() if hasattr(given, "tolist") else given
+    return [str(value) for value in values] if isinstance(values, (list, tuple)) else None
+
+
+def _datasets(loader: Any) -> Iterator[Any]:
+    """The dataset of a loader, and the datasets that it wraps, from outside to inside."""
     dataset = getattr(loader, "dataset", None)
-    while dataset is not None and not isinstance(dataset, Indexed):
+    while dataset is not None:
+        yield dataset
         dataset = getattr(dataset, "dataset", None)
-    return None if dataset is None else dataset.dataset.__getitem__
 
 
-def write_previews(run: Path, item: Callable[[Any], Any], samples: Any) -> None:
+def write_previews(run: Path, item: Callable[[Any], Any] | None, samples: Any, names: Names = NO_NAMES) -> None:
     """Write previews of the most suspicious samples, by any score, to previews.json.
 
-    item: function of an id; if it fails, the other previews are written before its first error is raised
-    samples: table of `visited`
+    item: function of an id; if it fails, the other previews are written before its first error is raised. None: only
+    the names of the classes are written
+    samples: table of `aggregate_visits`
     """
     previews: dict[str, Preview] = {}
     errors: list[Exception] = []
-    for sample_id in islice(_most_suspicious(samples), MAX_PREVIEWS):
-        try:
-            previews[str(sample_id)] = preview(item(sample_id))
-        except Exception as error:
-            errors.append(error)
-    if previews:
-        _write(run, previews)
+    if item is not None:
+        for sample_id in islice(_most_suspicious(samples), MAX_PREVIEWS):
+            try:
+                previews[str(sample_id)] = preview(item(sample_id), names.features)
+            except Exception as error:
+                errors.append(error)
+    if previews or names.classes:
+        _write(run, previews, names.classes)
     if errors:
         raise errors[0]
 
 
-def _write(run: Path, previews: dict[str, Preview]) -> None:
+def _write(run: Path, previews: dict[str, Preview], classes: list[str] | None) -> None:
+    content = {"version": VERSION, **({"classes": classes} if classes else {}), "samples": previews}
     with atomic_write(run / FILE, run / f".{FILE}.partial") as file:
-        file.write(json.dumps({"version": VERSION, "samples": previews}).encode())
+        file.write(json.dumps(content).encode())
 
 
 def _most_suspicious(samples: Any) -> Iterable[Any]:
@@ -82,13 +119,16 @@ def _most_suspicious(samples: Any) -> Iterable[Any]:
 # --- preview of one sample -------------------------------------------------------------------------------------------
 
 
-def preview(item: Any) -> Preview:
-    """Preview of an image, a text, or a vector or mapping of values; or of a tuple of one of these and a label."""
+def preview(item: Any, features: Sequence[str] | None = None) -> Preview:
+    """Preview of an image, a text, or a vector or mapping of values; or of a tuple of one of these and a label.
+
+    features: names of the values of a vector; default: they are numbered
+    """
     content, label = _split_label(item)
     if label is None:
-        return _preview_content(content)
+        return _preview_content(content, features)
     label_text = f"{label:.6g}" if isinstance(label, float) else str(label)
-    return {"label": label_text, **_preview_content(content)}
+    return {"label": label_text, **_preview_content(content, features)}
 
 
 def _split_label(item: Any) -> tuple[Any, Any]:
@@ -105,7 +145,7 @@ def _split_label(item: Any) -> tuple[Any, Any]:
 
 
 def _is_image(name: Any, value: Any) -> bool:
-    """True if an entry of a sample is an image: 3-D arrays of image shape, and matrices under a name in IMAGES."""
+    """True if an entry of a sample is an image: 3-D arrays of image shape, and matrices under a name in IMAGE_KEYS."""
     shape = getattr(value, "shape", ())
     if _is_pillow(value):
         return True
@@ -123,7 +163,7 @@ def _as_scalar(label: Any) -> Any:
     return label if isinstance(label, (int, float, str)) else None
 
 
-def _preview_content(content: Any) -> Preview:
+def _preview_content(content: Any, features: Sequence[str] | None) -> Preview:
     if isinstance(content, str):
         return {"text": content[:MAX_CHARACTERS]}
     if isinstance(content, Mapping):
@@ -137,7 +177,23 @@ def _preview_content(content: Any) -> Preview:
         data = base64.b64encode(bytes(image.flatten().tolist())).decode()
         return {"image": {"width": width, "height": height, "channels": channels, "data": data}}
     numbers = array.flatten()
-    return {"values": {str(k): _value(v) for k, v in enumerate(numbers[:MAX_VALUES].tolist())}}
+    names = _value_names(len(numbers), features)
+    return {"values": {name: _value(v) for name, v in zip(names, numbers[:MAX_VALUES].tolist(), strict=False)}}
+
+
+def _value_names(count: int, features: Sequence[str] | None) -> Sequence[str]:
+    """Names of `count` values: the features, or numbers, with a warning, if there is another number of features."""
+    if features is not None and len(features) == count:
+        return features
+    if features is not None:
+        warnings.warn(
+            f"features must have one name for each value of a sample; found {plural(len(features), 'name')} for "
+            f"{plural(count, 'value')}, which are numbered in the report. Pass Ledger(features=[...]) with all "
+            "names, in the order of the values.",
+            LedgerWarning,
+            stacklevel=2,
+        )
+    return [str(k) for k in range(count)]
 
 
 def _value(value: Any) -> int | float | str:

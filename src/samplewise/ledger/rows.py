@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.core.text import plural
 from samplewise.errors import LedgerError
 from samplewise.ledger.files import load_pyarrow
 from samplewise.step.batch_columns import BatchColumns, Column
 from samplewise.step.update import Update
 
-STANDARD_COLUMNS = ("id", "epoch", "update", "loss", "norm", "weight")
+STANDARD_COLUMNS = ("id", "epoch", "update", "loss", "norm", "weight", "count")
 INTEGER_DTYPES = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
 STORED_DTYPES = {torch.bool: torch.int8, torch.float64: torch.float64}  # other non-integer columns become float32
 Columns = dict[str, Column]
@@ -47,9 +48,12 @@ def updates_to_table(updates: Sequence[Update], epochs: Sequence[int | None], no
         "update": _update_indices(updates, rows),
         **_concat_columns(update_columns, rows),
     }
-    for name in batch_columns:
+    if _all_ones(columns["count"]):
+        del columns["count"]
+    for name, values in batch_columns.items():
         if name in columns or name in STANDARD_COLUMNS:
             raise _reserved_name_error(name)
+        _check_one_per_sample(name, values, sum(batch_rows))
     columns |= batch_columns
     return load_pyarrow().table({name: _to_array(name, values) for name, values in columns.items()})
 
@@ -58,6 +62,15 @@ def _concat_columns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> 
     """Concatenate all columns that any part has; a part that lacks a column gets `rows` NaN."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _concat_column(name, [part.get(name) for part in parts], rows) for name in names}
+
+
+def _check_one_per_sample(name: str, values: Column, rows: int) -> None:
+    if len(values) != rows or getattr(values, "ndim", 1) != 1:
+        found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else plural(len(values), "value")
+        raise LedgerError(
+            f"the column {name!r} must have one number or string per sample, ({rows},); found {found}. Leave it out of "
+            "columns=, or return one value per sample from the dataset."
+        )
 
 
 def _reserved_name_error(name: str) -> LedgerError:
@@ -78,7 +91,8 @@ def _count_rows(update: Update) -> int:
         rows += len(ids)
     if rows != update.local_samples and not update.skipped:
         raise LedgerError(
-            f"a batch must have one id for each loss; found {rows} ids for {update.local_samples} losses. {_ID_HINT}"
+            f"a batch must have one id for each loss; found {plural(rows, 'id')} for "
+            f"{plural(update.local_samples, 'loss', 'losses')}. {_ID_HINT}"
         )
     return rows
 
@@ -87,7 +101,7 @@ _ID_HINT = "Pass the key of the ids: Ledger(id=...)."
 
 
 def _update_columns(update: Update, rows: int, norms: bool) -> dict[str, Tensor]:
-    """Columns loss, norm and weight of an update, and those of the loss function.
+    """Columns loss, norm, weight and count of an update, and those of the loss function.
 
     The weights of a skipped update are 0; values that were not computed are NaN.
     """
@@ -97,15 +111,21 @@ def _update_columns(update: Update, rows: int, norms: bool) -> dict[str, Tensor]
         if name in STANDARD_COLUMNS:
             raise _reserved_name_error(name)
     if update.skipped and len(update.losses) != rows:  # the batch cannot be sliced, and its losses were not computed
-        return {"loss": unknown, "norm": unknown, "weight": torch.zeros(rows)}
-    standard = {"loss": update.losses, "norm": update.norms if norms else unknown}
-    if update.skipped:
-        return {**standard, "weight": torch.zeros(rows), **extra}
-    weights = update.weights
-    if isinstance(weights, Tensor):
-        return {**standard, "weight": weights, **extra}
-    per_parameter = {f"weight/{name}": w for name, w in weights.items()}
-    return {**standard, "weight": torch.full((rows,), torch.nan), **per_parameter, **extra}
+        return {"loss": unknown, "norm": unknown, "weight": torch.zeros(rows), "count": unknown}
+    weights = torch.zeros(rows) if update.skipped else update.weights
+    by_parameter: dict[str, Tensor] = {}
+    if isinstance(weights, dict):
+        by_parameter = {f"weight/{name}": values for name, values in weights.items()}
+        weights = torch.full((rows,), torch.nan)
+    norm = update.norms if norms else unknown
+    standard = {"loss": update.losses, "norm": norm, "weight": weights, "count": update.counts}
+    return {**standard, **by_parameter, **extra}
+
+
+def _all_ones(counts: Column) -> bool:
+    """True if each count is 1, or NaN in a skipped update: then the losses are not sums over elements."""
+    values = torch.as_tensor(counts)
+    return bool(((values == 1) | values.isnan()).all())
 
 
 def _update_indices(updates: Sequence[Update], rows: Sequence[int]) -> Tensor:

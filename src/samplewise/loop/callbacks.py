@@ -1,4 +1,4 @@
-"""Built-in callbacks: EarlyStopping, ModelCheckpoint, LRMonitor, MaxTime and LayerGradNorms."""
+"""Built-in callbacks: EarlyStopping, ModelCheckpoint, LRMonitor, SetLR, MaxTime and LayerGradNorms."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import math
 import time
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
+from samplewise.core.text import plural
 from samplewise.distributed.group import current_group
-from samplewise.loop.checkpoint.schema import COUNT, NUMBER, Kind, check
+from samplewise.errors import CheckpointError
+from samplewise.loop.checkpoint.schema import COUNT, NUMBER, TEXT, Kind, check
 from samplewise.loop.checkpoint.state import savable
 from samplewise.loop.checkpoint.storage import remove_checkpoint
 from samplewise.loop.stopping import duration
+from samplewise.step.functional_optim import FunctionalOptimizer
 
 MOST_LAYERS = 64  # maximum number of layers in a log line
 MODEL_FILE = Kind(
@@ -32,7 +37,10 @@ def _better(mode: str) -> int:
 
 def _monitored(metrics: dict[str, float], name: str) -> float:
     if name not in metrics:
-        raise ValueError(f"monitor must be one of {', '.join(metrics)}; found {name!r}.")
+        raise ValueError(
+            f"monitor must be one of {', '.join(metrics)}; found {name!r}. 'loss' is that of validation if there is "
+            "one; other metrics need Trainer(metrics=...) and fit(validate=...)."
+        )
     return metrics[name]
 
 
@@ -44,36 +52,49 @@ class EarlyStopping:
     mode: "min" if smaller values are better, "max" if larger ones are.
     min_delta: a value counts as an improvement if it is better than the best one by more than this.
 
-    NaN never counts as an improvement.
+    NaN never counts as an improvement. A later or resumed `fit` goes on counting: it returns at once if the training
+    was stopped by this callback, and trains if `patience` is larger now. Another `monitor` or `mode` starts again.
     """
 
     def __init__(self, monitor: str = "loss", patience: int = 3, mode: str = "min", min_delta: float = 0.0):
         if type(patience) is not int or patience < 1:
             raise ValueError(f"patience must be a positive number of epochs; found {patience!r}.")
+        if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
+            raise ValueError(f"min_delta must be a number, 0 or more; found {min_delta!r}.")
         self.monitor = monitor
         self.patience = patience
+        self.mode = mode
         self.min_delta = min_delta
         self._sign = _better(mode)
         self._best = math.inf
         self._waited = 0
 
+    def on_fit_start(self, trainer: Any) -> None:
+        self._stop_if_over(trainer)
+
     def on_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         value = self._sign * _monitored(metrics, self.monitor)
+        if trainer.fast_dev_run:
+            return
         if value < self._best - self.min_delta:
             self._best = value
             self._waited = 0
             return
         self._waited += 1
-        if self._waited >= self.patience:
-            trainer.stop(f"{self.monitor} has not improved for {self.patience} epochs")
+        self._stop_if_over(trainer)
+
+    def _stop_if_over(self, trainer: Any) -> None:
+        if self._waited >= self.patience and not trainer.fast_dev_run:
+            trainer.stop(f"{self.monitor} has not improved for {plural(self.patience, 'epoch')}")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "waited": self._waited}
+        return {"best": self._best, "waited": self._waited, "monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check(state, {"best": NUMBER, "waited": COUNT})
-        self._best = state["best"]
-        self._waited = state["waited"]
+        check(state, {"best": NUMBER, "waited": COUNT, "monitor": TEXT, "mode": TEXT})
+        same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
+        self._best = state["best"] if same else math.inf
+        self._waited = state["waited"] if same else 0
 
 
 class ModelCheckpoint:
@@ -84,7 +105,8 @@ class ModelCheckpoint:
     monitor: name of the metric that ranks the models.
     mode: "min" if smaller values are better, "max" if larger ones are.
 
-    Best models are saved in the run directory, next to the log; `best_models` lists their paths, best first.
+    Best models are saved in the run directory, next to the log; `best_models` lists their paths, best first. If a run
+    is resumed with another `monitor` or `mode`, the list starts empty and the earlier files are kept.
     """
 
     def __init__(self, every: str = "1ep", best: int = 0, monitor: str = "loss", mode: str = "min"):
@@ -93,6 +115,7 @@ class ModelCheckpoint:
         self.every = duration(every)
         self.best = best
         self.monitor = monitor
+        self.mode = mode
         self._sign = _better(mode)
         self._saved = False
         self._directory = Path()
@@ -104,6 +127,10 @@ class ModelCheckpoint:
         return [self._directory / name for name in self._names]
 
     def on_fit_start(self, trainer: Any) -> None:
+        if trainer.run is None and not trainer.fast_dev_run:
+            raise CheckpointError(
+                "ModelCheckpoint needs a run directory; found none. Use Trainer(..., run='runs/name')."
+            )
         self._directory = trainer.run or Path()
 
     def on_update(self, trainer: Any, update: Any) -> None:
@@ -116,7 +143,7 @@ class ModelCheckpoint:
         self._save_if(self.every.epochs is not None and (epoch + 1) % self.every.epochs == 0, trainer)
 
     def on_fit_end(self, trainer: Any) -> None:
-        if trainer.run is not None and savable(trainer.step):  # deferred samples cannot be saved
+        if savable(trainer.step):  # deferred samples cannot be saved
             self._save_if(not self._saved, trainer)
 
     def _save_if(self, wanted: bool, trainer: Any) -> None:
@@ -137,12 +164,14 @@ class ModelCheckpoint:
         del self._values[self.best :], self._names[self.best :]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": self._values, "names": self._names}
+        return {"values": self._values, "names": self._names, "monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check(state, {"values": [NUMBER], "names": [MODEL_FILE]})  # checked, since these files are deleted later
-        self._values = state["values"]
-        self._names = state["names"]
+        # Names are checked, since these files are deleted later.
+        check(state, {"values": [NUMBER], "names": [MODEL_FILE], "monitor": TEXT, "mode": TEXT})
+        same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
+        self._values = state["values"] if same else []
+        self._names = state["names"] if same else []
 
 
 class LRMonitor:
@@ -159,10 +188,93 @@ class LRMonitor:
             trainer.write("lr", update=update.index + 1, rates=list(rates))
 
 
+class SetLR:
+    """Set the learning rate when `fit` starts, also of a resumed run, whose optimizer has the rate of the checkpoint.
+
+    lr: the rate for all parameter groups, or a list with one for each group. With a scheduler it is the initial rate:
+    the current rate and those of the schedule are multiplied by lr / initial rate. Absolute bounds of a schedule, such
+    as eta_min, are not changed.
+
+    Setting the same rate again changes nothing, so the callback may stay in the script.
+    """
+
+    def __init__(self, lr: float | Sequence[float]):
+        self.lr = lr
+        for rate in lr if isinstance(lr, Sequence) else [lr]:
+            if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
+                raise ValueError(f"lr must be zero or a positive number, or a list of such numbers; found {lr!r}.")
+
+    def on_fit_start(self, step: Any) -> None:
+        groups = step.optimizer.param_groups
+        _check_rates_can_be_set(step)
+        rates = list(self.lr) if isinstance(self.lr, Sequence) else [self.lr] * len(groups)
+        if len(rates) != len(groups):
+            raise ValueError(
+                f"lr must be one rate, or one for each of the {len(groups)} parameter groups; found {len(rates)} rates."
+            )
+        for k, (group, rate) in enumerate(zip(groups, rates, strict=True)):
+            if step.scheduler is None:
+                _set(group, "lr", rate)
+            else:
+                _scale_schedule(step.scheduler, k, group, rate)
+
+
+def _check_rates_can_be_set(step: Any) -> None:
+    if isinstance(step.optimizer, FunctionalOptimizer):
+        raise TypeError(
+            "SetLR must have an optimizer of torch.optim; found a function. Its rate is that of the script: write for "
+            "example sw.sgd(0.01)."
+        )
+    if step.scheduler is not None and not isinstance(step.scheduler, LRScheduler):
+        raise TypeError(
+            f"SetLR must have a scheduler of torch.optim.lr_scheduler; found {type(step.scheduler).__name__}. Change "
+            "its rates in on_fit_start of a callback."
+        )
+
+
+def _scale_schedule(scheduler: LRScheduler, k: int, group: dict[str, Any], rate: float) -> None:
+    """Multiply all rates of parameter group `k`, in the group and in the scheduler, so that the initial one is `rate`.
+
+    Schedules are multiples of the initial rate, so this gives the rates of a schedule that was created with it.
+    """
+    initial = float(group["initial_lr"])
+    if initial == 0:
+        raise ValueError(
+            "the initial learning rate of a schedule must not be 0 to be changed by SetLR; found 0 in parameter group "
+            f"{k}. Start a new run directory."
+        )
+    for name in ("lr", "initial_lr", "max_lr", "min_lr"):
+        if name in group:
+            _set(group, name, rate if name == "initial_lr" else group[name] * (rate / initial))
+    for part in _parts(scheduler):
+        for name in ("base_lrs", "max_lrs", "_last_lr"):
+            if hasattr(part, name):
+                rates = list(getattr(part, name))
+                rates[k] = rates[k] * (rate / initial)
+                setattr(part, name, rates)
+
+
+def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """Yield a scheduler and those that it contains, as SequentialLR does."""
+    yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _parts(part)
+
+
+def _set(group: dict[str, Any], name: str, rate: Any) -> None:
+    """Set a rate of a parameter group. A tensor keeps its identity, which a compiled optimizer depends on."""
+    if isinstance(group[name], torch.Tensor):
+        group[name].fill_(rate)
+    else:
+        group[name] = float(rate)
+
+
 class MaxTime:
-    """Stop the training after `seconds` seconds of `fit`. A resumed `fit` starts again from 0."""
+    """Stop the training after `seconds` seconds of `fit`. The next `fit`, resumed or not, starts again from 0."""
 
     def __init__(self, seconds: float):
+        if not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise ValueError(f"seconds must be a number, 0 or more; found {seconds!r}.")
         self.seconds = seconds
         self._started = 0.0
 

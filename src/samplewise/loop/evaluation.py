@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,15 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import concat, to_device
+from samplewise.core.criteria import Criterion
 from samplewise.core.losses import per_sample
 from samplewise.core.means import WeightedMean
 from samplewise.core.snapshot import eval_mode
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, LossesError
-from samplewise.loop.data.loader import DataPosition, ResumableLoader
+from samplewise.loop.data.loader import DataPosition, ResumableLoader, check_loader
 from samplewise.loop.data.rng import derive_seed, fork_rng
 from samplewise.loop.metrics import OutputRecorder, as_metrics, results
 from samplewise.step.step import Step
+
+Forward = Callable[[nn.Module, Any], Any]  # (model, batch) -> outputs
 
 
 class Evaluator:
@@ -58,25 +61,53 @@ class Evaluator:
                 _check_losses(losses)
                 mean.add(losses, counts)
                 for metric in self._metrics.values():
-                    metric.update(outputs.last(), batch)
+                    metric.update(outputs.last("metrics use the outputs of the model", "remove the metrics"), batch)
         loss = mean.all_reduce(current_group()).value()
         # Broadcast from rank 0: bit-identical values, so that callbacks on all ranks decide alike.
         return current_group().broadcast_object({"loss": loss, **results(self._metrics)})
 
-    def predict(self, loader: Iterable[Any]) -> Any:
+    def predict(self, loader: Iterable[Any], forward: Forward | None = None) -> Any:
         """Return the outputs of the model on the CPU, concatenated over all batches of the loader."""
+        check_loader(loader)
+        if not (forward is None or callable(forward)):
+            raise TypeError(
+                f"forward must be a function (model, batch) -> outputs; found {type(forward).__name__}. Pass for "
+                "example lambda model, batch: model(batch[0])."
+            )
         found = []
         with self._eval_mode():
             for batch in loader:
                 batch = to_device(batch, self._device)
                 with self._step.precision.autocast(self._device):
-                    outputs = self._model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+                    outputs = self._call_model(batch) if forward is None else forward(self._model, batch)
+                if outputs is None:
+                    name = "the model" if forward is None else "forward"
+                    raise TypeError(f"{name} must return the outputs of the model; found None. Add a return.")
                 found.append(to_device(outputs, torch.device("cpu")))
         if not found:
             raise BatchError(
                 "predict needs at least one batch; found none. Pass a list or a DataLoader that is not empty."
             )
         return concat(found)
+
+    def _call_model(self, batch: Any) -> Any:
+        """Call the model as the loss function does. A batch without a target, x or (x,), gives model(x)."""
+        loss_fn = self._step.loss_fn
+        if isinstance(batch, Tensor):
+            return self._model(batch)
+        if isinstance(batch, (tuple, list)) and (len(batch) == 1 or isinstance(loss_fn, Criterion)):
+            return self._model(batch[0])
+        outputs = OutputRecorder(self._model)
+        try:
+            with outputs:
+                loss_fn(self._model, batch)
+        except Exception as error:
+            raise BatchError(
+                "predict runs the loss function to see how it calls the model; found "
+                f"{type(error).__name__}: {error} in it. If the batches have no targets, pass the forward pass: "
+                "predict(loader, forward=lambda model, batch: model(...))."
+            ) from error
+        return outputs.last("predict returns its outputs", "pass predict(loader, forward=...)")
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:

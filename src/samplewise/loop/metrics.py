@@ -1,4 +1,4 @@
-"""Metrics of validation: functions of (outputs, batch), or objects with update, compute and reset.
+"""Metrics of validation: functions (outputs, batch) or (outputs, y), or objects with update, compute and reset.
 
 Function metrics are averaged over samples: sums over all batches and ranks, divided once, never a mean of means. For an
 object with update, compute and reset, outputs and targets of all ranks are gathered on every rank; torchmetrics objects
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,26 +21,43 @@ from samplewise.core.means import WeightedMean
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, LossesError
 
+TARGETS = ("y", "target", "targets", "label", "labels")  # arguments of metrics, and entries of batches
 LOG_FIELDS = ("kind", "epoch", "update", "loss", "train_loss")
 
 
 class Mean:
-    """Mean over samples of a function (outputs, batch) that returns one number per sample, or the mean of the batch."""
+    """Mean over samples of a function (outputs, batch) or (outputs, y), which returns one number per sample, or the
+    mean of the batch. It gets the target if its second argument has a name in `TARGETS`, otherwise the batch.
+    """
 
-    def __init__(self, function: Callable[[Any, Any], Any]):
+    def __init__(self, function: Callable[[Any, Any], Any], name: str):
         self.function = function
+        self.name = name
+        argument = _second_argument(function)
+        self._target = Target(name, argument) if argument in TARGETS else None
         self.reset()
 
     def update(self, outputs: Any, batch: Any) -> None:
-        found = torch.as_tensor(self.function(outputs, batch)).detach()
+        found = self._checked(self.function(outputs, batch if self._target is None else self._target.of(batch)))
         found = found.to(torch.float32 if found.device.type == "mps" else torch.float64)  # MPS has no float64
         samples = length(batch) if found.dim() == 0 else found.numel()
         if samples is None:
             raise ValueError(
-                "a metric must return one number per sample if the number of samples in a batch is unknown; found one "
-                "number. Return a tensor of shape (samples,)."
+                f"metric {self.name!r} must return one number per sample if the number of samples in a batch is "
+                "unknown; found one number. Return a tensor of shape (samples,)."
             )
         self._mean.add_sum(found * samples if found.dim() == 0 else found.sum(), samples)
+
+    def _checked(self, answer: Any) -> Tensor:
+        """The answer of the function as a tensor; TypeError unless it is a tensor, an array or a number."""
+        is_number = isinstance(answer, Real) and not isinstance(answer, bool)
+        if not (isinstance(answer, Tensor) or is_number or getattr(answer, "ndim", 0) > 0):
+            raise TypeError(
+                f"metric {self.name!r} must return one number per sample in a tensor, or one number, the mean of the "
+                f"batch; found {type(answer).__name__}. A function (outputs, batch) gets the whole batch, a function "
+                "(outputs, y) the target."
+            )
+        return torch.as_tensor(answer).detach()
 
     def compute(self) -> float:
         return self._mean.all_reduce(current_group()).value()
@@ -48,27 +66,75 @@ class Mean:
         self._mean = WeightedMean(torch.float64)
 
 
+class Target:
+    """Target of batches, for the metric `name`: what its second argument gets.
+
+    argument: name of that argument, which decides if a batch has several targets
+    """
+
+    def __init__(self, name: str, argument: str):
+        self._name = name
+        self._argument = argument
+
+    def of(self, batch: Any) -> Any:
+        """The entry with a name in `TARGETS`; for other tuples and lists (x, y, ...) the second element."""
+        named = _named_targets(batch)
+        if self._argument in named:
+            return named[self._argument]
+        if len(named) == 1:
+            return next(iter(named.values()))
+        if not named and isinstance(batch, (tuple, list)) and len(batch) > 1:
+            return batch[1]
+        raise BatchError(
+            f"metric {self._name!r} needs the target of a batch: the second element of (x, y, ...), or one entry named "
+            f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; found {_kind(batch, named)}. Use a function "
+            "(outputs, batch), or an object with update(outputs, batch)."
+        )
+
+
+def _named_targets(batch: Any) -> dict[str, Any]:
+    """Entries or attributes of a batch whose names are in `TARGETS`."""
+    if isinstance(batch, Mapping):
+        return {name: batch[name] for name in TARGETS if name in batch}
+    return {name: getattr(batch, name) for name in TARGETS if hasattr(batch, name)}
+
+
+def _kind(batch: Any, named: Mapping[str, Any]) -> str:
+    kind = f"a {type(batch).__name__}"
+    if named:
+        return f"{kind} with {' and '.join(map(repr, named))}"
+    if isinstance(batch, Mapping):
+        return f"{kind} with the keys {', '.join(map(repr, batch))}"
+    return f"{kind} of {len(batch)}" if isinstance(batch, (tuple, list)) else kind
+
+
+def _second_argument(function: Callable[..., Any]) -> str:
+    """Name of the second positional argument of a function; empty if it has none or its signature is unknown."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of functions written in C
+        return ""
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return positional[1] if len(positional) > 1 else ""
+
+
 class MetricAdapter:
     """Adapter for an object with update, compute and reset, such as a torchmetrics metric.
 
-    Its `update` is called with (outputs, y) for batches (x, y), or with (outputs, batch) if it has an argument `batch`.
+    Its `update` is called with (outputs, target), or with (outputs, batch) if it has an argument `batch`.
     """
 
-    def __init__(self, metric: Any, device: torch.device):
+    def __init__(self, metric: Any, name: str, device: torch.device):
         self.metric = metric.to(device) if hasattr(metric, "to") else metric
         self._wants_batch = "batch" in inspect.signature(metric.update).parameters
+        self._target = Target(name, _second_argument(metric.update))
 
     def update(self, outputs: Any, batch: Any) -> None:
         self.metric.update(outputs, self.targets(batch))
 
     def targets(self, batch: Any) -> Any:
-        """Return the second argument of the metric's `update`: the batch or its targets."""
-        if not self._wants_batch and not (isinstance(batch, (tuple, list)) and len(batch) > 1):
-            raise TypeError(
-                "batches must be (x, y) for a metric with update, compute and reset, which is updated with "
-                f"(outputs, y); found a {type(batch).__name__}. Give the metric a method update(outputs, batch)."
-            )
-        return batch if self._wants_batch else batch[1]
+        """Return the second argument of the metric's `update`: the batch or its target."""
+        return batch if self._wants_batch else self._target.of(batch)
 
     def compute(self) -> Any:
         return self.metric.compute()
@@ -137,13 +203,13 @@ def as_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Me
         if name in LOG_FIELDS:
             raise ValueError(f"a metric must not use a field name of the log; found {name!r}. Choose another name.")
         if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
-            found[name] = _over_ranks(MetricAdapter(metric, device), name, device)
+            found[name] = _over_ranks(MetricAdapter(metric, name, device), name, device)
         elif callable(metric):
-            found[name] = Mean(metric)
+            found[name] = Mean(metric, name)
         else:
             raise TypeError(
-                f"metric {name!r} must be a function (outputs, batch) or have update, compute and reset; "
-                f"found {type(metric).__name__}."
+                f"metric {name!r} must be a function (outputs, batch) or (outputs, y), or have update, compute and "
+                f"reset; found {type(metric).__name__}."
             )
     return found
 
@@ -191,12 +257,12 @@ class OutputRecorder:
     def clear(self) -> None:
         self._outputs.clear()
 
-    def last(self) -> Any:
-        """Return the output of the last call since `clear`."""
+    def last(self, purpose: str, remedy: str) -> Any:
+        """Return the output of the last call since `clear`. The two texts are for the error if there was none."""
         if not self._outputs:
             raise LossesError(
-                "the loss function must call model(...), since metrics use the outputs of the model; found no call. "
-                "Call model(...) in the loss function, or remove the metrics."
+                f"the loss function must call model(...), since {purpose}; found no call. Call model(...) in the loss "
+                f"function, or {remedy}."
             )
         return self._outputs[-1]
 

@@ -13,9 +13,10 @@ from samplewise.core.format_version import RUN_VERSION, other_version
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint.format import STATE_FILE
 from samplewise.loop.checkpoint.state import check_trainer_state
 from samplewise.loop.checkpoint.storage import BackgroundWriter
-from samplewise.loop.checkpoint.store import Checkpoints
+from samplewise.loop.checkpoint.store import FOLDER, Checkpoints
 from samplewise.loop.log import Log
 from samplewise.loop.run_lock import RunLock
 
@@ -41,9 +42,10 @@ class RunDirectory:
 
         load: receives the state of the checkpoint and returns the length in bytes of the log that belongs to it.
         """
+        on_every_rank(self._check_place)
         on_every_rank(self._lock.acquire if current_group().rank == 0 else lambda: None)
         on_every_rank(self._check_version)
-        self._checkpoints = on_every_rank(lambda: Checkpoints(self.directory / "checkpoints"))
+        self._checkpoints = on_every_rank(lambda: Checkpoints(self.directory / FOLDER))
         count = len(self._paths())
         keep = None if self._ours else 0
         if resume and count:
@@ -59,6 +61,17 @@ class RunDirectory:
         if current_group().distributed and self._writer is None:
             self._writer = BackgroundWriter()
         self._ours = True
+
+    def _check_place(self) -> None:
+        """Raise CheckpointError for a checkpoint, or the folder of checkpoints, in place of a run directory."""
+        inside = (self.directory / STATE_FILE).exists()
+        if inside or (self.directory.name == FOLDER and (self.directory.parent / RUN_FILE).exists()):
+            run = self.directory.parent.parent if inside else self.directory.parent
+            found = "a checkpoint" if inside else "the checkpoints of a run"
+            raise CheckpointError(
+                f"run must be a run directory; found {found}, {self.directory}. Pass the run directory, such as {run}. "
+                "To start from a model, use model.load_state_dict(sw.load_checkpoint(path)['model'])."
+            )
 
     def _check_version(self) -> None:
         """Raise CheckpointError if there is a run.json of another format version."""
@@ -136,7 +149,10 @@ class RunDirectory:
 
     def save_model(self, name: str, state: dict[str, Any]) -> Path:
         """Write a state to `name`.ckpt next to the log, where it is not removed. Collective."""
+        if not isinstance(name, str) or not name.strip(".") or Path(name).name != name:
+            raise ValueError(f"the name of a saved model must be a file name without a path; found {name!r}.")
         path = self.directory / f"{name}.ckpt"
+        path.parent.mkdir(parents=True, exist_ok=True)
         storage.write(path, state)
         return path
 

@@ -7,11 +7,13 @@ import platform
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
+from samplewise.loop.checkpoint.settings import loss_name
 from samplewise.step.step import Step
 
 # Packages that can change the results of a training. Those that are imported are listed with their versions.
@@ -49,11 +51,18 @@ def _named(device: torch.device) -> str:
 def _of_step(step: Step) -> dict[str, Any]:
     return {
         "model": type(step.model).__name__,
-        "loss": getattr(step.loss_fn, "__qualname__", None) or type(step.loss_fn).__name__,
+        "loss": _loss(step.loss_fn),
         "optimizer": _optimizer(step.optimizer),
         "scheduler": None if step.scheduler is None else type(step.scheduler).__name__,
         **step.settings,
     }
+
+
+def _loss(loss_fn: Any) -> str:
+    """Return the name of the loss function, with its module if it is not a criterion of PyTorch."""
+    function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    name = loss_name(function)
+    return name if hasattr(function, "criterion") else f"{function.__module__}.{name}"
 
 
 def _optimizer(optimizer: Any) -> str:

@@ -60,10 +60,10 @@ def duration(epochs: int | str | None = None, updates: int | None = None) -> Dur
         return duration(epochs=int(number)) if unit == "ep" else duration(updates=int(number))
     if (epochs is None) == (updates is None):
         found_both = "both" if epochs is not None else "neither"
-        raise ValueError(f"one of epochs= and updates= must be given; found {found_both}.")
+        raise ValueError(f"exactly one of epochs= and updates= must be given; found {found_both}. Pass epochs=10.")
     for name, number in (("epochs", epochs), ("updates", updates)):
         if number is not None and (type(number) is not int or number < 1):
-            raise ValueError(f"{name} must be a positive number; found {number!r}.")
+            raise ValueError(f"{name} must be a positive whole number; found {number!r}.")
     return Duration(epochs, updates)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -15,13 +16,17 @@ from torch import nn
 from samplewise.core.atomic_io import absolute
 from samplewise.core.batches import to_device
 from samplewise.core.criteria import Criterion
+from samplewise.core.text import plural
 from samplewise.distributed.ddp import inner
 from samplewise.distributed.group import current_group, errors_on_all_ranks, on_every_rank
 from samplewise.distributed.launch import join_process_group
-from samplewise.errors import BatchError, CheckpointError
+from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint
+from samplewise.loop.checkpoint.base import FrozenBase, with_base
+from samplewise.loop.checkpoint.settings import RunSettings
 from samplewise.loop.checkpoint.state import (
     check_compatible,
+    check_parts,
     check_savable,
     class_names,
     load_errors,
@@ -52,12 +57,15 @@ class Trainer:
     run: directory for the log and the checkpoints; None (default) to write neither.
     callbacks: see `samplewise.loop.events`. With a run directory and without a ModelCheckpoint among them, a checkpoint
     is saved after every epoch.
-    metrics: dict of name -> function (outputs, batch), or object with update, compute and reset.
+    metrics: dict of name -> function (outputs, batch) or (outputs, y), or object with update, compute and reset. A
+    function gets the target if its second argument is named y, target, targets, label or labels, else the batch.
     device: "auto" (default) for CUDA if available, else MPS, else the CPU; or a torch device.
     seed: seed of the order of samples and their random augmentation, together with the epoch and the sample's index.
     log_every: number of updates between two log lines, 50 by default. The loss is read from the device (host sync) only
     for a log line.
     progress: False for no progress display.
+    save: "all" (default); "trained" leaves frozen parameters out of checkpoints and saved models, for example the base
+    of a LoRA model. Resuming then needs the same base model, which is compared by checksums.
 
     If torchrun has started several processes, the trainer initializes the process group: see `sw.join_process_group`.
     """
@@ -74,8 +82,9 @@ class Trainer:
         seed: int = 0,
         log_every: int = 50,
         progress: bool = True,
+        save: str = "all",
     ):
-        _check_arguments(step, callbacks, metrics, log_every)
+        _check_arguments(step, run, callbacks, metrics, seed, log_every)
         self.step = step
         self.model = inner(step.model)
         self.seed = seed
@@ -96,11 +105,18 @@ class Trainer:
         )
         self._evaluator = Evaluator(step, self.model, metrics or {}, self.device, seed)
         self._run_directory = None if self.run is None else RunDirectory(self.run)
+        self._base = FrozenBase(self.model, save)
+        self._settings = RunSettings(step)
         self._stopping = stop_controller(step)
         self._loader: ResumableLoader | None = None
         self._epoch = step.counters.epochs
         self._loss_meter = LossMeter()
         self._timer = PhaseTimer()
+
+    def __repr__(self) -> str:
+        done = self.step.counters
+        run = "no run directory" if self.run is None else f"run {str(self.run)!r}"
+        return f"Trainer({self.step!r}, {run}, {plural(done.epochs, 'epoch')}, {plural(done.updates, 'update')})"
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -115,7 +131,14 @@ class Trainer:
         overfit: int | None = None,
         fast_dev_run: bool = False,
     ) -> str:
-        """Train up to a total number of epochs or updates, and return the reason for the end.
+        """Train up to a total number of epochs or updates, and return the reason for the end: "3 epochs are done", the
+        reason of a callback, or "SIGTERM" or "SIGINT" after a signal.
+
+        A first Ctrl-C (SIGINT) saves a checkpoint and returns, and the script goes on after `fit`. A script that is to
+        end then, with the usual exit code:
+
+            if trainer.fit(loader, epochs=10, resume=True) == "SIGINT":
+                sys.exit(130)
 
         loader: training batches. With several ranks, each takes its shard of the samples, unless the loader is marked
         by `sw.sharded`.
@@ -134,16 +157,19 @@ class Trainer:
             self.step.slow_compile_notice(self._progress.line),
         ):
             until = duration(epochs, updates)
+            self._check_resume(resume)
             data = self._open(loader, overfit, resume)
             if self.fast_dev_run:
                 until = Duration(epochs=self._epoch + 1)
             self.expected_updates = self._expected_updates(data, until)
             self._callbacks.emit("on_fit_start")
+            self._settings.fit_started()
             self._timer.start(data.seconds_waited)
             self._stopping.synchronize()
             while not self._stopping.is_over(until, self._epoch):
                 epoch = self._epoch
                 self._callbacks.emit("on_epoch_start", epoch=epoch)
+                self._note_changed_settings()
                 with self._stopping.epoch(data):
                     for update in self.step.over(self._batches(data)):
                         self._record_update(update, data)
@@ -161,7 +187,12 @@ class Trainer:
         return reason
 
     def stop(self, reason: str) -> None:
-        """End the training after this update, on all ranks. `fit` returns the reason."""
+        """End the training after this update, on all ranks. `fit` returns the reason, a text. Call it while `fit` runs.
+
+        The next call of `fit`, also with resume=True, continues the training.
+        """
+        if not isinstance(reason, str) or not reason:
+            raise ValueError(f"the reason for a stop must be a text that is not empty; found {reason!r}.")
         self._stopping.request(reason)
 
     def _batches(self, data: ResumableLoader) -> Iterator[BatchCursor]:
@@ -256,11 +287,24 @@ class Trainer:
         self._loader.set_loader(loader, overfit)
         self.loader = self._loader.loader
         if self._files is not None:
+            check_parts(self._parts())
+            self._settings.start()
+            self._base.record()
             self._files.open(resume, self._load)
             self._files.check(*self._state(0))
             settings = {"seed": self.seed, "log_every": self.log_every}
             self._files.describe(**about(self.step, self.loader, self.device, **settings))
         return self._loader
+
+    def _note_changed_settings(self) -> None:
+        """After a resume, write a line of kind "note" if settings differ from those of the checkpoint, and warn unless
+        they were set by a callback.
+        """
+        found = self._settings.differences()
+        if any(found):
+            self.write("note", update=self.step.counters.updates, text=str(found))
+        if (found.kept or found.changed) and current_group().rank == 0:
+            warnings.warn(str(found), TrainingWarning, stacklevel=3)
 
     def _expected_updates(self, data: ResumableLoader, until: Duration) -> int | None:
         """Number of updates at the end of the training; None if unknown."""
@@ -303,6 +347,14 @@ class Trainer:
                 "inside one. Make a new step and trainer for it."
             )
 
+    def _check_resume(self, resume: bool) -> None:
+        if not isinstance(resume, bool):
+            raise ValueError(
+                f"resume must be True or False; found {resume!r}. The run to continue is that of Trainer(..., run=...)."
+            )
+        if resume and self.run is None:
+            raise ValueError("resume=True needs a run directory; found none. Use Trainer(..., run='runs/name').")
+
     # --- files -----------------------------------------------------------------------------------------------------
 
     @property
@@ -323,10 +375,13 @@ class Trainer:
         return self._run_files().save(self._state, self.step.counters.updates)
 
     def save_model(self, name: str) -> Path:
-        """Save the state dict of the model to `name`.ckpt in the run directory, and return its path."""
+        """Save the state dict of the model to `name`.ckpt in the run directory, and return its path.
+
+        `sw.load_checkpoint(path)["model"]` is the state dict; other tools read model.safetensors in it.
+        """
         if self.fast_dev_run:
             return Path(os.devnull)
-        state = {"model": self.model.state_dict(), "update": self.step.counters.updates}
+        state = {**self._base.model_state(), "update": self.step.counters.updates}
         return self._run_files().save_model(name, state)
 
     def _run_files(self) -> RunDirectory:
@@ -343,10 +398,12 @@ class Trainer:
         check_savable(self.step)
         parts = self._parts()
         states = on_every_rank(lambda: {name: part_state(part) for name, part in parts.items()})
+        states |= self._base.model_state()
         own = rank_state(self.step)
         position = self._loader.state(self.step.consumed)
         states["trainer"] = {"epoch": self._epoch, **position, "log": log, "seed": self.seed}
         states["classes"] = class_names(parts)
+        states["settings"] = self._settings.state_dict()
         return states, own
 
     def _load(self, state: dict[str, Any]) -> int:
@@ -357,9 +414,11 @@ class Trainer:
         check_compatible(state, parts, self.seed)
         with load_errors("loader"):
             self._loader.check_data(saved, saved["epoch"])
+        states = {**state, "model": with_base(state["model"], state["base"], self.model)}
         for name, part in parts.items():
             with load_errors(name):
-                load_part(part, state[name])
+                load_part(part, states[name])
+        self._settings.load(state)
         with load_errors("open window"):
             load_rank_state(state["per_rank"], self.step)
         self._epoch = saved["epoch"]
@@ -396,13 +455,18 @@ class Trainer:
         with errors_on_all_ranks():
             return self._evaluator.evaluate(self._evaluator.batches(loader))
 
-    def predict(self, loader: Iterable[Any]) -> Any:
-        """Return the outputs of the model on the CPU, concatenated over all batches.
+    def predict(self, loader: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+        """Return the outputs of the model on the CPU, concatenated along the first dimension over all batches.
 
-        The model is called with x for batches (x, y), and with the batch otherwise. Tuples and dicts of tensors keep
-        their structure. With several ranks each one predicts all batches of its loader: they are not sharded.
+        forward: function (model, batch) -> outputs. Default: model(x) for batches x and (x,), and for batches
+        (x, y, ...) if the loss is a criterion such as nn.CrossEntropyLoss(); for other batches the call of the model
+        that the loss function makes, the last one if there are several.
+
+        Tuples, dicts and outputs of transformers keep their structure. Scalars are stacked, one for each batch; objects
+        other than tensors become a list. With several ranks each one predicts all batches of its loader: they are not
+        sharded.
         """
-        return self._evaluator.predict(loader)
+        return self._evaluator.predict(loader, forward)
 
 
 def _complete(callbacks: Iterable[Any], run: Path | None) -> list[Any]:
@@ -415,11 +479,15 @@ def _complete(callbacks: Iterable[Any], run: Path | None) -> list[Any]:
     return [LayerGradNorms(), *ordered, *([] if saves else [ModelCheckpoint()])]
 
 
-def _check_arguments(step: Any, callbacks: Any, metrics: Any, log_every: Any) -> None:
+def _check_arguments(step: Any, run: Any, callbacks: Any, metrics: Any, seed: Any, log_every: Any) -> None:
     if not isinstance(step, Step):
         raise TypeError(
             f"step must be a samplewise Step; found {type(step).__name__}. Use sw.Step(model, optimizer, loss)."
         )
+    if run is not None and (not isinstance(run, (str, Path)) or not str(run)):
+        raise ValueError(f"run must be the path of a directory, or None; found {run!r}. Pass for example 'runs/name'.")
+    if type(seed) is not int:
+        raise ValueError(f"seed must be an int; found {seed!r}.")
     if not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a list of objects; found {type(callbacks).__name__}. Pass a list.")
     if metrics is not None and not isinstance(metrics, Mapping):

@@ -27,5 +27,7 @@ def norms(run: RunLog, samples: Samples) -> Section:
         "others; clipping acts on these. If the bands fall while the maximum stays, the model learns all but a few "
         "samples."
     )
+    if samples.table is not None and "count" in samples.table.column_names:
+        note += " Here, norms are those of the summed loss of a sample: they are not divided by its count."
     chart = figure("Per-sample gradient norms", drawing, ["median", "maximum"])
     return Section(title, beside(chart, note_paragraph(note)))

@@ -19,6 +19,7 @@ MAX_PIXELS = 112  # pixels per side
 MAX_LOSSLESS_PIXELS = 48  # pixels per side; images up to this size are saved without loss
 MAX_CHARACTERS = 600  # characters
 MAX_VALUES = 24
+MAX_CLASS_NAME = 40  # characters
 BUDGET = 500_000  # characters of all previews of a page
 Preview = dict[str, Any]
 
@@ -29,11 +30,21 @@ class Previews:
 
     entries: dict[str, Any] = field(default_factory=dict)  # entries of the file by id
     warnings: list[str] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)  # names of the classes; empty if they are not known
 
     def label(self, sample_id: str) -> str | None:
         entry = self.entries.get(sample_id)
         label = entry.get("label") if isinstance(entry, dict) else None
-        return None if label is None else str(label)[:MAX_CHARACTERS]
+        return None if label is None else str(self.class_name(label))[:MAX_CHARACTERS]
+
+    def class_name(self, value: Any) -> Any:
+        """Name of the class with index `value`; `value` itself if it is not the index of a class with a name."""
+        try:
+            index = int(value)
+        except (TypeError, ValueError, OverflowError):  # a text, None, NaN or infinity
+            return value
+        is_index = str(index) == str(value) or value == index
+        return self.classes[index] if is_index and 0 <= index < len(self.classes) else value
 
     def shown(self, ids: Iterable[str], budget: int = BUDGET) -> dict[str, Preview]:
         """Previews of samples, within a budget of characters. Broken and left out previews are added to `warnings`."""
@@ -70,7 +81,8 @@ def read_previews(run: RunLog) -> Previews:
         if content["version"] != VERSION:
             version = content["version"]
             return Previews(warnings=[f"previews.json has version {version!r}; this report reads version {VERSION}."])
-        return Previews(dict(content["samples"]))
+        classes = [shortened(str(name), MAX_CLASS_NAME) for name in content.get("classes", [])]
+        return Previews(dict(content["samples"]), classes=classes)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as why:
         return Previews(warnings=[f"previews.json cannot be read; samples are shown without it: {_reason(why)}."])
 

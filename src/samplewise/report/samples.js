@@ -5,6 +5,7 @@ const data = JSON.parse(find("samples-data").textContent);
 const value = (column, k) => "same" in column ? column.same : column.values[k];
 const recorded = key => data.columns.some(column => column.key === key);
 const at = (key, k) => value(data.columns.find(column => column.key === key) || {same: null}, k);
+const nameOf = key => data.columns.find(column => column.key === key).name;
 const rank = (k, score) => data.scores[score].order.indexOf(k) + 1;
 const order = () => data.scores[chosen].order;
 const title = k => `Sample ${data.ids[k]}`;
@@ -27,12 +28,17 @@ const remember = () => {
 
 // ------------------------------------------------------------------------------------------------- gallery
 
+const line = (words, key, k, className) =>
+  at(key, k) === null ? null : node("span", {className, textContent: `${words} ${written(at(key, k))}`});
+
 const card = (k, place) => {
-  const label = at("label", k);
+  const keys = new Set([...data.scores[chosen].by, "loss", "norm"].filter(recorded));  // the score of the ranking first
+  const label = at("label", k), prediction = at("prediction", k);
+  const wrong = typeof label === typeof prediction && label !== prediction;  // a name and a number cannot be compared
   const button = node("button", {type: "button", className: "card", onclick: () => pin(k, true)},
     node("span", {className: "place", textContent: place}), preview(k), node("strong", {textContent: data.ids[k]}),
-    label === null ? null : node("span", {className: "label", textContent: `label ${written(label)}`}),
-    facts(["loss", "norm"].filter(recorded).map(key => [key, at(key, k)])));
+    line("label", "label", k, "label"), line("predicted", "prediction", k, wrong ? "label wrong" : "label"),
+    facts([...keys].map(key => [nameOf(key).replace("gradient ", ""), at(key, k)])));
   button.dataset.sample = k;
   return node("li", {}, button);
 };

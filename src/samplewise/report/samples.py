@@ -10,18 +10,19 @@ from math import inf
 from typing import Any, NamedTuple
 
 from samplewise.errors import LedgerError
-from samplewise.ledger.aggregate import SCORES, VisitAggregator, recommended_score, suspicion
+from samplewise.ledger.aggregate import SCORES, SUMMED, VisitAggregator, recommended_score, suspicion
 from samplewise.ledger.files import count_visits, list_parts, parts
 from samplewise.report.html import shortened
 from samplewise.report.ledger_stats import NormQuantiles, RepeatedIds
 from samplewise.report.run_log import Curve, RunLog
 
+NO_LEDGER = "No ledger: train with callbacks=[sw.Ledger()], or with samplewise train --ledger, to see the samples here."
 MAX_SUSPECTS = 200
 MAX_NAMED = 10  # ids in the warning about samples without finite score
 SAMPLES_PER_SUSPECT = 10  # at most one in SHARE samples is suspect,
 MIN_SUSPECTS = 12  # but at least this number
 
-TITLES = {"loss": "loss", "norm": "gradient norm", "el2n": "EL2N", "self_influence": "self-influence"}
+TITLES = {"norm": "gradient norm", "el2n": "EL2N", "self_influence": "self-influence"}
 
 
 class Ranking(NamedTuple):
@@ -61,7 +62,7 @@ def read_samples(run: RunLog) -> Samples:
     quantiles = NormQuantiles(count_visits(run.directory))
     try:
         if not list_parts(run.directory):
-            return Samples(missing="No ledger: train with callbacks=[sw.Ledger()] to see the samples here.")
+            return Samples(missing=NO_LEDGER)
         _read_parts(run, messages, (aggregator, repeats, quantiles))
         table = aggregator.samples()
     except (ImportError, LedgerError, OSError, ValueError, TypeError, KeyError, NotImplementedError) as why:
@@ -106,11 +107,20 @@ def rankings(table: Any) -> list[Ranking]:
     available = [name for name in SCORES if name in table.column_names]
     recommended = recommended_score(available)
     criteria = dict.fromkeys([recommended, *((name,) for name in available)])
-    return [Ranking(_title(by, by == recommended), by, _most_suspicious(suspicion(table, by))) for by in criteria]
+    return [
+        Ranking(_ranking_title(table, by, by == recommended), by, _most_suspicious(suspicion(table, by)))
+        for by in criteria
+    ]
 
 
-def _title(by: tuple[str, ...], best: bool) -> str:
-    title = " and ".join(TITLES.get(name, name) for name in by)
+def score_title(table: Any, score: str) -> str:
+    """Title of a score, with its unit if losses and norms are divided by counts."""
+    title = TITLES.get(score, score)
+    return f"{title} per count" if score in SUMMED and "count" in table.column_names else title
+
+
+def _ranking_title(table: Any, by: tuple[str, ...], best: bool) -> str:
+    title = " and ".join(score_title(table, name) for name in by)
     return f"{title} (recommended)" if best else title
 
 

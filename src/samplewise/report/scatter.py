@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
+from samplewise.core.text import plural
 from samplewise.ledger.aggregate import SCORES
 from samplewise.report.html import Section, embedded, note_paragraph, shortened, text
 from samplewise.report.previews import Previews
-from samplewise.report.samples import TITLES, Samples
+from samplewise.report.samples import Samples, score_title
 
 MAX_SAMPLES = 20_000
 BUDGET = 1_200_000  # characters of all samples in the page
@@ -22,6 +23,7 @@ DECADES = 30.0  # ratio of largest and small values from which an axis is logari
 MIN_RELATIVE = 1e-8  # relative to the largest value: smaller ones are drawn at the edge of a logarithmic axis
 MAX_INTEGER = 2**53  # largest integer that JavaScript represents exactly
 HIDDEN_COLUMNS = ("id", "visits", "epoch", "update")
+CLASS_COLUMNS = ("label", "prediction")  # shown first, with the names of the classes if they are known
 Values = Sequence[float | None]
 Column = dict[str, Any]  # in the format of samples.js
 
@@ -65,10 +67,10 @@ def density(axes: Sequence[Axis], values: Sequence[Values]) -> list[list[int]]:
 def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
     """Data for samples.js."""
     table = samples.table
-    rows, columns, complete = _selected_rows(samples)
+    rows, columns, complete = _selected_rows(samples, previews)
     xs, ys = (table[name].to_pylist() if name in table.column_names else [] for name in ("loss", "norm"))
-    x = axis("loss", xs)
-    y = axis("gradient norm", ys)
+    x = axis(score_title(table, "loss"), xs)
+    y = axis(score_title(table, "norm"), ys)
     index_of_row = {row: k for k, row in enumerate(rows)}
     ids = [str(sample_id) for sample_id in table["id"].take(rows).to_pylist()]
     suspects = list(dict.fromkeys(index_of_row[row] for rows_of_rank in _rows_by_rank(samples) for row in rows_of_rank))
@@ -79,7 +81,9 @@ def payload(samples: Samples, previews: Previews) -> dict[str, Any]:
         "grid": None if complete or not (x and y) else {"size": GRID, "cells": density((x, y), (xs, ys))},
         "ids": [shortened(sample_id) for sample_id in ids],
         "columns": _labels(table, ids, previews) + columns,
-        "scores": [{"title": s.title, "order": [index_of_row[row] for row in s.order]} for s in samples.rankings],
+        "scores": [
+            {"title": s.title, "by": s.by, "order": [index_of_row[row] for row in s.order]} for s in samples.rankings
+        ],
         "previews": {k: visible[ids[k]] for k in suspects if ids[k] in visible},
     }
 
@@ -90,15 +94,15 @@ def _rows_by_rank(samples: Samples) -> list[list[int]]:
     return [[s.order[k] for s in samples.rankings if k < len(s.order)] for k in range(longest)]
 
 
-def _selected_rows(samples: Samples) -> tuple[list[int], list[Column], bool]:
+def _selected_rows(samples: Samples, previews: Previews) -> tuple[list[int], list[Column], bool]:
     """Rows that are put into the page, their columns, and True if these are all rows."""
     table = samples.table
     if len(table) <= MAX_SAMPLES:
-        columns = [_column(table, name) for name in _shown_columns(table)]
+        columns = [_column(table, name, previews) for name in _shown_columns(table)]
         if _size([table["id"].to_pylist(), columns]) <= BUDGET:
             return list(range(len(table))), columns, True
     rows = sorted({row for score in samples.rankings for row in score.order})
-    return rows, _columns_within_budget(table.take(rows)), False
+    return rows, _columns_within_budget(table.take(rows), previews), False
 
 
 def _size(value: Any) -> int:
@@ -109,24 +113,35 @@ def _shown_columns(table: Any) -> list[str]:
     """Names of the columns shown for a sample, in order."""
     extra = [name for name in table.column_names if name not in HIDDEN_COLUMNS and name not in SCORES]
     scores = [name for name in SCORES if name in table.column_names]
-    return sorted([*scores, "visits", *extra], key=lambda name: name != "label")  # the label comes first
+    first = [name for name in CLASS_COLUMNS if name in extra]
+    return [*first, *scores, "visits", *(name for name in extra if name not in first)]
 
 
-def _columns_within_budget(table: Any) -> list[Column]:
+def _columns_within_budget(table: Any, previews: Previews) -> list[Column]:
     """Columns of the chosen rows: all scores, and other columns within the budget."""
     columns: list[Column] = []
     remaining = BUDGET
     for name in _shown_columns(table):
-        column = _column(table, name)
+        column = _column(table, name, previews)
         remaining -= _size(column)
         if remaining >= 0 or name in SCORES:
             columns.append(column)
     return columns
 
 
-def _column(table: Any, name: str) -> Column:
+def _column(table: Any, name: str, previews: Previews) -> Column:
     values = [_json_value(value) for value in table[name].to_pylist()]
-    return {"name": TITLES.get(name, name) if name in SCORES else name, "key": name, **_column_values(values)}
+    if name in CLASS_COLUMNS:
+        values = [previews.class_name(value) for value in values]
+    if name == "label":
+        ids = map(str, table["id"].to_pylist())
+        values = [_label(value, previews.label(sample_id)) for value, sample_id in zip(values, ids, strict=True)]
+    return {"name": score_title(table, name), "key": name, **_column_values(values)}
+
+
+def _label(recorded: object, of_preview: str | None) -> object:
+    """Label of a sample: that of its preview, which may be a name, or the one that the ledger has recorded."""
+    return recorded if of_preview is None or of_preview == str(recorded) else of_preview
 
 
 def _column_values(values: list[Any]) -> dict[str, Any]:
@@ -172,14 +187,18 @@ def scatter(samples: Samples, previews: Previews) -> Section:
 def _explanation(samples: Samples, data: dict[str, Any]) -> str:
     """Explanation of the points, and of what is left out."""
     sentences = ["Values are means over the visits of each sample."]
+    if "prediction" in samples.table.column_names:
+        sentences.append("A prediction is that of the last visit.")
+    if "count" in samples.table.column_names:
+        sentences.append("Loss and gradient norm are divided by the count of the sample (its elements, or its weight).")
     if data["grid"]:
-        sentences = [
+        sentences += [
             f"{data['total']:,} samples are too many to draw individually: the shade shows their number, and only "
             "suspects are drawn as points."
         ]
     left_out = set(_shown_columns(samples.table)) - {column["key"] for column in data["columns"]}
     if left_out:
-        sentences.append(f"{len(left_out):,} columns of the ledger are left out.")
+        sentences.append(f"The page leaves out {plural(len(left_out), 'column')} of the ledger.")
     sentences.append("Suspects are the samples that are hardest to learn by the chosen score: wrong or unusual ones.")
     return " ".join(sentences)
 

@@ -66,7 +66,7 @@ class StepConfig:
             raise ValueError(f"microbatch must be a positive integer, None, 'auto' or sw.auto(memory); found {size!r}.")
         if self.precision is not None and self.precision not in AUTOCAST_DTYPES:
             names = ", ".join(map(repr, AUTOCAST_DTYPES))
-            raise ValueError(f"precision must be None, {names}; found {self.precision!r}.")
+            raise ValueError(f"precision must be one of None, {names}; found {self.precision!r}.")
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"compile must be True, False or 'auto'; found {self.compile!r}.")
 
@@ -103,10 +103,11 @@ def as_microbatch(given: Any) -> Any:
 
 
 def as_record(names: Any) -> frozenset[str]:
-    """The `record` argument as a set of names."""
-    if names is None or isinstance(names, str) or not isinstance(names, Collection) or set(names) - RECORDABLE:
-        raise ValueError(f"record must be a set of names, and the only name is 'norms'; found {names!r}.")
-    return frozenset(names)
+    """The `record` argument, a collection of names or a single name, as a set of names."""
+    given = {names} if isinstance(names, str) else names
+    if not isinstance(given, Collection) or not RECORDABLE.issuperset(given):
+        raise ValueError(f"record must be 'norms', or a collection with this name; found {names!r}.")
+    return frozenset(given)
 
 
 def check_order(model: Any, optimizer: Any, loss_fn: Any) -> None:
@@ -126,7 +127,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
             "Call its step(metric) yourself, after validation."
         )
     if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
-        raise TypeError(f"scheduler must be a torch.optim.lr_scheduler of the optimizer; found {scheduler!r}.")
+        raise TypeError(f"scheduler must be a scheduler of torch.optim.lr_scheduler; found {scheduler!r}.")
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise TypeError(
             "scheduler must be created with the optimizer of the step; found that it has another one. "

@@ -75,8 +75,8 @@ class DistributedWindows(WindowRanks):
         group.barrier()
         if not group.all_equal((kind, names, options)):
             raise DistributedError(
-                "all ranks must have the same optimizer, with the same parameters in the same order; found that they "
-                f"differ; on this rank: {kind} of {', '.join(names)} with {options}. Create the same optimizer on "
+                "all ranks must have the same optimizer, with the same parameters in the same order; found another "
+                f"than on this rank, {kind} of {', '.join(names)} with {options}. Create the same optimizer on "
                 "every rank."
             )
 
@@ -274,7 +274,7 @@ def make_window_ranks(
     settings = {**config.settings(), "strategy": strategy_name(model, config.strategy)}
     if not group.all_equal({name: repr(value) for name, value in settings.items()}):
         raise DistributedError(
-            f"all ranks must create the same step; found settings that differ; on this rank: {settings}. Pass the same "
+            f"all ranks must create the same step; found other settings than on this rank, {settings}. Pass the same "
             "arguments to Step(...) on every rank."
         )
     strategy = resolve_strategy(model, config.strategy, modules, optimizer)

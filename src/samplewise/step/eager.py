@@ -58,4 +58,7 @@ class EagerUpdates:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check the state; uncompiled updates use none of it."""
         if state.keys() != self.state_dict().keys():
-            raise ValueError(f"a state of compilation must have {', '.join(self.state_dict())}; found {list(state)}.")
+            raise ValueError(
+                f"the compilation state of a step must have the keys {', '.join(self.state_dict())}; found "
+                f"{', '.join(map(str, state)) or 'none'}. Load what step.state_dict() returned."
+            )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from samplewise.core.batches import cut, length
+from samplewise.core.criteria import Criterion
 from samplewise.core.losses import LossFn, columns_of, per_sample
 from samplewise.core.memory import bounded
 from samplewise.core.snapshot import snapshot
@@ -36,18 +37,31 @@ class LossEvaluator:
         precision: MixedPrecision,
         budget: int | None,
         interacting: str,
+        criterion: Criterion | None = None,
     ):
+        """`criterion`: the criterion that `loss_fn` calls, if it is one."""
         self.modules = modules
         self.trained = trained
         self.loss_fn = loss_fn
         self.precision = precision
         self.budget = budget
         self.interacting = interacting
+        self.criterion = criterion
         self.model = modules[0]
         self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
         self.seconds = 0.0  # spent in forward passes of this window
         self._coincidences: set[int] = set()  # graph structures in which a tensor has B rows only by coincidence
         self._bare = precision.name is None and budget is None  # skip the context managers, which cost microseconds
+
+    @property
+    def predictions(self) -> frozenset[str]:
+        """Names of the columns that a criterion returns: see `prediction_columns`. Empty for other loss functions."""
+        return frozenset() if self.criterion is None else self.criterion.predictions
+
+    @predictions.setter
+    def predictions(self, names: frozenset[str]) -> None:
+        if self.criterion is not None:
+            self.criterion.predictions = names
 
     def losses(self, microbatch: Any) -> tuple[Tensor, Tensor | None]:
         """Losses (B,), attached to the autograd graph, and counts (B,), or None if the loss function returns none."""
@@ -69,7 +83,7 @@ class LossEvaluator:
         check_attached(losses)
         if losses is not result:
             self.columns = columns_of(result, losses)
-            if self.columns is not None and get_proxy_mode() is not None:
+            if self.columns is not None and self.criterion is None and get_proxy_mode() is not None:
                 raise LossesError("a loss function that returns columns in addition to losses cannot be compiled")
         self.seconds += perf_counter() - started
         return losses, counts

@@ -17,7 +17,7 @@ from torch import Tensor
 from samplewise.core.batches import length, take
 from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.snapshot import snapshot
-from samplewise.core.text import listed
+from samplewise.core.text import listed, plural
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
 from samplewise.step.accumulate import PerSampleAccumulator, check_finite
@@ -315,7 +315,9 @@ def _owners(keys: list[Hashable], losses: Tensor) -> tuple[Tensor, int]:
 
 def _check_keys(keys: Sequence[Hashable], samples: int) -> None:
     if len(keys) != samples:
-        raise TransformError(f"group must give one key per sample; found {len(keys)} keys for {samples} samples.")
+        raise TransformError(
+            f"group must give one key per sample; found {plural(len(keys), 'key')} for {plural(samples, 'sample')}."
+        )
 
 
 def _sums(values: Tensor, owner: Tensor, groups: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
+from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import Buffers
 from samplewise.core.text import did_you_mean
 from samplewise.distributed.ddp import inner
@@ -87,7 +88,7 @@ class Step:
     gradients are reduced once per update.
 
     Observation.
-    record: {"norms"} records `update.norms` if no transform needs them; see also `require`.
+    record: "norms" records `update.norms` if no transform needs them; see also `require`.
 
     If an exception is raised, the open window is discarded, and parameters, optimizer and buffers are as before it.
     """
@@ -110,7 +111,7 @@ class Step:
         precision: str | None = None,
         compile: bool | str = False,
         strategy: Strategy = None,
-        record: Collection[str] = (),
+        record: str | Collection[str] = (),
         interacting: str = "refuse",
     ):
         check_order(model, optimizer, loss_fn)
@@ -144,7 +145,8 @@ class Step:
         self.precision = MixedPrecision(precision)
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
-        self._evaluator = LossEvaluator(modules, trained, wrapped, self.precision, size.budget, interacting)
+        criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
+        self._evaluator = LossEvaluator(modules, trained, wrapped, self.precision, size.budget, interacting, criterion)
         self._applier = UpdateApplier(config, trained, optimizer, scheduler, self.precision, ranks, counters, buffers)
         self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers)
         self._updates = self._make_updates()
@@ -159,6 +161,15 @@ class Step:
             status = f"updates are compiled only in a single process; found {ranks.size} ranks"
             return EagerUpdates(self._windows, self._applier, status)
         return CompiledUpdates(EagerUpdates(self._windows, self._applier, "not compiled"))
+
+    def __repr__(self) -> str:
+        rule = getattr(self.optimizer, "rule", self.optimizer)
+        parts = (inner(self.model), rule, getattr(self.loss_fn, "criterion", self.loss_fn))
+        names = [getattr(part, "__qualname__", None) or type(part).__name__ for part in parts]
+        given = {"samples": self.samples, "microbatch": self.config.microbatch, "precision": self.config.precision}
+        shown = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        shown += [f"transforms={self.transforms!r}"] if self.transforms.transforms else []
+        return f"Step({', '.join(names + shown)})"
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
@@ -228,13 +239,26 @@ class Step:
 
     # --- settings --------------------------------------------------------------------------------------------------
 
-    def require(self, *, norms: bool = False, columns: Mapping[str, Hashable] | None = None) -> None:
+    def require(
+        self,
+        *,
+        norms: bool = False,
+        columns: Mapping[str, Hashable] | None = None,
+        predictions: Collection[str] = (),
+    ) -> None:
         """Declare what a listener reads from updates; recorded from the next window on.
 
         norms: `update.norms`.
         columns: columns of the batches in `update.columns`: column name -> key of the batch.
+        predictions: columns in `update.columns` from nn.CrossEntropyLoss or nn.NLLLoss with one class index per sample:
+        "label", "prediction" (class with the largest logit) and "margin" (the label's logit minus the largest other).
+        Other loss functions do not have them, and return columns of their own.
         """
-        self._windows.require(norms, columns or {})
+        if isinstance(predictions, str) or set(predictions) - set(PREDICTION_COLUMNS):
+            raise ValueError(
+                f"predictions must be a list of names among {', '.join(PREDICTION_COLUMNS)}; found {predictions!r}."
+            )
+        self._windows.require(norms, columns or {}, predictions)
         self._allow_columns((columns or {}).values())
 
     def _allow_columns(self, keys: Iterable[Hashable], any_key: bool = False) -> None:

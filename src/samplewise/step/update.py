@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.means import WeightedMean
+from samplewise.core.text import plural
 from samplewise.errors import LossesError, ParameterError
 from samplewise.step.batch_columns import BatchColumns, Column, columns_of
 from samplewise.step.window import WindowTotals
@@ -147,7 +148,8 @@ class Update:
         if other is not None:
             raise LossesError(
                 "loss_fn must return the same columns for every microbatch of a window; found "
-                f"{' and '.join(', '.join(columns) or 'none' for columns in (found[0], other))}. Fill in NaN."
+                f"{' and '.join(', '.join(columns) or 'none' for columns in (found[0], other))}. Return every "
+                "column each time, with NaN for unknown values."
             )
         return {name: cat([columns[name] for columns in found]) for name in found[0]}
 
@@ -168,7 +170,7 @@ class Update:
 
     def __repr__(self) -> str:
         skipped = ", skipped" if self.skipped else ""
-        return f"Update({self.index}: {self.samples} samples, loss {self.loss:.4g}{skipped})"
+        return f"Update({self.index}: {plural(self.samples, 'sample')}, loss {self.loss:.4g}{skipped})"
 
 
 class Totals:
@@ -212,4 +214,5 @@ class Totals:
 
     def __repr__(self) -> str:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
-        return f"{self.updates} updates{skipped}, {self.samples} samples, loss {self.loss:.4g}, {self.seconds:.2f} s"
+        made = f"{plural(self.updates, 'update')}{skipped}, {plural(self.samples, 'sample')}"
+        return f"{made}, loss {self.loss:.4g}, {self.seconds:.2f} s"

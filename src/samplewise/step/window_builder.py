@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from time import perf_counter
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from samplewise.core.batches import length
 from samplewise.core.snapshot import Buffers
+from samplewise.core.text import plural
 from samplewise.errors import (
     BatchError,
     LoaderStopped,
@@ -55,6 +56,7 @@ class WindowBuilder:
         self.cursor: BatchCursor | None = None
         self.columns: dict[str, Hashable] = {}  # column name -> key of the batch
         self.record_norms = "norms" in config.record
+        self.predictions: frozenset[str] = frozenset()  # columns of a criterion, see `prediction_columns`
         self.audit = Audit(evaluator, config.audit, config.transforms.measures)
         self._trained = evaluator.trained
         self._buffers = buffers
@@ -90,10 +92,11 @@ class WindowBuilder:
         self.ranks = ranks
         self._accumulator = self.make_accumulator()
 
-    def require(self, norms: bool, columns: Mapping[str, Hashable]) -> None:
-        """Record norms and batch columns from the next window on."""
+    def require(self, norms: bool, columns: Mapping[str, Hashable], predictions: Iterable[str]) -> None:
+        """Record norms, batch columns and columns of a criterion from the next window on."""
         self.record_norms = self.record_norms or norms
         self.columns.update(columns)
+        self.predictions |= frozenset(predictions)
 
     # --- from batches to windows -----------------------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ class WindowBuilder:
         whole = cursor.empty if samples is None else size == samples
         self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.distributed))
         if samples is not None and window.samples > (window.share or 0):
-            found = f"{window.samples} samples after a batch that cannot be cut"
+            found = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
             raise BatchError(_UNCUT.format(samples=samples, found=found))
 
     def _add(self, cursor: BatchCursor, microbatch: Any, size: int | None, whole: bool) -> None:
@@ -209,6 +212,8 @@ class WindowBuilder:
             self._buffers.remember()
         if self.record_norms and not self._accumulator.knows_norms:
             self._accumulator = self.make_accumulator()
+        if self.predictions:
+            self.evaluator.predictions = self.predictions
         self._accumulator.begin()
         if self._unchecked_transforms:
             self._accumulator.first_stats = []
@@ -251,8 +256,9 @@ class WindowBuilder:
             samples += len(part.losses)
         if size is not None and samples != size:
             raise LossesError(
-                f"loss_fn must return one loss per sample if batches are cut; found {samples} losses for {size} "
-                "samples. Use samples=None and microbatch=None, or return one loss per sample."
+                "loss_fn must return one loss per sample if batches are cut; found "
+                f"{plural(samples, 'loss', 'losses')} for {plural(size, 'sample')}. Use samples=None and "
+                "microbatch=None, or return one loss per sample."
             )
         self.counters.samples += samples
         self.counters.microbatches += len(parts)
@@ -374,6 +380,8 @@ class WindowBuilder:
         if "norms" in state["parts"] and not (state["failure"] or self._accumulator.knows_norms):
             self.record_norms = True  # the window was begun with norms, so all of its samples need them
             self._accumulator = self.make_accumulator()
+        if state["parts"]:  # all samples of a window have the same columns
+            self.evaluator.predictions = frozenset(state["parts"].get("columns", ()))
         self._buffers.remember()
         for name, gradient in state["sums"].items():
             parameter = self._trained.named[name]

@@ -117,7 +117,7 @@ class WindowRanks(ABC):
 
     @abstractmethod
     def check_window_state(self, state: dict[str, Any]) -> None:
-        """Raise unless the state was saved by the same rank of as many ranks."""
+        """Raise unless the state was saved by the same rank of the same number of ranks."""
 
 
 class LocalWindows(WindowRanks):
@@ -190,11 +190,11 @@ class LocalWindows(WindowRanks):
 
 
 def check_rank(state: dict[str, Any], ranks: WindowRanks) -> None:
-    """Raise unless the state was saved by the same rank of as many ranks."""
+    """Raise unless the state was saved by the same rank of the same number of ranks."""
     rank = state["rank"]
     size = state["size"]
     if (rank, size) != (ranks.rank, ranks.size):
         raise DistributedError(
-            "the state of an open window must be loaded by the same rank of as many ranks; found the state of rank "
-            f"{rank} of {size} on rank {ranks.rank} of {ranks.size}. Save one file per rank."
+            "the state of an open window must be loaded by the same rank of the same number of ranks; found the state "
+            f"of rank {rank} of {size} on rank {ranks.rank} of {ranks.size}. Save one file per rank."
         )

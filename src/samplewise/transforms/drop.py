@@ -22,7 +22,9 @@ def drop(largest: int = 0, smallest: int = 0, quantile: float | None = None, by:
     if quantile is not None and not 0 < quantile < 1:
         raise ValueError(f"quantile must lie between 0 and 1; found {quantile!r}.")
     if not (largest or smallest or quantile):
-        raise ValueError("drop needs one of largest=, smallest= or quantile=; found none.")
+        raise ValueError(
+            "drop needs one of largest=, smallest= or quantile=; found none. Write, for example, drop(largest=1)."
+        )
     if by not in ("norms", "losses"):
         raise ValueError(f"by must be 'norms' or 'losses'; found {by!r}.")
 

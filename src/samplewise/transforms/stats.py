@@ -250,7 +250,8 @@ def _over_parameters(norms: PerSample) -> Tensor:
 def _times(values: PerSample | None, factor: PerSample | None) -> PerSample:
     if values is None:
         raise TransformError(
-            "a transform must declare the values it reads; found that it reads norms without needs={'norms'}."
+            "a transform must declare the values it reads; found that it reads norms without needs={'norms'}. Add "
+            "them to its needs."
         )
     if factor is None:
         return values

@@ -43,7 +43,8 @@ class SampleTransform:
         if not self.by_parameter:
             return self._checked(coefficients, len(stats), "one coefficient per sample")
         if not isinstance(coefficients, Mapping):
-            raise TransformError(f"{self} must return a dict name -> (B,); found {type(coefficients).__name__}.")
+            found = type(coefficients).__name__
+            raise TransformError(f"{self} must return a dict of parameter names and tensors (B,); found {found}.")
         return {
             name: self._checked(c, len(stats), f"one coefficient per sample for {name!r}")
             for name, c in coefficients.items()

@@ -35,6 +35,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 RESERVED_NAME = "__metadata__"  # key of the metadata in a safetensors file
+RESERVED_NAMES = (RESERVED_NAME, f"model.{RESERVED_NAME}")  # the second is written without "model."
 
 KeyPath = tuple[Any, ...]  # keys and indices that lead to a value
 
@@ -108,7 +109,7 @@ class Encoder:
     def _new_name(self, path: KeyPath) -> str:
         """Return the path as text, with a suffix if another tensor has this name: {"a.b": x, "a": {"b": y}}."""
         name = _dotted(path).encode(errors="backslashreplace").decode()  # safetensors rejects lone surrogates
-        while name in self.tensors or name == RESERVED_NAME:
+        while name in self.tensors or name in RESERVED_NAMES:
             name += "'"
         return name
 

@@ -1,16 +1,21 @@
-"""Files of a checkpoint: a directory with a JSON file, and a safetensors file from each rank.
+"""Files of a checkpoint: a directory with a JSON file, and safetensors files.
 
     update-000000010.ckpt/
         state.json            everything except tensors; size and SHA-256 of each shard
-        rank-0.safetensors    shard of rank 0: tensors, or parts of tensors that are sharded over ranks
+        model.safetensors     tensors of the model under their names in its state dict: "fc.weight"
+        rank-0.safetensors    shard of rank 0: the other tensors that it writes, named after their path in the state
         rank-1.safetensors    shard of rank 1; one process writes rank-0 only
+
+There is no model.safetensors if the state has no tensors of a model, or if they are sharded over ranks (FSDP): then
+each rank writes its part of each of them to its own shard, under the name "model.fc.weight".
 
 state.json has the keys
 
     format            "samplewise checkpoint"
     format_version    version of this format
-    shards            one {"file", "bytes", "sha256", "offsets"} for each rank; "offsets" has the offset in each
-                      dimension of the tensors that the shard contains only a part of, by name
+    shards            one {"file", "bytes", "sha256", "offsets"} for model.safetensors, if it exists, and for each rank;
+                      "offsets" has the offset in each dimension of the tensors that the shard contains only a part of,
+                      by name
     state             the state: see `encoding`
     sha256            checksum of state.json without this entry
 
@@ -40,9 +45,13 @@ from samplewise.loop.checkpoint.encoding import RESERVED_NAME, Malformed, check_
 from samplewise.loop.checkpoint.schema import COUNT, DICT, TEXT, Schema, check
 
 FORMAT = "samplewise checkpoint"
-# 1: one file, or a directory with torch's pickle. 2: a directory of files of version 1. Neither was released.
-VERSION = 3
+# 1: one file, or a directory with torch's pickle. 2: a directory of files of version 1. 3: without model.safetensors,
+# settings and base. None of them was released.
+VERSION = 4
 STATE_FILE = "state.json"
+CONTENTS = {STATE_FILE: VERSION, ".metadata": 1, "state.ckpt": 2}  # file in each checkpoint of a version
+MODEL_FILE = "model.safetensors"
+MODEL_PREFIX = "model."  # of the names of tensors in the state; omitted in MODEL_FILE
 MAX_JSON_BYTES = 100_000_000  # of state.json and of the header of a shard; safetensors refuses to read longer headers
 SHARD: Schema = {"file": TEXT, "bytes": COUNT, "sha256": TEXT, "offsets": DICT}
 CONTENT: Schema = {"format": TEXT, "format_version": COUNT, "shards": [SHARD], "state": DICT}
@@ -162,11 +171,21 @@ def read_state(directory: Path) -> tuple[Any, list[dict[str, Any]]]:
         if hashlib.sha256(to_json(content).encode()).hexdigest() != digest:
             raise Malformed("another checksum")
         check(content, CONTENT)
+        _check_file_names([entry["file"] for entry in content["shards"]])
     except OSError as why:
         raise _unreadable(path, why) from why
     except PARSE_ERRORS as why:
         raise corrupt(path, why) from why
     return content["state"], content["shards"]
+
+
+def _check_file_names(names: list[str]) -> None:
+    """Raise `Malformed` unless these are the names of the shards of a checkpoint, in order."""
+    first = [MODEL_FILE] if MODEL_FILE in names[:1] else []
+    expected = [*first, *map(shard_file, range(len(names) - len(first)))]
+    for name, right in zip(names, expected, strict=True):
+        if name != right:
+            raise Malformed(f"the file name {name[:40]!r} in place of {right!r}")
 
 
 def _check_directory(path: Path) -> None:
@@ -183,9 +202,8 @@ def _check_directory(path: Path) -> None:
 
 
 def _directory_version(path: Path) -> int:
-    earlier = {".metadata": 1, "state.ckpt": 2}
-    names = [] if (path / STATE_FILE).exists() else [name for name in earlier if (path / name).exists()]
-    return earlier[names[0]] if names else VERSION
+    names = [name for name in CONTENTS if (path / name).exists()]
+    return CONTENTS[names[0]] if names else VERSION
 
 
 def _file_version(path: Path) -> int:
@@ -196,35 +214,34 @@ def _file_version(path: Path) -> int:
     return 1
 
 
-def read_shard(directory: Path, rank: int, entry: dict[str, Any], verify: bool = True) -> list[Chunk]:
-    """Return the chunks in the shard of a rank, memory-mapped and as they are stored: see `unpacked`.
+def read_shard(directory: Path, entry: dict[str, Any], verify: bool = True) -> list[Chunk]:
+    """Return the chunks in a shard, memory-mapped and as they are stored: see `unpacked`.
 
     verify: False if another process compares the file with its checksum.
     """
     safetensors = require_safetensors()
-    path = directory / shard_file(rank)
+    path = directory / entry["file"]
+    prefix = MODEL_PREFIX if path.name == MODEL_FILE else ""
     try:
-        if entry["file"] != path.name:
-            raise Malformed(f"the file name {entry['file'][:40]!r} in place of {path.name!r}")
         with _open_regular(path) as file:
             header, names = _read_header(path, file, entry["bytes"])
         with safetensors.safe_open(path, framework="pt") as shard:
             tensors = {name: shard.get_tensor(name) for name in names}
         if verify and _checksum(header, tensors.values()) != entry["sha256"]:
             raise Malformed("another checksum")
-        return _chunks(tensors, entry["offsets"])
+        return _chunks(tensors, entry["offsets"], prefix)
     except OSError as why:
         raise _unreadable(path, why) from why
     except (safetensors.SafetensorError, *PARSE_ERRORS) as why:
         raise corrupt(path, why) from why
 
 
-def _chunks(tensors: dict[str, Tensor], offsets: dict[Any, Any]) -> list[Chunk]:
+def _chunks(tensors: dict[str, Tensor], offsets: dict[Any, Any], prefix: str) -> list[Chunk]:
     missing = [name for name in offsets if name not in tensors]
     if missing:
         raise Malformed(f"an offset of {missing[0]!r}, which is not stored")
     at = {name: tuple(check_sizes(offset)) for name, offset in offsets.items()}
-    return [Chunk(name, tensor, at.get(name)) for name, tensor in tensors.items()]
+    return [Chunk(prefix + name, tensor, at.get(name)) for name, tensor in tensors.items()]
 
 
 def _read_header(path: Path, file: BufferedReader, size: int) -> tuple[bytes, list[str]]:

@@ -3,6 +3,8 @@
     model, optimizer, step, running, callbacks     state dicts; also scheduler and loss if there are any
     trainer                                        epoch, position in the data, seed, length of the log
     classes                                        class names of optimizer and scheduler
+    settings                                       settings of the step, the optimizer and the scheduler
+    base                                           checksums of frozen parameters that are not saved
     per_rank                                       one item of each rank: its random state, and its part of an open
                                                    window of several ranks
 
@@ -25,6 +27,7 @@ from samplewise.core.snapshot import RandomState
 from samplewise.distributed.group import current_group
 from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.errors import CheckpointError, SamplewiseError
+from samplewise.loop.checkpoint.base import check_base
 from samplewise.loop.checkpoint.encoding import Malformed
 from samplewise.loop.checkpoint.schema import (
     COUNT,
@@ -50,6 +53,8 @@ SUMS: Schema = {"loss": TENSOR, "count": TENSOR, "samples": COUNT, "skipped": CO
 TRAINER: Schema = {
     "trainer": {"epoch": COUNT, "log": COUNT, "seed": WHOLE, "used": maybe(COUNT)},
     "classes": {"optimizer": TEXT, "scheduler": TEXT},
+    "settings": {"step": DICT, "script": DICT, "created": DICT},
+    "base": DICT,
     "model": DICT,
     "optimizer": DICT,
     "step": {
@@ -84,6 +89,16 @@ def check_savable(step: Step) -> None:
             "full, because a transform needs all samples at once. Use tail='update' or tail='drop', or save inside "
             "epochs: ModelCheckpoint(every='100up')."
         )
+
+
+def check_parts(parts: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a part that has no state dict, such as a scheduler of the user's."""
+    for name, part in parts.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise CheckpointError(
+                f"the {name} must have state_dict and load_state_dict to be saved in a checkpoint; found "
+                f"{type(part).__name__} without them. Add both methods, or use a Trainer without a run directory."
+            )
 
 
 def part_state(part: Any) -> Any:
@@ -135,7 +150,8 @@ def check_compatible(state: Mapping[str, Any], parts: Mapping[str, Any], seed: i
     """Raise CheckpointError if seed, classes or number of ranks do not match the checkpoint."""
     if state["trainer"]["seed"] != seed:
         raise CheckpointError(
-            f"a run must be resumed with the seed it was saved with, {state['trainer']['seed']}; found {seed}."
+            f"a run must be resumed with the seed it was saved with, {state['trainer']['seed']}; found {seed}. "
+            "Use the saved seed, or start a new run directory."
         )
     for name, found in class_names(parts).items():
         if found != state["classes"][name]:
@@ -144,6 +160,7 @@ def check_compatible(state: Mapping[str, Any], parts: Mapping[str, Any], seed: i
                 "Use the saved class, or start a new run directory."
             )
     _check_shapes(state, parts)
+    check_base(state["base"], parts["model"])
     _check_window(state)
 
 
@@ -170,7 +187,7 @@ def _check_shapes(state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
         return
     now = {name: tuple(value.shape) for name, value in parts["model"].state_dict().items() if isinstance(value, Tensor)}
     saved = {name: tuple(value.shape) for name, value in state["model"].items() if isinstance(value, Tensor)}
-    for name in (*now, *saved):
+    for name in [name for name in (*now, *saved) if name not in state["base"]]:
         if now.get(name) != saved.get(name):
             raise CheckpointError(
                 f"a checkpoint must fit the model of the run that it is loaded into; found {name!r} with "

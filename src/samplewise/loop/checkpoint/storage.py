@@ -21,9 +21,12 @@ import torch.distributed as dist
 
 from samplewise.core.atomic_io import sync_directory
 from samplewise.distributed.group import current_group, on_every_rank
+from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.encoding import Encoder, decode, replace_infos, to_json, type_name
 from samplewise.loop.checkpoint.format import (
+    MODEL_FILE,
+    MODEL_PREFIX,
     PARSE_ERRORS,
     Chunk,
     check_length,
@@ -53,7 +56,15 @@ class Prepared(NamedTuple):
     """Content of the files that this rank writes."""
 
     state: str  # encoded state as text
-    chunks: list[Chunk]
+    shards: dict[str, list[Chunk]]  # by file name
+
+    def copied(self) -> Prepared:
+        """Return the content with copies of the tensors on the CPU."""
+        shards = {
+            file: [chunk._replace(tensor=chunk.tensor.to("cpu", copy=True)) for chunk in chunks]
+            for file, chunks in self.shards.items()
+        }
+        return self._replace(shards=shards)
 
 
 def write(path: Path, state: dict[Any, Any], own: Any = None) -> None:
@@ -85,14 +96,26 @@ def prepare(state: dict[Any, Any], own: Any = None) -> Prepared:
         lambda: (encoder.encode(state), encoder.encode(own, (PER_RANK, group.rank)))  # names contain the rank
     )
     [items] = encoded.values()
-    _check_same_structure([item for item in items if item[0] in SHARED])
+    model = _whole_model(encoder)
+    _check_same_structure([*[item for item in items if item[0] in SHARED], sorted(model)])
     if own is not None:
         items.append([PER_RANK, group.all_gather_object(encoded_own)])
     text = to_json(encoded)
     on_every_rank(lambda: check_length(text))
-    offered = SHARED if group.rank else tuple(state)
-    tensors = {name: t for name, t in encoder.tensors.items() if encoder.paths[name][0] in (*offered, PER_RANK)}
-    return Prepared(text, chunks_to_write(tensors))
+    offered = (*SHARED, PER_RANK) if group.rank else (*state, PER_RANK)
+    others = {n: t for n, t in encoder.tensors.items() if n not in model and encoder.paths[n][0] in offered}
+    shards = {shard_file(group.rank): chunks_to_write(others)}
+    if model and group.rank == 0:
+        chunks = [Chunk(name.removeprefix(MODEL_PREFIX), tensor.detach()) for name, tensor in model.items()]
+        shards = {MODEL_FILE: chunks, **shards}
+    return Prepared(text, shards)
+
+
+def _whole_model(encoder: Encoder) -> dict[str, torch.Tensor]:
+    """Return the tensors for model.safetensors: those of the model, unless some are sharded over ranks."""
+    inside = [name for name, path in encoder.paths.items() if path[0] == "model" and len(path) > 1]
+    model = {name: encoder.tensors[name] for name in inside}
+    return {} if any(map(is_dtensor, model.values())) else model
 
 
 def _check_same_structure(shared: list[Any]) -> None:
@@ -116,11 +139,12 @@ def _write_files(path: Path, prepared: Prepared, gather: Gather, then: Callable[
         remove(partial)
         partial.mkdir()
 
-    def write_own_shard() -> dict[str, Any]:
+    def write_own_shards() -> list[dict[str, Any]]:
         partial.mkdir(exist_ok=True)  # makes a directory of another machine visible on network file systems
-        return write_shard(partial / shard_file(rank), prepared.chunks)
+        return [write_shard(partial / file, chunks) for file, chunks in prepared.shards.items()]
 
     def finish() -> None:
+        shards = [entry for entries in written for entry in entries]
         _check_shared(partial, shards)
         write_state(partial, prepared.state, shards)
         sync_directory(partial)
@@ -133,7 +157,7 @@ def _write_files(path: Path, prepared: Prepared, gather: Gather, then: Callable[
 
     try:
         _on_each_rank(create if rank == 0 else nothing, path, gather)
-        shards = _on_each_rank(write_own_shard, path, gather)
+        written = _on_each_rank(write_own_shards, path, gather)
         _on_each_rank(finish if rank == 0 else nothing, path, gather)
     except BaseException:
         if rank == 0:
@@ -204,12 +228,11 @@ class BackgroundWriter:
         then: called on rank 0 when the checkpoint is on disk.
         """
         self.wait()
-        prepared = prepare(state, own)
-        copies = [chunk._replace(tensor=chunk.tensor.to("cpu", copy=True)) for chunk in prepared.chunks]
+        prepared = prepare(state, own).copied()
 
         def run() -> None:
             try:
-                _write_files(path, prepared._replace(chunks=copies), self._gather, then)
+                _write_files(path, prepared, self._gather, then)
             except BaseException as error:  # raised by `wait`
                 self._error = error
 
@@ -273,9 +296,9 @@ def read_for_rank(path: Path) -> dict[Any, Any]:
 def _read(path: Path, device: torch.device, rank: int, size: int, select: int | None) -> dict[Any, Any]:
     """Read a checkpoint as rank `rank` of `size`. select: item of "per_rank" to read; None for all."""
     require_safetensors()
-    path = _readable(path)
+    path = readable(path)
     encoded, shards = read_state(path)
-    stored = [chunk for k, entry in enumerate(shards) for chunk in read_shard(path, k, entry, verify=k % size == rank)]
+    stored = [chunk for k, entry in enumerate(shards) for chunk in read_shard(path, entry, verify=k % size == rank)]
     try:
         state, infos = decode(encoded)
         chunks = match_chunks(infos, stored)
@@ -292,7 +315,7 @@ def _only(items: list[Any], selected: int) -> list[Any]:
     return [item if k == index else None for k, item in enumerate(items)]
 
 
-def _readable(path: Path) -> Path:
+def readable(path: Path) -> Path:
     """Return the path; or that of the checkpoint that was to be replaced, if the process was killed meanwhile."""
     replaced = hidden(path, REPLACED)
     return replaced if not os.path.lexists(path) and replaced.is_dir() else path

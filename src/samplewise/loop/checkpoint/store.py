@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 import warnings
@@ -14,36 +15,64 @@ import torch
 from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint.format import CONTENTS, STATE_FILE
 from samplewise.loop.checkpoint.storage import PARTIAL, REPLACED
 
+FOLDER = "checkpoints"  # in a run directory
 NAME = re.compile(r"update-([0-9]{9,})\.ckpt")
 
 
 def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """Return the state dicts of a checkpoint, by name: "model", "optimizer", ...
+    """Return the state dicts of a checkpoint, by name: "model", "optimizer", "scheduler", ...
 
-        model.load_state_dict(sw.load_checkpoint("runs/digits")["model"])
+        state = sw.load_checkpoint("runs/digits")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
 
-    `path` is a checkpoint of one process or of several ranks, or a run directory, of which the newest readable
-    checkpoint is used. Tensors are on `device`. Nothing is unpickled, so a checkpoint from an untrusted source cannot
-    run code, and no file is changed.
+    `path` is a checkpoint of one process or of several ranks, a model saved by `ModelCheckpoint(best=...)` or
+    `Trainer.save_model`, or a run directory, of which the newest readable checkpoint is used. Tensors are on `device`.
+    If the trainer had save="trained", "model" has no frozen parameters; "base" has their checksums by name, and the
+    rest is loaded into a model with the same frozen parameters by `load_state_dict(state["model"], strict=False)`.
+
+    Nothing is unpickled, so a checkpoint from an untrusted source cannot run code, and no file is changed.
     """
-    if not str(path):
-        raise CheckpointError(
-            f"path must name a checkpoint or a run directory; found the empty path {path!r}. Pass for example "
-            "'runs/name'."
-        )
-    path = Path(path)
-    checkpoints = path / "checkpoints"
-    if not checkpoints.is_dir():
+    path = _checked(path)
+    folders = [folder for folder in (path / FOLDER, path) if folder.name == FOLDER and folder.is_dir()]
+    if not folders:
         return storage.read(path, device)
-    newest = newest_checkpoint(checkpoints, lambda checkpoint: storage.read(checkpoint, device))
+    newest = newest_checkpoint(folders[0], lambda checkpoint: storage.read(checkpoint, device))
     if newest is None:
         raise CheckpointError(
-            f"{path} must have a checkpoint that can be read; found none in {checkpoints}. "
+            f"{path} must have a checkpoint that can be read; found none in {folders[0]}. "
             "Give another run directory, or train with Trainer(..., run=...) first."
         )
     return newest[0]
+
+
+def _checked(path: Any) -> Path:
+    """Return the path; raise CheckpointError for a path where there can be no checkpoint."""
+    remedy = (
+        "Pass the path of a checkpoint such as 'runs/name/checkpoints/update-000000100.ckpt', or of a run directory."
+    )
+    if not isinstance(path, (str, Path)) or not str(path):
+        found = "the empty path ''" if path == "" else str(path)[:40]
+        raise CheckpointError(f"path must name a checkpoint or a run directory; found {found}. {remedy}")
+    path = Path(path)
+    if path.is_file() and (path.parent / STATE_FILE).exists():
+        raise CheckpointError(
+            f"path must name a checkpoint, which is a directory; found the file {path} inside one. Pass {path.parent}."
+        )
+    there = storage.readable(path)
+    if not os.path.lexists(there):
+        raise CheckpointError(
+            f"{path} must be a checkpoint or a run directory; found no such file or directory. {remedy}"
+        )
+    if there.is_dir() and path.name != FOLDER and not any((there / name).exists() for name in (*CONTENTS, FOLDER)):
+        raise CheckpointError(
+            f"{path} must be a checkpoint or a run directory; found a directory without {STATE_FILE} and without "
+            f"{FOLDER}. {remedy}"
+        )
+    return path
 
 
 def newest_checkpoint(directory: Path, read: Callable[[Path], dict[Any, Any]]) -> tuple[dict[Any, Any], Path] | None:

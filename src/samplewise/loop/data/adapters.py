@@ -70,7 +70,7 @@ def adapter_for(loader: Iterable[Any], seed: int, in_use: bool = False) -> Loade
     """
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         separate = in_use and isinstance(loader, DataLoader)
-        return StatefulLoader(_copy_of(loader) if separate else loader, seed)
+        return StatefulLoader(loader_with(loader) if separate else loader, seed)
     return SeededLoader(loader, seed) if is_map_style(loader) else ReplayedLoader(loader, seed)
 
 
@@ -108,7 +108,7 @@ class SeededLoader:
         self._samples = seed_samples(loader.dataset, seed)
         self.order = OrderChecker()
         self._sampler = SeededSampler(loader)
-        self._loader = _copy_of(
+        self._loader = loader_with(
             loader,
             dataset=self._samples,
             generator=torch.Generator(),
@@ -201,7 +201,7 @@ class StatefulLoader:
         self._workers = isinstance(loader, DataLoader)
         numbered = self._workers and _has_indices(loader)
         self._samples = seed_samples(loader.dataset, seed) if numbered else None
-        self._sampler = SeededSampler(_copy_of(loader)) if self._samples is not None else None
+        self._sampler = SeededSampler(loader_with(loader)) if self._samples is not None else None
         self._sharding = ShardedBatches(RankShard())
         self.order = OrderChecker()
 
@@ -326,7 +326,7 @@ class ReplayedLoader:
         if not isinstance(self._loader, DataLoader):
             return self._loader
         dataset = sharded_dataset(self._loader, shard, self.order) if self._streams else self._loader.dataset
-        return _copy_of(self._loader, persistent_workers=False, dataset=dataset)
+        return loader_with(self._loader, persistent_workers=False, dataset=dataset)
 
     @property
     def _streams(self) -> bool:
@@ -382,7 +382,7 @@ def _may_persist(loader: Any) -> bool:
     return loader.persistent_workers and not any(hasattr(part, "set_epoch") for part in nested_parts(loader.dataset))
 
 
-def _copy_of(loader: Any, **changes: Any) -> Any:
+def loader_with(loader: Any, **changes: Any) -> Any:
     """Return a copy of a DataLoader with some settings changed and its own workers.
 
     `in_order` is True, since a position is a number of batches, which needs a fixed order.

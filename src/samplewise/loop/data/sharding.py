@@ -20,6 +20,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from samplewise.core.batches import PLAIN, leaves, length, take
+from samplewise.core.text import plural
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, DistributedError
 from samplewise.loop.data.rng import nested_parts
@@ -162,8 +163,8 @@ class ShardedBatches:
         if self._too_small:
             raise BatchError(
                 f"batches that are sharded over {self.shard.size} ranks must have at least one sample for each rank; "
-                f"found a batch of {self._too_small} samples inside an epoch. Use larger batches, or a DataLoader with "
-                "batch_size."
+                f"found a batch of {plural(self._too_small, 'sample')} inside an epoch. Use larger batches, or a "
+                "DataLoader with batch_size."
             )
         count = self._count(batch)
         rows = self.shard.rows(self.position, count or 1)

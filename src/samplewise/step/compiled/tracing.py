@@ -74,7 +74,7 @@ class Backward:
     graph: fx.GraphModule
     trained: list[str]
     columns: list[str]  # fields of the per-sample results, which come first
-    coefficients_by_name: list[str]  # empty unless the coefficients are a dict
+    by_name: dict[str, list[str]]  # names of the entries of the fields that are dicts, which come next
     reached: list[str]
     constants: list[Tensor]  # the graph's last inputs
     samples: int  # number of losses
@@ -85,15 +85,15 @@ class Backward:
     def stats(self, results: Sequence[Tensor]) -> SampleStats:
         """Per-sample results, which are the first results of the graph."""
         fields: dict[str, Any] = dict(zip(self.columns, results, strict=False))
-        if self.coefficients_by_name:
-            start = len(self.columns)
-            fields["coefficients"] = dict(zip(self.coefficients_by_name, results[start:], strict=False))
+        entries = iter(results[len(self.columns) :])
+        for name, names in self.by_name.items():
+            fields[name] = {entry: next(entries) for entry in names}
         return SampleStats(**fields)
 
     @property
     def known(self) -> int:
         """Number of results before the gradients."""
-        return len(self.columns) + len(self.coefficients_by_name)
+        return len(self.columns) + sum(map(len, self.by_name.values()))
 
     def gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients of the update by parameter name."""
@@ -112,10 +112,12 @@ def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatc
         with ExitStack() as stack:
             tensors.replaced(stack, list(wanted.values()), others)
             stats, gradients = _computed(accumulator, wanted, example)
-        columns = {name: column for name in RESULTS if (column := getattr(stats, name)) is not None}
-        by_name = columns.pop("coefficients") if isinstance(stats.coefficients, dict) else {}
-        layout.update(columns=list(columns), by_name=list(by_name), reached=list(gradients), samples=len(stats))
-        return [*columns.values(), *by_name.values(), *gradients.values()]
+        found = {name: values for name in RESULTS if (values := getattr(stats, name)) is not None}
+        dicts = {name: values for name, values in found.items() if isinstance(values, dict)}
+        columns = {name: values for name, values in found.items() if name not in dicts}
+        by_name = {name: list(values) for name, values in dicts.items()}
+        layout.update(columns=list(columns), by_name=by_name, reached=list(gradients), samples=len(stats))
+        return [*columns.values(), *(t for values in dicts.values() for t in values.values()), *gradients.values()]
 
     # contiguous, as in compiled calls
     data = [leaf.contiguous() for leaf in leaves(microbatch) if isinstance(leaf, Tensor)]
@@ -139,7 +141,7 @@ def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatc
     return backward
 
 
-RESULTS = ("losses", "counts", "raw_norms", "coefficients", "shares")  # fields of SampleStats, in order
+RESULTS = ("losses", "counts", "raw_norms", "coefficients", "shares", "columns")  # fields of SampleStats, in order
 
 
 def _computed(
@@ -155,10 +157,11 @@ def _computed(
         raise CannotCompile(f"losses are {losses.dtype}")
     reached = _reached(losses, wanted)
     if not (accumulator.chain.weighs or record_norms):
-        stats = SampleStats(losses.detach(), counts)
+        stats = SampleStats(losses.detach(), counts, columns=evaluator.columns)
         return stats, _weighted(losses, reached, torch.ones_like(losses) / denominator([stats]))
     counts = torch.ones_like(losses) if counts is None else counts
-    stats = SampleStats(losses.detach(), counts, microbatch, torch.arange(len(losses)))
+    positions = torch.arange(len(losses))
+    stats = SampleStats(losses.detach(), counts, microbatch, positions, columns=evaluator.columns)
     g = None
     if stage.measures or record_norms:
         with warnings.catch_warnings():

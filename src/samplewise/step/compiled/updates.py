@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from samplewise.core.batches import cut, leaves
 from samplewise.core.slow_notice import notify_if_slow
+from samplewise.core.text import plural
 from samplewise.errors import TrainingWarning
 from samplewise.step.accumulate import WeightedAccumulator
 from samplewise.step.batch_columns import BatchColumns, record_columns
@@ -116,7 +117,7 @@ class CompiledUpdates:
             return "compiled"
         if self.config.compile == "auto" and self.builder.config.samples != 1:
             return "compile='auto' compiles only steps with samples=1"
-        return f"not compiled yet, after {self.builder.counters.updates} updates"
+        return f"not compiled yet, after {plural(self.builder.counters.updates, 'update')}"
 
     def _due(self) -> bool:
         """True if the next update should be compiled.
@@ -282,9 +283,10 @@ class CompiledUpdates:
         if not 0 < size <= cursor.left:
             return None
         record_norms = self.builder.record_norms
+        self.evaluator.predictions = predictions = self.builder.predictions
         try:
             shape = signature(cursor.batch, cursor.rows), size
-            key = *shape, record_norms
+            key = *shape, record_norms, predictions
             if self._programs and not (self._settings_hold() and self._guards_hold()):
                 return None
             if key not in self._programs:
@@ -314,7 +316,7 @@ class CompiledUpdates:
         self._check_settings(size)
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
         self.evaluator.trained.clear()
-        with notify_if_slow(self.notify, f"compiling an update of {size} sample{'s' * (size > 1)} ..."), _quietly():
+        with notify_if_slow(self.notify, f"compiling an update of {plural(size, 'sample')} ..."), _quietly():
             guards, tensors, update = self._traced(cursor, size, example, record_norms)
             program = Program(update, tensors, example)
         guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)

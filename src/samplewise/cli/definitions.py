@@ -1,0 +1,84 @@
+"""Names that a recipe defines at its top level, with their lines; near misses of the names that a recipe may have."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+SIMILAR = 0.72  # ratio of difflib: loss_fn is similar to loss, calls not to callbacks
+SYNONYMS = {
+    "criterion": "loss",
+    "compute_loss": "loss",
+    "optim": "optimizer",
+    "opt": "optimizer",
+    "net": "model",
+    "network": "model",
+    "loader": "data",
+    "loaders": "data",
+    "dataloader": "data",
+    "train_loader": "data",
+}
+VERBS = re.compile("^(get|make|build|create|load|configure)_")
+
+
+@dataclass(frozen=True)
+class Definitions:
+    """Names that a recipe defines or imports at its top level."""
+
+    lines: dict[str, int]  # name -> line of its last definition
+    unused: list[str]  # public functions and variables that the recipe itself does not use
+
+    def near_misses(self, known: Collection[str]) -> dict[str, str]:
+        """Known name -> unused name that is similar to it."""
+        found = {_closest(name, known): name for name in self.unused}
+        return {near: name for near, name in found.items() if near is not None}
+
+
+def _closest(name: str, known: Collection[str]) -> str | None:
+    plain = VERBS.sub("", name)
+    if plain in known:
+        return plain
+    if SYNONYMS.get(plain) in known:
+        return SYNONYMS[plain]
+    return next(iter(get_close_matches(name, known, n=1, cutoff=SIMILAR)), None)
+
+
+def read_definitions(source: bytes) -> Definitions:
+    """Definitions of a recipe whose source compiles."""
+    tree = ast.parse(source)
+    visitor = _TopLevel()
+    visitor.visit(tree)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    unused = [name for name in visitor.defined if not (name in used or name.startswith("_"))]
+    return Definitions(visitor.others | visitor.defined, unused)
+
+
+class _TopLevel(ast.NodeVisitor):
+    """Collects the names that are bound outside of functions, classes and comprehensions."""
+
+    def __init__(self) -> None:
+        self.defined: dict[str, int] = {}  # functions and variables
+        self.others: dict[str, int] = {}  # classes and imports
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.defined[node.name] = node.lineno
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.others[node.name] = node.lineno
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Store):
+            self.defined[node.id] = node.lineno
+
+    def visit_alias(self, node: ast.alias) -> None:
+        self.others[(node.asname or node.name).partition(".")[0]] = node.lineno
+
+    def skip(self, node: ast.AST) -> None:
+        """These have names of their own."""
+
+    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = skip

@@ -1,0 +1,191 @@
+"""Settings of a run, saved in checkpoints and compared with those of the script on resume.
+
+    step         samples, microbatch, transforms, loss, ...: on resume those of the script are used, also if a callback
+                 had changed them since
+    optimizer    settings of each parameter group: on resume those of the checkpoint are used, as PyTorch does
+    scheduler    the same
+
+A scheduler changes the learning rate during the training. So a checkpoint contains two kinds of optimizer settings:
+those at the time of saving, in the state dicts of optimizer and scheduler, and those that the run was created with.
+A script that has the latter is unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from samplewise.step.functional_optim import FunctionalOptimizer
+from samplewise.step.step import Step
+
+PLAIN = (bool, int, float, str, type(None))
+LABELS = {"lr": "learning rate", "initial_lr": "initial learning rate"}
+NOT_SETTINGS = ("params", "param_names")  # entries of a parameter group
+POSITIONS = ("last_epoch", "base_lrs")  # entries of a scheduler that are its state, or known from the parameter groups
+RESUMED = "The run is resumed with settings that differ from those of the checkpoint: {found}.{remedy}"
+REMEDY = " To change a learning rate on resume, pass callbacks=[sw.callbacks.SetLR(...)]."
+
+Settings = dict[str, Any]
+
+
+class Differences(NamedTuple):
+    """Sentences about settings that differ from those of the checkpoint, with both values."""
+
+    kept: list[str]  # the script has others, which are not used
+    changed: list[str]  # the script has others, which are used
+    set: list[str]  # a callback has set others on purpose
+
+    def __str__(self) -> str:
+        remedy = REMEDY if any("learning rate" in line for line in self.kept) else ""
+        return RESUMED.format(found="; ".join([*self.kept, *self.changed, *self.set]), remedy=remedy)
+
+
+class RunSettings:
+    """Settings of the script, and those of the checkpoint from which the run is resumed."""
+
+    def __init__(self, step: Step):
+        self._step = step
+        self._script: Settings = {}  # of the step, as the script has made it
+        self._made: Settings | None = None  # of the optimizer and the scheduler, as the script has made them
+        self._created: Settings = {}  # of the optimizer and the scheduler, when the run was created
+        self._now: Settings = {}  # of the optimizer and the scheduler, after on_fit_start
+        self._saved: dict[str, Settings] | None = None  # all of the checkpoint; None if none was loaded
+
+    def start(self) -> None:
+        """Record the settings of the script, before a checkpoint is loaded."""
+        self._saved = None
+        self._script = step_settings(self._step)
+        # A scheduler may have changed them in an earlier fit.
+        if self._made is None or self._step.scheduler is None:
+            self._made = _of_optimizer(self._step)
+        self._created = self._created or self._made
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": step_settings(self._step), "script": self._script, "created": self._created}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Record the settings in the state of a checkpoint, which has been loaded."""
+        settings = state["settings"]
+        self._created = settings["created"]
+        groups = state["optimizer"].get("param_groups", [])
+        optimizer = {**self._created, **_of_groups(groups), **_of_scheduler(state.get("scheduler", {}))}
+        self._saved = {"step": settings["step"], "script": settings["script"], "optimizer": optimizer}
+
+    def fit_started(self) -> None:
+        """Record the settings of optimizer and scheduler after on_fit_start, in which callbacks may change them."""
+        if self._saved is not None:
+            self._now = _of_optimizer(self._step)
+
+    def differences(self) -> Differences:
+        """Compare with the checkpoint, once, after the first on_epoch_start, in which callbacks may change the step."""
+        saved = self._saved
+        self._saved = None
+        if saved is None:
+            return Differences([], [], [])
+        changed = list(self._of_script(saved["script"], saved["step"], step_settings(self._step)))
+        return self._restored(saved["optimizer"], self._now)._replace(changed=changed)
+
+    def _of_script(self, script: Settings, last: Settings, now: Settings) -> Iterator[str]:
+        """Compare settings of the step. script: of the script of the run; last: at the time of saving."""
+        for name in _common(script, last, self._script, now):
+            value = self._script[name]
+            if not _same(value, script[name]):
+                yield f"{name}: {value} from now on, the run had {script[name]}"
+            elif not _same(value, last[name]) and _same(value, now[name]):
+                yield f"{name}: {value} from now on, a callback had changed it to {last[name]}"
+
+    def _restored(self, saved: Settings, now: Settings) -> Differences:
+        """Compare settings of optimizer and scheduler."""
+        assert self._made is not None
+        found = Differences([], [], [])
+        initial: set[str] = set()  # groups whose initial learning rate is listed: the current one follows from it
+        for name in _common(self._created, self._made, saved, now):
+            label, _, group = name.partition(" of ")
+            if label == LABELS["lr"] and group in initial:
+                continue
+            script = self._made[name]
+            if not _same(now[name], saved[name]):
+                found.set.append(
+                    f"{name}: {now[name]} from now on, set by a callback; the checkpoint has {saved[name]}"
+                )
+            elif not _same(script, self._created[name]) and not _same(script, saved[name]):
+                found.kept.append(f"{name}: the checkpoint's {saved[name]} is kept, the script has {script}")
+            else:
+                continue
+            if label == LABELS["initial_lr"]:
+                initial.add(group)
+        return found
+
+
+def step_settings(step: Step) -> Settings:
+    """Return the settings of a step that the script determines."""
+    rate = step.optimizer.param_groups[0]["lr"] if isinstance(step.optimizer, FunctionalOptimizer) else None
+    settings = {**step.settings, "loss": loss_name(step.loss_fn), "learning rate": rate}
+    return {name: _plain(value) for name, value in settings.items()}
+
+
+def loss_name(loss_fn: Any) -> str:
+    """Return the name of a loss function: "CrossEntropyLoss(label_smoothing=0.1)", or that of a function or class."""
+    given = getattr(loss_fn, "criterion", loss_fn)
+    if given is not loss_fn and isinstance(given, nn.Module):
+        return f"{type(given).__name__}({', '.join(_arguments(given))})"
+    if isinstance(given, partial):
+        given = given.func
+    return getattr(given, "__qualname__", None) or type(given).__name__
+
+
+def _arguments(criterion: nn.Module) -> Iterator[str]:
+    """Arguments of the constructor of a criterion that are not the defaults."""
+    for name, parameter in inspect.signature(type(criterion)).parameters.items():
+        value = _plain(getattr(criterion, name, parameter.default))
+        if value != parameter.default:
+            yield f"{name}={value}"
+
+
+def _of_optimizer(step: Step) -> Settings:
+    if isinstance(step.optimizer, FunctionalOptimizer):
+        return {}
+    state = {} if step.scheduler is None else step.scheduler.state_dict()
+    return {**_of_groups(step.optimizer.param_groups), **_of_scheduler(state)}
+
+
+def _of_groups(groups: Sequence[Mapping[str, Any]]) -> Settings:
+    """Return the settings of all parameter groups, by names such as "learning rate of parameter group 1"."""
+    settings: Settings = {}
+    for k, group in enumerate(groups):
+        where = "" if len(groups) == 1 else f" of parameter group {k}"
+        names = sorted(set(group) - set(NOT_SETTINGS), key=lambda name: (name not in LABELS, name))
+        settings |= {f"{LABELS.get(name, name)}{where}": _plain(group[name]) for name in names}
+    return settings
+
+
+def _of_scheduler(state: Mapping[str, Any], title: str = "scheduler") -> Settings:
+    """Return the settings in the state dict of a scheduler, and of those that it contains."""
+    settings = {
+        f"{name} of the {title}": _plain(value)
+        for name, value in state.items()
+        if name == "_milestones" or not (str(name).startswith("_") or name in POSITIONS)
+    }
+    for k, inner in enumerate(state.get("_schedulers", ())):
+        settings |= _of_scheduler(inner, f"{title}'s part {k}")
+    return settings
+
+
+def _common(*settings: Settings) -> list[str]:
+    """Names that occur in all: optimizers of another version of PyTorch may have others."""
+    return [name for name in settings[0] if all(name in other for other in settings)]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a == b or repr(a) == repr(b)  # NaN is the rate of a function without one
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers and texts as they are, a tensor of one element as its number, and other values as their repr."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
+    return value if type(value) in PLAIN else repr(value)
