@@ -55,7 +55,7 @@ def probed_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
     if is_traced(graph.losses):
         raise GraphError(
             "shapes must show which sample each gradient element belongs to before an update can be compiled; found "
-            "that it depends on data (indexing, routing, or samples that interact). Train uncompiled"
+            "that it depends on data (indexing, routing, or samples that interact). Train uncompiled."
         )
     cut = _Search(graph).run()
     data = list(sample_data(graph, cut.data_entries, constants))
