@@ -91,14 +91,14 @@ def test_swapped_arguments_are_refused_before_the_first_batch(task):
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (torch.ones(3, 6), "found a tensor, which yields single samples"),
-        (TensorDataset(torch.ones(3, 6)), r"found a data set \(TensorDataset\), .*Pass DataLoader"),
-        (None, "loader must be an iterable of batches; found NoneType"),
+        (torch.ones(3, 6), r"found a Tensor of shape \(3, 6\), whose rows are not batches"),
+        (TensorDataset(torch.ones(3, 6)), r"found a TensorDataset, whose items are single samples\. Pass DataLoader"),
+        (None, "a loader must be an iterable of batches; found a NoneType"),
     ],
     ids=["tensor", "data set", "none"],
 )
 def test_something_that_yields_no_batches(task, loader, message):
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(sw.BatchError, match=message):
         sw.scan(task[0], loss_fn, loader)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
 
-from samplewise.core.batches import cut, length
+from samplewise.core.batches import check_loader, cut, length
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.memory import bounded, free_memory, is_out_of_memory
 from samplewise.core.snapshot import snapshot
@@ -37,22 +36,10 @@ def scan(
     if not (microbatch in ("auto", None) or (type(microbatch) is int and microbatch > 0)):
         raise ValueError(f"microbatch must be a positive integer, None or 'auto'; found {microbatch!r}.")
     pieces = _Pieces(model, as_loss_fn(loss_fn), microbatch, memory or free_memory(model) // 4)
-    _check_loader(loader)
+    check_loader(loader)
     return (
         (piece, gradients(losses, model, strategy=strategy)) for batch in loader for piece, losses in pieces.of(batch)
     )
-
-
-def _check_loader(loader: object) -> None:
-    """Raise TypeError if the loader is no iterable of batches."""
-    if isinstance(loader, Tensor) or (isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)):
-        found = "a tensor" if isinstance(loader, Tensor) else f"a data set ({type(loader).__name__})"
-        raise TypeError(
-            f"loader must yield batches; found {found}, which yields single samples. "
-            f"Pass {'[batch]' if isinstance(loader, Tensor) else 'DataLoader(dataset, batch_size)'}."
-        )
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise TypeError(f"loader must be an iterable of batches; found {type(loader).__name__}. Pass a DataLoader.")
 
 
 class _Pieces:

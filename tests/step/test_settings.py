@@ -6,6 +6,7 @@ import pytest
 import torch
 from by_hand import LR, clipped, close, counted, cut, descend, mlp, one_by_one, squared
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import samplewise as sw
 
@@ -125,15 +126,15 @@ def test_new_transforms_are_checked_at_their_first_window():
     ("name", "remedy"),
     [
         ("loss_fn", r"Create a new Step, or let the loss function read a variable that you change\."),
-        ("precision", r"It is fixed when the step is created: create a new Step\."),
+        ("precision", r"It is fixed when the Step is created: create a new one\."),
         ("record", r"Call step\.require\(norms=True\)\."),
         ("optimizer", r"Create a new Step, or change the settings in step\.optimizer\.param_groups\."),
-        ("scheduler", r"It is fixed when the step is created"),
-        ("model", r"It is fixed when the step is created"),
-        ("on_nonfinite", r"It is fixed when the step is created"),
+        ("scheduler", r"It is fixed when the Step is created"),
+        ("model", r"It is fixed when the Step is created"),
+        ("on_nonfinite", r"It is fixed when the Step is created"),
         ("transform", r"Did you mean 'transforms'\?"),
         ("micro_batch", r"Did you mean 'microbatch'\?"),
-        ("nonsense", r"found 'nonsense'\. ?$"),
+        ("nonsense", r"found 'nonsense'\.$"),
     ],
 )
 def test_attributes_without_effect_are_refused(name, remedy):
@@ -164,6 +165,39 @@ def test_a_wrong_value_changes_nothing(name, value, message):
         setattr(step, name, value)
     assert step.config is before
     assert step._windows.size.size == 2
+
+
+@pytest.mark.parametrize("name", ["metrics", "callbacks", "step", "log_every", "foo"])
+def test_attributes_of_a_trainer_are_fixed(name):
+    trainer = sw.Trainer(step_of(mlp()), progress=False, device="cpu")
+    remedy = "" if name == "foo" else r" It is fixed when the Trainer is created: create a new one\."
+    message = rf"the attributes of a Trainer cannot be assigned; found '{name}'\.{remedy}$"
+    with pytest.raises(AttributeError, match=message):
+        setattr(trainer, name, [])
+
+
+@pytest.mark.parametrize("data", [DATA["x"], DATA, TensorDataset(DATA["x"], DATA["y"]), 3, None])
+def test_something_else_than_a_loader(data):
+    step = step_of(mlp())
+    trainer = sw.Trainer(step, progress=False, device="cpu")
+    for use in (step.run, lambda data: list(step.over(data)), lambda data: trainer.fit(data, epochs=1)):
+        with pytest.raises(sw.BatchError, match="a loader must be an iterable of batches; found a"):
+            use(data)
+
+
+def test_transforms_of_interacting_samples_are_audited_when_they_come():
+    """Without transforms, samples that depend on each other are only warned about."""
+
+    def mixing(model, batch):
+        order = torch.randperm(len(batch["x"]))
+        return (model(0.5 * batch["x"] + 0.5 * batch["x"][order]) - batch["y"]).square().sum(1)
+
+    step = sw.Step(mlp(), sw.sgd(LR), mixing)
+    with pytest.warns(sw.TrainingWarning, match="samples depend on each other"):
+        step(DATA)
+    step.transforms = [sw.clip(1.0)]
+    with pytest.raises(sw.SamplesInteractError, match="samples must not depend on each other"):
+        step(DATA)
 
 
 def test_a_subclass_may_have_attributes_of_its_own():

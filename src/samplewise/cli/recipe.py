@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from samplewise.cli.definitions import read_definitions
+from samplewise.core.batches import check_loader
 from samplewise.errors import BatchError, LossesError, SamplewiseError
-from samplewise.loop.data.loader import check_loader
 from samplewise.loop.events import Listeners
 from samplewise.step.config import check_scheduler
 from samplewise.transforms.chain import Chain, as_chain

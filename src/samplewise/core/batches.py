@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
 
 from samplewise.core.text import plural
 from samplewise.errors import BatchError
@@ -197,3 +198,25 @@ def _contents(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
         return f"a {type(batch).__name__} of {plural(len(batch), 'entry', 'entries')}"
     return type(batch).__name__
+
+
+def check_loader(loader: Any) -> None:
+    """Raise BatchError for an object that is not an iterable of batches: a single batch, or a data set, whose items are
+    single samples.
+    """
+    kind = type(loader).__name__
+    found = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise BatchError(
+            f"a loader must be an iterable of batches; found {found}, whose items are single samples. Pass "
+            "DataLoader(dataset, batch_size=64), or DataLoader(dataset, batch_size=None) if its items are batches."
+        )
+    iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
+    if iterable and not isinstance(loader, (Tensor, Mapping, str)):
+        return
+    if isinstance(loader, Tensor):
+        found += f" of shape {tuple(loader.shape)}, whose rows are not batches"
+    raise BatchError(
+        f"a loader must be an iterable of batches; found {found}. Pass a list of batches, or wrap the data in a "
+        "DataLoader, for example DataLoader(TensorDataset(x, y), batch_size=64)."
+    )

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import concat, to_device
+from samplewise.core.batches import check_loader, concat, to_device
 from samplewise.core.criteria import Criterion
 from samplewise.core.losses import per_sample
 from samplewise.core.means import WeightedMean
 from samplewise.core.snapshot import eval_mode
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, LossesError
-from samplewise.loop.data.loader import DataPosition, ResumableLoader, check_loader
+from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed, fork_rng
 from samplewise.loop.metrics import OutputRecorder, as_metrics, results
 from samplewise.step.step import Step

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from samplewise.core.atomic_io import absolute
+from samplewise.core.attributes import CheckedAttributes
 from samplewise.core.batches import to_device
 from samplewise.core.criteria import Criterion
 from samplewise.core.text import plural
@@ -51,7 +52,7 @@ from samplewise.step.update import Update
 from samplewise.step.window import BatchCursor
 
 
-class Trainer:
+class Trainer(CheckedAttributes):
     """Training loop over a loader, with validation, log, checkpoints and exact resume.
 
     run: directory for the log and the checkpoints; None (default) to write neither.
@@ -69,6 +70,10 @@ class Trainer:
 
     If torchrun has started several processes, the trainer initializes the process group: see `sw.join_process_group`.
     """
+
+    _fixed: ClassVar = dict.fromkeys(
+        ("step", "model", "run", "callbacks", "metrics", "device", "seed", "log_every", "progress", "save"), ""
+    )
 
     @errors_on_all_ranks()
     def __init__(
@@ -112,6 +117,7 @@ class Trainer:
         self._epoch = step.counters.epochs
         self._loss_meter = LossMeter()
         self._timer = PhaseTimer()
+        self._complete = True  # from now on, attributes are checked when they are assigned
 
     def __repr__(self) -> str:
         done = self.step.counters

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, fields, replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from samplewise.core.attributes import CheckedAttributes
+from samplewise.core.batches import check_loader
 from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import Buffers
-from samplewise.core.text import did_you_mean
 from samplewise.distributed.ddp import inner
 from samplewise.distributed.group import current_group, errors_on_all_ranks
 from samplewise.distributed.strategy import Strategy
@@ -34,14 +35,8 @@ from samplewise.step.window import BatchCursor, Counters
 from samplewise.step.window_builder import WindowBuilder
 from samplewise.transforms.chain import Chain, as_chain
 
-_FIXED = {  # name of an attribute -> how to change it
-    "loss_fn": "Create a new Step, or let the loss function read a variable that you change.",
-    "record": "Call step.require(norms=True).",
-    "optimizer": "Create a new Step, or change the settings in step.optimizer.param_groups.",
-}
 
-
-class Step:
+class Step(CheckedAttributes):
     """Training step: accumulates gradients over `samples` samples and updates the parameters.
 
         for update in step.over(loader):   # exactly one update per iteration
@@ -92,6 +87,14 @@ class Step:
 
     If an exception is raised, the open window is discarded, and parameters, optimizer and buffers are as before it.
     """
+
+    _fixed: ClassVar = {
+        **dict.fromkeys(("model", "scheduler", "precision", "counters", "config", "on_nonfinite"), ""),
+        **dict.fromkeys(("audit", "compile", "strategy", "interacting"), ""),
+        "loss_fn": "Create a new Step, or let the loss function read a variable that you change.",
+        "record": "Call step.require(norms=True).",
+        "optimizer": "Create a new Step, or change the settings in step.optimizer.param_groups.",
+    }
 
     @errors_on_all_ranks()
     def __init__(
@@ -180,6 +183,7 @@ class Step:
         return self._over(loader, blocks=False)
 
     def _over(self, loader: Iterable[Any], blocks: bool) -> Iterator[Update]:
+        check_loader(loader)
         updates = self._updates
         with self._windows.discard_on_error(), suppress(LoaderStopped):
             yield from self._unused(blocks)
@@ -336,20 +340,6 @@ class Step:
     @property
     def scheduler(self) -> Any:
         return self._applier.scheduler
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse to assign what would have no effect: unknown names, and settings that are fixed."""
-        if "_complete" in vars(self) and type(self) is Step and not name.startswith("_"):
-            settable = [key for key, member in vars(Step).items() if isinstance(member, property) and member.fset]
-            if name not in settable:
-                fixed = {*vars(self), *vars(Step), *(field.name for field in fields(StepConfig))}
-                remedy = did_you_mean(name, settable)
-                if name in fixed:
-                    remedy = _FIXED.get(name, "It is fixed when the step is created: create a new Step.")
-                raise AttributeError(
-                    f"the attributes of a Step that can be assigned are {', '.join(settable)}; found {name!r}. {remedy}"
-                )
-        super().__setattr__(name, value)
 
     # --- processes -------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,8 @@ class WindowBuilder:
             self._chain = chain
             self._accumulator = self.make_accumulator()
             self._unchecked_transforms = True
+            if chain.measures and not self.audit.own_gradients:
+                self._first = True  # the first audit has only warned about interacting samples
             self.audit.own_gradients = chain.measures
 
     def attach(self, ranks: WindowRanks) -> None:

@@ -8,15 +8,13 @@ samples are used.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import chain
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
-
-from samplewise.core.batches import cut, length
+from samplewise.core.batches import check_loader, cut, length
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop.checkpoint import storage
@@ -96,7 +94,7 @@ class ResumableLoader:
 
         loader: a loader of all samples, of which each rank takes its shard; or `sw.sharded(loader)`.
         """
-        check_loader(loader)
+        check_loader(loader.loader if isinstance(loader, ShardedLoader) else loader)
         marked = isinstance(loader, ShardedLoader)
         inner: Iterable[Any] = loader.loader if isinstance(loader, ShardedLoader) else loader
         data = {} if self.in_use else describe(inner, first, marked and self._rank_shard.size > 1)
@@ -354,20 +352,3 @@ def _check_rows(batch: Any, used: int) -> None:
             f"a run must be resumed with the data it was saved with; found a batch of {length(batch)} samples, of "
             f"which {used} are recorded as used. Pass the same data and batch size."
         )
-
-
-def check_loader(loader: Any) -> None:
-    """Raise BatchError for an object that is not an iterable of batches, and for a single batch."""
-    if isinstance(loader, ShardedLoader):
-        loader = loader.loader
-    iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
-    if iterable and not isinstance(loader, (Tensor, Mapping, str)):
-        return
-    kind = type(loader).__name__
-    found = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
-    if isinstance(loader, Tensor):
-        found += f" of shape {tuple(loader.shape)}, whose rows are not batches"
-    raise BatchError(
-        f"a loader must be an iterable of batches; found {found}. Pass a list of batches, or wrap the data in a "
-        "DataLoader, for example DataLoader(TensorDataset(x, y), batch_size=64)."
-    )

@@ -1,0 +1,36 @@
+"""Objects that refuse to assign attributes where that would have no effect."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from samplewise.core.text import did_you_mean
+
+
+class CheckedAttributes:
+    """Base class: after `_complete = True`, which a constructor sets at its end, assigning an unknown attribute or one
+    of `_fixed` raises AttributeError. Subclasses of users may add attributes.
+
+    _fixed: name -> how to change it; "" if only a new object helps.
+    """
+
+    _fixed: ClassVar[dict[str, str]] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_complete" in vars(self) and (name in self._fixed or not hasattr(self, name)):
+            self._refuse(name)
+        super().__setattr__(name, value)
+
+    def _refuse(self, name: str) -> None:
+        kind = type(self)
+        if kind.__module__.partition(".")[0] != "samplewise" and name not in self._fixed:
+            return  # an attribute of a user's subclass
+        settable = [key for key, member in vars(kind).items() if isinstance(member, property) and member.fset]
+        if name in self._fixed:
+            remedy = self._fixed[name] or f"It is fixed when the {kind.__name__} is created: create a new one."
+        else:
+            remedy = did_you_mean(name, settable)
+        rule = f"the attributes of a {kind.__name__} that can be assigned are {', '.join(settable)}"
+        if not settable:
+            rule = f"the attributes of a {kind.__name__} cannot be assigned"
+        raise AttributeError(f"{rule}; found {name!r}. {remedy}".rstrip())
