@@ -741,6 +741,9 @@ def test_every_weight_is_small_because_losses_are_sums():
     remedy = "The loss of a sample is a sum over 60 counts on average: sw.clip(C, per='count') bounds the gradient of"
     assert remedy in word
     assert train(autoencoder(), summed, transforms=[sw.clip(5.0, per="count")]) == []
+    (word,) = train(autoencoder(), summed, transforms=[sw.clip(1e-3, per="count")])
+    assert "every weight" in word
+    assert "counts on average" not in word
 
 
 @pytest.mark.parametrize(

@@ -131,18 +131,22 @@ def _small_weights(chain: Chain, parts: Sequence[SampleStats], largest: float) -
     norms = [part.unscaled_norms for part in parts if part.unscaled_norms is not None]
     if norms:
         message += f", and the median norm of the samples' gradients is {torch.cat(norms).median().item():.3g}"
-    counts = [part.counts for part in parts if part.counts is not None]
-    hint = ""
+    return f"{message}. {_hint_about_counts(chain, parts)}Use larger bounds or weights, unless this is intended."
+
+
+def _hint_about_counts(chain: Chain, parts: Sequence[SampleStats]) -> str:
+    """Sentence about clip(per="count"), if gradients are sums and no transform takes the counts into account."""
+    if any("counts" in t.needs for t in (*chain.samples.transforms, *chain.groups.transforms)):
+        return ""
     if chain.grouping is not None:
-        hint = (
-            "The gradient of a group is the sum over its samples: sw.clip(C, per='count') bounds that of their mean. "
-        )
-    elif counts and any(bool((c != 1).any()) for c in counts):
-        hint = (
-            f"The loss of a sample is a sum over {torch.cat(counts).mean().item():.3g} counts on average: "
-            "sw.clip(C, per='count') bounds the gradient of its mean. "
-        )
-    return f"{message}. {hint}Use larger bounds or weights, unless this is intended."
+        return "A group's gradient is the sum over its samples: sw.clip(C, per='count') bounds that of their mean. "
+    counts = [part.counts for part in parts if part.counts is not None]
+    if not any(bool((c != 1).any()) for c in counts):
+        return ""
+    return (
+        f"The loss of a sample is a sum over {torch.cat(counts).mean().item():.3g} counts on average: "
+        "sw.clip(C, per='count') bounds the gradient of its mean. "
+    )
 
 
 def check_cut(first_stats: Sequence[tuple[Stage, SampleStats]]) -> None:
