@@ -51,6 +51,14 @@ def _each_graph_is_compiled_once():
     inductor.compile_graph = compile_graph
 
 
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Run traced updates node by node: Inductor takes seconds."""
+    from samplewise.step.compiled import inductor
+
+    monkeypatch.setattr(inductor, "compile_graph", lambda graph, inputs, threads: lambda flat: graph(*flat))
+
+
 # ------------------------------------------------------------------------------------------- distribution over workers
 
 # Tests of these files share what is expensive to set up: teams of ranks, compiled graphs, imports of the examples. Each

@@ -161,6 +161,7 @@ def test_notice_for_a_slow_operation(recipe, monkeypatch):
     assert result.exit_code == 0
 
 
+@pytest.mark.slow
 def test_as_a_process(recipe):
     result = process("doctor", recipe(HEALTHY))
     assert result.returncode == 0

@@ -107,6 +107,7 @@ def test_one_process_joins_no_group():
         sw.join_process_group("cpu", timeout=0)
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_processes(tmp_path):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)

@@ -277,8 +277,12 @@ def test_a_window_that_is_resumed_keeps_its_columns():
     assert torch.equal(found["margin"], expected["margin"])
 
 
-@pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_compiled_updates_of_a_criterion_have_predictions(tmp_path, samples):
+@pytest.mark.parametrize(
+    ("samples", "backend"), [pytest.param(1, "inductor", marks=pytest.mark.slow), (4, "interpreted")]
+)
+def test_compiled_updates_of_a_criterion_have_predictions(tmp_path, samples, backend, request):
+    if backend == "interpreted":
+        request.getfixturevalue("interpreted")
     step = criterion_step(samples=samples, compile=True, audit=False)
     found = recorded(tmp_path, step, double_loader(N - 2), epochs=2)
     assert step.compiled == "compiled"

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from daily import daily
 from small import loader, log, loss_fn
 from torch import nn
 
@@ -28,8 +27,13 @@ def ended(trainer, run):
 
 
 # Before anything was compiled, and in the second epoch, within a batch.
-@pytest.mark.parametrize("stop", daily([1, 36], [36]))
-def test_stopped_and_resumed(tmp_path, stop):
+@pytest.mark.parametrize(
+    ("stop", "backend"),
+    [(36, "interpreted"), *(pytest.param(stop, "inductor", marks=pytest.mark.slow) for stop in (1, 36))],
+)
+def test_stopped_and_resumed(tmp_path, stop, backend, request):
+    if backend == "interpreted":
+        request.getfixturevalue("interpreted")
     whole = compiled(tmp_path / "whole")
     whole.fit(loader(shuffle=True), validate=loader(), epochs=2)
     compiled(tmp_path / "parts").fit(loader(shuffle=True), validate=loader(), updates=stop)

@@ -17,7 +17,6 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.errors import TrainingWarning
-from samplewise.step.compiled import inductor
 from samplewise.step.compiled import updates as updates_module
 
 UPDATES = 500
@@ -90,13 +89,13 @@ def no_word_of_failure():
 
 
 @pytest.fixture(params=["interpreted", pytest.param("inductor", marks=pytest.mark.slow)])
-def backend(request, monkeypatch):
+def backend(request):
     """Code of a traced update: the graph run node by node, or compiled by Inductor, which takes seconds.
 
     For tests of tracing, guards and warnings, which are the same for both. Tests without this fixture use Inductor.
     """
     if request.param == "interpreted":
-        monkeypatch.setattr(inductor, "compile_graph", lambda graph, inputs, threads: lambda flat: graph(*flat))
+        request.getfixturevalue("interpreted")
     return request.param
 
 
@@ -142,6 +141,7 @@ def test_each_optimizer(name):
     pair.assert_same()
 
 
+@any_backend
 def test_schedule_and_dropout_draw_as_uncompiled():
     pair = Pair(
         lambda: net(dropout=0.2),
@@ -201,6 +201,7 @@ def test_counts_and_tokens():
     assert math.isclose(plain[-1].loss, quick[-1].loss, rel_tol=1e-10)
 
 
+@any_backend
 def test_batch_norm_advances_its_buffers_and_inplace_layers_work():
     def model():
         torch.manual_seed(0)
