@@ -107,6 +107,55 @@ def test_a_curriculum_in_the_trainer():
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 
+@pytest.mark.parametrize(
+    ("samples", "sizes"), [(20, [20, 20]), (40, [40]), (10, [12, 10, 10, 10]), (None, [42])], ids=str
+)
+def test_samples_apply_to_an_open_window(samples, sizes):
+    """Before, a larger number after tail="carry" never ended."""
+    step = sw.Step(nn.Linear(4, 3), sw.sgd(LR), nn.MSELoss(), samples=15, tail="carry")
+    x, y = torch.randn(30, 4), torch.randn(30, 3)
+    assert [update.samples for update in step.over([(x[:27], y[:27])])] == [15]
+    step.samples = samples
+    assert [update.samples for update in step.over([(x, y)])] == sizes
+
+
+@pytest.mark.parametrize("transforms", [(), [sw.drop(largest=1)]], ids=str)
+@pytest.mark.parametrize("stop", [3, 9])
+def test_a_resumed_window_gets_the_settings_of_on_epoch_start(tmp_path, transforms, stop):
+    """A curriculum is bit-identical after a stop in the middle of a window, whatever the script creates the step with."""
+
+    class Harder:
+        def on_epoch_start(self, step, epoch):
+            step.transforms = [sw.clip(1 / (epoch + 1))]
+            step.max_grad_norm = 0.5 / (epoch + 1)
+            step.samples = 12 + epoch
+
+    class Batches:
+        """24 samples; `stop`: the number of the batch that stops the training."""
+
+        def __init__(self, stop=None):
+            self.stop = stop
+            self.count = 0
+
+        def __iter__(self):
+            for batch in cut(DATA, 4):
+                self.count += 1
+                if self.count == self.stop:
+                    raise sw.LoaderStopped
+                yield batch
+
+    def fit(run, loader, **options):
+        step = step_of(mlp(), samples=12, transforms=transforms)
+        sw.Trainer(step, run, [Harder()], progress=False, device="cpu").fit(loader, epochs=3, **options)
+        return step
+
+    whole = fit(tmp_path / "whole", Batches())
+    assert fit(tmp_path / "stopped", Batches(stop)).has_pending_samples
+    resumed = fit(tmp_path / "stopped", Batches(), resume=True)
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_new_transforms_are_checked_at_their_first_window():
     step = step_of(mlp())
     first, second, third = cut(DATA, 8)

@@ -272,7 +272,7 @@ class Step(CheckedAttributes):
 
     @property
     def samples(self) -> int | None:
-        """Number of samples per update; a new value takes effect at the next window."""
+        """Number of samples per update; a new value also applies to the open window."""
         return self.config.samples
 
     @samples.setter

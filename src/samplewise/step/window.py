@@ -112,6 +112,7 @@ class Window:
     samples: int = 0
     share: float | None = None  # number of samples that this rank must add; None: not determined yet
     begun: bool = False  # gradients, buffers or counters have changed for this window, and it is not applied yet
+    restored: bool = False  # loaded from a state, and no samples were added since
     divided: bool = False  # whether `.grad` already holds the mean instead of the sum
     failure: Exception | None = None  # why the update will be skipped
     columns: list[BatchColumns] = field(default_factory=list)  # batch columns, if any are recorded
@@ -150,7 +151,7 @@ def restored(config: StepConfig, parts: dict[str, Any], failure: list[str], colu
         return Window(config)
     stats = SampleStats(**{SAVED[name]: values for name, values in parts.items()})
     recorded = [BatchColumns(**each) for each in columns]
-    window = Window(config, parts=[stats], samples=len(stats), begun=True, columns=recorded)
+    window = Window(config, parts=[stats], samples=len(stats), begun=True, restored=True, columns=recorded)
     if failure:
         kinds = {kind.__name__: kind for kind in (NonFiniteLossError, NonFiniteGradientError)}
         window.failure = kinds[failure[0]](failure[1])

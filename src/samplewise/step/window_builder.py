@@ -67,9 +67,13 @@ class WindowBuilder:
         self._unchecked_transforms = True  # the coefficients of these transforms were not checked yet
 
     def configure(self, config: StepConfig) -> None:
-        """Use these settings from the next window on; `samples` and `tail` apply to the open window as well."""
+        """Use these settings from the next window on; `samples` and `tail` apply to the open window as well, and all of
+        them to a restored window without new samples, whose settings are not in its state.
+        """
         self.config = config
-        if not self.window.begun:
+        if not self.ranks.distributed:
+            self.window.share = None  # follows `samples`; with several ranks, `complete` makes it larger
+        if self.window.restored or not self.window.begun:
             self.window.config = config
             self._follow_transforms()
 
@@ -184,6 +188,7 @@ class WindowBuilder:
         window = self.window
         try:
             first = not window.begun
+            window.restored = False
             if first:
                 self._begin(microbatch)
             if self.columns and (window.columns or first):  # columns of all samples of a window, or of none
