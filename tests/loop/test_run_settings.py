@@ -234,7 +234,7 @@ def test_another_rate_on_resume_is_as_if_the_schedule_had_it(tmp_path, name):
 
 def test_one_cycle_and_cyclic_schedules_are_scaled(tmp_path):
     for name, scheduler, initial in [
-        ("one", lambda o: lrs.OneCycleLR(o, 0.1, total_steps=20), 0.004),
+        ("one", lambda o: lrs.OneCycleLR(o, 0.1, total_steps=20), 0.1),
         ("cyclic", lambda o: lrs.CyclicLR(o, 0.001, 0.1, step_size_up=3, cycle_momentum=False), 0.001),
     ]:
         make(tmp_path / name, scheduler=scheduler, optimizer=sgd(momentum=0.9)).fit(loader(), epochs=1)

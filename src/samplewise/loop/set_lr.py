@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from samplewise.step.functional_optim import FunctionalOptimizer
 
@@ -16,8 +16,8 @@ class SetLR:
     """Set the learning rate when `fit` starts, also of a resumed run, whose optimizer has the rate of the checkpoint.
 
     lr: the rate for all parameter groups, or a list with one for each group. With a scheduler it is the initial rate:
-    the current rate and those of the schedule are multiplied by lr / initial rate. Absolute bounds of a schedule, such
-    as eta_min, are not changed.
+    the current rate and those of the schedule are multiplied by lr / initial rate. With OneCycleLR, which has no other
+    argument for rates, it is max_lr. Absolute bounds of a schedule, such as eta_min, are not changed.
 
     Setting the same rate again changes nothing, so the callback may stay in the script.
     """
@@ -61,7 +61,8 @@ def _scale_schedule(scheduler: LRScheduler, k: int, group: dict[str, Any], rate:
 
     Schedules are multiples of the initial rate, so this gives the rates of a schedule that was created with it.
     """
-    initial = float(group["initial_lr"])
+    given = "max_lr" if isinstance(scheduler, OneCycleLR) else "initial_lr"
+    initial = float(group[given])
     if initial == 0:
         raise ValueError(
             "the initial learning rate of a schedule must not be 0 to be changed by SetLR; found 0 in parameter group "
@@ -69,7 +70,7 @@ def _scale_schedule(scheduler: LRScheduler, k: int, group: dict[str, Any], rate:
         )
     for name in ("lr", "initial_lr", "max_lr", "min_lr"):
         if name in group:
-            _set(group, name, rate if name == "initial_lr" else group[name] * (rate / initial))
+            _set(group, name, rate if name == given else group[name] * (rate / initial))
     for part in _parts(scheduler):
         for name in ("base_lrs", "max_lrs", "_last_lr"):
             if hasattr(part, name):
