@@ -315,6 +315,26 @@ def test_every_function_is_that_of_its_class(kind):
     assert repr(as_loss_fn(CRITERIA[kind])) == repr(kind())
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "found"),
+    [
+        (partial(F.cross_entropy, label_smooting=0.1), "label_smoothing; found label_smooting. Write a loss function"),
+        (partial(F.mse_loss, weight=torch.ones(3)), "reduction; found weight. Write a loss function"),
+        (partial(F.cross_entropy, None), "label_smoothing; found None. Write a loss function"),
+        (nn.CrossEntropyLoss, r"found the class CrossEntropyLoss. Write CrossEntropyLoss\(\)."),
+    ],
+)
+def test_options_that_a_criterion_does_not_have(loss_fn, found):
+    model = nn.Linear(4, 3)
+    with pytest.raises(TypeError, match=found):
+        sw.Step(model, sw.sgd(0.1), loss_fn)
+
+
+def test_a_function_as_optimizer_in_place_of_the_loss():
+    with pytest.raises(TypeError, match="found Linear, function, GradientDescent"):
+        sw.Step(nn.Linear(4, 3), F.cross_entropy, sw.sgd(0.1))
+
+
 def test_other_functions_of_predictions_are_refused():
     message = r"loss_fn must be a function \(model, batch\).*found {}, whose first argument is {!r}\. Write for example"
     for function, name, first in [

@@ -10,6 +10,7 @@ over its elements, and its count is the sum of their weights (without class weig
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
@@ -144,14 +145,24 @@ def as_criterion(loss_fn: Any) -> Criterion | None:
     """
     if type(loss_fn) in CRITERIA:
         return Criterion(loss_fn)
-    function, options = loss_fn, {}
-    if isinstance(loss_fn, partial) and not loss_fn.args:
-        function, options = loss_fn.func, loss_fn.keywords
+    given = loss_fn if isinstance(loss_fn, partial) else partial(loss_fn) if callable(loss_fn) else None
     try:
-        kind = CLASS_OF_FUNCTION.get(function)
+        kind = None if given is None else CLASS_OF_FUNCTION.get(given.func)
     except TypeError:  # not hashable
         return None
-    return None if kind is None else Criterion(kind(**options))
+    return None if kind is None or given is None else _with_options(kind, given)
+
+
+def _with_options(kind: type, given: partial[Any]) -> Criterion:
+    """Criterion of this class, with the options of a functools.partial of its function."""
+    known = list(inspect.signature(kind).parameters)
+    unknown = [*map(repr, given.args), *(name for name in given.keywords if name not in known)]
+    if unknown:
+        raise TypeError(
+            f"options of {given.func.__name__} must be keywords among {', '.join(known)}; found "
+            f"{', '.join(unknown)}. Write a loss function (model, batch) -> losses for other options."
+        )
+    return Criterion(kind(**given.keywords))
 
 
 def _target_weights(criterion: Any, target: Tensor, dtype: torch.dtype) -> Tensor:

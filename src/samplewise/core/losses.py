@@ -32,6 +32,8 @@ def as_loss_fn(loss_fn: Any) -> LossFn:
     criterion = as_criterion(loss_fn)
     if criterion is not None:
         return criterion
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise TypeError(f"loss_fn must be an object; found the class {loss_fn.__name__}. Write {loss_fn.__name__}().")
     first = _first_argument(loss_fn)
     module = isinstance(loss_fn, nn.Module)
     if not callable(loss_fn) or first in OUTPUT_NAMES or (module and first != "model"):

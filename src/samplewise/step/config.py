@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from samplewise.distributed.strategy import Strategy
 from samplewise.errors import NonFiniteGradientError
 from samplewise.step.amp import AUTOCAST_DTYPES
+from samplewise.step.functional_optim import GradientDescent
 from samplewise.step.microbatch import Auto, auto
 from samplewise.transforms.chain import Chain, as_chain
 
@@ -113,7 +114,8 @@ def as_record(names: Any) -> frozenset[str]:
 def check_order(model: Any, optimizer: Any, loss_fn: Any) -> None:
     """Raise TypeError if the arguments of `Step` are in another order."""
     found = ", ".join(type(argument).__name__ for argument in (model, optimizer, loss_fn))
-    if not isinstance(model, nn.Module) or (isinstance(loss_fn, Optimizer) and not isinstance(optimizer, Optimizer)):
+    swapped = isinstance(loss_fn, (Optimizer, GradientDescent)) and not isinstance(optimizer, Optimizer)
+    if not isinstance(model, nn.Module) or swapped:
         raise TypeError(f"arguments must be Step(model, optimizer, loss_fn), with a torch.nn.Module; found {found}.")
 
 
