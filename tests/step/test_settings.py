@@ -122,7 +122,7 @@ def test_samples_apply_to_an_open_window(samples, sizes):
 @pytest.mark.parametrize("transforms", [(), [sw.drop(largest=1)]], ids=str)
 @pytest.mark.parametrize("stop", [3, 9])
 def test_a_resumed_window_gets_the_settings_of_on_epoch_start(tmp_path, transforms, stop):
-    """A curriculum is bit-identical after a stop in the middle of a window, whatever the script creates the step with."""
+    """Bit-identical after a stop in the middle of a window, whatever the script creates the step with."""
 
     class Harder:
         def on_epoch_start(self, step, epoch):
