@@ -62,6 +62,8 @@ def _scale_schedule(scheduler: LRScheduler, k: int, group: dict[str, Any], rate:
     Schedules are multiples of the initial rate, so this gives the rates of a schedule that was created with it.
     """
     initial = float(group["initial_lr"])
+    if initial == rate:
+        return
     if initial == 0:
         raise ValueError(
             "the initial learning rate of a schedule must not be 0 to be changed by SetLR; found 0 in parameter group "
