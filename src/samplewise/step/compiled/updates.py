@@ -254,8 +254,8 @@ class CompiledUpdates:
         return config.transforms, config.max_grad_norm, config.microbatch
 
     def _settings_hold(self) -> bool:
-        """Test whether the settings are those of the last call; otherwise discard compiled code. The next update is then
-        uncompiled, because the first one of new transforms is checked for mistakes.
+        """Test whether the settings are those of the last call; otherwise discard compiled code. The next update is
+        then uncompiled, because the first one of new transforms is checked for mistakes.
         """
         settings = self._compiled_settings()
         if settings[0] is self._settings[0] and settings[1:] == self._settings[1:]:
