@@ -427,3 +427,16 @@ def test_a_window_without_a_target_that_counts(microbatch):
     step = sw.Step(model, sw.sgd(1.0), nn.CrossEntropyLoss(), microbatch=microbatch)
     with pytest.raises(sw.NonFiniteLossError, match="denominator of a window must not be zero"):
         step.run([(X, torch.full((N,), -100))])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_prediction_columns_of_any_dtype_of_labels(dtype):
+    model = nn.Linear(5, C).double()
+    step = sw.Step(model, sw.sgd(1.0), nn.CrossEntropyLoss())
+    step.require(predictions=["label", "margin"])
+    logits = model(X).detach()
+    (update,) = step.over([(X, CLASSES.to(dtype))])
+    own = logits[torch.arange(N), CLASSES]
+    others = logits.masked_fill(F.one_hot(CLASSES, C).bool(), -torch.inf).amax(1)
+    torch.testing.assert_close(update.columns["margin"], own - others)
+    assert update.columns["label"].tolist() == CLASSES.tolist()

@@ -259,15 +259,16 @@ loss = Loss()
 def optimizer(model):
     return torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.5)
 """
-COLLATE = """
+LOSS = """
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model({x}), {y}, reduction="none")
+"""
+COLLATED = """
 
 def _collate(items):
     x, y = zip(*items)
     return {form}
-
-
-def loss(model, batch):
-    return nn.functional.cross_entropy(model({x}), {y}, reduction="none")
 
 
 def _data():
@@ -278,13 +279,15 @@ def _data():
 
 data = _data
 """
+COLLATE = COLLATED + LOSS
+PAIR = "from collections import namedtuple\n\nPair = namedtuple('Pair', 'x y')\n"
 FORMS = {
     "default loss": "",
     "function": FUNCTION,
     "module": MODULE,
     "dict": COLLATE.format(form='{"x": torch.stack(x), "y": torch.stack(y)}', x='batch["x"]', y='batch["y"]'),
-    "named tuple": "from collections import namedtuple\n\nPair = namedtuple('Pair', 'x y')\n"
-    + COLLATE.format(form="Pair(torch.stack(x), torch.stack(y))", x="batch.x", y="batch.y"),
+    "named tuple": PAIR + COLLATE.format(form="Pair(torch.stack(x), torch.stack(y))", x="batch.x", y="batch.y"),
+    "named tuple, default loss": PAIR + COLLATED.format(form="Pair(torch.stack(x), torch.stack(y))"),
     "tensor": COLLATE.format(
         form="torch.cat([torch.stack(x), torch.stack(y)[:, None]], 1)", x="batch[:, :6]", y="batch[:, 6].long()"
     ),

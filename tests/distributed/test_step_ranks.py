@@ -111,6 +111,50 @@ def test_the_loss_scale_is_the_same_on_all_ranks(two):
     assert one[0] == [False, True, False] and one[1] == 128.0
 
 
+def relative(losses):
+    """Depends on the other samples, on rank 1 only."""
+    return losses / losses.mean() if current_group().rank else torch.ones_like(losses)
+
+
+def warned_on_one_rank():
+    model, strategy = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, 8, transforms=[sw.weight(relative)], strategy=strategy, audit=False)
+    before = flat(model)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step.run(own_batches(4))
+    finally:
+        assert torch.equal(flat(model), before)
+
+
+def test_a_warning_on_one_rank_that_is_an_error_stops_all(two):
+    found = two.errors(warned_on_one_rank)
+    assert found[1].startswith("TrainingWarning: weight(relative) gives a sample another weight")
+    assert found[0] == OTHER.format(found[1])
+
+
+def small_on_one_rank():
+    """One rank has no samples in the window."""
+    model, strategy = wrapped(net(), "plain")
+    step = sw.Step(model, sgd(model), loss_fn, transforms=[sw.clip(1e-3)], strategy=strategy, audit=False)
+    if current_group().rank:
+        step.accumulate(data())
+    before = flat(model)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step.apply()
+    finally:
+        assert torch.equal(flat(model), before)
+
+
+def test_small_weights_are_reported_on_ranks_without_samples(two):
+    empty, full = two.errors(small_on_one_rank)
+    assert empty.startswith("TrainingWarning: every weight of the first update is below 0.1, with chain(clip(0.001)). ")
+    assert full.startswith("TrainingWarning: every weight of the first update is below 0.1, with chain(clip(0.001)); ")
+
+
 # ------------------------------------------------------------------------------------------------------ errors
 
 

@@ -280,6 +280,13 @@ def test_rates_in_tensors_and_one_for_each_group(tmp_path):
         make(optimizer=groups, callbacks=[SetLR([0.1, 0.2, 0.3])]).fit(loader(), epochs=1)
 
 
+def test_a_rate_of_zero_can_be_set_again(tmp_path):
+    options = {"scheduler": lambda o: lrs.ExponentialLR(o, 0.5), "callbacks": [SetLR(0.0)]}
+    make(tmp_path, **options).fit(loader(), epochs=1)
+    trainer, _ = resumed(tmp_path, **options)
+    assert rates(trainer) == [0.0]
+
+
 @pytest.mark.parametrize("lr", [-1, float("nan"), float("inf"), "0.1", None, [0.1, None]])
 def test_rates_that_are_none(lr):
     with pytest.raises(ValueError, match="lr must be zero or a positive number, or a list of such numbers; found"):

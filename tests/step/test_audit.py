@@ -352,6 +352,17 @@ def test_losses_that_are_random_even_in_eval_mode(transforms):
     assert said(make(mlp(), loss_fn, audit=1, transforms=transforms), batches()) == []
 
 
+@transforms
+def test_random_losses_of_pairs_of_rows(transforms):
+    """Fewer losses than rows: rows that change places are not the samples of the same number."""
+
+    def loss_fn(model, batch):
+        outputs = model(F.dropout(batch[0], 0.5, training=True)).squeeze(1)
+        return (outputs[0::2] - outputs[1::2]).square()
+
+    assert said(make(mlp(), loss_fn, transforms=transforms), batches()) == []
+
+
 def only_in_training(model, batch):
     if not model.training:
         raise RuntimeError("no auxiliary head in eval mode")

@@ -680,7 +680,28 @@ def in_a_closure():
     return weigh
 
 
-@pytest.mark.parametrize("make", [MovingMean, in_a_closure])
+def in_a_dict():
+    state = {"mean": torch.ones(()), "history": [torch.zeros(())]}
+
+    def weigh(losses):
+        state["mean"].mul_(0.9).add_(0.1 * losses.mean())
+        state["history"][0] += 1
+        return losses / (state["mean"] * state["history"][0])
+
+    return weigh
+
+
+def in_a_module():
+    norm = nn.BatchNorm1d(1)
+
+    def weigh(losses):
+        norm(losses[:, None])
+        return losses / (norm.running_mean * norm.num_batches_tracked)
+
+    return weigh
+
+
+@pytest.mark.parametrize("make", [MovingMean, in_a_closure, in_a_dict, in_a_module])
 @pytest.mark.parametrize("window", [False, True])
 def test_the_check_restores_the_state_of_the_function(make, window):
     """A weight function with a memory gives the updates of a loop that calls it once per update."""
@@ -715,6 +736,15 @@ def test_the_check_leaves_the_random_numbers_as_they_were():
     torch.manual_seed(2)
     for weights in found:
         assert torch.equal(weights, random_half(weights))
+
+
+def test_the_check_keeps_two_microbatches_of_a_long_window():
+    step = sw.Step(mlp(), sw.sgd(0.01), squares, samples=8, microbatch=1, transforms=[sw.weight(inverse)])
+    (x, y), *_ = batches()
+    step.accumulate((x, y))
+    assert len(step._windows._accumulator.first_stats) == 2
+    step.apply()
+    assert step._windows._accumulator.first_stats is None
 
 
 # ------------------------------------------------------------- weights that are all small

@@ -318,6 +318,27 @@ def test_settings_of_the_step_take_effect_at_the_next_update(going):
     assert going.quick.compiled == "compiled"
 
 
+def test_settings_that_change_before_an_update_is_compiled_and_back():
+    pair = Pair(tiny, OPTIMIZERS["adam"], samples=1)
+    for step in pair.steps:
+        for k, _ in enumerate(step.over([data(12)])):
+            if k == 0:
+                step.max_grad_norm = 0.05
+            if k in (1, 2):
+                step.max_grad_norm = None
+    pair.assert_same()
+    assert pair.quick.compiled == "compiled"
+
+
+def test_the_first_update_of_new_transforms_is_checked():
+    step = Pair(tiny, OPTIMIZERS["adam"], samples=1).quick
+    updates = step.over([data(12)])
+    next(updates)
+    step.transforms = [sw.weight(lambda losses: losses * 0)]
+    with pytest.raises(sw.TransformError, match="must have a nonzero weight"):
+        next(updates)
+
+
 def test_a_layer_is_frozen_and_another_replaced(going):
     for step in going.steps:
         for k, _ in enumerate(step.over([data(30, seed=7)])):

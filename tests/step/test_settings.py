@@ -255,7 +255,10 @@ def test_a_subclass_may_have_attributes_of_its_own():
             super().__init__(*arguments)
             self.name = "mine"
 
-    assert Named(mlp(), sw.sgd(LR), squared).name == "mine"
+    step = Named(mlp(), sw.sgd(LR), squared)
+    assert step.name == "mine"
+    with pytest.raises(AttributeError, match=r"of a Named that can be assigned are samples, tail, .*; found 'model'\."):
+        step.model = mlp()
 
 
 def test_a_step_can_be_copied():

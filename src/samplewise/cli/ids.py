@@ -49,21 +49,25 @@ class NumberedDict(dict[Any, Any]):
 
 
 class NumberedCollate:
-    """The collate_fn of a loader, for (item, index)."""
+    """The collate_fn of a loader, for (item, index).
 
-    def __init__(self, collate: Callable[[list[Any]], Any]):
+    as_columns: add the ids to a named tuple (x, y) as a further column, as a criterion needs it
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], as_columns: bool):
         self._collate = collate
+        self._as_columns = as_columns
 
     def __call__(self, items: list[tuple[Any, Any]]) -> Any:
         batch = self._collate([item for item, _ in items])
         ids = [index for _, index in items]
-        return _with_id(batch, torch.tensor(ids) if isinstance(ids[0], int) else ids)
+        return _with_id(batch, torch.tensor(ids) if isinstance(ids[0], int) else ids, self._as_columns)
 
 
-def _with_id(batch: Any, ids: Any) -> Any:
+def _with_id(batch: Any, ids: Any, as_columns: bool) -> Any:
     if type(batch) is dict:
         return NumberedDict(batch, id=ids)
-    if type(batch) in (list, tuple):
+    if type(batch) in (list, tuple) or (as_columns and isinstance(batch, (list, tuple))):
         return NumberedTuple(*batch, ids)
     return NumberedBatch(batch, ids)
 
@@ -98,7 +102,7 @@ def with_ids(loader: Any, loss: Any) -> tuple[Any, Any]:
     if not is_map_style(loader) or loader.batch_sampler is None or indexed_items(loader) or _has_id(loader):
         return loader, loss
     dataset = NumberedDataset(loader.dataset)
-    collate = NumberedCollate(loader.collate_fn)
+    collate = NumberedCollate(loader.collate_fn, as_columns=as_criterion(loss) is not None)
     return loader_with(loader, dataset=dataset, collate_fn=collate), _of_batches_without_id(loss)
 
 

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from samplewise.cli.definitions import read_definitions
 from samplewise.core.batches import check_loader
+from samplewise.core.signatures import accepts
 from samplewise.errors import BatchError, LossesError, SamplewiseError
 from samplewise.loop.events import Listeners
 from samplewise.step.config import check_scheduler
@@ -194,7 +195,7 @@ class Recipe:
         if name == "loss" and is_module:
             return
         arguments = ARGUMENTS[name]
-        accepted = callable(value) and not is_module and _accepts(value, len(arguments))
+        accepted = callable(value) and not is_module and accepts(value, len(arguments))
         if accepted and not (name == "loss" and isinstance(value, type)):
             return
         found = f"{name}{inspect.signature(value)}" if inspect.isroutine(value) else _described(value)
@@ -225,19 +226,6 @@ class Recipe:
     def _wrong_return(self, name: str, wanted: str, returned: object, remedy: str = "") -> RecipeError:
         message = f"{self._location(name)}: {name}() must return {wanted}; found {_described(returned)}."
         return RecipeError(f"{message} {remedy}".rstrip())
-
-
-def _accepts(function: Any, arguments: int) -> bool:
-    """True if a function can be called with this number of positional arguments, or if its signature is unknown."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of functions written in C
-        return True
-    try:
-        signature.bind(*[None] * arguments)
-    except TypeError:
-        return False
-    return True
 
 
 def _described(value: object) -> str:

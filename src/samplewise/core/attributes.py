@@ -25,7 +25,8 @@ class CheckedAttributes:
         kind = type(self)
         if kind.__module__.partition(".")[0] != "samplewise" and name not in self._fixed:
             return  # an attribute of a user's subclass
-        settable = [key for key, member in vars(kind).items() if isinstance(member, property) and member.fset]
+        members = {key: member for base in reversed(kind.__mro__) for key, member in vars(base).items()}
+        settable = [key for key, member in members.items() if isinstance(member, property) and member.fset]
         if name in self._fixed:
             remedy = self._fixed[name] or f"It is fixed when the {kind.__name__} is created: create a new one."
         else:

@@ -216,16 +216,23 @@ def _is_callable_object(value: Any) -> bool:
     return callable(value) and hasattr(value, "__dict__") and not isinstance(value, (type, FunctionType, nn.Module))
 
 
+def _is_state(value: Any) -> bool:
+    """True for a tensor that a function may change in place. A parameter changes in updates only, and may be large."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
 @contextmanager
 def state_restored(functions: Iterable[Any]) -> Iterator[None]:
     """Context manager for additional calls of these functions: on exit, restores the variables that they look up, the
-    containers and tensors among these, and the random generators.
+    containers and tensors among and inside these, and the random generators. Parameters are not restored.
     """
     variables = variables_of(functions)
     variables += variables_of(v for variable in variables if _is_callable_object(v := variable.read()))
     values = [variable.read() for variable in variables]
-    containers = [ContainerSnapshot(container) for container in containers_in(values, known=())]
-    tensors = [(value, value.detach().clone()) for value in values if isinstance(value, Tensor)]
+    inside = containers_in(values, known=())
+    containers = [ContainerSnapshot(container) for container in inside]
+    found = {id(value): value for part in (values, *map(items_of, inside)) for value in part if _is_state(value)}
+    tensors = [(tensor, tensor.detach().clone()) for tensor in found.values()]
     generators = [(write, read()) for read, write in generators_in(values)]
     torch_generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
     random_state = RandomState()

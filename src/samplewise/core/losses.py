@@ -123,6 +123,8 @@ def changed_by_exchange(
     for _ in range(EXCHANGES):
         restore = rewind()
         before = compute(batch).detach()
+        if len(before) != total:  # rows are not samples
+            return None
         drawn = torch.get_rng_state()
         restore()
         after = compute(exchanged).detach()

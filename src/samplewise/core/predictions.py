@@ -29,6 +29,7 @@ def prediction_columns(
     if not names or logits.dim() != 2 or labels.dim() != 1 or labels.is_floating_point():
         return None
     logits = logits.detach()
+    labels = labels.long()  # the criterion accepts uint8, an index must be int64
     columns = {}
     if "label" in names:
         columns["label"] = labels

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
 class IndexedItem(tuple[Any, ...]):
-    """Tuple (*items, id). It looks like a named tuple, so that a DataLoader collates samples to a `Numbered` again."""
+    """Tuple (*items, id). It looks like a named tuple, so that a DataLoader collates samples to the same class."""
 
     def __new__(cls, *items: Any) -> IndexedItem:
         return super().__new__(cls, items)

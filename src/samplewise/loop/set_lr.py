@@ -63,6 +63,8 @@ def _scale_schedule(scheduler: LRScheduler, k: int, group: dict[str, Any], rate:
     """
     given = "max_lr" if isinstance(scheduler, OneCycleLR) else "initial_lr"
     initial = float(group[given])
+    if initial == rate:
+        return
     if initial == 0:
         raise ValueError(
             "the initial learning rate of a schedule must not be 0 to be changed by SetLR; found 0 in parameter group "

@@ -29,7 +29,8 @@ class Accumulator(ABC):
     needs_window: all microbatches of a window must be passed in one call.
     knows_norms: the norm of every sample's gradient is computed.
     exchanges: `add` contains collectives, so that one rank alone cannot repeat it.
-    first_stats: if set to a list, per-sample results are added to it as the transforms of each stage get them.
+    first_stats: if set to a list, the first two per-sample results that the transforms of each stage get are added to
+    it.
     """
 
     needs_window = False
@@ -154,8 +155,8 @@ class PerSampleAccumulator(Accumulator):
         return losses, g, stats
 
     def keep(self, stage: Stage, stats: SampleStats) -> None:
-        """Add the results to `first_stats`, if that is asked for."""
-        if self.first_stats is not None:
+        """Add the first results of a stage to `first_stats`, if that is asked for."""
+        if self.first_stats is not None and sum(other is stage for other, _ in self.first_stats) < 2:
             self.first_stats.append((stage, stats))
 
     def measure(self, g: Gradients, stats: SampleStats, stage: Stage, record_norms: bool) -> None:

@@ -108,7 +108,8 @@ def check_untracked(untracked: dict[str, Tensor], reached: set[int]) -> None:
 
 def check_weights(chain: Chain, parts: Sequence[SampleStats]) -> None:
     """Raise if all coefficients of a window are zero, over all ranks: the gradient would be zero. Warn if all are below
-    SMALL, unless noise is added, for which small bounds are usual, or a transform gives gradients a chosen norm.
+    SMALL, unless noise is added, for which small bounds are usual, or a transform gives gradients a chosen norm. Every
+    rank raises or warns, also one without samples: if warnings are errors, no rank makes the update. Collective.
     """
     columns: list[Tensor] = []
     for part in parts:
@@ -122,14 +123,17 @@ def check_weights(chain: Chain, parts: Sequence[SampleStats]) -> None:
             "Check the values that the weights are computed from."
         )
     intended = bool(chain.on_sum) or any(t.rescales for t in (*chain.samples.transforms, *chain.groups.transforms))
-    if weights and not large and not intended:
-        warn(_small_weights(chain, parts, max(weights)))
+    if columns and not large and not intended:
+        warn(_small_weights(chain, parts, weights))
 
 
-def _small_weights(chain: Chain, parts: Sequence[SampleStats], largest: float) -> str:
-    message = f"every weight of the first update is below {SMALL}, with {chain!r}; the largest is {largest:.2g}"
+def _small_weights(chain: Chain, parts: Sequence[SampleStats], weights: Sequence[float]) -> str:
+    """Message with the numbers of this rank. `weights`: the largest of each part."""
+    message = f"every weight of the first update is below {SMALL}, with {chain!r}"
+    if weights:
+        message += f"; the largest is {max(weights):.2g}"
     norms = [part.unscaled_norms for part in parts if part.unscaled_norms is not None]
-    if norms:
+    if weights and norms:
         message += f", and the median norm of the samples' gradients is {torch.cat(norms).median().item():.3g}"
     return f"{message}. {_hint_about_counts(chain, parts)}Use larger bounds or weights, unless this is intended."
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from samplewise.core.signatures import accepts
 
 Rule = Callable[[list[Tensor], list[Tensor]], None]
 
@@ -59,7 +60,7 @@ def as_optimizer(optimizer: Any, params: Iterable[Tensor]) -> Any:
         )
     if hasattr(optimizer, "param_groups") and hasattr(optimizer, "step"):
         return optimizer
-    if callable(optimizer) and not isinstance(optimizer, (type, torch.nn.Module)) and _takes_two(optimizer):
+    if callable(optimizer) and not isinstance(optimizer, (type, torch.nn.Module)) and accepts(optimizer, 2):
         return FunctionalOptimizer(params, optimizer)
     found = type(optimizer).__name__
     if hasattr(optimizer, "__name__"):
@@ -68,16 +69,3 @@ def as_optimizer(optimizer: Any, params: Iterable[Tensor]) -> Any:
         f"optimizer must be a torch.optim optimizer, or a function (params, gradients) -> None; found {found}. "
         "Write torch.optim.SGD(model.parameters(), lr=0.1), or sw.sgd(0.1)."
     )
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    """True if the function can be called with two arguments, or if its signature is not known."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        return False
-    return True

@@ -82,9 +82,8 @@ class GroupedAccumulator(PerSampleAccumulator):
     ) -> list[SampleStats]:
         """Accumulate a window of several microbatches, or with groups on several ranks."""
         mixing = mixing_batch_norms(self.evaluator.modules)
-        if (
-            mixing and self.evaluator.interacting == "refuse"
-        ):  # only the engine's per-sample pass detects this, and it is not used here
+        # Only the engine's per-sample pass detects this, and it is not used here.
+        if mixing and self.evaluator.interacting == "refuse":
             raise SamplesInteractError(
                 f"{self.chain.grouping} needs samples that do not depend on each other; found BatchNorm in training "
                 f"mode: {listed(mixing)}. Call sw.freeze_batchnorm(model), use GroupNorm, or pass interacting='allow'."

@@ -431,7 +431,7 @@ class Step(CheckedAttributes):
         windows.load_state_dict(state["window"])
 
     def window_state(self) -> dict[str, Any]:
-        """State of this rank's part of the open window; only the same rank of as many ranks can load it."""
+        """State of this rank's part of the open window; only the same rank of the same number of ranks can load it."""
         windows = self._windows
         shares = windows.ranks.window_state(windows.window)
         return {"counters": asdict(self.counters), "shares": shares, "window": windows.state_dict()}

@@ -219,8 +219,7 @@ class WindowBuilder:
             self._buffers.remember()
         if self.record_norms and not self._accumulator.knows_norms:
             self._accumulator = self.make_accumulator()
-        if self.predictions:
-            self.evaluator.predictions = self.predictions
+        self.evaluator.predictions = self.predictions
         self._accumulator.begin()
         if self._unchecked_transforms:
             self._accumulator.first_stats = []
@@ -286,7 +285,7 @@ class WindowBuilder:
         if self.ranks.distributed:
             fingerprint = self._accumulator.fingerprint
             self.ranks.reduce(window, ReduceInputs(window.config, self._trained, self._buffers, fingerprint))
-        if window.failure is None and (self._unchecked or self._unchecked_transforms):
+        if window.failure is None and self._unchecked_transforms:
             self._check_first(window)
         self._complete = window
         self._open_window()
@@ -303,11 +302,10 @@ class WindowBuilder:
                 check_pieces(self.evaluator.modules, sizes * self.ranks.size, self.config.interacting)
             check_reached(self._trained.owned, noise=bool(chain.on_sum))
             self._unchecked = False
-        if self._unchecked_transforms:
-            check_weights(chain, window.parts)
-            check_cut(self._accumulator.first_stats or [])
-            self._accumulator.first_stats = None
-            self._unchecked_transforms = False
+        check_cut(self._accumulator.first_stats or [])
+        check_weights(chain, window.parts)  # last: its collective sends errors of the other checks to all ranks
+        self._accumulator.first_stats = None
+        self._unchecked_transforms = False
 
     def make_accumulator(self) -> Accumulator:
         """Accumulator for the transforms of the step and the norms to record."""

@@ -32,9 +32,7 @@ class SampleTransform:
     by_parameter: bool = False  # whether it returns a dict, name -> (B,)
     renormalises: bool = False  # whether its coefficients also multiply the counts in the denominator
     positions: int | None = None  # number of window positions it has values for; None: independent of the position
-    batch_keys: frozenset[Hashable] = (
-        frozenset()
-    )  # keys of the batch that it reads; with the need "batch" and none: all
+    batch_keys: frozenset[Hashable] = frozenset()  # keys of the batch that it reads; none with need "batch": all
     rescales: bool = False  # whether it gives every gradient a chosen norm, so that small coefficients are no surprise
 
     def __call__(self, stats: SampleStats) -> PerSample:

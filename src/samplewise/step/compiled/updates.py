@@ -72,7 +72,7 @@ class CompiledUpdates:
         self._programs: dict[Any, Program | None] = {}
         self._changes = 0
         self._full = False
-        self._settings = self._compiled_settings()  # with which the programs were compiled
+        self._settings = self._compiled_settings()  # at the last call of _settings_hold
         self._era = 0  # incremented when the optimizer's hyperparameters change
         self._rates = self.applier.rates()
         self._compiled = False  # whether an update was compiled
@@ -254,7 +254,9 @@ class CompiledUpdates:
         return config.transforms, config.max_grad_norm, config.microbatch
 
     def _settings_hold(self) -> bool:
-        """Test whether the settings are those of the compiled code; otherwise discard it."""
+        """Test whether the settings are those of the last call; otherwise discard compiled code. The next update is
+        then uncompiled, because the first one of new transforms is checked for mistakes.
+        """
         settings = self._compiled_settings()
         if settings[0] is self._settings[0] and settings[1:] == self._settings[1:]:
             return True
@@ -287,7 +289,7 @@ class CompiledUpdates:
         try:
             shape = signature(cursor.batch, cursor.rows), size
             key = *shape, record_norms, predictions
-            if self._programs and not (self._settings_hold() and self._guards_hold()):
+            if not self._settings_hold() or (self._programs and not self._guards_hold()):
                 return None
             if key not in self._programs:
                 self._programs[key] = self._compile(cursor, size, record_norms) if self._admitted(repr(shape)) else None
