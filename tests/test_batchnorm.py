@@ -248,3 +248,10 @@ def test_advice_for_groups():
     ):
         said(model, transforms=chain, microbatch=4)
     assert said(sw.freeze_batchnorm(model), transforms=chain, microbatch=4) == []
+
+
+def test_something_else_than_a_model():
+    with pytest.raises(
+        TypeError, match=r"freeze_batchnorm needs a torch\.nn\.Module; found generator\. Pass the model\."
+    ):
+        sw.freeze_batchnorm(nn.Linear(2, 2).parameters())

@@ -613,3 +613,54 @@ def test_noise_is_drawn_once(two):
     torch.testing.assert_close(one[0], alone[0], rtol=1e-10, atol=1e-12)
     assert one[1] == alone[1]
     assert other[1] == torch.rand(1, generator=torch.Generator().manual_seed(8)).item()
+
+
+# -------------------------------------------------------------------------------------------- settings that change
+
+
+def curriculum(samples, total):
+    """Two passes over `total` samples with other transforms in the second; the window between them is carried."""
+    model, strategy = wrapped(net(), "plain")
+    rows = data()
+    batch = [values[:total] for values in rows]
+    step = sw.Step(model, sgd(model), loss_fn, samples, strategy=strategy, tail="carry", audit=False)
+    for transforms in (CHAINS["plain"], CHAINS["clip"]):
+        step.transforms = transforms
+        step.run(own_batches(4, batch))
+    step.flush()
+    return flat(model)
+
+
+@pytest.mark.parametrize(("samples", "total"), [(6, 13), (6, 16)])  # one sample is carried, by one rank; four by both
+def test_a_carried_window_keeps_its_transforms_on_every_rank(samples, total, two):
+    expected = curriculum(samples, total)
+    for found in two.run(curriculum, samples, total):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def resumed_curriculum(samples, total):
+    """The same, but the second pass is made by another step, and its settings come after its state is loaded."""
+    model, strategy = wrapped(net(), "plain")
+    batch = [values[:total] for values in data()]
+
+    def made():
+        return sw.Step(model, sgd(model), loss_fn, samples, strategy=strategy, tail="carry", audit=False)
+
+    first, second = made(), made()
+    first.transforms = CHAINS["clip"]
+    first.run(own_batches(4, batch))
+    distributed = current_group().distributed
+    state, own = first.state_dict(window=not distributed), first.window_state() if distributed else None
+    second.load_state_dict(state)
+    if own is not None:
+        second.load_window_state(own)
+    second.transforms = CHAINS["clip"]
+    second.run(own_batches(4, batch))
+    second.flush()
+    return flat(model)
+
+
+def test_a_restored_window_takes_the_settings_that_follow_on_every_rank(two):
+    expected = resumed_curriculum(6, 13)
+    for found in two.run(resumed_curriculum, 6, 13):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

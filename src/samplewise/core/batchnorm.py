@@ -26,6 +26,8 @@ def freeze_batchnorm(model: Model, frozen: bool = True) -> Model:
 
     Raises ParameterError for layers with track_running_stats=False: they use batch statistics in eval mode, too.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"freeze_batchnorm needs a torch.nn.Module; found {type(model).__name__}. Pass the model.")
     layers = dict(batch_norms([model]))
     untracked = [name for name, layer in layers.items() if layer.running_mean is None]
     if frozen and untracked:

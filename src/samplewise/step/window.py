@@ -147,8 +147,8 @@ SAVED = {  # name in a state dict -> attribute of SampleStats
 
 def restored(config: StepConfig, parts: dict[str, Any], failure: list[str], columns: list[dict[str, Any]]) -> Window:
     """Window restored from its state."""
-    if not parts:
-        return Window(config)
+    if not parts:  # other ranks may have samples
+        return Window(config, restored=True)
     stats = SampleStats(**{SAVED[name]: values for name, values in parts.items()})
     recorded = [BatchColumns(**each) for each in columns]
     window = Window(config, parts=[stats], samples=len(stats), begun=True, restored=True, columns=recorded)

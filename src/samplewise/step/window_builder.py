@@ -73,7 +73,8 @@ class WindowBuilder:
         self.config = config
         if not self.ranks.distributed:
             self.window.share = None  # follows `samples`; with several ranks, `complete` makes it larger
-        if self.window.restored or not self.window.begun:
+        begun = self.window.begun or self.ranks.carried > 0  # also if only other ranks carry samples
+        if self.window.restored or not begun:
             self.window.config = config
             self._follow_transforms()
 

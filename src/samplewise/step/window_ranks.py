@@ -35,13 +35,19 @@ class ReduceInputs(NamedTuple):
 
 
 class WindowRanks(ABC):
-    """What ranks agree on and exchange for a window. `all_ended`: the loaders of all ranks have ended."""
+    """What ranks agree on and exchange for a window.
+
+    all_ended: the loaders of all ranks have ended.
+    carried: number of samples of all ranks in a window carried over from the previous loaders; 0 in a single process,
+    where the window itself shows it.
+    """
 
     strategy: ParallelStrategy
     rank = 0
     size = 1
     distributed: bool
     all_ended = False
+    carried = 0
 
     @abstractmethod
     def check_group(self) -> None:
