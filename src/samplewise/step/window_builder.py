@@ -21,11 +21,12 @@ from samplewise.errors import (
 from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
 from samplewise.step.audit import Audit
 from samplewise.step.batch_columns import record_columns
-from samplewise.step.checks import check_cut, check_modes, check_pieces, check_reached, check_weights
+from samplewise.step.checks import check_modes, check_pieces, check_reached
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
 from samplewise.step.microbatch import MicrobatchSize
+from samplewise.step.weight_checks import check_cut, check_weights
 from samplewise.step.window import BatchCursor, Counters, Window, restored, unknown_stats
 from samplewise.step.window_ranks import ReduceInputs, WindowRanks
 from samplewise.transforms.stats import SampleStats
