@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from ranks import Ranks, give_up_after
-from spread_models import assert_same, data, loss_fn, net, own_batches, run
+from spread_models import assert_same, data, flat, loss_fn, net, own_batches, run
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,11 +23,6 @@ def sharded(how=(0, 3)):
 
 def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def flat(model):
-    parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return torch.cat([p.detach().flatten() for p in parts])
 
 
 def _run(options):

@@ -81,7 +81,7 @@ class DDPStrategy(ParallelStrategy):
         """
         parameters = list(named.values())
         changing = buffers.moving() if self.wrapped is None or self.wrapped.broadcast_buffers else []
-        kinds, changed = reached(parameters, changing)
+        kinds, changed = reached([_kind(p.grad) for p in parameters], changing)
         for p, kind in zip(parameters, kinds, strict=True):
             _make_alike(p, kind)
         current_group().all_reduce_bucketed_(
@@ -92,28 +92,22 @@ class DDPStrategy(ParallelStrategy):
     def transform_sum(self, transform: SumFunction, gradients: list[Tensor], owned: Iterable[Tensor]) -> None:
         transform.act(gradients)
 
-    def unshard(self) -> None:
-        """Do nothing: every rank always has the whole parameters."""
-
-    def gather_parameters(self) -> None:
-        """Do nothing: every rank always has the whole parameters."""
-
 
 NONE, DENSE, SPARSE = 0, 1, 2
 
 
-def reached(parameters: Sequence[Tensor], buffers: Sequence[tuple[Tensor, bool]]) -> tuple[list[int], list[Tensor]]:
-    """For each parameter the kinds of gradient on any rank (NONE, DENSE, SPARSE or DENSE | SPARSE); and the buffers
-    that have changed on any rank.
+def reached(kinds: Sequence[int], buffers: Sequence[tuple[Tensor, bool]]) -> tuple[list[int], list[Tensor]]:
+    """For each parameter the kinds of gradient on any rank (NONE, DENSE, SPARSE or DENSE | SPARSE), from those on this
+    rank; and the buffers that have changed on any rank.
     """
-    mine = [_kind(p.grad) for p in parameters] + [int(moves) for _, moves in buffers]
+    mine = [*kinds, *(int(moves) for _, moves in buffers)]
     several = current_group().size + 1  # base of a number with one digit per kind, so that one all-reduce counts both
     counts = current_group().all_reduce_(
         torch.tensor([(kind & 1) + several * (kind >> 1) for kind in mine], device=current_group().device())
     )
     found = [int(c % several > 0) + 2 * int(c >= several) for c in counts.tolist()]
-    moved = [buffer for (buffer, _), moves in zip(buffers, found[len(parameters) :], strict=True) if moves]
-    return found[: len(parameters)], moved
+    moved = [buffer for (buffer, _), moves in zip(buffers, found[len(kinds) :], strict=True) if moves]
+    return found[: len(kinds)], moved
 
 
 def _kind(gradient: Tensor | None) -> int:

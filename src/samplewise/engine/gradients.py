@@ -74,9 +74,9 @@ def gradients(
     if isinstance(parameters, DistributedDataParallel):
         parameters = parameters.module  # has the model's own parameter names
     modules = [parameters] if isinstance(parameters, nn.Module) else []
-    g = gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting)
+    sharded = any(map(is_sharded, modules))
+    g = gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting, sharded)
     g._own = True
-    g._sharded = any(map(is_sharded, modules))
     return g
 
 
@@ -87,10 +87,14 @@ def gradients_of(
     create_graph: bool = False,
     strategy: str | None = None,
     interacting: str = "refuse",
+    sharded: bool = False,
 ) -> Gradients:
-    """Per-sample gradients of the `wanted` parameters; tensors of `modules` do not count as sample data."""
+    """Per-sample gradients of the `wanted` parameters; tensors of `modules` do not count as sample data. `sharded`: the
+    parameters are whole parameters of a model sharded with `fully_shard`.
+    """
     check_losses(losses)
     graph = Graph(losses, dict(wanted))
+    graph.sharded = sharded
     if graph.python_functions or not graph.leaves:
         graph.check_readable()
     if create_graph:
@@ -110,7 +114,7 @@ class Gradients:
         self._graph = evaluator.graph
         self._parameters = evaluator.graph.wanted
         self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
-        self._sharded = False  # True for fully_shard: torch averages over ranks in an ordinary backward pass
+        self._sharded = evaluator.graph.sharded  # gradients are summed over ranks in an ordinary backward pass
         self._squared_norms: dict[str, Tensor] | None = None
 
     @property
@@ -303,7 +307,7 @@ class Gradients:
         """
         if self._own:
             refuse_replicas(self._parameters.values())
-        if self._sharded and isinstance(weights, Mapping):
+        if self._sharded and self._own and isinstance(weights, Mapping):
             raise ParameterError(
                 "weights must be a tensor with one number per sample for a sharded model, because its backward is an "
                 "ordinary backward pass; found a dict. Use g.sum(weights) or sw.Step."
@@ -311,6 +315,13 @@ class Gradients:
         per_name = weights_by_name(weights, self.names, self._graph.losses)
         if not isinstance(weights, Mapping) and (self._evaluator.strategy == "twice" or self._needs_autograd()):
             return self._ordinary_backward(per_name[self.names[0]], retain_graph)
+        if self._sharded:  # each module is summed over ranks when the pass has left it
+
+            def add(form: PerSampleGrad, name: str) -> None:
+                accumulate_grad(self._parameters[name], form.sum(per_name[name]).detach())
+
+            self._evaluate(add, release=True)
+            return None
         sums = finite_tensors(self._evaluate(lambda form, name: form.sum(per_name[name]), release=True))
         for name, total in sums.items():
             accumulate_grad(self._parameters[name], total.detach())

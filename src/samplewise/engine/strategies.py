@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import backward_past, foreign_hooks
+from samplewise.distributed.sharded_parameters import unsharded
+from samplewise.engine.backward import backward_past, backward_to_leaves, foreign_hooks
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
@@ -85,6 +86,8 @@ class QuantityEvaluator:
         return self._strategies[strategy]
 
     def _new(self, strategy: str) -> GradStrategy:
+        if strategy == "twice" and self.graph.samples == 1:
+            return SingleSampleStrategy(self.graph)
         if strategy == "reference" or self.graph.samples == 1:
             return LoopStrategy(self.graph, self.create_graph)
         source = BackwardStrategy(self._planner, self.create_graph, keep=strategy == "fused")
@@ -116,9 +119,11 @@ class BackwardStrategy:
             return self._first(quantity, self.keep and not release)
         self.versions.check()
         results = {}
+        graph = self.planner.graph
         for name in list(self.forms):
             form = self.forms.pop(name) if release else self.forms[name]
-            results[name] = quantity(form, name)
+            with unsharded([graph.wanted[name]]) if graph.sharded else nullcontext():
+                results[name] = quantity(form, name)
         return results
 
     def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
@@ -139,7 +144,8 @@ class BackwardStrategy:
         plan = self.plan
         pending = self.planner.pending
         builder = GradBuilder(plan, self.planner.graph, quantity, self.create_graph, keep)
-        probed = {} if self.create_graph else dict(plan.gradients)
+        graph = self.planner.graph
+        probed = {} if self.create_graph or graph.sharded else dict(plan.gradients)
         plan.gradients.clear()
         if probed and len(probed) == len(plan.tags):
             for at, slots in plan.stops.slots.items():
@@ -182,6 +188,28 @@ class RowsStrategy:
 
     def explain(self) -> list[ExplainRow]:
         return self.source.explain()
+
+
+class SingleSampleStrategy:
+    """Strategy "twice" for one sample: an ordinary backward pass, whose gradients are dropped after use."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+
+    def evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+
+        def arrived(name: str, gradient: Tensor) -> None:
+            results[name] = quantity(DenseGrad(gradient[None]), name)
+
+        backward_to_leaves(self.graph, torch.ones_like(self.graph.losses), arrived)
+        return results
+
+    def explain(self) -> list[ExplainRow]:
+        return [
+            ExplainRow(name, tuple(self.graph.wanted[name].shape), "", "one backward pass", "dense")
+            for name in self.graph.leaves.values()
+        ]
 
 
 class LoopStrategy:

@@ -115,7 +115,6 @@ class Evaluator:
         modules = [self._model]
         if isinstance(self._step.loss_fn, nn.Module):
             modules.append(self._step.loss_fn)
-        self._step.unshard()
         with eval_mode(*modules), torch.no_grad(), fork_rng(derive_seed(self._seed)):
             yield
 

@@ -200,7 +200,7 @@ class WeightedAccumulator(PerSampleAccumulator):
             self.evaluator.add_sum(losses, coefficients)
         else:
             g = self.evaluator.gradients(losses, microbatch) if g is None else g
-            g.backward(coefficients, retain_graph=False)
+            self.evaluator.add_weighted(g, coefficients)
 
     def _in_two_passes(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         """Compute the per-sample results of all microbatches, then their weighted sum. The second pass uses the same

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.snapshot import random_state
-from samplewise.distributed import collectives
 from samplewise.distributed.group import current_group
 from samplewise.distributed.strategy import SingleProcessStrategy, resolve_strategy, strategy_name
 from samplewise.distributed.strategy_base import ParallelStrategy
@@ -110,7 +109,6 @@ class DistributedWindows(WindowRanks):
         """Sum the window over ranks in one all-reduce. If samples are missing, ranks whose loader has not ended get a
         larger share, and all ranks call this again.
         """
-        self.strategy.unshard()
         totals = self._totals(window, ended)
         self.all_ended = totals.ended == self.size
         missing = 0 if samples is None else samples - totals.samples
@@ -172,8 +170,7 @@ class DistributedWindows(WindowRanks):
 
     def announce(self, error: Exception) -> None:
         """Send the error to the other ranks, then raise it."""
-        if not collectives.is_from_another_rank(error):
-            self.strategy.unshard()  # a collective in which the other ranks may be waiting
+        self.strategy.recover()
         current_group().barrier(error)
 
     def sums(self, *numbers: float | Tensor) -> list[float]:

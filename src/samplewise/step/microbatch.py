@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samplewise.core.batches import cut, length
 from samplewise.core.memory import free_memory, is_out_of_memory
@@ -84,14 +84,12 @@ class MicrobatchSize:
     def _snapshot(self) -> Callable[[], None]:
         """Snapshot of buffers, random state and gradient sums; returns the function that restores them."""
         restore_model = snapshot(*self._modules)
-        sums: dict[Tensor, Tensor | None] = {
-            p: None if p.grad is None else p.grad.clone() for p in self._trained.named.values()
-        }
+        sums = self._trained.sums()
 
         def restore() -> None:
             restore_model()
-            for p, total in sums.items():
-                p.grad = total
+            self._trained.clear()
+            self._trained.load_sums(sums)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 

@@ -149,7 +149,9 @@ class Step(CheckedAttributes):
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
         criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
-        self._evaluator = LossEvaluator(modules, trained, wrapped, self.precision, size.budget, interacting, criterion)
+        self._evaluator = LossEvaluator(
+            modules, trained, wrapped, self.precision, size.budget, interacting, ranks.strategy, criterion
+        )
         self._applier = UpdateApplier(config, trained, optimizer, scheduler, self.precision, ranks, counters, buffers)
         self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers)
         self._updates = self._make_updates()
@@ -361,10 +363,6 @@ class Step(CheckedAttributes):
         self._windows.attach(ranks)
         self._applier.ranks = ranks
         self._updates = self._make_updates()
-
-    def unshard(self) -> None:
-        """Unshard the model on every rank, for forward passes outside of an update such as validation."""
-        self._windows.ranks.strategy.unshard()
 
     # --- compilation -----------------------------------------------------------------------------------------------
 

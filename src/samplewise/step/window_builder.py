@@ -213,10 +213,9 @@ class WindowBuilder:
         """Prepare gradients and buffers for a new window. `microbatch`: its first one, None if this rank has none."""
         self.window.begun = True
         self.evaluator.seconds = 0.0
-        if self.ranks.strategy.sharded:
-            self.ranks.strategy.unshard()
         self._trained.refresh()
         self._trained.clear()
+        self.ranks.strategy.begin_window()
         if self._buffers.owners:
             self._buffers.remember()
         if self.record_norms and not self._accumulator.knows_norms:
@@ -377,9 +376,11 @@ class WindowBuilder:
         sums = {}
         columns = []
         if parts:
-            sums = {name: p.grad.clone() for name, p in self._trained.named.items() if p.grad is not None}
+            sums = self._trained.sums()
             columns = [each.state_dict() for each in window.columns]
-        return {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": columns}
+        state = {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": columns}
+        reached = self.ranks.strategy.reached() if parts else []
+        return {**state, "reached": reached} if reached else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore an open window from `state_dict`."""
@@ -390,9 +391,8 @@ class WindowBuilder:
         if state["parts"]:  # all samples of a window have the same columns
             self.evaluator.predictions = frozenset(state["parts"].get("columns", ()))
         self._buffers.remember()
-        for name, gradient in state["sums"].items():
-            parameter = self._trained.named[name]
-            parameter.grad = gradient.to(parameter.device, copy=True)
+        self._trained.load_sums(state["sums"])
+        self.ranks.strategy.begin_window(state.get("reached", ()))
 
 
 _UNCUT = (
