@@ -106,6 +106,7 @@ class FSDPStrategy(ParallelStrategy):
         for group in self._groups:
             group.visit()
         self._parameters = sharded_parameters(model)  # now with whole parameters
+        self._managers = {each.name: each.manager for each in self._parameters}
         self.copies = max((group.copies for group in self._groups), default=1)
         self._reached_before: set[str] = set()  # in the open window, before its state was loaded
 
@@ -201,21 +202,20 @@ class FSDPStrategy(ParallelStrategy):
                 "a transform of the sum must be additive, independent of the sum, if gradients are sharded; found "
                 f"{transform}. Use strategy='ddp'."
             )
-        managers = {id(each.shard): each.manager for each in self._parameters}
+        names = {id(each.shard): each.name for each in self._parameters}
         for p in owned:
             if p.grad is not None:
                 drawn = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
                 transform.act([drawn])
-                local_gradient(p).add_(_own_part(drawn, managers[id(p)]))
+                local_gradient(p).add_(self.own_part(names[id(p)], drawn))
+
+    def own_part(self, name: str, whole: Tensor) -> Tensor:
+        manager = self._managers[name]
+        dim = manager.fsdp_placement.dim
+        each = manager.padded_sharded_param_size[dim]
+        start = min(manager.mesh_info.shard_mesh_rank * each, whole.shape[dim])
+        return whole.narrow(dim, start, manager.sharded_size[dim])
 
 
 def _is_extended(manager: Any) -> bool:
     return hasattr(manager._sharded_local_tensor, "fsdp_pre_all_gather")
-
-
-def _own_part(whole: Tensor, manager: Any) -> Tensor:
-    """This rank's shard of a tensor in the shape of the parameter."""
-    dim = manager.fsdp_placement.dim
-    each = manager.padded_sharded_param_size[dim]
-    start = min(manager.mesh_info.shard_mesh_rank * each, whole.shape[dim])
-    return whole.narrow(dim, start, manager.sharded_size[dim])

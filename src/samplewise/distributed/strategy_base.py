@@ -57,6 +57,10 @@ class ParallelStrategy(ABC):
         """Names of parameters that this rank has reached in the open window, if `.grad` does not show it."""
         return []
 
+    def own_part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's shard of a tensor in the shape of a parameter; without sharding the tensor itself."""
+        return whole
+
     def reshard(self) -> None:
         """Release whole parameters after the optimizer has changed the shards."""
 

@@ -84,12 +84,12 @@ class MicrobatchSize:
     def _snapshot(self) -> Callable[[], None]:
         """Snapshot of buffers, random state and gradient sums; returns the function that restores them."""
         restore_model = snapshot(*self._modules)
-        sums = self._trained.sums()
+        sums = {name: gradient.clone() for name, gradient in self._trained.local_gradients().items()}
 
         def restore() -> None:
             restore_model()
             self._trained.clear()
-            self._trained.load_sums(sums)
+            self._trained.set_gradients(sums)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 

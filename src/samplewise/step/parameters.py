@@ -62,17 +62,19 @@ class TrainedParameters:
         p.grad = p.grad.coalesce()  # sums the values of rows that occur several times
         return p.grad._values()
 
-    def sums(self) -> dict[str, Tensor]:
-        """Copies of all gradients in `.grad` by name: this rank's shard of sharded ones."""
-        found = {name: p for name, p in self.owned.items() if p.grad is not None}
-        return {name: (local_gradient(p) if id(p) in self._leaves else p.grad).clone() for name, p in found.items()}
+    def local_gradients(self) -> dict[str, Tensor]:
+        """All gradients in `.grad` by name: this rank's shard of sharded ones."""
+        found: dict[str, Tensor] = {}
+        for name, p in self.owned.items():
+            if p.grad is not None:
+                found[name] = local_gradient(p) if id(p) in self._leaves else p.grad
+        return found
 
-    def load_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Set `.grad` to copies of what `sums` returned."""
-        for name, gradient in sums.items():
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Set `.grad` to these tensors, as `local_gradients` returns them."""
+        for name, gradient in gradients.items():
             p = self.owned[name]
-            copied = gradient.to(p.device, copy=True)
-            p.grad = sharded_gradient(p, copied) if id(p) in self._leaves else copied
+            p.grad = sharded_gradient(p, gradient) if id(p) in self._leaves else gradient
 
     def fill(self) -> None:
         """Make gradients dense: zeros for trainable parameters without a gradient, and for missing sparse rows."""

@@ -376,7 +376,7 @@ class WindowBuilder:
         sums = {}
         columns = []
         if parts:
-            sums = self._trained.sums()
+            sums = {name: gradient.clone() for name, gradient in self._trained.local_gradients().items()}
             columns = [each.state_dict() for each in window.columns]
         state = {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": columns}
         reached = self.ranks.strategy.reached() if parts else []
@@ -391,7 +391,8 @@ class WindowBuilder:
         if state["parts"]:  # all samples of a window have the same columns
             self.evaluator.predictions = frozenset(state["parts"].get("columns", ()))
         self._buffers.remember()
-        self._trained.load_sums(state["sums"])
+        device = self._trained.device
+        self._trained.set_gradients({name: total.to(device, copy=True) for name, total in state["sums"].items()})
         self.ranks.strategy.begin_window(state.get("reached", ()))
 
 
