@@ -104,6 +104,7 @@ class FSDPStrategy(ParallelStrategy):
         watch_hooks([module._get_fsdp_state() for module in sharded_modules(model)])
         self._groups = [ShardGroup.of(group) for group in groups]
         for group in self._groups:
+            group.before_sums = self._before_sums
             group.visit()
         self._parameters = sharded_parameters(model)  # now with whole parameters
         self._managers = {each.name: each.manager for each in self._parameters}
@@ -156,6 +157,10 @@ class FSDPStrategy(ParallelStrategy):
         if reset is not None:
             reset()
         self.reshard()
+
+    def _before_sums(self) -> None:
+        if self.before_sums is not None:
+            self.before_sums()
 
     # --- gradients -------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ one of the collectives together, until the rank has got its own. A rank that doe
 zeros. A rank at the end of its passes serves the others until all ranks are there (`all_reduce_scalars`).
 
 The exchange is one small message per collective, two if ranks need different ones. It is saved if the ranks do what they did before: the collectives
-between two synchronizations form a *segment*. At the beginning of a segment, if every rank asks for a collective, all
-ranks commit themselves to the collectives that followed the same segment the last time. They are then run in this order
+between two synchronizations form a *segment*. At its beginning, all ranks commit themselves to the collectives that
+followed the same segment the last time, if each rank asks for the first of them. They are then run in this order
 without further messages. A rank that does not need one of them, or that fails, takes part nevertheless until the end of
 the segment, where collectives that no rank has needed are left out for the next time. All ranks have the same records,
 because these contain only what all ranks did together.
@@ -76,6 +76,7 @@ class Requests:
 
     def add(self, participant: Participant) -> int:
         """Register a participant, in the same order on all ranks; returns its number."""
+        self._known.clear()
         self._participants.append(ref(participant))
         return len(self._participants) - 1
 
@@ -85,30 +86,30 @@ class Requests:
         """Return when all ranks take part in this collective of a participant; serve other ranks until then."""
         mine = number * self.KINDS + kind + 1
         while True:
-            if not self._committed:
-                agreed = self._agree(mine)
             if self._committed:
                 agreed = self._committed.pop()
                 self._unused |= agreed != mine
+            else:
+                agreed = self._agree(mine)
             self._record(agreed, agreed == mine)
             if agreed == mine:
                 return
             self._serve(agreed)
 
     def _agree(self, mine: int) -> int:
-        """Exchange requests, and return one of them. At the beginning of a segment, commit to a known one instead."""
+        """Exchange requests, and return one of them. At the beginning of a segment, commit to the rest of a known one if
+        all ranks ask for its first collective.
+        """
         status, total, squares = self._messages.sum_scalars(ASKING, mine, mine * mine)
         if status % ASKING:
             self.reset()
             self._messages.raise_error()
         ranks = self._messages.size()
-        everyone = status // ASKING % ASKING == ranks
-        if self._fresh and everyone:
-            self._committed = list(reversed(self._known.get(self._last, ())))
+        all_alike = status // ASKING % ASKING == ranks and total * total == ranks * squares
+        known = self._known.get(self._last, ())
+        if self._fresh and all_alike and known[:1] == (mine,):
+            self._committed = list(reversed(known[1:]))
         self._fresh = False
-        if self._committed:
-            return 0
-        all_alike = everyone and total * total == ranks * squares
         return mine if all_alike else self._chosen(mine)
 
     def _chosen(self, mine: int) -> int:

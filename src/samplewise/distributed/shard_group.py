@@ -11,7 +11,7 @@ on these objects; all private interfaces of `fully_shard` that can change its be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ GATHER, REDUCE = 0, 1  # kinds of collectives
 class ShardGroup:
     """Collectives of one group of sharded parameters. Use `ShardGroup.of`, in the same order on all ranks.
 
+    before_sums: called before gradients of other ranks are added to `.grad`.
     summing: backward passes sum the gradients over ranks into `.grad` of the shards.
     reached: ids of the FSDPParams of this group that got a gradient on this rank since it was cleared.
     """
@@ -38,6 +39,7 @@ class ShardGroup:
         self._unshard = group.unshard
         self._post_backward = group.post_backward
         self.summing = False
+        self.before_sums: Callable[[], None] = lambda: None
         self.reached: set[int] = set()
         group.unshard = self.unshard
         group.post_backward = self.post_backward
@@ -64,6 +66,7 @@ class ShardGroup:
         if kind == GATHER:
             self._contribute_shards()
         else:
+            self.before_sums()
             self._add_sums({})
 
     # --- parameters ------------------------------------------------------------------------------------------------

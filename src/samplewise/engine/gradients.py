@@ -417,7 +417,7 @@ class Gradients:
         return hooked or self._sharded or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
 
     def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool) -> None:
-        self._evaluator.analyze()  # raises the errors of the analysis, such as SamplesInteractError
+        self.prepare()  # raises the errors of the analysis, such as SamplesInteractError
         losses = self._graph.losses
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
         reached = None if self._sharded else [self._parameters[name] for name in self._graph.leaves.values()]

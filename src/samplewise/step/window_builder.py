@@ -66,6 +66,12 @@ class WindowBuilder:
         self._first = True  # no window was begun yet
         self._unchecked = True  # the gradients of no window were checked for mistakes yet
         self._unchecked_transforms = True  # the coefficients of these transforms were not checked yet
+        ranks.strategy.before_sums = self._begin_for_others
+
+    def _begin_for_others(self) -> None:
+        """Begin the window before gradients of other ranks are added to `.grad`, if this rank has no samples yet."""
+        if not self.window.begun:
+            self._begin()
 
     def configure(self, config: StepConfig) -> None:
         """Use these settings from the next window on; `samples` and `tail` apply to the open window as well, and all of
@@ -189,10 +195,13 @@ class WindowBuilder:
         started = perf_counter()
         window = self.window
         try:
-            first = not window.begun
+            first = not window.open
             window.restored = False
-            if first:
-                self._begin(microbatch)
+            if not window.begun:
+                self._begin()
+            if first and (self._first or self.config.audit):
+                self.audit.run(microbatch, self._first, self.counters.updates)
+                self._first = False  # not reached if the audit raises, so that the next attempt raises again
             if self.columns and (window.columns or first):  # columns of all samples of a window, or of none
                 window.columns.append(record_columns(microbatch, self.columns, self.counters.epochs))
             if self._accumulator.needs_window:
@@ -209,8 +218,8 @@ class WindowBuilder:
             raise
         window.seconds += perf_counter() - started
 
-    def _begin(self, microbatch: Any) -> None:
-        """Prepare gradients and buffers for a new window. `microbatch`: its first one, None if this rank has none."""
+    def _begin(self) -> None:
+        """Prepare gradients and buffers for a new window."""
         self.window.begun = True
         self.evaluator.seconds = 0.0
         self._trained.refresh()
@@ -226,9 +235,6 @@ class WindowBuilder:
             self._accumulator.first_stats = []
         if self._first:
             check_modes(self.evaluator.modules)
-        if microbatch is not None and (self._first or self.config.audit):
-            self.audit.run(microbatch, self._first, self.counters.updates)
-            self._first = False  # not reached if the audit raises, so that the next attempt raises again
 
     def _accumulate(self, microbatches: Sequence[Any], whole: bool = False) -> list[SampleStats]:
         """Accumulate gradients into `.grad`. A non-finite value that may be skipped marks the window as failed instead
@@ -278,7 +284,7 @@ class WindowBuilder:
         started = perf_counter()
         window = self.window
         if not window.begun:
-            self._begin(None)  # a rank without samples in this window
+            self._begin()  # a rank without samples in this window
         if self._accumulator.needs_window:
             window.parts = self._accumulate(window.deferred)
             window.samples = self._count(window.parts, window.samples if window.sized else None)
