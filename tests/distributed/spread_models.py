@@ -129,7 +129,9 @@ def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", au
 
 def flat(model):
     """All parameters in one vector; collective for a sharded model."""
-    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).detach().flatten() for p in model.parameters()])
+    return torch.cat(
+        [(p.full_tensor() if isinstance(p, DTensor) else p).detach().flatten() for p in model.parameters()]
+    )
 
 
 def assert_same(one, other):

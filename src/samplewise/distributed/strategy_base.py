@@ -51,7 +51,7 @@ class ParallelStrategy(ABC):
         """Context manager for backward passes that add to `.grad` of the optimizer's parameters."""
         return nullcontext()
 
-    def begin_window(self, reached: Iterable[str] = ()) -> None:
+    def begin_window(self, reached: Iterable[str] = ()) -> None:  # noqa: B027 (whole parameters need nothing)
         """Forget the gradients of the last window. `reached`: parameters that a restored window has reached."""
 
     def reached(self) -> list[str]:
@@ -62,10 +62,10 @@ class ParallelStrategy(ABC):
         """This rank's shard of a tensor in the shape of a parameter; without sharding the tensor itself."""
         return whole
 
-    def reshard(self) -> None:
+    def reshard(self) -> None:  # noqa: B027
         """Release whole parameters after the optimizer has changed the shards."""
 
-    def recover(self) -> None:
+    def recover(self) -> None:  # noqa: B027
         """Make the model usable after an exception in a forward or backward pass."""
 
     @abstractmethod

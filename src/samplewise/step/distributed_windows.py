@@ -20,6 +20,7 @@ from samplewise.distributed.strategy import SingleProcessStrategy, resolve_strat
 from samplewise.distributed.strategy_base import ParallelStrategy
 from samplewise.errors import DistributedError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.config import StepConfig
+from samplewise.step.microbatch import Auto
 from samplewise.step.nonfinite import NO_DENOMINATOR, problem_of_counts, problem_of_losses
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.window import Window, WindowTotals, empty_stats
@@ -275,6 +276,11 @@ def make_window_ranks(
             "arguments to Step(...) on every rank."
         )
     strategy = resolve_strategy(model, config.strategy, modules, optimizer)
+    if strategy.sharded and isinstance(config.microbatch, Auto):
+        raise DistributedError(
+            "microbatch must be a number or None for a sharded model, because its passes are collectives, which a rank "
+            f"cannot repeat alone; found {config.microbatch!r}. Pass a number."
+        )
     return LocalWindows() if isinstance(strategy, SingleProcessStrategy) else DistributedWindows(strategy)
 
 
