@@ -79,8 +79,7 @@ class Step(CheckedAttributes):
     compilation is not possible, the step continues uncompiled, and `step.compiled` gives the reason.
     strategy: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
     a DistributedDataParallel is recognised without `strategy`. "fsdp": each rank keeps a shard of every parameter, see
-    sw.fsdp; leave `strategy` out for a model that is already sharded. `samples` counts the samples of all ranks, and
-    gradients are reduced once per update.
+    sw.fsdp; leave `strategy` out for a model that is already sharded. `samples` counts the samples of all ranks.
 
     Observation.
     record: "norms" records `update.norms` if no transform needs them; see also `require`.
