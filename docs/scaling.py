@@ -70,9 +70,9 @@ class Update:
         root, *others = self.model.groups
         yield from meeting()  # the ranks commit themselves to the collectives of the last update
         yield from map(self._gather, [root, *others])  # forward pass, after which the root is not released
+        yield from meeting()  # the ranks begin the pass that sums gradients
         if self.measures:
             yield from map(self._gather, [*others, self.model.groups[self.model.first]])
-            yield from meeting() if self.window_transforms else ()
             yield self._gather(root)
         yield from map(self._gather, others)
         for group in self.model.groups:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from samplewise.distributed.requests import ASKING, FAILED, Requests
+from samplewise.distributed.requests import ASKING, FAILED, GATHER, PASS, REDUCE, Requests
 
 RANKS = 3
 
@@ -132,6 +132,25 @@ def test_what_ranks_did_before_takes_no_messages():
     assert errors == [None] * RANKS
     assert counts == [5, 5, 2, 2]
     assert ranks[1].done == needs * 4
+
+
+def test_sums_are_added_in_the_same_order_whichever_other_passes_ranks_run():
+    """A rank with more forward passes than the others, in some windows, adds its part to theirs nevertheless."""
+
+    def program(rank):
+        for k in range(6):
+            for _ in range(1 + (k in (1, 4)) * rank.rank):
+                rank.need(0, GATHER)
+            rank.need(2, PASS)
+            for number in (1, 0):
+                rank.need(number, GATHER)
+                rank.need(number, REDUCE)
+            rank.meet()
+
+    ranks, errors = together(program)
+    assert errors == [None] * RANKS
+    for rank in ranks:
+        assert [rank.done.count((number, REDUCE)) for number in (0, 1)] == [6, 6]
 
 
 def test_collectives_that_no_rank_needs_any_more_are_left_out():

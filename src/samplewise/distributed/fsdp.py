@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import Buffers
+from samplewise.distributed import collectives
 from samplewise.distributed.ddp import make_equal, reached, refuse_collectives
 from samplewise.distributed.group import current_group
+from samplewise.distributed.requests import PASS
 from samplewise.distributed.shard_group import ShardGroup, watch_hooks
 from samplewise.distributed.sharded_parameters import (
     local_gradient,
@@ -102,6 +104,7 @@ class FSDPStrategy(ParallelStrategy):
         root: Any = model
         root._get_fsdp_state()._lazy_init()
         watch_hooks([module._get_fsdp_state() for module in sharded_modules(model)])
+        self._number = collectives.requests.add(self)
         self._groups = [ShardGroup.of(group) for group in groups]
         for group in self._groups:
             group.before_sums = self._before_sums
@@ -158,6 +161,9 @@ class FSDPStrategy(ParallelStrategy):
             reset()
         self.reshard()
 
+    def serve(self, kind: int) -> None:
+        """Do nothing: another rank begins a pass, see `Requests`."""
+
     def _before_sums(self) -> None:
         if self.before_sums is not None:
             self.before_sums()
@@ -169,6 +175,8 @@ class FSDPStrategy(ParallelStrategy):
         """Context manager: the gradients of backward passes inside are summed over ranks, into `.grad` of the shards,
         as soon as a pass has left a module.
         """
+        if current_group().distributed:
+            collectives.requests.ask(self._number, PASS)
         for group in self._groups:
             group.summing = True
         try:

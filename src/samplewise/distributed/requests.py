@@ -54,10 +54,12 @@ class Messages(Protocol):
         """Raise the error of the rank that has failed."""
 
 
+GATHER, REDUCE, PASS = 0, 1, 2  # kinds of requests; the first ones are served first
+KINDS = 3
+
+
 class Requests:
     """Requests of this rank for collectives, and its part in those of other ranks."""
-
-    KINDS = 2  # kinds of collectives of a participant
 
     def __init__(self, messages: Messages):
         self._messages = messages
@@ -83,82 +85,99 @@ class Requests:
     # --- a rank that needs a collective ----------------------------------------------------------------------------
 
     def ask(self, number: int, kind: int) -> None:
-        """Return when all ranks take part in this collective of a participant; serve other ranks until then."""
-        mine = number * self.KINDS + kind + 1
-        while True:
+        """Return when all ranks take part in this collective of a participant; serve other ranks until then.
+
+        PASS is no collective, but the beginning of a pass whose gradients are summed. A rank arrives there when each
+        rank does so or has finished its passes. Sums of several ranks are then always added in the same order,
+        whichever other passes they run, and a segment ends.
+        """
+        mine = number * KINDS + kind + 1
+        if kind == PASS:
+            self._serve_committed()
+        agreed = 0
+        while agreed != mine:
             if self._committed:
                 agreed = self._committed.pop()
                 self._unused |= agreed != mine
+                self._take_part(agreed, mine)
             else:
                 agreed = self._agree(mine)
-            self._record(agreed, agreed == mine)
-            if agreed == mine:
-                return
-            self._serve(agreed)
 
     def _agree(self, mine: int) -> int:
-        """Exchange requests, and return one of them. At the beginning of a segment, commit to the rest of a known one,
-        if all ranks ask for its first collective.
+        """Exchange requests, and take part in one of them. At the beginning of a segment, commit to the rest of a known
+        one, if all ranks ask for its first collective.
         """
-        status, total, squares = self._messages.sum_scalars(ASKING, mine, mine * mine)
+        status, total, squares = self._messages.sum_scalars(ASKING + UNUSED * self._unused, mine, mine * mine)
         if status % ASKING:
             self.reset()
             self._messages.raise_error()
         ranks = self._messages.size()
         all_alike = status // ASKING % ASKING == ranks and total * total == ranks * squares
+        agreed = mine if all_alike else self._chosen(mine)
         known = self._known.get(self._last, ())
         if self._fresh and all_alike and known[:1] == (mine,):
             self._committed = list(reversed(known[1:]))
         self._fresh = False
-        return mine if all_alike else self._chosen(mine)
+        self._take_part(agreed, mine, status)
+        if all_alike and _kind(mine) == PASS:
+            self._committed = list(reversed(self._known.get(self._last, ())))
+        return agreed
 
     def _chosen(self, mine: int) -> int:
-        """The request of most ranks; of those with equal numbers, that of the first rank."""
-        asked = Counter(request for request in self._messages.gather(mine) if request)
-        return asked.most_common(1)[0][0]
+        """One of the requests of all ranks: of the first kind, of most ranks, of the first rank."""
+        asked = [request for request in self._messages.gather(mine) if request]
+        first = min(map(_kind, asked))
+        return Counter(request for request in asked if _kind(request) == first).most_common(1)[0][0]
+
+    def _take_part(self, agreed: int, mine: int, status: int = 0) -> None:
+        """Record a collective of all ranks, and serve it unless it is this rank's own."""
+        if _kind(agreed) == PASS:
+            self._end_segment(status, agreed)
+            return
+        self._log.append(agreed)
+        self._used.append(agreed == mine)
+        if agreed != mine:
+            number, kind = divmod(agreed - 1, KINDS)
+            participant = self._participants[number]()
+            assert participant is not None, "a sharded model must exist on all ranks while one of them uses it"
+            participant.serve(kind)
 
     # --- a rank that synchronizes ----------------------------------------------------------------------------------
 
     def status(self) -> int:
         """First scalar of a synchronization of this rank, after it has served all committed collectives."""
+        self._serve_committed()
+        return UNUSED * self._unused
+
+    def _serve_committed(self) -> None:
         while self._committed:
             self._unused = True
-            self._record(self._committed[-1], False)
-            self._serve(self._committed.pop())
-        return UNUSED * self._unused
+            self._take_part(self._committed.pop(), 0)
 
     def answer(self, status: int) -> bool:
         """Serve a request if a rank asks, according to the sum of the first scalars; if none does, end the segment and
         return False.
         """
-        self._fresh = False
         if status // ASKING % ASKING:
-            agreed = self._chosen(0)
-            self._record(agreed, False)
-            self._serve(agreed)
+            self._fresh = False
+            self._take_part(self._chosen(0), 0, status)
             return True
-        if self._log:
-            self._remember(bool(status // UNUSED))
-        self.reset()
+        self._end_segment(status)
         return False
 
-    def _remember(self, unused: bool) -> None:
-        """Record this segment, without committed collectives that no rank needed."""
-        segment = tuple(self._log)
-        if unused:
-            needed = self._messages.any_rank(self._used)
-            segment = tuple(each for each, is_needed in zip(segment, needed, strict=True) if is_needed)
-        if len(self._known) >= MOST_KNOWN:
-            self._known.clear()
-        self._known[self._last] = segment
-        self._last = segment
+    def _end_segment(self, status: int, *mark: int) -> None:
+        """Record this segment, without committed collectives that no rank needed. `mark`: the PASS that ends it."""
+        if self._log or mark:
+            segment = tuple(self._log)
+            if status // UNUSED:
+                needed = self._messages.any_rank(self._used)
+                segment = tuple(each for each, is_needed in zip(segment, needed, strict=True) if is_needed)
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[self._last] = segment
+            self._last = (*mark, *segment)
+        self.reset()
 
-    def _record(self, agreed: int, used: bool) -> None:
-        self._log.append(agreed)
-        self._used.append(used)
 
-    def _serve(self, agreed: int) -> None:
-        number, kind = divmod(agreed - 1, self.KINDS)
-        participant = self._participants[number]()
-        assert participant is not None, "a sharded model must exist on all ranks while one of them uses it"
-        participant.serve(kind)
+def _kind(request: int) -> int:
+    return (request - 1) % KINDS

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from samplewise.distributed import collectives
+from samplewise.distributed.requests import GATHER, REDUCE
 from samplewise.distributed.sharded_parameters import harmless_hooks
-
-GATHER, REDUCE = 0, 1  # kinds of collectives
 
 
 class ShardGroup:
