@@ -14,7 +14,7 @@ from samplewise.core.text import listed, plural, render
 from samplewise.distributed.ddp import refuse_replicas
 from samplewise.distributed.group import current_group
 from samplewise.distributed.sharded_parameters import is_sharded
-from samplewise.engine.backward import accumulate_grad
+from samplewise.engine.backward import accumulate_grad, notifying
 from samplewise.engine.checks import (
     Parameters,
     Weights,
@@ -96,6 +96,30 @@ def gradients_of(
     if create_graph:
         graph.check_twice_differentiable()
     return Gradients(QuantityEvaluator(Planner(graph, modules, interacting), strategy or "fused", create_graph))
+
+
+Ready = Callable[[Tensor], None]
+
+
+def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready: Ready | None = None) -> None:
+    """Accumulate the weighted sum into `.grad`, as in `Gradients.backward`. `ready` is called with each parameter as
+    soon as its `.grad` is complete; if a later sum is not finite, the earlier ones are then in `.grad` already.
+    """
+    per_name = weights_by_name(weights, g.names, g._graph.losses)
+    if not isinstance(weights, Mapping) and (g._evaluator.strategy == "twice" or g._needs_autograd()):
+        return g._ordinary_backward(per_name[g.names[0]], retain_graph, ready)
+    quantity: Quantity = lambda form, name: form.sum(per_name[name])  # noqa: E731
+    if ready is None:
+        with g._evaluator.context():
+            sums = finite_tensors(dict(g._evaluator.release(quantity)))
+        for name, total in sums.items():
+            accumulate_grad(g._parameters[name], total.detach())
+        return None
+    with g._evaluator.context():
+        for name, total in g._evaluator.release(quantity):
+            accumulate_grad(g._parameters[name], finite_tensors({name: total})[name])
+            ready(g._parameters[name])
+    return None
 
 
 class Gradients:
@@ -308,13 +332,7 @@ class Gradients:
                 "weights must be a tensor with one number per sample for a sharded model, because its backward is an "
                 "ordinary backward pass; found a dict. Use g.sum(weights) or sw.Step."
             )
-        per_name = weights_by_name(weights, self.names, self._graph.losses)
-        if not isinstance(weights, Mapping) and (self._evaluator.strategy == "twice" or self._needs_autograd()):
-            return self._ordinary_backward(per_name[self.names[0]], retain_graph)
-        sums = finite_tensors(self._evaluate(lambda form, name: form.sum(per_name[name]), release=True))
-        for name, total in sums.items():
-            accumulate_grad(self._parameters[name], total.detach())
-        return None
+        accumulate(self, weights, retain_graph)
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -394,9 +412,9 @@ class Gradients:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Tensor]:
+    def _evaluate(self, quantity: Quantity) -> dict[str, Tensor]:
         with self._evaluator.context():
-            return self._evaluator.evaluate(quantity, release)
+            return self._evaluator.evaluate(quantity)
 
     def _needs_autograd(self) -> bool:
         """True for hooks on parameters, sharded models and sparse gradients: these need an ordinary backward pass."""
@@ -405,12 +423,12 @@ class Gradients:
         )
         return hooked or self._sharded or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
 
-    def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool) -> None:
+    def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool, ready: Ready | None) -> None:
         self._evaluator.analyze()  # raises the errors of the analysis, such as SamplesInteractError
         losses = self._graph.losses
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
         reached = None if self._sharded else [self._parameters[name] for name in self._graph.leaves.values()]
-        with graph_alive():
+        with graph_alive(), notifying(reached or (), ready):
             self._graph.check_losses_unchanged()
             torch.autograd.backward(losses, weights, inputs=reached, retain_graph=retain_graph)
 

@@ -43,6 +43,10 @@ class Accumulator(ABC):
         """Reset the state of the window before the first microbatch."""
 
     @abstractmethod
+    def compute_directions(self) -> None:
+        """Compute the directions of references, which may draw random numbers, before the first pass."""
+
+    @abstractmethod
     def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         """Accumulate the gradients of these microbatches; the first one begins at sample `start` of the window. With
         `exchanges`, there may be none on this rank.
@@ -63,6 +67,9 @@ class PlainAccumulator(Accumulator):
 
     def begin(self) -> None:
         """Do nothing: there is no state."""
+
+    def compute_directions(self) -> None:
+        """Do nothing: there are no references."""
 
     def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         parts: list[SampleStats] = []
@@ -120,7 +127,6 @@ class PerSampleAccumulator(Accumulator):
         return self._directions
 
     def compute_directions(self) -> None:
-        """Compute the directions before the first pass: they may draw random numbers, and passes are repeated."""
         if self.chain.measures:
             _ = self.directions
 
@@ -200,7 +206,7 @@ class WeightedAccumulator(PerSampleAccumulator):
             self.evaluator.add_sum(losses, coefficients)
         else:
             g = self.evaluator.gradients(losses, microbatch) if g is None else g
-            g.backward(coefficients, retain_graph=False)
+            self.evaluator.add_weighted(g, coefficients)
 
     def _in_two_passes(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         """Compute the per-sample results of all microbatches, then their weighted sum. The second pass uses the same

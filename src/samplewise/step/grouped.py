@@ -74,7 +74,7 @@ class GroupedAccumulator(PerSampleAccumulator):
         self.measure(g, groups, self.chain.groups, record_norms=False)
         self.keep(self.chain.groups, groups)
         (groups,) = self.ranks.weigh(self.chain.groups, [groups])
-        g.backward(groups.coefficients, retain_graph=False)
+        self.evaluator.add_weighted(g, groups.coefficients)
         return _result(samples, groups, owner)
 
     def _group_by_group(

@@ -124,7 +124,7 @@ class WindowBuilder:
         config = self.config
         while True:
             complete = None
-            if self.ranks.complete(self.window, config.samples, config.tail, ended=True):
+            if self._is_complete(config.samples, config.tail, ended=True):
                 complete = self._finish()
             all_ended = self.ranks.all_ended
             if all_ended:  # before the last update, so that a `break` there still ends the epoch
@@ -142,14 +142,20 @@ class WindowBuilder:
         self.ranks.check_group()
         while not cursor.empty:
             microbatch, size = cursor.take(self.size.size)
-            self._add(cursor, microbatch, size, whole=False)
+            self._add(cursor, microbatch, size)
 
     def close(self) -> Window | None:
         """Complete the window with the samples it has, on all ranks; None if there are none."""
-        complete = self.ranks.complete(self.window, None, "update", ended=True)
-        return self._finish() if complete else None
+        return self._finish() if self._is_complete(None, "update", ended=True) else None
 
     # --- filling a window ------------------------------------------------------------------------------------------
+
+    def _is_complete(self, samples: int | None, tail: str, ended: bool = False) -> bool:
+        """True if the ranks together have the samples of the window. `ended`: this rank's loader has ended."""
+        window = self.window
+        if not self._accumulator.needs_window:
+            self.ranks.begin_exchange(window, window.samples, samples, tail, ended)
+        return self.ranks.complete(window, samples, tail, ended)
 
     def next_window(self) -> Window | None:
         """Add microbatches of the current batch until the window is complete; None if the batch is used up first."""
@@ -162,7 +168,7 @@ class WindowBuilder:
             if window.samples < window.share:
                 self._add_next(cursor, window.share - window.samples)
             full = window.samples >= window.share or (samples is None and cursor.empty)
-            if full and self.ranks.complete(window, samples, self.config.tail):
+            if full and self._is_complete(samples, self.config.tail):
                 return self._finish()
         return None
 
@@ -179,13 +185,21 @@ class WindowBuilder:
         if samples is not None and size is None and self._accumulator.needs_window:
             raise BatchError(_UNCUT.format(samples=samples, found="batches that cannot be cut"))
         whole = cursor.empty if samples is None else size == samples
-        self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.distributed))
+        if samples is None:
+            last = cursor.empty
+        else:
+            last = size is not None and window.samples + size == window.share
+        self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.distributed), last)
         if samples is not None and window.samples > (window.share or 0):
             found = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
             raise BatchError(_UNCUT.format(samples=samples, found=found))
 
-    def _add(self, cursor: BatchCursor, microbatch: Any, size: int | None, whole: bool) -> None:
-        """Add a microbatch of `size` samples (None: unknown) to the window; `whole`: it is the whole window."""
+    def _add(
+        self, cursor: BatchCursor, microbatch: Any, size: int | None, whole: bool = False, last: bool = False
+    ) -> None:
+        """Add a microbatch of `size` samples (None: unknown) to the window. `whole`: it is the whole window; `last`: it
+        is the last one of this rank.
+        """
         started = perf_counter()
         window = self.window
         try:
@@ -200,6 +214,8 @@ class WindowBuilder:
                 window.samples += size or length(microbatch) or 1  # a lower bound until the losses are computed
                 window.sized &= size is not None
             else:
+                if last and self.ranks.distributed and not self.size.automatic:
+                    self._announce_last(size)
                 parts = self._accumulate([microbatch], whole)
                 window.samples += self._count(parts, size)
                 window.parts += parts
@@ -207,7 +223,16 @@ class WindowBuilder:
             if cursor.rows == 0:  # checked only after a failure: checking each batch would cost microseconds
                 raise self._empty_batch(cursor) from error
             raise
+        finally:
+            self.evaluator.ready = None
         window.seconds += perf_counter() - started
+
+    def _announce_last(self, size: int | None) -> None:
+        """Let the ranks sum gradients during the next pass, the last one of this rank, of `size` samples."""
+        self._accumulator.compute_directions()  # they may contain collectives, which then come first on all ranks
+        config = self.config
+        found = self.window.samples + (size or 1)  # without `samples`, the number need not be exact
+        self.evaluator.ready = self.ranks.begin_exchange(self.window, found, config.samples, config.tail)
 
     def _begin(self, microbatch: Any) -> None:
         """Prepare gradients and buffers for a new window. `microbatch`: its first one, None if this rank has none."""
