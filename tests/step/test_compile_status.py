@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.step.compiled import updates as updates_module
+from samplewise.step.compiled import programs as programs_module
 from samplewise.step.compiled.errors import CannotCompile
 
 BATCH = torch.randn(6, 4), torch.randn(6, 1)
@@ -35,7 +35,7 @@ def test_why_not_at_all(monkeypatch):
     def fails(*_):
         raise CannotCompile("the moon is full")
 
-    monkeypatch.setattr(updates_module, "trace_backward", fails)
+    monkeypatch.setattr(programs_module, "trace_backward", fails)
     step = made(samples=1, compile=True)
     with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: the moon is full"):
         step(BATCH)

@@ -67,6 +67,7 @@ class DDPStrategy(ParallelStrategy):
             finally:
                 self._in_loss_fn = False
 
+        vars(losses)["__wrapped__"] = loss_fn  # compiled code looks up what the loss function depends on
         return losses
 
     def _refuse_wrapper(self, *_: Any) -> None:

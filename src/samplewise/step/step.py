@@ -22,6 +22,7 @@ from samplewise.distributed.strategy import Strategy
 from samplewise.errors import BatchError, DistributedError, LoaderStopped
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
+from samplewise.step.compiled.gradients import CompiledGradients
 from samplewise.step.compiled.updates import CompiledUpdates
 from samplewise.step.config import StepConfig, as_microbatch, as_record, check_order, check_scheduler
 from samplewise.step.distributed_windows import make_window_ranks
@@ -160,10 +161,12 @@ class Step(CheckedAttributes):
         ranks = self._windows.ranks
         if not self.config.compile:
             return EagerUpdates(self._windows, self._applier, "compile=False")
-        if ranks.distributed:
-            status = f"updates are compiled only in a single process; found {ranks.size} ranks"
-            return EagerUpdates(self._windows, self._applier, status)
-        return CompiledUpdates(EagerUpdates(self._windows, self._applier, "not compiled"))
+        if ranks.distributed and self.config.compile == "auto":
+            return EagerUpdates(self._windows, self._applier, "compile='auto' compiles only in a single process")
+        if ranks.strategy.sharded:
+            return EagerUpdates(self._windows, self._applier, "updates of sharded models are not compiled")
+        eager = EagerUpdates(self._windows, self._applier, "not compiled")
+        return CompiledGradients(eager) if ranks.distributed else CompiledUpdates(eager)
 
     def __repr__(self) -> str:
         rule = getattr(self.optimizer, "rule", self.optimizer)

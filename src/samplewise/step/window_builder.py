@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from time import perf_counter
@@ -58,6 +58,7 @@ class WindowBuilder:
         self.columns: dict[str, Hashable] = {}  # column name -> key of the batch
         self.record_norms = "norms" in config.record
         self.predictions: frozenset[str] = frozenset()  # columns of a criterion, see `prediction_columns`
+        self.compiled_sums: Callable[[Any], SampleStats | None] = _not_compiled
         self.audit = Audit(evaluator, config.audit, config.transforms.measures)
         self._trained = evaluator.trained
         self._buffers = buffers
@@ -268,6 +269,10 @@ class WindowBuilder:
                 if whole and isinstance(accumulator, PlainAccumulator) and not self._sums_only:
                     stats, window.divided = accumulator.add_mean(microbatches[0])
                     return [stats]
+                if not accumulator.needs_window:
+                    compiled = self.compiled_sums(microbatches[0])
+                    if compiled is not None:
+                        return [compiled]
                 if self.size.automatic and not accumulator.exchanges:
                     return self.size.retry(lambda some: accumulator.add(some, start), microbatches)
                 return accumulator.add(microbatches, start)
@@ -276,6 +281,11 @@ class WindowBuilder:
                     raise
                 window.failure = error
         return [unknown_stats(length(microbatch) or 0, window.parts) for microbatch in microbatches]
+
+    @property
+    def defers(self) -> bool:
+        """True if microbatches are computed when the window is complete."""
+        return self._accumulator.needs_window
 
     @property
     def _sums_only(self) -> bool:
@@ -418,6 +428,10 @@ class WindowBuilder:
         for name, gradient in state["sums"].items():
             parameter = self._trained.named[name]
             parameter.grad = gradient.to(parameter.device, copy=True)
+
+
+def _not_compiled(microbatch: Any) -> None:
+    """Gradient sums of a microbatch by compiled code: there is none."""
 
 
 _UNCUT = (
