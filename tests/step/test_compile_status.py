@@ -58,8 +58,8 @@ def test_compiled_and_then_changed():
 
 def test_lines_go_where_they_are_wanted_for_a_while():
     step, lines = made(compile=True), []
-    printed = step._updates.notify
+    printed = step._updates.programs.notify
     with step.slow_compile_notice(lines.append):
-        step._updates.notify("compiling ...")
+        step._updates.programs.notify("compiling ...")
     assert lines == ["compiling ..."]
-    assert step._updates.notify is printed
+    assert step._updates.programs.notify is printed
