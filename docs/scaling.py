@@ -63,10 +63,15 @@ class Update:
         return [*meeting(), *self._numbers(), *self._gradients(), *self._after()]
 
     @property
+    def backwards(self) -> Model:
+        """The model with its last parameters first: their gradients are complete first."""
+        return Model(self.model.shapes[::-1], self.model.element)
+
+    @property
     def overlapped(self) -> bool:
         """True if gradients are summed during the last backward pass."""
         needs_window = self.window_transforms or self.by_place or self.groups
-        return not (needs_window or self.sharded) and len(list(sums(self.model))) > 1
+        return not (needs_window or self.sharded) and len(list(sums(self.backwards))) > 1
 
     def _numbers(self) -> Iterable[Message]:
         """Values of all ranks that transforms need."""
@@ -90,9 +95,7 @@ class Update:
         yield "all_reduce", 8 * len(self.model.shapes)  # which parameters any rank has reached
         if self.overlapped:
             yield from meeting()  # whether the window ends with this pass
-            yield from sums(Model(self.model.shapes[::-1], self.model.element))
-        else:
-            yield from (parts(self.model, self.ranks) if self.sharded else sums(self.model))
+        yield from (parts(self.model, self.ranks) if self.sharded else sums(self.backwards))
 
     def _after(self) -> Iterable[Message]:
         if self.noise:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from daily import daily
 from spread_models import SAMPLES, TRANSFORMS, assert_same, counted, loss_fn, net, own_batches, run, wrapped
 from torch import nn
 
@@ -57,18 +58,17 @@ def compiled_with(options):
     return compiled(**options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(transforms="plain", how="ddp", samples=6, batch=3),
-        dict(transforms="plain", how="plain", samples=None, batch=3, losses="counted", bucket=8),
-        dict(transforms="clip", how="ddp", samples=6, batch=4, microbatch=2, max_grad_norm=0.1),
-        dict(transforms="clip by parameter", how="plain", samples=6, batch=3, bucket=8),
-        dict(transforms="clip and noise", how="plain", samples=6, batch=3, tail="carry"),
-        dict(transforms="weight", how="plain", samples=1, batch=2),
-    ],
-    ids=str,
-)
+COMPILED = [
+    dict(transforms="plain", how="ddp", samples=6, batch=3),
+    dict(transforms="plain", how="plain", samples=None, batch=3, losses="counted", bucket=8),
+    dict(transforms="clip", how="ddp", samples=6, batch=4, microbatch=2, max_grad_norm=0.1),
+    dict(transforms="clip by parameter", how="plain", samples=6, batch=3, bucket=8),
+    dict(transforms="clip and noise", how="plain", samples=6, batch=3, tail="carry"),
+    dict(transforms="weight", how="plain", samples=1, batch=2),
+]
+
+
+@pytest.mark.parametrize("options", daily(COMPILED, COMPILED[1:3]), ids=str)
 def test_gradients_are_compiled(two, options):
     """Also of windows in which a rank has no samples, or microbatches of several sizes."""
     plain = {name: value for name, value in options.items() if name != "bucket"}

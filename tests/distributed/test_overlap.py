@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from daily import every
 from spread_models import SAMPLES, assert_same, loss_fn, net, own_batches, run, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -77,20 +78,19 @@ def test_buckets_start_during_the_last_pass(two, transforms, how):
         assert not any(during for _, during in started[6:])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(transforms="clip by parameter", samples=None, batch=2),
-        dict(transforms="clip", samples=5, batch=1, tail="carry"),
-        dict(transforms="plain", samples=7, batch=3, tail="drop"),
-        dict(transforms="plain", samples=1, batch=2),
-        dict(transforms="align", samples=6, batch=4, microbatch=1),
-        dict(transforms="clip and noise", samples=6, batch=2, losses="counted", max_grad_norm=0.1),
-        dict(transforms="weight", samples=6, batch=4, microbatch="auto"),
-        dict(transforms="drop a quantile", samples=6, batch=4),
-    ],
-    ids=str,
-)
+WINDOWS = [
+    dict(transforms="clip by parameter", samples=None, batch=2),
+    dict(transforms="clip", samples=5, batch=1, tail="carry"),
+    dict(transforms="plain", samples=7, batch=3, tail="drop"),
+    dict(transforms="plain", samples=1, batch=2),
+    dict(transforms="align", samples=6, batch=4, microbatch=1),
+    dict(transforms="clip and noise", samples=6, batch=2, losses="counted", max_grad_norm=0.1),
+    dict(transforms="weight", samples=6, batch=4, microbatch="auto"),
+    dict(transforms="drop a quantile", samples=6, batch=4),
+]
+
+
+@pytest.mark.parametrize("options", every(2, WINDOWS), ids=str)
 def test_windows_are_those_of_one_process(three, options):
     """Also with ranks that have no samples in a window, and with ranks that get more because another one has none."""
     alone = run(**{**options, "batch": SAMPLES if options["samples"] else options["batch"] * 3})

@@ -89,8 +89,9 @@ class DDPStrategy(ParallelStrategy):
         kinds, changed = reached(parameters, changing, self.overlap.sent)
         for p, kind in zip(parameters, kinds, strict=True):
             _make_alike(p, kind & ~SENT)
+        # Buckets as in `overlap`: the order of sums over ranks, and their rounding, depend on places in buckets.
         current_group().all_reduce_bucketed_(
-            [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+            [p.grad for p in reversed(parameters) if p.grad is not None and p.grad.layout is torch.strided]
         )
         current_group().broadcast_bucketed_(changed)
         sums = self.overlap.sums()

@@ -47,6 +47,10 @@ class Overlap:
         self._lock = threading.Lock()  # autograd has one thread for each accelerator
         self.reset()
 
+    def __reduce__(self) -> tuple[type[Overlap], tuple[()]]:
+        """A copy knows no parameters yet."""
+        return Overlap, ()
+
     def reset(self) -> None:
         """Forget the buckets of this window."""
         self.sent: set[int] = set()
