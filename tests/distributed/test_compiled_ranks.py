@@ -76,7 +76,7 @@ def test_gradients_are_compiled(two, options):
     for found, status, calls in two.run(compiled_with, options):
         assert_same(alone, found)
         assert status == "compiled"
-        assert calls > 4  # each program is run twice to verify it
+        assert calls >= 3  # one of them to verify the program
 
 
 @pytest.mark.parametrize(
