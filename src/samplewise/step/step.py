@@ -144,7 +144,7 @@ class Step(CheckedAttributes):
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
         size = MicrobatchSize(config.microbatch, modules, trained)
-        self.counters = counters = Counters()
+        self._counters = counters = Counters()
         self.precision = MixedPrecision(precision)
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
@@ -335,11 +335,26 @@ class Step(CheckedAttributes):
 
     @property
     def optimizer(self) -> Any:
+        self._applier.settle()
         return self._applier.optimizer
 
     @property
     def scheduler(self) -> Any:
+        self._applier.settle()
         return self._applier.scheduler
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the creation of the step. If the device decides whether the last update is skipped, this waits
+        for its decision; `max_updates` does not.
+        """
+        self._applier.settle()
+        return self._counters
+
+    @property
+    def max_updates(self) -> int:
+        """Number of updates so far, at most: an update counts until the device has decided to skip it."""
+        return self._counters.updates
 
     # --- processes -------------------------------------------------------------------------------------------------
 
@@ -422,6 +437,7 @@ class Step(CheckedAttributes):
         """Discard the open window and restore what `state_dict` returned."""
         windows = self._windows
         windows.discard()
+        self._applier.forget_undecided()
         self.counters.load(state["counters"])
         self.precision.load_state_dict(state["precision"])
         if windows.size.automatic:

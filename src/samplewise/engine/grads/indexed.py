@@ -59,6 +59,13 @@ class IndexedGrad(PerSampleGrad):
     def squared_norms(self) -> Tensor:
         return self.source.squared_norms()
 
+    @property
+    def may_cancel(self) -> bool:
+        return self.source.may_cancel
+
+    def scaled_norms(self) -> Tensor:
+        return self.source.scaled_norms()
+
     def faint_norms(self, samples: Tensor) -> Tensor:
         return self.source.faint_norms(samples)
 
@@ -115,6 +122,13 @@ class BlockGrad(PerSampleGrad):
 
     def squared_norms(self) -> Tensor:
         return total(part.squared_norms() for part in self.parts)
+
+    @property
+    def may_cancel(self) -> bool:
+        return any(part.may_cancel for part in self.parts)
+
+    def scaled_norms(self) -> Tensor:
+        return by_rows.scaled_norms(torch.stack([part.scaled_norms() for part in self.parts], 1))
 
     def faint_norms(self, samples: Tensor) -> Tensor:
         return by_rows.scaled_norms(torch.stack([part.faint_norms(samples) for part in self.parts], 1))
