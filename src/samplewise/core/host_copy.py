@@ -1,4 +1,4 @@
-"""Asynchronous copies of tensors from a device to the host."""
+"""Asynchronous copies of tensors between the host and a device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on the device. A copy from the CPU does not wait for work queued on the device: torch copies
+    pageable memory before it returns. MPS has no such copies.
+    """
+    from_host = tensor.device.type == "cpu" and device.type not in ("cpu", "mps")
+    return tensor.to(device, non_blocking=from_host)
 
 
 class HostCopy:
