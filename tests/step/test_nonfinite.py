@@ -552,7 +552,7 @@ def test_the_total_of_masked_updates_says_so_too(masked):
     training = masked(roots, model=bare)
     totals = training.step.run([batch(), batch_with_a_zero()])
     for read in ("loss", "updates", "skipped"):
-        with pytest.raises(sw.NonFiniteGradientError, match="in the gradient of '0.weight'"):
+        with pytest.raises(sw.NonFiniteGradientError, match=r"in the gradient of '0\.weight'"):
             getattr(totals, read)
 
 

@@ -220,9 +220,7 @@ class UpdateApplier:
             others += [torch.where(p.counts.min() < 0, math.inf, 0.0) for p in parts if p.counts is not None]
         return others
 
-    def _problem(
-        self, norms: GradNorms, parts: Sequence[SampleStats], checks: PendingChecks
-    ) -> SamplewiseError | None:
+    def _problem(self, norms: GradNorms, parts: Sequence[SampleStats], checks: PendingChecks) -> SamplewiseError | None:
         """Error that describes the first non-finite value; None if all values are finite."""
         if norms.finite():
             return None

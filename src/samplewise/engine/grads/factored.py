@@ -155,10 +155,13 @@ class FactoredGrad(PerSampleGrad):
 
     def compact(self) -> PerSampleGrad:
         """Rows if they need no more memory than the factors; then rows are also faster than pairs of tokens."""
+        return DenseGrad(self.rows(0, self.samples)) if self._has_small_rows() else self
+
+    def _has_small_rows(self) -> bool:
         stored = 0
         for left, right in self.terms:
             stored += _table(left).shape[1] * (_stored(left) + _stored(right))
-        return DenseGrad(self.rows(0, self.samples)) if prod(self.shape) <= stored else self
+        return prod(self.shape) <= stored
 
     def rows(self, start: int, stop: int) -> Tensor:
         first, *others = sorted(self.some(slice(start, stop)).terms, key=lambda t: isinstance(t.left, OneHot))
@@ -188,7 +191,7 @@ class FactoredGrad(PerSampleGrad):
 
     @property
     def may_cancel(self) -> bool:
-        return self.tokens > 1 and not self._looks_up
+        return self.tokens > 1 and not self._looks_up and not self._has_small_rows()
 
     @property
     def _looks_up(self) -> bool:
@@ -196,6 +199,8 @@ class FactoredGrad(PerSampleGrad):
         return len(self.terms) == 1 and any(isinstance(factor, OneHot) for factor in self.terms[0])
 
     def scaled_norms(self) -> Tensor:
+        if self._has_small_rows():
+            return by_rows.all_scaled_norms(self)
         if self._looks_up:
             scale, divided = self._scaled()
             return scale * root(_squared_norms_of_lookup(divided.terms[0]))
@@ -305,7 +310,7 @@ def _divided(term: Term, scale: Tensor) -> Term:
 
 
 def _squared_norms_of_lookup(term: Term) -> Tensor:
-    """Squared norms (b,) from the sums of values (b, t, i) with the same position: no terms of pairs that may cancel."""
+    """Squared norms (b,) from the sums of values (b, t, i) with the same position, without pairs that may cancel."""
     hot, values = term if isinstance(term.left, OneHot) else (term.right, term.left)
     assert isinstance(hot, OneHot) and isinstance(values, Tensor)
     same = hot.positions[:, :, None] == hot.positions[:, None, :]
