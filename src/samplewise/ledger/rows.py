@@ -36,14 +36,14 @@ class RowBlock:
 
     def __init__(self, updates: Sequence[Update], epochs: Sequence[int | None], norms: bool):
         self._columns = _updates_to_columns(updates, epochs, norms)
-        self._tensors = [name for name, values in self._columns.items() if isinstance(values, Tensor)]
-        on_host = [self._columns[name] for name in self._tensors]
-        self.complete = all(values.device.type == "cpu" for values in on_host)  # nothing is left to be copied
-        self._copy = HostCopy(on_host)
+        tensors = {name: values for name, values in self._columns.items() if isinstance(values, Tensor)}
+        self._names = list(tensors)
+        self.complete = all(values.device.type == "cpu" for values in tensors.values())  # nothing is left to be copied
+        self._copy = HostCopy(list(tensors.values()))
 
     def table(self) -> Any:
         """Pyarrow table; waits for copies that are not complete."""
-        self._columns.update(zip(self._tensors, self._copy.read(), strict=True))
+        self._columns.update(zip(self._names, self._copy.read(), strict=True))
         if _all_ones(self._columns["count"]):
             del self._columns["count"]
         return load_pyarrow().table({name: _to_array(name, values) for name, values in self._columns.items()})

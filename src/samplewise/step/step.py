@@ -63,7 +63,9 @@ class Step(CheckedAttributes):
     max_grad_norm: upper bound on the norm of the update's gradient.
 
     Safety.
-    on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore".
+    on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore". On an accelerator an update makes
+    one host sync for this. It makes none with a fused optimizer, such as AdamW(..., fused=True), which skips the update
+    on the device: the error is then raised when the update is read, or before the next one.
     audit: number of updates between two audits, in which one sample is computed alone and compared with its result in
     the batch. None: only at the first update. False: never.
     interacting: "refuse" (default) raises SamplesInteractError if a transform needs per-sample gradients and the loss
