@@ -75,7 +75,7 @@ TRANSFORMS = {
     "drop above a quantile": lambda: [sw.drop(quantile=0.8, by="losses")],
     "align": lambda: [towards("cosine")],
     "align by dot": lambda: [towards("dot")],
-    "group": lambda: [sw.group("user"), sw.clip(0.5)],
+    "group": lambda: [sw.group("user"), sw.clip(5.0)],
     "group weighted samples": lambda: [sw.clip(1.0), sw.group("user"), sw.normalize("mean")],
     "noise": lambda: [sw.clip(0.5), sw.noise(0.1)],
 }
