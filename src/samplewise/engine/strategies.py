@@ -155,27 +155,27 @@ class BackwardStrategy:
             for at, slots in plan.stops.slots.items():
                 builder.add(at, {slot: probed.pop((at, slot)) for slot in slots})
             return builder
-        verifiable = False  # a gradient that could not verify its ownership so far is non-zero
+        nonzero: list[Tensor] = []  # whether gradients that could not verify their ownership so far are non-zero
 
         def arrived(at: int, gradients: dict[int, Tensor]) -> None:
-            nonlocal verifiable
-            verifiable = verifiable or any((at, slot) in pending and _is_not_zero(g) for slot, g in gradients.items())
+            nonzero.extend(_is_not_zero(g) for slot, g in gradients.items() if (at, slot) in pending)
             builder.add(at, gradients)
 
         backward_past(self.planner.graph, plan.stops, arrived if pending else builder.add, None, self.create_graph)
+        verifiable = bool(nonzero) and bool(torch.stack(nonzero).any())  # one host sync for all
         return None if verifiable and not self.planner.verify_again() else builder
 
     def explain(self) -> list[ExplainRow]:
         return list(self.evaluate(lambda form, name: self.plan.explain(name, form)).values())
 
 
-def _is_not_zero(gradient: Tensor) -> bool:
+def _is_not_zero(gradient: Tensor) -> Tensor:
     if is_traced(gradient):
         raise GraphError(
             "ownership of gradients must be verified with non-zero gradients before an update can be compiled; "
             "found a layer whose gradient has been zero so far. Train uncompiled until it is non-zero."
         )
-    return bool(gradient.any())
+    return gradient.any()
 
 
 class RowsStrategy:

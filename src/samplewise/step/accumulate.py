@@ -14,6 +14,7 @@ from torch import Tensor
 
 from samplewise.core.snapshot import checksum, snapshot
 from samplewise.engine.gradients import Gradients
+from samplewise.engine.pending_checks import collecting
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.nonfinite import problem_of_losses
@@ -264,9 +265,17 @@ class WeightedAccumulator(PerSampleAccumulator):
 def check_finite(losses: Tensor, positions: Tensor) -> None:
     """Raise NonFiniteLossError if a loss is not finite. `positions`: of the samples in the window."""
     losses = losses.detach()
-    if not bool(losses.isfinite().all()):
-        problem = problem_of_losses(losses, positions)
-        assert problem is not None
+    checks = collecting()
+    if checks is not None:
+        checks.add(refuse_nonfinite, losses, positions)
+    elif not bool(losses.isfinite().all()):
+        refuse_nonfinite(losses, positions)
+
+
+def refuse_nonfinite(losses: Tensor, positions: Tensor) -> None:
+    """Raise NonFiniteLossError for the first non-finite loss."""
+    problem = problem_of_losses(losses, positions)
+    if problem is not None:
         raise problem
 
 

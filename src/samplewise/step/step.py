@@ -64,7 +64,9 @@ class Step(CheckedAttributes):
     max_grad_norm: upper bound on the norm of the update's gradient.
 
     Safety.
-    on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore".
+    on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore". On an accelerator an update makes
+    one host sync for this. It makes none with a fused optimizer, such as AdamW(..., fused=True), which skips the update
+    on the device: the error is then raised when the update is read, or before the next one.
     audit: number of updates between two audits, in which one sample is computed alone and compared with its result in
     the batch. None: only at the first update. False: never.
     interacting: "refuse" (default) raises SamplesInteractError if a transform needs per-sample gradients and the loss
@@ -146,7 +148,7 @@ class Step(CheckedAttributes):
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
         size = MicrobatchSize(config.microbatch, modules, trained)
-        self.counters = counters = Counters()
+        self._counters = counters = Counters()
         self.precision = MixedPrecision(precision)
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
@@ -339,11 +341,26 @@ class Step(CheckedAttributes):
 
     @property
     def optimizer(self) -> Any:
+        self._applier.settle()
         return self._applier.optimizer
 
     @property
     def scheduler(self) -> Any:
+        self._applier.settle()
         return self._applier.scheduler
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the creation of the step. If the device decides whether the last update is skipped, this waits
+        for its decision; `max_updates` does not.
+        """
+        self._applier.settle()
+        return self._counters
+
+    @property
+    def max_updates(self) -> int:
+        """Number of updates so far, at most: an update counts until the device has decided to skip it."""
+        return self._counters.updates
 
     # --- processes -------------------------------------------------------------------------------------------------
 
@@ -426,6 +443,7 @@ class Step(CheckedAttributes):
         """Discard the open window and restore what `state_dict` returned."""
         windows = self._windows
         windows.discard()
+        self._applier.forget_undecided()
         self.counters.load(state["counters"])
         self.precision.load_state_dict(state["precision"])
         if windows.size.automatic:

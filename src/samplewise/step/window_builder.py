@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from samplewise.core.batches import length
 from samplewise.core.snapshot import Buffers
 from samplewise.core.text import plural
+from samplewise.engine.pending_checks import collected_in
 from samplewise.errors import (
     BatchError,
     LoaderStopped,
@@ -262,25 +263,39 @@ class WindowBuilder:
         of raising.
         """
         window = self.window
-        accumulator = self._accumulator
-        start = 0 if window.deferred else window.samples
         if window.failure is None:
             try:
-                if whole and isinstance(accumulator, PlainAccumulator) and not self._sums_only:
-                    stats, window.divided = accumulator.add_mean(microbatches[0])
-                    return [stats]
-                if not accumulator.needs_window:
-                    compiled = self.compiled_sums(microbatches[0])
-                    if compiled is not None:
-                        return [compiled]
-                if self.size.automatic and not accumulator.exchanges:
-                    return self.size.retry(lambda some: accumulator.add(some, start), microbatches)
-                return accumulator.add(microbatches, start)
+                if isinstance(self._accumulator, PlainAccumulator) or self._trained.device.type == "cpu":
+                    return self._add_gradients(microbatches, whole)
+                with collected_in(window.checks):
+                    parts = self._add_gradients(microbatches, whole)
+                if self._unchecked_transforms or self.ranks.distributed:
+                    window.checks.settle()  # first checks and collectives need to know whether the window fails
+                return parts
             except (NonFiniteLossError, NonFiniteGradientError) as error:
-                if not self.config.skips(error):
-                    raise
-                window.failure = error
+                self._fail(error)
         return [unknown_stats(length(microbatch) or 0, window.parts) for microbatch in microbatches]
+
+    def _fail(self, error: NonFiniteLossError | NonFiniteGradientError) -> None:
+        """Mark the window as failed by an error that may be skipped, or raise it."""
+        if not self.config.skips(error):
+            raise error
+        self.window.failure = error
+
+    def _add_gradients(self, microbatches: Sequence[Any], whole: bool) -> list[SampleStats]:
+        window = self.window
+        accumulator = self._accumulator
+        if whole and isinstance(accumulator, PlainAccumulator) and not self._sums_only:
+            stats, window.divided = accumulator.add_mean(microbatches[0])
+            return [stats]
+        if not accumulator.needs_window:
+            compiled = self.compiled_sums(microbatches[0])
+            if compiled is not None:
+                return [compiled]
+        start = 0 if window.deferred else window.samples
+        if self.size.automatic and not accumulator.exchanges:
+            return self.size.retry(lambda some: accumulator.add(some, start), microbatches)
+        return accumulator.add(microbatches, start)
 
     @property
     def defers(self) -> bool:
@@ -408,6 +423,10 @@ class WindowBuilder:
     def state_dict(self) -> dict[str, Any]:
         """State of the open window, as gradient sums. Samples that are not computed yet are not included."""
         window = self.window
+        try:
+            window.checks.settle()
+        except (NonFiniteLossError, NonFiniteGradientError) as error:
+            self._fail(error)
         parts = window.state() if not window.deferred else {}
         sums = {}
         columns = []
