@@ -8,6 +8,7 @@ same order.
                                     requests of other ranks (`Requests`)
     all_reduce_(tensor)             sum, in place
     all_reduce_bucketed_(tensors)   sums of many tensors in large buckets, in place
+    start_all_reduce(tensor)        start a sum in place; `start_all_reduce_scalars` does so for scalars
     broadcast_bucketed_(tensors)    broadcast of many tensors in large buckets, in place
     all_gather_tensors(tensor)      list of one tensor per rank; ranks may differ in the number of rows
     all_gather_object(value)        list of one picklable object per rank
@@ -26,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -73,10 +75,42 @@ def broadcast_bucketed_(tensors: Sequence[Tensor], source: int = 0) -> None:
     _each_bucket(tensors, "broadcast", lambda flat: dist.broadcast(flat, source, async_op=True))
 
 
+def start_all_reduce(tensor: Tensor) -> Started:
+    """Start an all-reduce (sum) of one contiguous tensor, in place."""
+    return _started(tensor, "all_reduce", lambda moved: dist.all_reduce(moved, async_op=True))
+
+
+@dataclass(frozen=True)
+class Started:
+    """A collective that is under way. `tensor` is on a device that the process group supports."""
+
+    name: str
+    tensor: Tensor
+    work: Any
+    home: torch.device
+
+    def done(self) -> bool:
+        """True if the result has arrived."""
+        return bool(self.work.is_completed())
+
+    def result(self) -> Tensor:
+        """Wait for the result, and return it on the device of the argument."""
+        with explained(self.name):
+            self.work.wait()
+        return self.tensor.to(self.home)
+
+
+def _started(tensor: Tensor, name: str, begin: Callable[[Tensor], Any]) -> Started:
+    note(name, _bytes(tensor))
+    moved = tensor.to(device(tensor.device.type))
+    with explained(name):
+        return Started(name, moved, begin(_handed_over(moved)), tensor.device)
+
+
 def _each_bucket(tensors: Sequence[Tensor], name: str, begin: Callable[[Tensor], Any]) -> None:
     """Run one collective per bucket; the next bucket is filled while up to two are being sent."""
     under_way: list[Callable[[], None]] = []
-    for bucket in _buckets(tensors):
+    for bucket in buckets(tensors):
         under_way.append(_sent(bucket, name, begin))
         if len(under_way) > 2:
             under_way.pop(0)()
@@ -84,7 +118,7 @@ def _each_bucket(tensors: Sequence[Tensor], name: str, begin: Callable[[Tensor],
         arrived()
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Group tensors into buckets of one dtype and device each, in the same order on all ranks."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -104,17 +138,13 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _sent(bucket: list[Tensor], name: str, begin: Callable[[Tensor], Any]) -> Callable[[], None]:
     """Start the collective for one bucket; return a function that waits for it and copies the results back."""
     flat = bucket[0].detach().view(-1) if len(bucket) == 1 and bucket[0].is_contiguous() else _flat(bucket)
-    note(name, _bytes(flat))
-    moved = flat.to(device(flat.device.type))
-    with explained(name):
-        work = begin(_handed_over(moved))
+    started = _started(flat, name, begin)
 
     def arrived() -> None:
-        with explained(name), torch.no_grad():
-            work.wait()
-            if moved.data_ptr() != bucket[0].data_ptr():
-                parts = moved.split([tensor.numel() for tensor in bucket])
-                for tensor, part in zip(bucket, parts, strict=True):
+        found = started.result()
+        if found.data_ptr() != bucket[0].data_ptr():
+            with torch.no_grad():
+                for tensor, part in zip(bucket, found.split([tensor.numel() for tensor in bucket]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
     return arrived
@@ -191,21 +221,41 @@ def all_reduce_scalars(*numbers: float | Tensor, error: Exception | None = None)
     if error is not None and is_from_another_rank(error):
         raise error
     while True:
-        status, *sums = _summed(requests.status() + FAILED * (error is not None), numbers)
-        if status % ASKING:
-            requests.reset()
-            _raise(error)
-        if not requests.answer(int(status)):
-            return sums
+        scalars = start_all_reduce_scalars(*numbers, status=requests.status() + FAILED * (error is not None))
+        scalars.check(error)
+        if not requests.answer(int(scalars.sums[0])):
+            return scalars.sums[1:]
 
 
-def _summed(status: int, numbers: Sequence[float | Tensor] = ()) -> list[float]:
-    """All-reduce (sum) of the status of a rank (see `Requests`) and of other scalars."""
+def start_all_reduce_scalars(*numbers: float | Tensor, status: int = 0) -> Scalars:
+    """Start an all-reduce (sum) of the status of this rank (see `Requests`) and of scalars, which matches
+    `all_reduce_scalars` of other ranks.
+    """
     assert len(numbers) < ROOM
     message = torch.zeros(ROOM, dtype=torch.float64, device=device())
     for place, number in enumerate((status, *numbers)):
         message[place] = number
-    return all_reduce_(message).tolist()[: 1 + len(numbers)]
+    return Scalars(start_all_reduce(message), len(numbers))
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Sums of the status and of `count` scalars that are under way."""
+
+    started: Started
+    count: int
+
+    @cached_property
+    def sums(self) -> list[float]:
+        """The sum of the status, then the other sums; waits for them."""
+        found: list[float] = self.started.result().tolist()
+        return found[: 1 + self.count]
+
+    def check(self, error: Exception | None) -> None:
+        """Raise if a rank has failed. `error`: that of this rank. Collective if it raises."""
+        if self.sums[0] % ASKING:
+            requests.reset()
+            _raise(error)
 
 
 class _Messages:
@@ -215,7 +265,7 @@ class _Messages:
         return dist.get_world_size()
 
     def sum_scalars(self, *mine: int) -> list[int]:
-        return [int(total) for total in _summed(mine[0], mine[1:])]
+        return [int(total) for total in start_all_reduce_scalars(*mine[1:], status=mine[0]).sums]
 
     def gather(self, mine: int) -> list[int]:
         return _gather(torch.tensor([mine], device=device())).tolist()

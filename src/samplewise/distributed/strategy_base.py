@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import Buffers
+from samplewise.distributed.overlap import Overlap
 
 
 class SumFunction(Protocol):
@@ -31,6 +32,7 @@ class ParallelStrategy(ABC):
     sharded: bool  # True if each rank holds a shard of the gradients
     copies = 1  # number of ranks that hold the same shard
     before_sums: Callable[[], None] | None = None  # called before gradients of other ranks are added to `.grad`
+    overlap: Overlap | None = None  # buckets that are summed during a backward pass; None: the strategy has none
 
     @property
     @abstractmethod

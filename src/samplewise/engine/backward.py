@@ -171,9 +171,12 @@ def backward_to_leaves(graph: Graph, weights: Tensor, arrived: Callable[[str, Te
     """Run one backward pass and call arrived(name, gradient) for each parameter in the graph; no gradient is kept."""
     global _own_hooks
 
-    def show(name: str, gradient: Tensor) -> Tensor:
+    def show(name: str, gradient: Tensor) -> Tensor | None:
+        dense = gradient.layout is torch.strided
         with torch.no_grad():
-            arrived(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
+            arrived(name, gradient if dense else gradient.to_dense())
+        if not dense:
+            return None
         return gradient.new_zeros(()).expand(gradient.shape)  # replaces the result of the pass, and takes no memory
 
     leaves = {name: graph.wanted[name] for name in graph.leaves.values()}
@@ -181,6 +184,23 @@ def backward_to_leaves(graph: Graph, weights: Tensor, arrived: Callable[[str, Te
     _own_hooks += len(handles)
     try:
         torch.autograd.grad(graph.losses, list(leaves.values()), weights, retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def notifying(parameters: Iterable[Tensor], ready: Callable[[Tensor], None] | None) -> AbstractContextManager[None]:
+    """Context manager: backward passes in the block call ready(p) when they have added a gradient to `p.grad`."""
+    return nullcontext() if ready is None else _accumulate_hooks(parameters, ready)
+
+
+@contextmanager
+def _accumulate_hooks(parameters: Iterable[Tensor], ready: Callable[[Tensor], None]) -> Iterator[None]:
+    global _own_hooks
+    handles = [p.register_post_accumulate_grad_hook(ready) for p in parameters if p.requires_grad]
+    _own_hooks += len(handles)
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
@@ -18,8 +18,9 @@ from samplewise.core.losses import LossFn, columns_of, per_sample
 from samplewise.core.memory import bounded
 from samplewise.core.snapshot import snapshot
 from samplewise.distributed.strategy_base import ParallelStrategy
+from samplewise.engine.backward import notifying
 from samplewise.engine.checks import check_attached
-from samplewise.engine.gradients import Gradients, gradients_of
+from samplewise.engine.gradients import Gradients, accumulate, gradients_of
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.parameters import TrainedParameters
@@ -54,6 +55,7 @@ class LossEvaluator:
         self.model = modules[0]
         self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
         self.seconds = 0.0  # spent in forward passes of this window
+        self.ready: Callable[[Tensor], None] | None = None  # called with each parameter whose `.grad` is complete
         self._coincidences: set[int] = set()  # graph structures in which a tensor has B rows only by coincidence
         self._bare = precision.name is None and budget is None  # skip the context managers, which cost microseconds
 
@@ -138,16 +140,13 @@ class LossEvaluator:
         """Accumulate Σ w × gradient, times the loss scale, into `.grad`: one ordinary backward pass."""
         scale = self.precision.scale
         scaled = torch.full_like(losses, scale) if weights is None else (weights * scale).to(losses.dtype)
-        if not self.strategy.sharded:
+        with self.strategy.summing(), notifying(self.trained.named.values(), self.ready):
             torch.autograd.backward(losses, scaled)
-        else:
-            with self.strategy.summing():
-                torch.autograd.backward(losses, scaled)
 
     def add_weighted(self, g: Gradients, weights: PerSample | None) -> None:
         """Accumulate Σ w × gradient into `.grad`, from per-sample gradients that are not used afterwards."""
         with self.strategy.summing():
-            g.backward(weights, retain_graph=False)
+            accumulate(g, weights, retain_graph=False, ready=self.ready)
 
     def add_mean(self, losses: Tensor, counts: Tensor | None) -> None:
         """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`. counts=None: 1 for each sample."""
