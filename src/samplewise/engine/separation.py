@@ -1,0 +1,67 @@
+"""Passes with some samples switched off, which show on any device which samples contribute to a gradient.
+
+A sample with weight 0 contributes exactly 0, whatever the order of sums. So these passes need no tolerance where sums
+are not deterministic, as on GPUs. Each sample is on in another set of passes; all sets have the same size, so that none
+contains another: for any two samples there is a pass with the first off and the second on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import combinations, islice
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.graph import Graph
+
+# Weights of samples that are on. They are random, so that contributions that cancel in one pass differ in another.
+POWERS = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
+_generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
+
+
+def passes_needed(samples: int) -> int:
+    """Smallest number of passes with a set of its own for each sample."""
+    return next(k for k in range(2, 64) if math.comb(k, k // 2) >= samples)
+
+
+@lru_cache(maxsize=64)
+def passes_of_samples(samples: int) -> tuple[tuple[int, ...], ...]:
+    """Passes in which each sample is on: `passes_needed(samples) // 2` of them."""
+    passes = passes_needed(samples)
+    return tuple(islice(combinations(range(passes), passes // 2), samples))
+
+
+def switched_weights(graph: Graph) -> Iterator[Tensor]:
+    """Yield weights (b,) in float64 for each pass: 0, or a random power of two."""
+    chosen = passes_of_samples(graph.samples)
+    for k in range(passes_needed(graph.samples)):
+        on = torch.tensor([float(k in passes) for passes in chosen], dtype=torch.float64)
+        yield (on * random_powers(graph.samples)).to(graph.losses.device)
+
+
+def random_powers(samples: int) -> Tensor:
+    """Random powers of two (b,) in float64 on the CPU."""
+    return POWERS[torch.randint(len(POWERS), (samples,), generator=_generator)]
+
+
+def is_deterministic(graph: Graph) -> bool:
+    """True if two backward passes give the same bits: on the CPU."""
+    return graph.losses.device.type == "cpu"
+
+
+def relative_rounding(graph: Graph) -> float:
+    """Bound of the relative error of sums of gradients whose terms do not cancel, on a non-deterministic device."""
+    coarsest = max(torch.finfo(dtype).eps for dtype in graph.dtypes())
+    return min(0.25, max(1e-6, 2**13 * coarsest))
+
+
+def rounding(sums: Tensor, noise: Tensor, relative: float) -> Tensor:
+    """Tolerance of the sums of samples, relative to them: `relative`, or the measured noise if it is larger.
+
+    noise: absolute differences of two passes, of the same shape. Where terms cancel, a sum consists of rounding errors.
+    """
+    measured = torch.where((sums > 0) & noise.isfinite(), noise / sums, 0).amax()
+    return (16 * measured).clamp_min(relative)
