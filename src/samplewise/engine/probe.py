@@ -31,11 +31,11 @@ from torch import Tensor
 from samplewise.engine.backward import gradients_at
 from samplewise.engine.graph import Edge, Graph
 from samplewise.engine.separation import (
+    REPEATS,
     is_deterministic,
     passes_needed,
     passes_of_samples,
     random_powers,
-    relative_rounding,
     rounding,
     switched_weights,
 )
@@ -247,15 +247,19 @@ def _linear(
     graph: Graph, edges: Sequence[Edge], plain: list[Tensor], owners: list[Tensor], scale: float
 ) -> list[Tensor]:
     """Mark the elements of samples as MIXED whose sum of absolute values is not multiplied by the sample's weight."""
+    equal = torch.full_like(graph.losses, scale)
     powers = random_powers(graph.samples).to(graph.losses.device)
-    again = gradients_at(graph, edges, torch.full_like(graph.losses, scale))
     coded = gradients_at(graph, edges, (powers * scale).to(graph.losses.dtype))
-    checked = []
-    for owner, p, a, c in zip(owners, plain, again, coded, strict=True):
-        total, noise, found = (_totals(owner, x, graph.samples) for x in (p, a - p, c))
-        off = (found - powers * total).abs() > rounding(total, noise, relative_rounding(graph)) * powers * total
-        checked.append(torch.where((owner >= 0) & off[owner.clamp_min(0)], MIXED, owner))
-    return checked
+    for repeats in REPEATS:
+        again = [gradients_at(graph, edges, equal) for _ in range(repeats)]
+        nonlinear = []
+        for owner, p, c, *others in zip(owners, plain, coded, *again, strict=True):
+            total, found = _totals(owner, p, graph.samples), _totals(owner, c, graph.samples)
+            noise = [_totals(owner, other - p, graph.samples) for other in others]
+            nonlinear.append((found - powers * total).abs() > powers * rounding(graph, total, noise))
+        if not torch.stack(nonlinear).any():
+            return owners
+    return [torch.where((o >= 0) & off[o.clamp_min(0)], MIXED, o) for o, off in zip(owners, nonlinear, strict=True)]
 
 
 def _totals(owner: Tensor, x: Tensor, samples: int) -> Tensor:

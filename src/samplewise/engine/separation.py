@@ -8,7 +8,7 @@ contains another: for any two samples there is a pass with the first off and the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations, islice
 
@@ -19,6 +19,8 @@ from samplewise.engine.graph import Graph
 
 # Weights of samples that are on. They are random, so that contributions that cancel in one pass differ in another.
 POWERS = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
+# Passes that measure the rounding noise; the larger number if the smaller one does not explain a difference.
+REPEATS = (1, 8)
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
 
@@ -52,16 +54,12 @@ def is_deterministic(graph: Graph) -> bool:
     return graph.losses.device.type == "cpu"
 
 
-def relative_rounding(graph: Graph) -> float:
-    """Bound of the relative error of sums of gradients whose terms do not cancel, on a non-deterministic device."""
-    coarsest = max(torch.finfo(dtype).eps for dtype in graph.dtypes())
-    return min(0.25, max(1e-6, 2**13 * coarsest))
+def rounding(graph: Graph, sums: Tensor, repeated: Sequence[Tensor]) -> Tensor:
+    """Tolerance of the sums of absolute values of each sample, (b,), on a non-deterministic device.
 
-
-def rounding(sums: Tensor, noise: Tensor, relative: float) -> Tensor:
-    """Tolerance of the sums of samples, relative to them: `relative`, or the measured noise if it is larger.
-
-    noise: absolute differences of two passes, of the same shape. Where terms cancel, a sum consists of rounding errors.
+    repeated: the differences of `sums` from those of other passes with the same weights. Where terms cancel, a sum
+    consists of rounding errors, and only these differences show their size.
     """
-    measured = torch.where((sums > 0) & noise.isfinite(), noise / sums, 0).amax()
-    return (16 * measured).clamp_min(relative)
+    coarsest = max(torch.finfo(dtype).eps for dtype in graph.dtypes())
+    relative = min(0.25, max(1e-6, 2**13 * coarsest))
+    return relative * sums + 16 * torch.stack([d.abs() for d in repeated]).amax(0)

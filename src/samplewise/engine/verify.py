@@ -23,7 +23,7 @@ from torch import Tensor
 
 from samplewise.engine.backward import backward_past, foreign_hooks, stops_at
 from samplewise.engine.graph import Edge, EdgeKey, Graph
-from samplewise.engine.separation import is_deterministic, relative_rounding, rounding, switched_weights
+from samplewise.engine.separation import REPEATS, is_deterministic, rounding, switched_weights
 from samplewise.engine.tags import Regular
 
 ENOUGH = 2  # number of samples with a non-zero block that verify an edge
@@ -63,6 +63,8 @@ def verify_again(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None
     known = _records.get(key)
     seen = dict(known.seen) if known is not None and known.holds and known.hooks == hooks else {}
     nonzero = _compare(graph, tags)
+    if nonzero is None and not is_deterministic(graph):
+        nonzero = _compare(graph, tags, repeats=max(REPEATS))
     for edge in tags:
         seen[graph.key(edge)] = seen.get(graph.key(edge), set()) | (nonzero or {}).get(edge, set())
     if len(_records) >= MOST_REMEMBERED:
@@ -83,30 +85,31 @@ def _key(graph: Graph, tags: Mapping[Edge, Regular]) -> int:
     return hash((graph.structure_hash, tuple(map(graph.key, tags))))
 
 
-def _compare(graph: Graph, tags: Mapping[Edge, Regular]) -> dict[Edge, set[int]] | None:
+def _compare(graph: Graph, tags: Mapping[Edge, Regular], repeats: int = min(REPEATS)) -> dict[Edge, set[int]] | None:
     """Up to ENOUGH samples with a non-zero, finite block at each edge; None if a block belongs to another sample."""
     plain = _block_sums(graph, tags, torch.ones_like(graph.losses))
-    tolerances = _tolerances(graph, tags, plain)
+    tolerances = _tolerances(graph, tags, plain, repeats)
     nonzero = {edge: sums.isfinite() & (sums > _tiny(edge)) for edge, sums in plain.items()}
     for powers in _distinct_powers(graph) if is_deterministic(graph) else switched_weights(graph):
         coded = _block_sums(graph, tags, powers.to(graph.losses.dtype))
         for edge, sums in plain.items():
             scaled = coded.get(edge, torch.zeros_like(sums))
             finite = sums.isfinite() & scaled.isfinite()
-            near = (scaled - sums * powers).abs() <= _tiny(edge) + tolerances[edge] * sums * powers
+            near = (scaled - sums * powers).abs() <= _tiny(edge) + tolerances[edge] * powers
             if not (near | ~finite).all():
                 return None
             nonzero[edge] &= finite
     return {edge: set(samples.nonzero().flatten()[:ENOUGH].tolist()) for edge, samples in nonzero.items()}
 
 
-def _tolerances(graph: Graph, tags: Mapping[Edge, Regular], plain: dict[Edge, Tensor]) -> dict[Edge, Tensor]:
-    """Relative tolerance of each edge. On the CPU scaling is exact except for denormals, common only in float16."""
+def _tolerances(
+    graph: Graph, tags: Mapping[Edge, Regular], plain: dict[Edge, Tensor], repeats: int
+) -> dict[Edge, Tensor]:
+    """Tolerance of each block sum. On the CPU scaling is exact except for denormals, common only in float16."""
     if is_deterministic(graph):
-        return {edge: sums.new_tensor(1e-2 if edge.dtype is torch.float16 else 1e-6) for edge, sums in plain.items()}
-    again = _block_sums(graph, tags, torch.ones_like(graph.losses))
-    relative = relative_rounding(graph)
-    return {edge: rounding(sums, (again.get(edge, sums) - sums).abs(), relative) for edge, sums in plain.items()}
+        return {edge: sums * (1e-2 if edge.dtype is torch.float16 else 1e-6) for edge, sums in plain.items()}
+    again = [_block_sums(graph, tags, torch.ones_like(graph.losses)) for _ in range(repeats)]
+    return {edge: rounding(graph, sums, [a.get(edge, sums) - sums for a in again]) for edge, sums in plain.items()}
 
 
 def _tiny(edge: Edge) -> float:
