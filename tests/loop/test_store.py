@@ -503,14 +503,14 @@ def test_the_one_file_of_the_first_version(path):
     about = {"format": "samplewise checkpoint", "version": "1", "state": '{"dict":[]}', "sha256": "0" * 64}
     text = json.dumps({"__metadata__": about}, separators=(",", ":")).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 4; found 1, which this version of"):
+    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 5; found 1, which this version of"):
         read(path)
 
 
 def test_the_directory_of_the_second_version(path):
     path.mkdir()
     (path / "state.ckpt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 4; found 2, which this version of"):
+    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 5; found 2, which this version of"):
         read(path)
 
 

@@ -61,7 +61,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def _of_local_rank(device: torch.device) -> torch.device:
     """Return the device of the local rank for an accelerator without an index, such as "cuda"; others unchanged."""
     local_rank = os.environ.get("LOCAL_RANK")
-    if local_rank is None or device.index is not None or device.type in ONE_DEVICE:
+    if local_rank is None or device != torch.device(device.type) or device.type in ONE_DEVICE:
         return device
     return torch.device(device.type, int(local_rank))
 

@@ -238,7 +238,8 @@ def _owner_of(seen: Tensor, plain: Tensor, samples: int) -> Tensor:
     known, order = torch.tensor(sets, device=seen.device).sort()
     place = torch.searchsorted(known, seen).clamp_max(samples - 1)
     owner = torch.where(known[place] == seen, order[place], MIXED)
-    few = sum((seen >> k) & 1 for k in range(passes_needed(samples))) < len(passes_of_samples(samples)[0])
+    bits = torch.stack([(seen >> k) & 1 for k in range(passes_needed(samples))])
+    few = bits.sum(0) < len(passes_of_samples(samples)[0])
     owner = torch.where(few, UNKNOWN, owner)
     return torch.where((seen == 0) & (plain == 0), NO_OWNER, owner)
 
