@@ -11,7 +11,7 @@ from samplewise.testing.zoo import CASES
 from samplewise.testing.zoo.compare import CORE, Tolerance
 from samplewise.testing.zoo.runner import BF16, FP32, FP64, NOT_RUN, REFUSED, RIGHT, run_case
 
-DEVICE = torch.device("sim:0")
+DEVICE = "sim:0"
 # The simulated device has no sparse tensors.
 NAMES = [name for name in CASES if name != "embedding_with_sparse_gradients"]
 # Gradients in which all terms cancel consist of noise: the floor is relative to the largest gradient.
@@ -23,7 +23,7 @@ NOISY = {
 
 def check(name, precision):
     case = CASES[name]
-    result = run_case(case, precision, DEVICE)
+    result = run_case(case, precision, torch.device(DEVICE))
     assert result.outcome == (REFUSED if case.interacts else RIGHT), result.reason
 
 
@@ -35,7 +35,7 @@ def test_gradients_are_right(name):
 @pytest.mark.parametrize("name", every(150, [n for n in NAMES if CASES[n].traits.autocast], 17))
 def test_gradients_under_autocast_are_right(name):
     """Some kernels of the CPU, which compute for the simulated device, have no bfloat16."""
-    assert run_case(CASES[name], BF16, DEVICE).outcome in (RIGHT, REFUSED, NOT_RUN)
+    assert run_case(CASES[name], BF16, torch.device(DEVICE)).outcome in (RIGHT, REFUSED, NOT_RUN)
 
 
 @pytest.mark.parametrize("precision", daily(NOISY, ["fp32"]))
