@@ -121,6 +121,10 @@ def _finish_copies(number=None):
             target.copy_(values)
 
 
+LAG = 20  # ops; the device has done all ops before the last ones in its queue
+_queued = [0]  # number of ops that the device was given
+
+
 class Event:
     """Event in the queue of the device, like torch.cuda.Event."""
 
@@ -129,13 +133,12 @@ class Event:
 
     def record(self, stream=None):
         self._copies = [id(target) for target, _ in _copies]
-        self._asked = False
+        self._recorded = _queued[0]
 
     def query(self):
-        """True if the device has passed the event: from the second question on."""
-        if self._copies and self._asked:
+        """True if the device has passed the event: if LAG ops or more were queued after it."""
+        if self._copies and _queued[0] >= self._recorded + LAG:
             self._arrive()
-        self._asked = True
         return not self._copies
 
     def synchronize(self):
@@ -152,14 +155,14 @@ class Event:
 # ----------------------------------------------------------------------------------------------------- random numbers
 
 
-_addresses = set()  # of the device's generators: ops receive another Python object of the same generator
+_generators = {}  # of the device, by address: ops receive another Python object. Kept, so that no address is used twice
 
 
 class Generator(torch.Generator):
     """Random generator of the device: torch.Generator("sim") cannot be made in Python."""
 
     def __init__(self):
-        _addresses.add(self._cdata)
+        _generators[self._cdata] = self
 
     def manual_seed(self, seed):
         super().manual_seed(seed)
@@ -176,7 +179,7 @@ _generator = Generator()
 def _drawn(func, args, kwargs):
     """Run an op that draws random numbers, with the generator of the device."""
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
-    if any(g._cdata not in _addresses for g in given):
+    if any(g._cdata not in _generators for g in given):
         raise RuntimeError(f"Expected a 'sim' device type for generator but found 'cpu' in {func}")
     if given:
         return func(*args, **kwargs)
@@ -305,6 +308,7 @@ def raw(x):
 def run(func, args, kwargs):
     """Run an op of the device on the CPU data of its tensors."""
     THREADS.add(threading.current_thread().name)
+    _queued[0] += 1
     name = func._schema.name
     if name == "aten::_to_copy":
         return _to_copy(func, *args, **kwargs)

@@ -26,6 +26,7 @@ def command(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
+@pytest.mark.slow
 def test_doctor(tmp_path, monkeypatch):
     monkeypatch.setattr("samplewise.cli.costs.MAX_ROUNDS", 1)
     (tmp_path / "recipe.py").write_text(RECIPE)

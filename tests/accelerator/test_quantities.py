@@ -1,5 +1,7 @@
 """Quantities, diagnostics and attribution on the simulated accelerator: the numbers of the CPU, on the right device."""
 
+from dataclasses import astuple
+
 import pytest
 import sim_device as sim
 import torch
@@ -41,7 +43,7 @@ QUANTITIES = {
     "signal to noise": lambda device: sw.signal_to_noise(gradients(device)),
     "similarity": lambda device: sw.similarity(gradients(device)).matrix,
     "influence": lambda device: sw.influence(network(device), losses, batches(device), batches(device)[:1]),
-    "noise scale": lambda device: str(sw.noise_scale(gradients(device))),
+    "noise scale": lambda device: [float(value) for value in astuple(sw.noise_scale(gradients(device)))],
 }
 ON_THE_CPU = ("suspects", "signal to noise", "influence", "noise scale")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from samplewise.core.host_copy import copy_to_device
 from samplewise.core.text import plural
 from samplewise.errors import BatchError
 
@@ -105,7 +106,9 @@ def take(batch: Any, places: list[int]) -> Any:
     """Return the samples at the given indices of a batch that can be sliced."""
 
     def some(leaf: Any) -> Any:
-        return leaf[places] if isinstance(leaf, Tensor) else type(leaf)(leaf[i] for i in places)
+        if isinstance(leaf, Tensor):
+            return leaf[copy_to_device(torch.tensor(places), leaf.device)]
+        return type(leaf)(leaf[i] for i in places)
 
     return _of_each(batch, some, length(batch))
 

@@ -214,7 +214,7 @@ def _switched(owner: Tensor, plain: Tensor, switched: Tensor, on: Tensor) -> Ten
 
 
 def _switch(graph: Graph, edges: Sequence[Edge], codes: Codes) -> Probed | None:
-    """Probe with samples switched off; weights are at most 2**(shift + 3). None if gradients are not finite."""
+    """Probe with samples switched off; weights are at most 2**shift. None if gradients are not finite."""
     scale = 2.0**codes.shift
     weights = [w * scale for w in switched_weights(graph)]
     plain = gradients_at(graph, edges, torch.full_like(graph.losses, scale))

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from samplewise.engine.graph import Graph
 
-# Weights of samples that are on. They are random, so that contributions that cancel in one pass differ in another.
-POWERS = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
+# Weights of samples that are on. They are random, so that contributions that cancel in one pass differ in another, and
+# at most 1, so that scaled gradients in float16 do not overflow.
+POWERS = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.float64)
 # Passes that measure the rounding noise; the larger number if the smaller one does not explain a difference.
 REPEATS = (1, 8)
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
@@ -41,7 +42,7 @@ def switched_weights(graph: Graph) -> Iterator[Tensor]:
     chosen = passes_of_samples(graph.samples)
     for k in range(passes_needed(graph.samples)):
         on = torch.tensor([float(k in passes) for passes in chosen], dtype=torch.float64)
-        yield (on * random_powers(graph.samples)).to(graph.losses.device)
+        yield (on * random_powers(graph.samples)).to(graph.losses.device, non_blocking=True)
 
 
 def random_powers(samples: int) -> Tensor:
