@@ -407,5 +407,7 @@ def _quietly() -> Iterator[None]:
 def _first_line(problem: Exception) -> str:
     if isinstance(problem, CannotCompile):
         return str(problem)
-    message = str(problem).strip().partition("\n")[0][:200] or "no reason given"
-    return f"{type(problem).__name__}: {message}".rstrip(".")
+    message = str(problem).strip().partition("\n")[0][:200].rstrip(".") or "no reason given"
+    if isinstance(problem, ImportError):
+        return f"torch {torch.__version__} lacks an interface that compiled updates need ({message})"
+    return f"{type(problem).__name__}: {message}"
