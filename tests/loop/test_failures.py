@@ -121,7 +121,9 @@ def test_a_disk_that_becomes_full(tmp_path, monkeypatch):
     real = os.fsync
 
     def full(descriptor):
-        if ".ckpt" in os.readlink(f"/proc/self/fd/{descriptor}") and trainer.step.counters.updates > 3:
+        checkpoints = [path for path in tmp_path.rglob("*") if ".ckpt" in str(path)]
+        synced = os.fstat(descriptor)
+        if any(os.path.samestat(path.stat(), synced) for path in checkpoints) and trainer.step.counters.updates > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor)
 
@@ -254,6 +256,7 @@ def test_in_a_thread(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs signals to process groups")
 @pytest.mark.parametrize("number", daily([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_a_signal_to_the_workers_too(tmp_path, number):
     """As a terminal sends Ctrl-C, and a cluster SIGTERM: to the whole group."""

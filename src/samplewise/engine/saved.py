@@ -123,7 +123,10 @@ class SavedTensorReader:
 
 
 def hooked_nodes(nodes: Iterable[Node]) -> list[Node]:
-    """Nodes with a saved tensor that was packed by a hook, as in activation checkpoints; all nodes if hooks are not visible."""
+    """Nodes with a saved tensor that was packed by a hook, as in activation checkpoints.
+
+    All nodes if torch does not show hooks.
+    """
     if not HOOKS_ARE_VISIBLE:
         return list(nodes)
     hooked = []
