@@ -9,6 +9,7 @@ no guards; `samplewise.step.compiled.guards` implements those that an update nee
 from __future__ import annotations
 
 import ctypes
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,6 +76,13 @@ def load_c(source: str) -> Any:
     from torch._inductor.codecache import CppCodeCache
 
     return CppCodeCache.load(source)
+
+
+def emulates_casts() -> bool:
+    """Test whether compiled code rounds to bfloat16 where uncompiled code does. That of torch 2.8 to 2.10 does not."""
+    from torch._inductor.codegen import cpp
+
+    return "emulate_precision_casts" in inspect.getsource(cpp)
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int) -> Compiled:

@@ -23,6 +23,7 @@ from samplewise.core.text import plural
 from samplewise.errors import TrainingWarning
 from samplewise.step.accumulate import WeightedAccumulator
 from samplewise.step.batch_columns import BatchColumns, record_columns
+from samplewise.step.compiled import inductor
 from samplewise.step.compiled.batch_signature import has_rows, signature
 from samplewise.step.compiled.errors import CannotCompile
 from samplewise.step.compiled.guards import Guards
@@ -327,13 +328,21 @@ class CompiledUpdates:
         self._rates = self.applier.rates()
         return program
 
+    def _why_different(self) -> str:
+        if self.config.precision is None or inductor.emulates_casts():
+            return "compiled and uncompiled update differ"
+        return (
+            f"compiled code of torch {torch.__version__} rounds to bfloat16 at other places than uncompiled code; a "
+            "newer torch version can compile updates in mixed precision"
+        )
+
     def _agrees(self, program: Program, cursor: BatchCursor, size: int) -> bool:
         """Verify the program on the next update. False: not decided, for example because the update is not finite."""
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
         accumulator = self.builder.make_accumulator()
         same = agrees(program, accumulator, self.evaluator, self.applier, self.config, example, cursor.consumed)
         if same is False:
-            raise CannotCompile("compiled and uncompiled update differ")
+            raise CannotCompile(self._why_different())
         return same is True
 
     def _traced(
