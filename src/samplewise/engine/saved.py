@@ -21,8 +21,8 @@ from samplewise.errors import GraphError
 
 Saved = dict[str, Any]
 
-# False in torch 2.8. Any node may then be in a checkpointed block, so each node is treated as a block of its own: a
-# checkpointed block is recomputed once for each of its nodes that is read, which takes more time and memory.
+# False in torch 2.8 and 2.9. Any node may then be in a checkpointed block, so each node is treated as a block of its
+# own: a checkpointed block is recomputed once for each of its nodes that is read, which takes more time and memory.
 HOOKS_ARE_VISIBLE = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 _names: dict[type, tuple[str, ...]] = {}
