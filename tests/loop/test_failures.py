@@ -241,10 +241,10 @@ def test_a_second_ctrl_c_is_a_plain_one(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-    trainer = make(tmp_path, loss=twice)
+    trainer, before = make(tmp_path, loss=twice), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(loader(), epochs=1)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_in_a_thread(tmp_path):
