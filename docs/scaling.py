@@ -62,6 +62,17 @@ class Update:
     def messages(self) -> list[Message]:
         return [*meeting(), *self._numbers(), *self._gradients(), *self._after()]
 
+    @property
+    def backwards(self) -> Model:
+        """The model with its last parameters first: their gradients are complete first."""
+        return Model(self.model.shapes[::-1], self.model.element)
+
+    @property
+    def overlapped(self) -> bool:
+        """True if gradients are summed during the last backward pass."""
+        needs_window = self.window_transforms or self.by_place or self.groups
+        return not (needs_window or self.sharded) and len(list(sums(self.backwards))) > 1
+
     def _numbers(self) -> Iterable[Message]:
         """Values of all ranks that transforms need."""
         if not (self.window_transforms or self.by_place or self.groups):
@@ -82,7 +93,9 @@ class Update:
         if self.references:
             yield from gathering(self.said)
         yield "all_reduce", 8 * len(self.model.shapes)  # which parameters any rank has reached
-        yield from (parts(self.model, self.ranks) if self.sharded else sums(self.model))
+        if self.overlapped:
+            yield from meeting()  # whether the window ends with this pass
+        yield from (parts(self.model, self.ranks) if self.sharded else sums(self.backwards))
 
     def _after(self) -> Iterable[Message]:
         if self.noise:

@@ -61,10 +61,11 @@ def interpreted(monkeypatch):
 
 # ------------------------------------------------------------------------------------------- distribution over workers
 
-# Tests of these files share what is expensive to set up: teams of ranks, compiled graphs, imports of the examples. Each
+# Tests of these files share what is expensive to set up: teams of ranks, a device, compiled graphs, imports of the examples. Each
 # group runs in one worker. The groups run first, because they take longest: at the end no worker is idle for long.
 GROUPS = {
     "tests/distributed/": "ranks",
+    "tests/accelerator/": "accelerator",
     "tests/step/test_compiled": "compiled",
     "tests/loop/test_compiled": "compiled",
     "tests/test_docs.py": "documents",

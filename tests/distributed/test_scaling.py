@@ -3,6 +3,7 @@
 import pickle
 import runpy
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from spread_models import TRANSFORMS, data, loss_fn, net, own_batches, wrapped
@@ -61,6 +62,20 @@ def test_the_bytes_are_those_that_ranks_exchange(two, scaling, transforms, how):
     model = scaling["Model"]([tuple(p.shape) for p in net().parameters()], element=8)
     expected = scaling["added_up"](scaling["Update"](model, 2, 6, **KINDS[transforms]).messages())
     assert two.run(exchanged, transforms, how) == [expected] * 2
+
+
+def exchanged_in_buckets(transforms):
+    with mock.patch.object(collectives, "BUCKET", 64):
+        return exchanged(transforms, "plain")
+
+
+@pytest.mark.parametrize("transforms", ["plain", "align", "drop a quantile"])
+def test_the_bytes_of_models_with_several_buckets(two, scaling, transforms, monkeypatch):
+    monkeypatch.setattr(collectives, "BUCKET", 64)
+    model = scaling["Model"]([tuple(p.shape) for p in net().parameters()], element=8)
+    expected = scaling["added_up"](scaling["Update"](model, 2, 6, **KINDS[transforms]).messages())
+    assert expected[0]["all_reduce"] > 7
+    assert two.run(exchanged_in_buckets, transforms) == [expected] * 2
 
 
 @pytest.mark.parametrize("transforms", ["plain", "drop a quantile"])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import samplewise as sw
-from samplewise.step.compiled import updates as updates_module
+from samplewise.step.compiled import programs as programs_module
 from samplewise.step.compiled.errors import CannotCompile
 
 BATCH = torch.randn(6, 4), torch.randn(6, 1)
@@ -38,7 +38,7 @@ def test_why_not_at_all(monkeypatch):
     def fails(*_):
         raise CannotCompile("the moon is full")
 
-    monkeypatch.setattr(updates_module, "trace_backward", fails)
+    monkeypatch.setattr(programs_module, "trace_backward", fails)
     step = made(samples=1, compile=True)
     with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: the moon is full"):
         step(BATCH)
@@ -72,8 +72,8 @@ def test_compiled_and_then_changed():
 
 def test_lines_go_where_they_are_wanted_for_a_while():
     step, lines = made(compile=True), []
-    printed = step._updates.notify
+    printed = step._updates.programs.notify
     with step.slow_compile_notice(lines.append):
-        step._updates.notify("compiling ...")
+        step._updates.programs.notify("compiling ...")
     assert lines == ["compiling ..."]
-    assert step._updates.notify is printed
+    assert step._updates.programs.notify is printed

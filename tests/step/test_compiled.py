@@ -17,6 +17,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.errors import TrainingWarning
+from samplewise.step.compiled import programs as programs_module
 from samplewise.step.compiled import updates as updates_module
 
 UPDATES = 500
@@ -77,7 +78,7 @@ class Pair:
 
 def compiled_updates(step: sw.Step) -> int:
     """How many programs there are; at least one, if anything was compiled."""
-    return sum(program is not None for program in step._updates._programs.values())
+    return sum(program is not None for program in step._updates.programs.found.values())
 
 
 @pytest.fixture(autouse=True)
@@ -236,7 +237,7 @@ def tiny():
 def test_run_makes_many_updates_at_once():
     pair = Pair(tiny, OPTIMIZERS["adam"], samples=1)
     plain, quick = pair.run([data(70), data(3), data(41)], way="run")
-    (program,) = pair.quick._updates._programs.values()
+    (program,) = pair.quick._updates.programs.found.values()
     assert program.can_make_many
     pair.assert_same()
     assert (plain.updates, plain.samples) == (quick.updates, quick.samples) == (114, 114)
@@ -277,7 +278,7 @@ def test_parameters_are_changed_in_place_and_replaced(going):
 
 
 def test_hyperparameters_take_effect_without_compiling_again(going):
-    programs = dict(going.quick._updates._programs)
+    programs = dict(going.quick._updates.programs.found)
     for step in going.steps:
         for k, _ in enumerate(step.over([data(20, seed=7)])):
             if k == 5:
@@ -285,21 +286,21 @@ def test_hyperparameters_take_effect_without_compiling_again(going):
             if k == 8:
                 step.optimizer.param_groups[0]["momentum"] = 0.3
     going.assert_same()
-    assert going.quick._updates._programs == programs
+    assert going.quick._updates.programs.found == programs
 
 
 def test_a_setting_that_is_part_of_the_code_compiles_again(going):
-    before = list(going.quick._updates._programs.values())
+    before = list(going.quick._updates.programs.found.values())
     for step in going.steps:
         for k, _ in enumerate(step.over([data(20, seed=7)])):
             if k == 5:
                 step.optimizer.param_groups[0]["weight_decay"] = 0.0
     going.assert_same()
-    assert list(going.quick._updates._programs.values()) != before
+    assert list(going.quick._updates.programs.found.values()) != before
 
 
 def test_settings_of_the_step_take_effect_at_the_next_update(going):
-    before = list(going.quick._updates._programs.values())
+    before = list(going.quick._updates.programs.found.values())
     for step in going.steps:
         sizes = []
         for update in step.over([data(40, seed=7)]):
@@ -314,7 +315,7 @@ def test_settings_of_the_step_take_effect_at_the_next_update(going):
                 step.samples = 4
         assert sizes == [1] * 20 + [4] * 5
     going.assert_same()
-    assert list(going.quick._updates._programs.values()) != before
+    assert list(going.quick._updates.programs.found.values()) != before
     assert going.quick.compiled == "compiled"
 
 
@@ -443,7 +444,7 @@ def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
         model = net()
         step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), losses_of, samples=samples, compile="auto")
         for k, _ in enumerate(step.over([data(20)])):
-            assert k > 3 or not step._updates._programs
+            assert k > 3 or not step._updates.programs.found
         assert compiled_updates(step) == expected
 
 
@@ -452,7 +453,7 @@ def test_auto_compiles_updates_of_one_sample_after_a_while(monkeypatch):
 
 @any_backend
 def test_shapes_are_compiled_up_to_a_small_number(monkeypatch):
-    monkeypatch.setattr(updates_module, "SHAPES", 2)
+    monkeypatch.setattr(programs_module, "SHAPES", 2)
 
     def loss_fn(model, batch):
         return (model(batch[0]) ** 2).mean((1, 2))

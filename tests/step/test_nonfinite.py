@@ -476,14 +476,61 @@ def test_a_masked_update_with_bad_gradients(masked):
         _ = update.loss
 
 
-def test_masked_updates_go_on_with_the_optimizer_as_it_was(masked):
+@pytest.mark.parametrize("options", MASKED, ids=str)
+def test_a_masked_update_that_nobody_reads_raises_before_the_next_one(masked, options):
+    training = masked(**options)
+    training.step.run([batch()])
+    before = training.state()
+    with pytest.raises(sw.NonFiniteLossError, match="found nan at sample 5 of the window"):
+        list(training.step.over([batch(BAD), batch(), batch()]))
+    assert same(training.state(), before)
+
+
+@pytest.mark.parametrize("options", MASKED, ids=str)
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_masked_updates_are_skipped_without_a_trace(masked, options, bad):
+    data = [batch() for _ in range(3)]
+    data.insert(bad, batch(BAD))
+    training, twin = (masked(on_nonfinite="skip", **options) for _ in range(2))
+    updates = list(training.step.over(data))
+    others = list(twin.step.over(data[:bad] + data[bad + 1 :]))
+    assert [update.skipped for update in updates] == [k == bad for k in range(4)]
+    assert [update.index for update in updates] == [k - (k > bad) for k in range(4)]
+    del updates[bad]
+    found, expected = ([(u.loss, u.lr, u.grad_norm) for u in each] for each in (updates, others))
+    assert found == expected
+    *state, counters = training.state()
+    *expected_state, expected_counters = twin.state()
+    assert same(state, expected_state)
+    assert counters == {**expected_counters, "skipped": 1, "samples": 32, "microbatches": counters["microbatches"]}
+
+
+def test_a_masked_update_is_counted_and_scheduled_until_the_flag_is_read(masked):
+    """The counters and the scheduler of the step read it; those that the caller holds may be one update ahead."""
+    training = masked(on_nonfinite="skip")
+    rate = training.optimizer.param_groups[0]["lr"]
+    list(training.step.over([batch(BAD)]))
+    assert training.step.max_updates == 1
+    assert (training.step.counters.updates, training.step.counters.skipped) == (0, 1)
+    assert training.step.max_updates == 0
+    assert training.optimizer.param_groups[0]["lr"] == rate == training.scheduler.get_last_lr()[0]
+
+
+def test_totals_of_masked_updates_that_are_skipped(masked):
+    training = masked(on_nonfinite="skip")
     data = [batch(), batch(BAD), batch()]
-    training, twin = masked(), masked()
-    for each, given in ((training, data), (twin, data[::2])):
-        each.scheduler.gamma = 1.0  # it steps on, for nobody has waited
-        list(each.step.over(given))
-    assert same(training.parameters(), twin.parameters())
-    assert same(training.optimizer.state_dict()["state"], twin.optimizer.state_dict()["state"])
+    totals = training.step.run(data)
+    assert (totals.updates, totals.skipped, totals.samples) == (2, 1, 24)
+    twin = masked(on_nonfinite="skip")
+    assert totals.loss == twin.step.run(data[::2]).loss
+
+
+def test_a_learning_rate_in_a_tensor_is_restored(masked):
+    training = masked(on_nonfinite="skip")
+    (group,) = training.optimizer.param_groups
+    group["lr"] = torch.tensor(0.1)
+    list(training.step.over([batch(BAD)]))
+    assert training.step.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
 def test_masked_updates_leave_buffers_alone(masked):
@@ -503,16 +550,17 @@ def test_masked_updates_that_are_large_are_made(masked):
 
 def test_the_total_of_masked_updates_says_so_too(masked):
     training = masked(roots, model=bare)
-    totals = training.step.run([batch(), batch_with_a_zero(), batch()])
-    with pytest.raises(sw.NonFiniteGradientError):
-        _ = totals.loss
+    totals = training.step.run([batch(), batch_with_a_zero()])
+    for read in ("loss", "updates", "skipped"):
+        with pytest.raises(sw.NonFiniteGradientError, match=r"in the gradient of '0\.weight'"):
+            getattr(totals, read)
 
 
-def test_a_masked_update_that_nobody_read_is_told_of_at_the_next_read(masked):
-    training = masked()
-    *_, last = training.step.over([batch(), batch(BAD), batch()])
-    with pytest.raises(sw.NonFiniteLossError):
-        _ = last.loss
+def test_masked_counts_below_zero(masked):
+    training = masked(lambda m, b: (squares(m, b), -torch.ones(8)))
+    (update,) = training.step.over([batch()])
+    with pytest.raises(sw.NonFiniteLossError, match="counts must be zero or positive; found -1"):
+        _ = update.loss
 
 
 def test_gradients_of_float64_whose_squares_overflow_are_clipped():

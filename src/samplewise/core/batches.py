@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from samplewise.core.host_copy import copy_to_device
 from samplewise.core.text import plural
 from samplewise.errors import BatchError
 
@@ -105,7 +106,9 @@ def take(batch: Any, places: list[int]) -> Any:
     """Return the samples at the given indices of a batch that can be sliced."""
 
     def some(leaf: Any) -> Any:
-        return leaf[places] if isinstance(leaf, Tensor) else type(leaf)(leaf[i] for i in places)
+        if isinstance(leaf, Tensor):
+            return leaf[copy_to_device(torch.tensor(places), leaf.device)]
+        return type(leaf)(leaf[i] for i in places)
 
     return _of_each(batch, some, length(batch))
 
@@ -161,14 +164,16 @@ def _check_keys(mappings: Sequence[Mapping[Any, Any]]) -> None:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch on `device`.
 
-    Copies from pinned memory to CUDA are asynchronous. Objects other than tensors are moved by their method `to`.
+    Copies from the CPU to an accelerator are asynchronous: torch copies pageable memory before it returns, and work on
+    the device comes after the copy. Not on MPS, where such copies need a wait. Objects other than tensors are moved by
+    their method `to`.
     """
     if device.type == "cpu" and all(isinstance(leaf, Tensor) and leaf.device == device for leaf in leaves(batch)):
         return batch
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=device.type == "cuda" and leaf.is_pinned())
+            return leaf.to(device, non_blocking=leaf.device.type == "cpu" and device.type not in ("cpu", "mps"))
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
     return map_leaves(batch, moved)

@@ -7,6 +7,7 @@ same order.
     all_reduce_scalars(a, b)        sums of a few scalars in one small message; also transmits errors
     all_reduce_(tensor)             sum, in place
     all_reduce_bucketed_(tensors)   sums of many tensors in large buckets, in place
+    start_all_reduce(tensor)        start a sum in place; `start_all_reduce_scalars` does so for scalars
     broadcast_bucketed_(tensors)    broadcast of many tensors in large buckets, in place
     reduce_scatter_rows(tensors)    each rank gets its rows of the sums
     all_gather_tensors(tensor)      list of one tensor per rank; ranks may differ in the number of rows
@@ -26,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -67,10 +69,42 @@ def broadcast_bucketed_(tensors: Sequence[Tensor], source: int = 0) -> None:
     _each_bucket(tensors, "broadcast", lambda flat: dist.broadcast(flat, source, async_op=True))
 
 
+def start_all_reduce(tensor: Tensor) -> Started:
+    """Start an all-reduce (sum) of one contiguous tensor, in place."""
+    return _started(tensor, "all_reduce", lambda moved: dist.all_reduce(moved, async_op=True))
+
+
+@dataclass(frozen=True)
+class Started:
+    """A collective that is under way. `tensor` is on a device that the process group supports."""
+
+    name: str
+    tensor: Tensor
+    work: Any
+    home: torch.device
+
+    def done(self) -> bool:
+        """True if the result has arrived."""
+        return bool(self.work.is_completed())
+
+    def result(self) -> Tensor:
+        """Wait for the result, and return it on the device of the argument."""
+        with explained(self.name):
+            self.work.wait()
+        return self.tensor.to(self.home)
+
+
+def _started(tensor: Tensor, name: str, begin: Callable[[Tensor], Any]) -> Started:
+    note(name, _bytes(tensor))
+    moved = tensor.to(device(tensor.device.type))
+    with explained(name):
+        return Started(name, moved, begin(_handed_over(moved)), tensor.device)
+
+
 def _each_bucket(tensors: Sequence[Tensor], name: str, begin: Callable[[Tensor], Any]) -> None:
     """Run one collective per bucket; the next bucket is filled while up to two are being sent."""
     under_way: list[Callable[[], None]] = []
-    for bucket in _buckets(tensors):
+    for bucket in buckets(tensors):
         under_way.append(_sent(bucket, name, begin))
         if len(under_way) > 2:
             under_way.pop(0)()
@@ -78,7 +112,7 @@ def _each_bucket(tensors: Sequence[Tensor], name: str, begin: Callable[[Tensor],
         arrived()
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Group tensors into buckets of one dtype and device each, in the same order on all ranks."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -98,17 +132,13 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _sent(bucket: list[Tensor], name: str, begin: Callable[[Tensor], Any]) -> Callable[[], None]:
     """Start the collective for one bucket; return a function that waits for it and copies the results back."""
     flat = bucket[0].detach().view(-1) if len(bucket) == 1 and bucket[0].is_contiguous() else _flat(bucket)
-    note(name, _bytes(flat))
-    moved = flat.to(device(flat.device.type))
-    with explained(name):
-        work = begin(_handed_over(moved))
+    started = _started(flat, name, begin)
 
     def arrived() -> None:
-        with explained(name), torch.no_grad():
-            work.wait()
-            if moved.data_ptr() != bucket[0].data_ptr():
-                parts = moved.split([tensor.numel() for tensor in bucket])
-                for tensor, part in zip(bucket, parts, strict=True):
+        found = started.result()
+        if found.data_ptr() != bucket[0].data_ptr():
+            with torch.no_grad():
+                for tensor, part in zip(bucket, found.split([tensor.numel() for tensor in bucket]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
     return arrived
@@ -121,7 +151,7 @@ def _flat(bucket: list[Tensor]) -> Tensor:
 def reduce_scatter_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Reduce-scatter (sum) along dim 0: return for each tensor the rows of the sum that belong to this rank."""
     found: dict[int, Tensor] = {}
-    for bucket in _buckets(tensors):
+    for bucket in buckets(tensors):
         table = torch.cat([_by_owner(tensor) for tensor in bucket], 1)
         note("reduce_scatter", _bytes(table))
         moved = table.to(device(table.device.type))
@@ -217,14 +247,37 @@ def all_reduce_scalars(*numbers: float | Tensor, error: Exception | None = None)
     """
     if error is not None and is_from_another_rank(error):
         raise error
+    started = start_all_reduce_scalars(*numbers, failed=error is not None)
+    started.check(error)
+    return started.sums[1:]
+
+
+def start_all_reduce_scalars(*numbers: float | Tensor, failed: bool = False) -> Scalars:
+    """Start an all-reduce (sum) of scalars, which matches `all_reduce_scalars` of other ranks."""
     assert len(numbers) < ROOM
     message = torch.zeros(ROOM, dtype=torch.float64, device=device())
-    for place, number in enumerate((float(error is not None), *numbers)):
+    for place, number in enumerate((float(failed), *numbers)):
         message[place] = number
-    failed, *sums = all_reduce_(message).tolist()
-    if failed:
-        _raise(error)
-    return sums[: len(numbers)]
+    return Scalars(start_all_reduce(message), len(numbers))
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Sums of `count` scalars that are under way."""
+
+    started: Started
+    count: int
+
+    @cached_property
+    def sums(self) -> list[float]:
+        """The number of failed ranks, then the sums; waits for them."""
+        found: list[float] = self.started.result().tolist()
+        return found[: 1 + self.count]
+
+    def check(self, error: Exception | None) -> None:
+        """Raise if a rank has failed. `error`: that of this rank. Collective if it raises."""
+        if self.sums[0]:
+            _raise(error)
 
 
 def _raise(error: Exception | None) -> None:

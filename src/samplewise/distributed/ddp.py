@@ -1,14 +1,15 @@
 """Data parallelism (DDP): every rank has a replica of the model, equal at the start; gradients are summed over ranks.
 
 A `DistributedDataParallel` all-reduces mean gradients in each backward pass. A step accumulates the sum of a window and
-all-reduces it once: it therefore calls the wrapped module, and bypasses the wrapper and its reducer. The reducer does
-not see gradients that are written to `.grad` directly, so `refuse_replicas` refuses to write them for a wrapped model.
+all-reduces it once, if possible during its last backward pass (`Overlap`): it therefore calls the wrapped module, and
+bypasses the wrapper and its reducer. The reducer does not see gradients that are written to `.grad` directly, so
+`refuse_replicas` refuses to write them for a wrapped model.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import Buffers, checksum
 from samplewise.distributed.group import current_group
+from samplewise.distributed.overlap import Overlap
 from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.distributed.strategy_base import ParallelStrategy, SumFunction
 from samplewise.errors import DistributedError
@@ -30,11 +32,13 @@ class DDPStrategy(ParallelStrategy):
     """Strategy in which every rank has the whole model."""
 
     sharded = False
+    overlap: Overlap
     leaves: Mapping[int, tuple[str, Tensor]] = {}
 
     def __init__(self, wrapped: DistributedDataParallel | None, modules: Sequence[nn.Module]):
         self.wrapped = wrapped
         self.modules = modules
+        self.overlap = Overlap()
         self._in_loss_fn = False
         refuse_collectives(modules)
         if wrapped is not None:
@@ -63,6 +67,7 @@ class DDPStrategy(ParallelStrategy):
             finally:
                 self._in_loss_fn = False
 
+        vars(losses)["__wrapped__"] = loss_fn  # compiled code looks up what the loss function depends on
         return losses
 
     def _refuse_wrapper(self, *_: Any) -> None:
@@ -76,18 +81,24 @@ class DDPStrategy(ParallelStrategy):
     # --- the end of a window ---------------------------------------------------------------------------------------
 
     def reduce_gradients(self, named: Mapping[str, Tensor], owned: Mapping[str, Tensor], buffers: Buffers) -> None:
-        """Sum `.grad` over all ranks. `.grad` stays None for a parameter that has no gradient on any rank. Buffers are
-        broadcast from rank 0, as in DistributedDataParallel.
+        """Sum `.grad` over all ranks: what is in buckets already, and what is left in `.grad`. `.grad` stays None for a
+        parameter that has no gradient on any rank. Buffers are broadcast from rank 0, as in DistributedDataParallel.
         """
         parameters = list(named.values())
         changing = buffers.moving() if self.wrapped is None or self.wrapped.broadcast_buffers else []
-        kinds, changed = reached(parameters, changing)
+        kinds, changed = reached(parameters, changing, self.overlap.sent)
         for p, kind in zip(parameters, kinds, strict=True):
-            _make_alike(p, kind)
+            _make_alike(p, kind & ~SENT)
+        # Buckets as in `overlap`: the order of sums over ranks, and their rounding, depend on places in buckets.
         current_group().all_reduce_bucketed_(
-            [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+            [p.grad for p in reversed(parameters) if p.grad is not None and p.grad.layout is torch.strided]
         )
         current_group().broadcast_bucketed_(changed)
+        sums = self.overlap.sums()
+        for p, kind in zip(parameters, kinds, strict=True):
+            if kind & SENT:
+                p.grad = sums[id(p)] if p.grad is None else sums[id(p)] + p.grad
+        self.overlap.expect(p for p, kind in zip(parameters, kinds, strict=True) if kind & (DENSE | SENT))
 
     def transform_sum(self, transform: SumFunction, gradients: list[Tensor], owned: Iterable[Tensor]) -> None:
         transform.act(gradients)
@@ -99,19 +110,26 @@ class DDPStrategy(ParallelStrategy):
         """Do nothing: every rank always has the whole parameters."""
 
 
-NONE, DENSE, SPARSE = 0, 1, 2
+NONE, DENSE, SPARSE, SENT = 0, 1, 2, 4
+DIGITS = 3
 
 
-def reached(parameters: Sequence[Tensor], buffers: Sequence[tuple[Tensor, bool]]) -> tuple[list[int], list[Tensor]]:
-    """For each parameter the kinds of gradient on any rank (NONE, DENSE, SPARSE or DENSE | SPARSE); and the buffers
-    that have changed on any rank.
+def reached(
+    parameters: Sequence[Tensor], buffers: Sequence[tuple[Tensor, bool]], sent: Collection[int] = ()
+) -> tuple[list[int], list[Tensor]]:
+    """For each parameter the kinds of gradient on any rank: NONE, or the sum of DENSE and SPARSE for `.grad`, and of
+    SENT for a gradient in a bucket (`sent`: ids of these parameters); and the buffers that have changed on any rank.
     """
-    mine = [_kind(p.grad) for p in parameters] + [int(moves) for _, moves in buffers]
-    several = current_group().size + 1  # base of a number with one digit per kind, so that one all-reduce counts both
+    mine = [_kind(p.grad) | (SENT if id(p) in sent else NONE) for p in parameters] + [
+        int(moves) for _, moves in buffers
+    ]
+    several = current_group().size + 1  # base of a number with one digit per kind, so that one all-reduce counts all
     counts = current_group().all_reduce_(
-        torch.tensor([(kind & 1) + several * (kind >> 1) for kind in mine], device=current_group().device())
+        torch.tensor(
+            [sum((kind >> k & 1) * several**k for k in range(DIGITS)) for kind in mine], device=current_group().device()
+        )
     )
-    found = [int(c % several > 0) + 2 * int(c >= several) for c in counts.tolist()]
+    found = [sum((c // several**k % several > 0) << k for k in range(DIGITS)) for c in counts.tolist()]
     moved = [buffer for (buffer, _), moves in zip(buffers, found[len(parameters) :], strict=True) if moves]
     return found[: len(parameters)], moved
 

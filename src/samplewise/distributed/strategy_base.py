@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import Buffers
+from samplewise.distributed.overlap import Overlap
 
 
 class SumFunction(Protocol):
@@ -28,6 +29,7 @@ class ParallelStrategy(ABC):
     """How ranks hold the model."""
 
     sharded: bool  # True if each rank holds a shard of the gradients
+    overlap: Overlap | None = None  # buckets that are summed during a backward pass; None: the strategy has none
 
     @property
     @abstractmethod

@@ -163,6 +163,23 @@ def _prehooks(
             handle.remove()
 
 
+def notifying(parameters: Iterable[Tensor], ready: Callable[[Tensor], None] | None) -> AbstractContextManager[None]:
+    """Context manager: backward passes in the block call ready(p) when they have added a gradient to `p.grad`."""
+    return nullcontext() if ready is None else _accumulate_hooks(parameters, ready)
+
+
+@contextmanager
+def _accumulate_hooks(parameters: Iterable[Tensor], ready: Callable[[Tensor], None]) -> Iterator[None]:
+    global _own_hooks
+    handles = [p.register_post_accumulate_grad_hook(ready) for p in parameters if p.requires_grad]
+    _own_hooks += len(handles)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def pull_back(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentiable: bool) -> list[Tensor]:
     """Pull one gradient back from `entry` to each of the leaves. Returns dense tensors; zeros if there is no path."""
     gradients: tuple[Tensor | None, ...] = torch.autograd.grad(

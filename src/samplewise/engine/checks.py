@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -125,6 +125,11 @@ def _check_parameter(name: str, p: Tensor) -> None:
 def check_losses(losses: Tensor) -> None:
     """Check that `losses` is a finite 1-D float tensor attached to the graph. Reads the values: causes a host sync."""
     check_attached(losses)
+    finite_losses(losses)
+
+
+def finite_losses(losses: Tensor) -> None:
+    """Raise NonFiniteLossError with the first non-finite sample."""
     if not all_finite(losses):
         bad = (~losses.detach().isfinite()).nonzero().flatten().tolist()
         raise NonFiniteLossError(
@@ -163,19 +168,21 @@ def check_attached(losses: Tensor) -> None:
 _MISSING = "Return the losses from the loss function."
 
 
-def weights_by_name(weights: Weights | None, names: list[str], losses: Tensor) -> Mapping[str, Tensor | None]:
-    """Return the weights of each parameter, like the losses (B,), or None for weights of one. Checks shapes and values.
-    A number is the weight of all samples.
+def weights_by_name(
+    weights: Weights | None, names: list[str], losses: Tensor, check: Callable[..., object]
+) -> Mapping[str, Tensor | None]:
+    """Return the weights of each parameter, like the losses (B,), or None for weights of one. A number is the weight of
+    all samples. Checks shapes; calls check(finite_weights, weights, description), which checks the values.
     """
     if weights is None:
         return dict.fromkeys(names)
     if not isinstance(weights, Mapping):
-        return dict.fromkeys(names, _as_weights(weights, losses, "weights"))
+        return dict.fromkeys(names, _as_weights(weights, losses, "weights", check))
     _check_names(weights, names, "weights")
-    return {name: _as_weights(w, losses, f"weights[{name!r}]") for name, w in weights.items()}
+    return {name: _as_weights(w, losses, f"weights[{name!r}]", check) for name, w in weights.items()}
 
 
-def _as_weights(weights: object, losses: Tensor, what: str) -> Tensor:
+def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[..., object]) -> Tensor:
     if type(weights) is not bool and isinstance(weights, Real):
         weights = torch.full_like(losses, float(weights), dtype=wide_dtype(losses.dtype), requires_grad=False)
     if not isinstance(weights, Tensor) or weights.shape != losses.shape:
@@ -184,13 +191,18 @@ def _as_weights(weights: object, losses: Tensor, what: str) -> Tensor:
             f"{what} must be a tensor of shape ({len(losses)},), one value per sample, or a number for all samples; "
             f"found {found}."
         )
+    check(finite_weights, weights, what)
+    return weights
+
+
+def finite_weights(weights: Tensor, what: str) -> None:
+    """Raise ParameterError with the first non-finite sample."""
     if not all_finite(weights):
         bad = int((~weights.detach().isfinite()).nonzero()[0])
         raise ParameterError(
             f"{what} must be finite; found {weights[bad].item()} at sample {bad}. "
             "Check for a division by a norm that is zero."
         )
-    return weights
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch import Tensor
 from samplewise.engine.backward import pull_back
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
-from samplewise.engine.graph import Edge, Node, is_python_function, numel, operation
+from samplewise.engine.graph import Edge, EdgeKey, Node, is_python_function, numel, operation
 from samplewise.engine.rules.use import Use, accumulable
 from samplewise.engine.saved import block_of, run_in_backward
 
@@ -95,9 +95,10 @@ class Pullback:
     The last rows and sums are cached, so that all parameters share the backward passes.
     """
 
-    def __init__(self, source: PerSampleGrad, entry: Edge, leaves: Sequence[Edge], differentiable: bool):
+    def __init__(self, source: PerSampleGrad, entry: Edge, key: EdgeKey, leaves: Sequence[Edge], differentiable: bool):
         self.source = source
         self.entry = entry
+        self.key = key  # of the entry, equal in all graphs of one structure
         self.leaves = leaves
         self.differentiable = differentiable
         self._rows: tuple[tuple[int, int], list[Tensor]] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import reduce
 from operator import index
 from typing import overload
 
@@ -14,15 +15,16 @@ from samplewise.core.text import listed, plural, render
 from samplewise.distributed.ddp import refuse_replicas
 from samplewise.distributed.group import current_group
 from samplewise.distributed.sharded_parameters import is_sharded
-from samplewise.engine.backward import accumulate_grad
+from samplewise.engine.backward import accumulate_grad, notifying
 from samplewise.engine.checks import (
     Parameters,
     Weights,
     are_ordinary_norms,
+    check_attached,
     check_direction,
     check_is_tensor,
-    check_losses,
     faint_limit,
+    finite_losses,
     finite_numbers,
     finite_tensors,
     named_parameters,
@@ -33,6 +35,7 @@ from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import random_signs, root
 from samplewise.engine.graph import Graph, graph_alive
+from samplewise.engine.pending_checks import PendingChecks, collecting, read_at_once
 from samplewise.engine.plan import Planner, Quantity
 from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.errors import ParameterError
@@ -89,13 +92,44 @@ def gradients_of(
     interacting: str = "refuse",
 ) -> Gradients:
     """Per-sample gradients of the `wanted` parameters; tensors of `modules` do not count as sample data."""
-    check_losses(losses)
+    check_attached(losses)
+    outside = collecting()
+    checks = PendingChecks() if outside is None else outside
+    checks.add(finite_losses, losses)
     graph = Graph(losses, dict(wanted))
     if graph.python_functions or not graph.leaves:
         graph.check_readable()
     if create_graph:
         graph.check_twice_differentiable()
-    return Gradients(QuantityEvaluator(Planner(graph, modules, interacting), strategy or "fused", create_graph))
+    evaluator = QuantityEvaluator(Planner(graph, modules, interacting), strategy or "fused", create_graph)
+    return Gradients(evaluator, checks, settles=outside is None)
+
+
+Ready = Callable[[Tensor], None]
+
+
+def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready: Ready | None = None) -> None:
+    """Accumulate the weighted sum into `.grad`, as in `Gradients.backward`. `ready` is called with each parameter as
+    soon as its `.grad` is complete; if a later sum is not finite, the earlier ones are then in `.grad` already.
+    """
+    per_name = weights_by_name(weights, g.names, g._graph.losses, g._checks.add)
+    if not isinstance(weights, Mapping) and (g._evaluator.strategy == "twice" or g._needs_autograd()):
+        return g._ordinary_backward(per_name[g.names[0]], retain_graph, ready)
+    quantity: Quantity = lambda form, name: form.sum(per_name[name])  # noqa: E731
+    if ready is None:
+        with g._evaluator.context():
+            sums = dict(g._evaluator.release(quantity))
+        g._check_finite(sums)
+        for name, total in sums.items():
+            accumulate_grad(g._parameters[name], total.detach())
+        return None
+    with g._evaluator.context():
+        for name, total in g._evaluator.release(quantity):
+            g._checks.add_tensors(finite_tensors, {name: total})
+            accumulate_grad(g._parameters[name], total)
+            ready(g._parameters[name])
+    g._settle()
+    return None
 
 
 class Gradients:
@@ -103,15 +137,21 @@ class Gradients:
 
     `len(g)` is the number of samples B. `g[3]` is the gradient of sample 3, a dict name -> tensor; `g["fc.weight"]` is
     the gradient of all samples for one parameter, (B, *shape).
+
+    Non-finite losses, weights and results raise an error. On an accelerator, `norms` and `dot` leave these checks to
+    the next call of `sum`, `mean`, `backward`, ..., which makes all of them with one host sync.
     """
 
-    def __init__(self, evaluator: QuantityEvaluator):
+    def __init__(self, evaluator: QuantityEvaluator, checks: PendingChecks, settles: bool):
         self._evaluator = evaluator
+        self._checks = checks
+        self._settles = settles  # False: the caller settles the checks
         self._graph = evaluator.graph
         self._parameters = evaluator.graph.wanted
         self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
         self._sharded = False  # True for fully_shard: torch averages over ranks in an ordinary backward pass
         self._squared_norms: dict[str, Tensor] | None = None
+        self._device_norms: dict[str, Tensor] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -147,6 +187,8 @@ class Gradients:
         """L2 norm of each sample's gradient, (B,); with by="parameter" a dict name -> (B,)."""
         _check_by(by)
         with self._evaluator.context():
+            if not read_at_once(self._graph.losses):
+                return self._norms_without_sync(by)
             if self._squared_norms is None:
                 self._squared_norms = self._evaluator.evaluate(lambda form, _: form.squared_norms())
             squared = self._squared_norms
@@ -157,6 +199,45 @@ class Gradients:
             if are_ordinary_norms(total):
                 return total
             return self._with_faint_norms({"": finite_numbers(total, "norm")})[""]
+
+    def _norms_without_sync(self, by: str | None) -> Tensor | dict[str, Tensor]:
+        """As `norms`, from scaled factors: which norms are too small to be squared is not known without a host sync."""
+        if self._device_norms is None:
+            self._device_norms = self._with_cancelled_norms()
+        parts = self._device_norms
+        if by == "parameter":
+            return {name: parts[name] if name in parts else self._zeros() for name in self.names}
+        total = self._zeros()
+        if parts:
+            dtype = reduce(torch.promote_types, (norms.dtype for norms in parts.values()), total.dtype)
+            columns = [parts[name].to(dtype) for name in self.names if name in parts]
+            total = by_rows.scaled_norms(torch.stack(columns, 1))
+        self._checks.add(finite_numbers, total, "norm")
+        return total
+
+    def _with_cancelled_norms(self) -> dict[str, Tensor]:
+        """Norms of each parameter. Those that are NaN because a sum of pairs cancels are computed from rows: one host
+        sync, if there are parameters with such sums.
+        """
+        may_cancel: set[str] = set()
+
+        def quantity(form: PerSampleGrad, name: str) -> Tensor:
+            if form.may_cancel:
+                may_cancel.add(name)
+            return form.scaled_norms()
+
+        norms: dict[str, Tensor] = self._evaluator.evaluate(quantity)
+        if not may_cancel:
+            return norms
+        unknown = torch.stack([norms[name].isnan() for name in sorted(may_cancel)]).any(0)
+        samples = unknown.nonzero().flatten()
+        if len(samples):
+            exact = self._evaluator.evaluate(
+                lambda form, name: by_rows.faint_norms(form, samples) if name in may_cancel else None
+            )
+            for name in may_cancel:
+                norms[name] = norms[name].index_copy(0, samples, exact[name].to(norms[name].dtype))
+        return norms
 
     def _with_faint_norms(self, norms: dict[str, Tensor]) -> dict[str, Tensor]:
         """Recompute norms whose squares are too small for their dtype. The name "" means all parameters together."""
@@ -192,7 +273,8 @@ class Gradients:
         _check_by(by)
         parts = self._paired_dots(direction) if isinstance(direction, Gradients) else self._dots(direction)
         with torch.enable_grad():  # parts require a gradient only with create_graph
-            total = finite_numbers(self._total(parts), "dot product")
+            total = self._total(parts)
+        self._checks.add(finite_numbers, total, "dot product")
         if by is None:
             return total
         return {name: parts[name] if name in parts else self._zeros() for name in self.names}
@@ -263,7 +345,7 @@ class Gradients:
 
         Parameters that no loss depends on get zeros.
         """
-        per_name = weights_by_name(weights, self.names, self._graph.losses)
+        per_name = weights_by_name(weights, self.names, self._graph.losses, self._checks.add)
         sums = self._like_parameters(self._evaluate(lambda form, name: form.sum(per_name[name])))
         return self._reduced(sums) if reduce else sums
 
@@ -308,13 +390,7 @@ class Gradients:
                 "weights must be a tensor with one number per sample for a sharded model, because its backward is an "
                 "ordinary backward pass; found a dict. Use g.sum(weights) or sw.Step."
             )
-        per_name = weights_by_name(weights, self.names, self._graph.losses)
-        if not isinstance(weights, Mapping) and (self._evaluator.strategy == "twice" or self._needs_autograd()):
-            return self._ordinary_backward(per_name[self.names[0]], retain_graph)
-        sums = finite_tensors(self._evaluate(lambda form, name: form.sum(per_name[name]), release=True))
-        for name, total in sums.items():
-            accumulate_grad(self._parameters[name], total.detach())
-        return None
+        accumulate(self, weights, retain_graph)
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -394,9 +470,18 @@ class Gradients:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Tensor]:
+    def _evaluate(self, quantity: Quantity) -> dict[str, Tensor]:
         with self._evaluator.context():
-            return self._evaluator.evaluate(quantity, release)
+            return self._evaluator.evaluate(quantity)
+
+    def _check_finite(self, results: Mapping[str, Tensor]) -> None:
+        """Check results (name -> tensor), and what could not be checked earlier without a host sync."""
+        self._checks.add_tensors(finite_tensors, results)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._settles:
+            self._checks.settle()
 
     def _needs_autograd(self) -> bool:
         """True for hooks on parameters, sharded models and sparse gradients: these need an ordinary backward pass."""
@@ -405,12 +490,13 @@ class Gradients:
         )
         return hooked or self._sharded or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
 
-    def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool) -> None:
+    def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool, ready: Ready | None) -> None:
         self._evaluator.analyze()  # raises the errors of the analysis, such as SamplesInteractError
+        self._settle()
         losses = self._graph.losses
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
         reached = None if self._sharded else [self._parameters[name] for name in self._graph.leaves.values()]
-        with graph_alive():
+        with graph_alive(), notifying(reached or (), ready):
             self._graph.check_losses_unchanged()
             torch.autograd.backward(losses, weights, inputs=reached, retain_graph=retain_graph)
 
@@ -438,7 +524,7 @@ class Gradients:
 
     def _like_parameters(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Results in the dtype of the parameters, zeros for parameters that no loss depends on."""
-        results = finite_tensors(results)
+        self._check_finite(results)
         complete = {}
         for name, p in self._parameters.items():
             if name in results:

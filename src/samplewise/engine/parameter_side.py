@@ -41,11 +41,13 @@ def carried(
     pullback: Pullback,
     number: int,
     indices: Callable[[], Tensor] | None,
+    orders: dict[object, str],
 ) -> PerSampleGrad:
     """Convert the representation of an operand into that of leaf `number` of the pullback.
 
     `changing` are the operations on the path to the leaf that change a gradient; None if it is not a single path.
     `indices` returns the indices of an embedding that is the only operation on the path; None if there is no such.
+    `orders`: see `re_indexed`.
     """
     if changing is not None:
         leaf = pullback.leaves[number]
@@ -53,7 +55,7 @@ def carried(
         if changing == ("T",) and isinstance(form, FactoredGrad):
             converted = form.transposed()
         elif set(changing) <= VIEWS:
-            converted = re_indexed(form, pullback.entry, leaf)
+            converted = re_indexed(form, pullback.entry, leaf, orders, (pullback.key, number))
         elif indices is not None and isinstance(form, DenseGrad):
             converted = _looked_up_once(form, pullback.entry.node, indices(), leaf.shape)
         if converted is not None:
@@ -68,11 +70,13 @@ def _looked_up_once(form: DenseGrad, node: Node, index: Tensor, shape: tuple[int
     return looked_up(node, index.reshape(1, -1).expand(form.samples, -1), gradient, shape)
 
 
-def combined(forms: Sequence[PerSampleGrad]) -> PerSampleGrad:
-    """Merge all uses of a parameter into one representation, so that norms include the cross terms between uses."""
+def combined(forms: Sequence[PerSampleGrad], name: str, shared: dict[object, bool]) -> PerSampleGrad:
+    """Merge all uses of a parameter into one representation, so that norms include the cross terms between uses.
+    `shared`: see `as_blocks`.
+    """
     outers = [form for form in forms if isinstance(form, FactoredGrad)]
     if len(outers) == len(forms) and len({outer.matrix for outer in outers}) == 1:
         return FactoredGrad([term for outer in outers for term in outer.terms], forms[0].shape).compact()
     if all(isinstance(form, DenseGrad) for form in forms):
         return DenseGrad(SummedGrad(forms).rows(0, forms[0].samples))
-    return as_blocks(forms) or SummedGrad(forms)
+    return as_blocks(forms, shared, name) or SummedGrad(forms)

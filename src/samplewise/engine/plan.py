@@ -83,6 +83,8 @@ class Plan:
     operations: dict[int, str]  # by node at the cut
     hooks_key: int  # identifies structure and parameters in `hooks`
     verified_hooks: int = -1  # number of registered hooks at the time the ownership was verified at all edges
+    orders: dict[object, str] = field(default_factory=dict)  # of the elements of viewed parameters, see `re_indexed`
+    shared: dict[object, bool] = field(default_factory=dict)  # whether views of a parameter overlap, by name
     gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
 
     def explain(self, name: str, form: PerSampleGrad) -> ExplainRow:
@@ -293,7 +295,7 @@ class GradBuilder:
             elif route.changing != ():
                 pullback = self._pullback(planned, form) if pullback is None else pullback
                 indices = self._indices(planned) if route.looks_up else None
-                converted = carried(form, route.changing, pullback, route.number, indices)
+                converted = carried(form, route.changing, pullback, route.number, indices, self.plan.orders)
             self._add_use(route.name, converted)
 
     def _add_use(self, name: str, form: PerSampleGrad) -> None:
@@ -302,7 +304,7 @@ class GradBuilder:
             uses.append(form)
             if len(uses) < self.plan.uses[name]:
                 return
-            form = combined(self._uses.pop(name))
+            form = combined(self._uses.pop(name), name, self.plan.shared)
         elif isinstance(form, FactoredGrad):
             form = form.compact()
         if self.keep:
@@ -316,7 +318,7 @@ class GradBuilder:
 
     def _pullback(self, planned: OperandPlan, form: PerSampleGrad) -> Pullback:
         leaves = [Edge(self.graph.nodes[leaf], 0) for leaf in planned.leaves]
-        return Pullback(form, self.graph.edge(planned.entry), leaves, self.differentiable)
+        return Pullback(form, self.graph.edge(planned.entry), planned.entry, leaves, self.differentiable)
 
     def _indices(self, planned: OperandPlan) -> Callable[[], Tensor]:
         def read() -> Tensor:

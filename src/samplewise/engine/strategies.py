@@ -62,12 +62,15 @@ class QuantityEvaluator:
         with self.context():
             self._planner.plan()
 
-    def evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
-        """Return quantity(form, name) for each parameter in the graph, by name. release: drop kept gradients.
+    def evaluate(self, quantity: Quantity) -> dict[str, Any]:
+        """Return quantity(form, name) for each parameter in the graph, by name. Must be called inside `context`."""
+        return self._chosen(self.strategy).evaluate(quantity)
 
-        Must be called inside `context`.
+    def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
+        """Pairs (name, quantity(form, name)) in the order of the backward pass; kept gradients are dropped one by one.
+        Must be used up inside `context`.
         """
-        return self._chosen(self.strategy).evaluate(quantity, release)
+        return self._chosen(self.strategy).release(quantity)
 
     def forms(self) -> dict[str, PerSampleGrad]:
         """All representations at once, by name. Rows and pairs of samples need them kept."""
@@ -94,8 +97,11 @@ class QuantityEvaluator:
 class GradStrategy(Protocol):
     """Interface of a strategy."""
 
-    def evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
-        """Return quantity(form, name) for each parameter in the graph, by name. release: drop kept gradients."""
+    def evaluate(self, quantity: Quantity) -> dict[str, Any]:
+        """Return quantity(form, name) for each parameter in the graph, by name."""
+
+    def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
+        """Pairs (name, quantity(form, name)); kept gradients are dropped one by one."""
 
     def explain(self) -> list[ExplainRow]: ...
 
@@ -111,15 +117,19 @@ class BackwardStrategy:
         self.forms: dict[str, PerSampleGrad] = {}
         self.versions = Versions()
 
-    def evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
+    def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         if not self.forms:
-            return self._first(quantity, self.keep and not release)
+            return self._first(quantity, self.keep)
         self.versions.check()
-        results = {}
-        for name in list(self.forms):
-            form = self.forms.pop(name) if release else self.forms[name]
-            results[name] = quantity(form, name)
-        return results
+        return {name: quantity(form, name) for name, form in self.forms.items()}
+
+    def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
+        if not self.forms:
+            yield from self._first(quantity, keep=False).items()
+        else:
+            self.versions.check()
+            for name in list(self.forms):
+                yield name, quantity(self.forms.pop(name), name)
 
     def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
         """Compute the quantity during a backward pass."""
@@ -145,27 +155,27 @@ class BackwardStrategy:
             for at, slots in plan.stops.slots.items():
                 builder.add(at, {slot: probed.pop((at, slot)) for slot in slots})
             return builder
-        verifiable = False  # a gradient that could not verify its ownership so far is non-zero
+        nonzero: list[Tensor] = []  # whether gradients that could not verify their ownership so far are non-zero
 
         def arrived(at: int, gradients: dict[int, Tensor]) -> None:
-            nonlocal verifiable
-            verifiable = verifiable or any((at, slot) in pending and _is_not_zero(g) for slot, g in gradients.items())
+            nonzero.extend(_is_not_zero(g) for slot, g in gradients.items() if (at, slot) in pending)
             builder.add(at, gradients)
 
         backward_past(self.planner.graph, plan.stops, arrived if pending else builder.add, None, self.create_graph)
+        verifiable = bool(nonzero) and bool(torch.stack(nonzero).any())  # one host sync for all
         return None if verifiable and not self.planner.verify_again() else builder
 
     def explain(self) -> list[ExplainRow]:
         return list(self.evaluate(lambda form, name: self.plan.explain(name, form)).values())
 
 
-def _is_not_zero(gradient: Tensor) -> bool:
+def _is_not_zero(gradient: Tensor) -> Tensor:
     if is_traced(gradient):
         raise GraphError(
             "ownership of gradients must be verified with non-zero gradients before an update can be compiled; "
             "found a layer whose gradient has been zero so far. Train uncompiled until it is non-zero."
         )
-    return bool(gradient.any())
+    return gradient.any()
 
 
 class RowsStrategy:
@@ -175,10 +185,13 @@ class RowsStrategy:
         self.source = source
         self.forms: dict[str, PerSampleGrad] = {}
 
-    def evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
+    def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         if not self.forms:
-            self.forms = self.source.evaluate(lambda form, _: DenseGrad(form.rows(0, form.samples)), release=True)
+            self.forms = dict(self.source.release(lambda form, _: DenseGrad(form.rows(0, form.samples))))
         return {name: quantity(form, name) for name, form in self.forms.items()}
+
+    def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
+        yield from self.evaluate(quantity).items()
 
     def explain(self) -> list[ExplainRow]:
         return self.source.explain()
@@ -191,8 +204,11 @@ class LoopStrategy:
         reached = {name: graph.wanted[name] for name in graph.leaves.values()}
         self.rows = jacobian_rows(graph.losses, reached, create_graph)
 
-    def evaluate(self, quantity: Quantity, release: bool = False) -> dict[str, Any]:
+    def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         return {name: quantity(DenseGrad(rows), name) for name, rows in self.rows.items()}
+
+    def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
+        yield from self.evaluate(quantity).items()
 
     def explain(self) -> list[ExplainRow]:
         return [

@@ -26,7 +26,7 @@ from samplewise.ledger.files import (
     unify_schemas,
 )
 from samplewise.ledger.previews import Names, as_names, dataset_names, indexed_items, write_previews
-from samplewise.ledger.rows import updates_to_table
+from samplewise.ledger.rows import RowBlock
 from samplewise.step.update import Update
 
 CONVERT_EVERY = 512  # updates converted to rows at a time
@@ -109,6 +109,7 @@ class Ledger:
         self._updates: list[Update] = []
         self._epochs: list[int | None] = []
         self._tables: list[Any] = []
+        self._copying: RowBlock | None = None  # the last block, being copied from the device
         self._rows = 0  # samples since the last part, of all ranks
         self._added = 0  # updates since the last part
         self._convert_after = 1  # convert the first update at once, to raise its errors early; later ones in groups
@@ -153,6 +154,7 @@ class Ledger:
     def flush(self) -> None:
         """Write the rows recorded so far as a new part. Every rank must call it."""
         self._convert()
+        self._finish_copy()
         if self._added:
             assert self._parts is not None
             tables = self._tables or [load_pyarrow().table({})]
@@ -168,16 +170,28 @@ class Ledger:
         return samples(self._run_directory() if self._parts is None else self._parts.run)
 
     def _convert(self) -> None:
-        """Convert the updates recorded so far to a table."""
+        """Convert the updates recorded so far to a block of rows. Its copy from the device is read with the next one;
+        that of the first update is read at once, to raise its errors early.
+        """
+        self._finish_copy()
         updates = self._updates
         epochs = self._epochs
         self._updates = []
         self._epochs = []
         if updates:
-            table = updates_to_table(updates, epochs, self.norms)
+            self._copying = RowBlock(updates, epochs, self.norms)
+            if self._copying.complete or self._convert_after == 1:
+                self._finish_copy()
+            self._convert_after = CONVERT_EVERY
+
+    def _finish_copy(self) -> None:
+        """Add the table of the last block."""
+        block = self._copying
+        self._copying = None
+        if block is not None:
+            table = block.table()
             self._schema = unify_schemas(self._schema, table.schema)
             self._tables.append(table)
-            self._convert_after = CONVERT_EVERY
 
     # --- directory -------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.core.host_copy import HostCopy
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.core.text import plural
 from samplewise.errors import LedgerError
@@ -26,12 +27,29 @@ STORED_DTYPES = {torch.bool: torch.int8, torch.float64: torch.float64}  # other 
 Columns = dict[str, Column]
 
 
-def updates_to_table(updates: Sequence[Update], epochs: Sequence[int | None], norms: bool) -> Any:
-    """Pyarrow table of some updates.
+class RowBlock:
+    """Rows of some updates. Values on an accelerator are copied to the host while the training goes on.
 
     epochs: one per update; None: the epoch recorded in the update
     norms: False records NaN
     """
+
+    def __init__(self, updates: Sequence[Update], epochs: Sequence[int | None], norms: bool):
+        self._columns = _updates_to_columns(updates, epochs, norms)
+        tensors = {name: values for name, values in self._columns.items() if isinstance(values, Tensor)}
+        self._names = list(tensors)
+        self.complete = all(values.device.type == "cpu" for values in tensors.values())  # nothing is left to be copied
+        self._copy = HostCopy(list(tensors.values()))
+
+    def table(self) -> Any:
+        """Pyarrow table; waits for copies that are not complete."""
+        self._columns.update(zip(self._names, self._copy.read(), strict=True))
+        if _all_ones(self._columns["count"]):
+            del self._columns["count"]
+        return load_pyarrow().table({name: _to_array(name, values) for name, values in self._columns.items()})
+
+
+def _updates_to_columns(updates: Sequence[Update], epochs: Sequence[int | None], norms: bool) -> Columns:
     rows = [_count_rows(update) for update in updates]
     batches: list[BatchColumns] = []
     batch_epochs: list[int] = []
@@ -48,14 +66,11 @@ def updates_to_table(updates: Sequence[Update], epochs: Sequence[int | None], no
         "update": _update_indices(updates, rows),
         **_concat_columns(update_columns, rows),
     }
-    if _all_ones(columns["count"]):
-        del columns["count"]
     for name, values in batch_columns.items():
         if name in columns or name in STANDARD_COLUMNS:
             raise _reserved_name_error(name)
         _check_one_per_sample(name, values, sum(batch_rows))
-    columns |= batch_columns
-    return load_pyarrow().table({name: _to_array(name, values) for name, values in columns.items()})
+    return columns | batch_columns
 
 
 def _concat_columns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> Columns:
@@ -106,17 +121,18 @@ def _update_columns(update: Update, rows: int, norms: bool) -> dict[str, Tensor]
     The weights of a skipped update are 0; values that were not computed are NaN.
     """
     extra = update.loss_columns
-    unknown = torch.full((rows,), torch.nan) if update.skipped or not norms else torch.empty(0)
+    device = update.losses.device
+    unknown = torch.full((rows,), torch.nan, device=device) if update.skipped or not norms else torch.empty(0)
     for name in extra:
         if name in STANDARD_COLUMNS:
             raise _reserved_name_error(name)
     if update.skipped and len(update.losses) != rows:  # the batch cannot be sliced, and its losses were not computed
-        return {"loss": unknown, "norm": unknown, "weight": torch.zeros(rows), "count": unknown}
-    weights = torch.zeros(rows) if update.skipped else update.weights
+        return {"loss": unknown, "norm": unknown, "weight": torch.zeros(rows, device=device), "count": unknown}
+    weights = torch.zeros(rows, device=device) if update.skipped else update.weights
     by_parameter: dict[str, Tensor] = {}
     if isinstance(weights, dict):
         by_parameter = {f"weight/{name}": values for name, values in weights.items()}
-        weights = torch.full((rows,), torch.nan)
+        weights = torch.full((rows,), torch.nan, device=device)
     norm = update.norms if norms else unknown
     standard = {"loss": update.losses, "norm": norm, "weight": weights, "count": update.counts}
     return {**standard, **by_parameter, **extra}
@@ -153,7 +169,8 @@ def _concat_column(name: str, values: Sequence[Any], rows: Sequence[int]) -> Col
             f"the column {name!r} must have one type in all batches; found lists in some batches only. Return a list "
             "in every batch, or a tensor in every batch."
         )
-    filled = [torch.full((n,), torch.nan) if v is None else v for v, n in zip(values, rows, strict=True)]
+    device = next(v.device for v in values if v is not None)
+    filled = [torch.full((n,), torch.nan, device=device) if v is None else v for v, n in zip(values, rows, strict=True)]
     if len({v.dtype for v in filled}) > 1:
         filled = [_as_double(name, v.cpu()) for v in filled]
     on_device = len({v.device for v in filled}) == 1  # then a single copy to the host is enough

@@ -133,7 +133,7 @@ class ModelCheckpoint:
 
     def on_update(self, trainer: Any, update: Any) -> None:
         every = self.every.updates
-        self._save_if(every is not None and not update.skipped and (update.index + 1) % every == 0, trainer)
+        self._save_if(every is not None and (update.index + 1) % every == 0 and not update.skipped, trainer)
 
     def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
         if self.best and not trainer.fast_dev_run:
@@ -181,7 +181,7 @@ class LRMonitor:
         self.every = every
 
     def on_update(self, trainer: Any, update: Any) -> None:
-        if not update.skipped and (update.index + 1) % self.every == 0:
+        if (update.index + 1) % self.every == 0 and not update.skipped:
             rates = update.lr if isinstance(update.lr, tuple) else (update.lr,)
             trainer.write("lr", update=update.index + 1, rates=list(rates))
 
@@ -227,7 +227,7 @@ class LayerGradNorms:
 
     def on_update(self, trainer: Any, update: Any) -> None:
         done = update.index + 1
-        if update.skipped or done % trainer.log_every:
+        if done % trainer.log_every or update.skipped:
             return
         norms = {n: _norm(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
         if norms:

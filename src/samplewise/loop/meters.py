@@ -23,21 +23,32 @@ class LossMeter:
         self._line = UpdateSums()
         self._epoch = UpdateSums()
         self._last: Update | None = None
+        self._without_loss: Update | None = None
         self._lr: Any = None
 
     def add(self, update: Update) -> None:
-        self._last = update
+        self._add_loss()
+        self._last = self._without_loss = update
         seconds = update.seconds
+        for sums in (self._line, self._epoch):
+            sums.samples += update.samples
+            sums.seconds += seconds
+
+    def _add_loss(self) -> None:
+        """Add the loss of the last update: one update late, when it is known whether the update was skipped."""
+        update = self._without_loss
+        if update is None:
+            return
+        self._without_loss = None
         skipped = update.skipped
         losses, counts = (0.0, 0.0) if skipped else update.sums()
         for sums in (self._line, self._epoch):
-            sums.samples += update.samples
             sums.skipped += skipped
-            sums.seconds += seconds
             sums.mean.add_sum(losses, counts)
 
     def read(self) -> dict[str, Any]:
         """Return the values since the last log line, and reset them."""
+        self._add_loss()
         lr = self._learning_rates()
         sums = self._line
         self._line = UpdateSums()
@@ -67,11 +78,13 @@ class LossMeter:
 
     def read_epoch(self) -> dict[str, Any]:
         """Return the values of the epoch, and reset them."""
+        self._add_loss()
         sums = self._epoch
         self._epoch = UpdateSums()
         return {"loss": sums.mean.value(), "skipped": sums.skipped, "seconds": sums.seconds}
 
     def state_dict(self) -> dict[str, Any]:
+        self._add_loss()
         return {"lines": self._line.state_dict(), "epoch": self._epoch.state_dict(), "lr": self._learning_rates()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -79,6 +92,7 @@ class LossMeter:
         self._epoch.load_state_dict(state["epoch"])
         self._lr = state["lr"]
         self._last = None
+        self._without_loss = None
 
 
 @dataclass

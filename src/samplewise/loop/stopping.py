@@ -100,7 +100,11 @@ class StopController(ABC):
 
     def is_over(self, until: Duration, epochs: int) -> bool:
         """Return True if a stop was requested, or the duration is reached after `epochs` epochs."""
-        return self.reason is not None or until.reached(epochs, self._step.counters.updates)
+        if self.reason is not None:
+            return True
+        # Reading the counters may wait for the device.
+        certain = until.updates is None or self._step.max_updates < until.updates
+        return until.reached(epochs, 0 if certain else self._step.counters.updates)
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from samplewise.core.snapshot import checksum, snapshot
 from samplewise.engine.gradients import Gradients
+from samplewise.engine.pending_checks import collecting
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.nonfinite import problem_of_losses
@@ -43,6 +44,10 @@ class Accumulator(ABC):
         """Reset the state of the window before the first microbatch."""
 
     @abstractmethod
+    def compute_directions(self) -> None:
+        """Compute the directions of references, which may draw random numbers, before the first pass."""
+
+    @abstractmethod
     def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         """Accumulate the gradients of these microbatches; the first one begins at sample `start` of the window. With
         `exchanges`, there may be none on this rank.
@@ -63,6 +68,9 @@ class PlainAccumulator(Accumulator):
 
     def begin(self) -> None:
         """Do nothing: there is no state."""
+
+    def compute_directions(self) -> None:
+        """Do nothing: there are no references."""
 
     def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         parts: list[SampleStats] = []
@@ -120,7 +128,6 @@ class PerSampleAccumulator(Accumulator):
         return self._directions
 
     def compute_directions(self) -> None:
-        """Compute the directions before the first pass: they may draw random numbers, and passes are repeated."""
         if self.chain.measures:
             _ = self.directions
 
@@ -200,7 +207,7 @@ class WeightedAccumulator(PerSampleAccumulator):
             self.evaluator.add_sum(losses, coefficients)
         else:
             g = self.evaluator.gradients(losses, microbatch) if g is None else g
-            g.backward(coefficients, retain_graph=False)
+            self.evaluator.add_weighted(g, coefficients)
 
     def _in_two_passes(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         """Compute the per-sample results of all microbatches, then their weighted sum. The second pass uses the same
@@ -258,9 +265,17 @@ class WeightedAccumulator(PerSampleAccumulator):
 def check_finite(losses: Tensor, positions: Tensor) -> None:
     """Raise NonFiniteLossError if a loss is not finite. `positions`: of the samples in the window."""
     losses = losses.detach()
-    if not bool(losses.isfinite().all()):
-        problem = problem_of_losses(losses, positions)
-        assert problem is not None
+    checks = collecting()
+    if checks is not None:
+        checks.add(refuse_nonfinite, losses, positions)
+    elif not bool(losses.isfinite().all()):
+        refuse_nonfinite(losses, positions)
+
+
+def refuse_nonfinite(losses: Tensor, positions: Tensor) -> None:
+    """Raise NonFiniteLossError for the first non-finite loss."""
+    problem = problem_of_losses(losses, positions)
+    if problem is not None:
         raise problem
 
 

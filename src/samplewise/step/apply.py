@@ -5,22 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samplewise.core.snapshot import Buffers
 from samplewise.distributed.group import current_group
+from samplewise.engine.pending_checks import PendingChecks
 from samplewise.errors import ParameterError, SamplewiseError
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.config import StepConfig
-from samplewise.step.nonfinite import problem_of, problem_of_gradients, unread_problem
+from samplewise.step.nonfinite import problem_of, problem_of_checks, problem_of_gradients
 from samplewise.step.parameters import TrainedParameters
+from samplewise.step.skip_flag import ScheduleState, SkipFlag, supports_flag
 from samplewise.step.update import Outcome, Update
 from samplewise.step.window import Counters, Window
 from samplewise.step.window_ranks import WindowRanks
 from samplewise.transforms.stats import SampleStats, denominator
+
+
+class UndecidedUpdate(NamedTuple):
+    """Update that is counted as applied until the flag of the device is read."""
+
+    flag: SkipFlag
+    schedule: ScheduleState | None  # before the scheduler's step; None without a scheduler
+    samples: int
+    microbatches: int
 
 
 class UpdateApplier:
@@ -46,12 +57,15 @@ class UpdateApplier:
         self.counters = counters
         self._buffers = buffers
         self._checks = config.checks_finite
-        self._last_flag: SkipFlag | None = None
-        self._may_flag = config.on_nonfinite == "raise" and not precision.scales and _supports_flag(optimizer)
+        self._undecided: UndecidedUpdate | None = None
+        # The loss scale of the next forward pass depends on the outcome, which must then be known at once.
+        self._may_flag = config.on_nonfinite != "ignore" and not precision.scales and supports_flag(optimizer)
 
     def apply(self, window: Window) -> Update:
         """Change the parameters by the update of a window, and return its results."""
         started = perf_counter()
+        if self._undecided is not None:
+            self.settle()
         outcome = self._change_parameters(window)
         if outcome.skipped:
             self.trained.clear()
@@ -66,6 +80,8 @@ class UpdateApplier:
             counters.skipped += 1
         else:
             counters.updates += 1
+        if outcome.flag is not None:
+            self._undecided = UndecidedUpdate(outcome.flag, outcome.schedule, samples, len(window.parts))
         update.phases = {
             "forward": window.forward_seconds,
             "gradients": window.seconds - window.forward_seconds,
@@ -73,6 +89,28 @@ class UpdateApplier:
         }
         window.begun = False
         return update
+
+    def settle(self) -> None:
+        """Read the flag of the last update, if the device decided whether to apply it. If it was skipped, correct
+        scheduler and counters; raise if it may not be skipped.
+        """
+        last = self._undecided
+        self._undecided = None
+        if last is None or last.flag.applied:
+            return
+        if last.schedule is not None:
+            last.schedule.restore()
+        self.counters.updates -= 1
+        try:
+            self.counters.skipped += last.flag.skipped
+        except SamplewiseError:
+            self.counters.samples -= last.samples
+            self.counters.microbatches -= last.microbatches
+            raise
+
+    def forget_undecided(self) -> None:
+        """Do not correct the counters for the last update: they are replaced."""
+        self._undecided = None
 
     def _change_parameters(self, window: Window) -> Outcome:
         """The sequence of an update."""
@@ -82,17 +120,20 @@ class UpdateApplier:
         self.divide(window)
         unchecked = window.parts if window.totals is None else []  # totals over ranks are checked already
         flags = self.flags and window.totals is None
-        norms = self._norms(unchecked) if self._checks else None
+        others = self._other_values(unchecked, window.checks) if self._checks else []
+        norms = self._norms(others) if self._checks else None
         if norms is not None and not flags:
-            problem = self._problem(norms, unchecked)
+            problem = self._problem(norms, unchecked, window.checks)
             if problem is not None:
                 return self._skip(problem, rates)
         flag = None
+        schedule = None
         if flags:
-            flag = self._last_flag = SkipFlag(self.trained.gradients(), window.parts, self._last_flag)
+            gradients = self.trained.named_gradients()
+            flag = SkipFlag(gradients, others, window.parts, window.checks, self.config.skips)
         max_grad_norm = window.config.max_grad_norm
         if max_grad_norm is not None:
-            norms = norms or self._norms(())
+            norms = norms or self._norms()
             self._clip(norms, max_grad_norm)
         try:
             if flag is None:
@@ -100,13 +141,14 @@ class UpdateApplier:
             else:
                 flag.step(self.optimizer)
             if self.scheduler is not None:
+                schedule = ScheduleState(self.optimizer, self.scheduler) if flag is not None else None
                 self.scheduler.step()
         finally:
             if self.ranks.strategy.sharded:
                 self.ranks.strategy.gather_parameters()  # collective: other ranks call it even if this optimizer failed
         if self.precision.scales:
             self.precision.record_success()
-        return Outcome(False, rates, norms.norm if norms is not None else self._late_norm(), flag)
+        return Outcome(False, rates, norms.norm if norms is not None else self._late_norm(), flag, schedule)
 
     def _skip(self, problem: Exception, rates: list[Any]) -> Outcome:
         """Skip the update because of a non-finite value, or raise it."""
@@ -127,7 +169,7 @@ class UpdateApplier:
         """Divide and clip the gradients as the optimizer will see them, without the finite check."""
         self.divide(window)
         if window.config.max_grad_norm is not None:
-            self._clip(self._norms(()), window.config.max_grad_norm)
+            self._clip(self._norms(), window.config.max_grad_norm)
 
     @property
     def flags(self) -> bool:
@@ -160,11 +202,15 @@ class UpdateApplier:
         factor = (max_grad_norm / (norms.norm() + 1e-6)).clamp(max=1)
         torch._foreach_mul_(self.trained.gradients(), factor)
 
-    def _norms(self, parts: Sequence[SampleStats]) -> GradNorms:
-        """Norms of the gradients; and, for the finite check, of losses, of 1 / denominator (infinite if it is 0) and of
-        a value that is infinite if a count is negative.
+    def _norms(self, others: Sequence[Tensor] = ()) -> GradNorms:
+        """Norms of the gradients and of other tensors."""
+        return GradNorms(self.trained.gradients(), others, self.ranks.strategy.sharded)
+
+    def _other_values(self, parts: Sequence[SampleStats], checks: PendingChecks) -> list[Tensor]:
+        """Values besides the gradients that must be finite: losses, 1 / denominator (infinite if it is 0), a value that
+        is infinite if a count is negative, and those of `checks`.
         """
-        others: list[Tensor] = []
+        others = checks.values
         counted = False
         for part in parts:
             others.append(part.losses)
@@ -172,13 +218,13 @@ class UpdateApplier:
         if counted:
             others.append(1 / torch.as_tensor(denominator(parts)))
             others += [torch.where(p.counts.min() < 0, math.inf, 0.0) for p in parts if p.counts is not None]
-        return GradNorms(self.trained.gradients(), others, self.ranks.strategy.sharded)
+        return others
 
-    def _problem(self, norms: GradNorms, parts: Sequence[SampleStats]) -> SamplewiseError | None:
+    def _problem(self, norms: GradNorms, parts: Sequence[SampleStats], checks: PendingChecks) -> SamplewiseError | None:
         """Error that describes the first non-finite value; None if all values are finite."""
         if norms.finite():
             return None
-        problem = problem_of(parts, self.trained.owned)
+        problem = problem_of_checks(checks) or problem_of(parts, self.trained.owned)
         if self.ranks.strategy.sharded and current_group().all_reduce_scalars(problem is not None)[0]:
             problem = problem or problem_of_gradients("in the part of another rank")
         if problem is None:  # all values are finite, but the squares overflow
@@ -195,7 +241,7 @@ class UpdateApplier:
                     "update.grad_norm with on_nonfinite='ignore' must be read before the next update begins; found "
                     "that its gradients were cleared. Read it right after the update."
                 )
-            return self._norms(()).norm()
+            return self._norms().norm()
 
         return norm
 
@@ -229,34 +275,3 @@ class GradNorms:
             self._unit = current_group().all_gather_rows(self._unit[None]).max()
         norms = torch.stack([(g / self._unit).norm().double() for g in gradients])
         self._all = self._over_ranks(norms) if self._sharded else norms
-
-
-def _supports_flag(optimizer: Any) -> bool:
-    """True if the optimizer can skip an update by a flag on the device (`found_inf`), which saves the host sync."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-class SkipFlag:
-    """Flag on the device that skips a non-finite update without a host sync. `check` raises for this update and for
-    earlier updates that were not read.
-    """
-
-    def __init__(self, gradients: Sequence[Tensor], parts: Sequence[SampleStats], before: SkipFlag | None):
-        self._parts = parts
-        losses = torch.stack([part.losses.isfinite().all() for part in parts]).all()
-        self.finite = torch.stack([losses, *(g.isfinite().all() for g in gradients)]).all()
-        self._losses: Tensor = losses if before is None else losses & before._losses
-        self._all: Tensor = self.finite if before is None else self.finite & before._all
-
-    def step(self, optimizer: Any) -> None:
-        optimizer.grad_scale = None
-        optimizer.found_inf = (~self.finite).to(torch.float32)
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-
-    def check(self) -> None:
-        """Raise if this update or an earlier unread one was non-finite. Waits for the device."""
-        if not self._all:
-            raise problem_of(self._parts, {}) or unread_problem(bool(self._losses))

@@ -6,7 +6,7 @@ next one. A non-finite value that may be skipped is also reported there: then al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
@@ -111,10 +111,15 @@ class DistributedWindows(WindowRanks):
         larger share, and all ranks call this again.
         """
         self.strategy.unshard()
+        overlap = self.strategy.overlap
+        if overlap is not None:
+            overlap.start_buckets()
         totals = self._totals(window, ended)
         self.all_ended = totals.ended == self.size
         missing = 0 if samples is None else samples - totals.samples
-        complete = totals.samples > 0 and (missing <= 0 or (self.all_ended and tail == "update"))
+        complete = self._is_complete(totals.samples, totals.ended, samples, tail)
+        if overlap is not None and not complete:
+            overlap.reset()  # no bucket was started: the ranks have decided so with the same numbers
         if complete:
             self._kept = self._kept if self.carried else 0
             self._first = self.dealt
@@ -127,6 +132,24 @@ class DistributedWindows(WindowRanks):
             window.share = share + self._additional(missing, ended)
         window.totals = totals if complete or tail == "drop" else None
         return complete
+
+    def _is_complete(self, found: float, ended: float, samples: int | None, tail: str) -> bool:
+        """`found`: number of samples of all ranks; `ended`: number of ended loaders."""
+        missing = 0 if samples is None else samples - found
+        return found > 0 and (missing <= 0 or (ended == self.size and tail == "update"))
+
+    def begin_exchange(
+        self, window: Window, found: int, samples: int | None, tail: str, ended: bool = False
+    ) -> Callable[[Tensor], None] | None:
+        overlap = self.strategy.overlap
+        if overlap is None:
+            return None
+
+        def decide(skips: float, found: float, ended: float) -> bool:
+            return not skips and self._is_complete(found, ended, samples, tail)
+
+        overlap.ask(window.failure is not None, found, ended, decide)
+        return overlap.ready
 
     def _totals(self, window: Window, ended: bool = False) -> WindowTotals:
         known = [] if window.failure is not None else window.parts
@@ -154,6 +177,8 @@ class DistributedWindows(WindowRanks):
             if config.transforms.references:
                 _check_directions(inputs.fingerprint())
             self.strategy.reduce_gradients(trained.named, trained.owned, inputs.buffers)
+        elif self.strategy.overlap is not None:
+            self.strategy.overlap.sums()  # every rank has started the buckets; the sums are not used
 
     def _problem(self, window: Window, may_skip: bool) -> Exception | None:
         """Error for a non-finite value on any rank, None if all are finite. With `may_skip`, all ranks get an error to
@@ -172,9 +197,16 @@ class DistributedWindows(WindowRanks):
 
     def announce(self, error: Exception) -> None:
         """Send the error to the other ranks, then raise it."""
-        if not collectives.is_from_another_rank(error):
-            self.strategy.unshard()  # a collective in which the other ranks may be waiting
-        current_group().barrier(error)
+        overlap = self.strategy.overlap
+        try:
+            if not collectives.is_from_another_rank(error):
+                self.strategy.unshard()  # a collective in which the other ranks may be waiting
+                if overlap is not None:
+                    overlap.start_buckets(error)  # others, too
+            current_group().barrier(error)
+        finally:
+            if overlap is not None:
+                overlap.reset()
 
     def sums(self, *numbers: float | Tensor) -> list[float]:
         skips, *sums = current_group().all_reduce_scalars(0.0, *numbers)

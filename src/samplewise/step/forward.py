@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
@@ -17,11 +17,13 @@ from samplewise.core.criteria import Criterion
 from samplewise.core.losses import LossFn, columns_of, per_sample
 from samplewise.core.memory import bounded
 from samplewise.core.snapshot import snapshot
+from samplewise.engine.backward import notifying
 from samplewise.engine.checks import check_attached
-from samplewise.engine.gradients import Gradients, gradients_of
+from samplewise.engine.gradients import Gradients, accumulate, gradients_of
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.parameters import TrainedParameters
+from samplewise.transforms.stats import PerSample
 
 
 class LossEvaluator:
@@ -50,6 +52,7 @@ class LossEvaluator:
         self.model = modules[0]
         self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
         self.seconds = 0.0  # spent in forward passes of this window
+        self.ready: Callable[[Tensor], None] | None = None  # called with each parameter whose `.grad` is complete
         self._coincidences: set[int] = set()  # graph structures in which a tensor has B rows only by coincidence
         self._bare = precision.name is None and budget is None  # skip the context managers, which cost microseconds
 
@@ -130,10 +133,13 @@ class LossEvaluator:
     def add_sum(self, losses: Tensor, weights: Tensor | None = None) -> None:
         """Accumulate Σ w × gradient, times the loss scale, into `.grad`: one ordinary backward pass."""
         scale = self.precision.scale
-        if weights is None:
-            torch.autograd.backward(losses, torch.full_like(losses, scale))
-        else:
-            torch.autograd.backward(losses, (weights * scale).to(losses.dtype))
+        scaled = torch.full_like(losses, scale) if weights is None else (weights * scale).to(losses.dtype)
+        with notifying(self.trained.named.values(), self.ready):
+            torch.autograd.backward(losses, scaled)
+
+    def add_weighted(self, g: Gradients, weights: PerSample | None) -> None:
+        """Accumulate Σ w × gradient into `.grad`, from per-sample gradients that are not used afterwards."""
+        accumulate(g, weights, retain_graph=False, ready=self.ready)
 
     def add_mean(self, losses: Tensor, counts: Tensor | None) -> None:
         """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`. counts=None: 1 for each sample."""

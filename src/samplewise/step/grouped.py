@@ -16,6 +16,7 @@ from torch import Tensor
 
 from samplewise.core.batches import length, take
 from samplewise.core.batchnorm import mixing_batch_norms
+from samplewise.core.host_copy import copy_to_device
 from samplewise.core.snapshot import snapshot
 from samplewise.core.text import listed, plural
 from samplewise.distributed.group import current_group
@@ -74,7 +75,7 @@ class GroupedAccumulator(PerSampleAccumulator):
         self.measure(g, groups, self.chain.groups, record_norms=False)
         self.keep(self.chain.groups, groups)
         (groups,) = self.ranks.weigh(self.chain.groups, [groups])
-        g.backward(groups.coefficients, retain_graph=False)
+        self.evaluator.add_weighted(g, groups.coefficients)
         return _result(samples, groups, owner)
 
     def _group_by_group(
@@ -259,9 +260,10 @@ class GroupAccumulation:
         members = [m for group in self.groups for m in group.members]
         samples = concatenate([m.stats for m in members if m.stats is not None])
         owner = torch.cat([torch.full_like(m.rows, k) for k, group in enumerate(self.groups) for m in group.members])
-        stats = _result(samples, groups, owner)
-        order = torch.cat([m.rows for m in members]).argsort()
-        owned = torch.tensor([group.owned for group in self.groups], device=stats.losses.device)
+        device = samples.losses.device
+        stats = _result(samples, groups, copy_to_device(owner, device))
+        order = copy_to_device(torch.cat([m.rows for m in members]).argsort(), device)
+        owned = copy_to_device(torch.tensor([group.owned for group in self.groups]), device)
         columns = stats.columns
         return SampleStats(
             losses=stats.losses[order],
@@ -309,7 +311,7 @@ def _owners(keys: list[Hashable], losses: Tensor) -> tuple[Tensor, int]:
     """Number of each sample's group, in order of first occurrence, and the number of groups."""
     _check_keys(keys, len(losses))
     numbers = {key: k for k, key in enumerate(dict.fromkeys(keys))}
-    return torch.tensor([numbers[key] for key in keys], device=losses.device), len(numbers)
+    return copy_to_device(torch.tensor([numbers[key] for key in keys]), losses.device), len(numbers)
 
 
 def _check_keys(keys: Sequence[Hashable], samples: int) -> None:

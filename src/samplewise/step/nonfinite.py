@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from samplewise.engine.pending_checks import PendingChecks
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError, SamplewiseError
 from samplewise.transforms.stats import SampleStats, cat, denominator
 
@@ -56,18 +57,17 @@ def problem_of(parts: Sequence[SampleStats], named: Mapping[str, Tensor]) -> Sam
     return None
 
 
+def problem_of_checks(checks: PendingChecks) -> SamplewiseError | None:
+    """Error of the first check that fails; None if all values are finite."""
+    try:
+        checks.raise_first()
+    except SamplewiseError as problem:
+        return problem
+    return None
+
+
 def problem_of_gradients(where: str) -> NonFiniteGradientError:
     return NonFiniteGradientError(
         f"gradients must be finite; found NaN or infinity {where}, although every loss is finite. Nothing was updated. "
         f"Look for a square root, norm, division or logarithm at zero; {SKIP}"
-    )
-
-
-def unread_problem(losses_are_fine: bool) -> SamplewiseError:
-    """Error for a non-finite update that was skipped on the device and not read yet."""
-    if losses_are_fine:
-        return problem_of_gradients("in an update after the last one that was read")
-    return NonFiniteLossError(
-        "losses must be finite; found NaN or infinity in an update after the last one that was read. That update was "
-        f"skipped. Check its samples and the learning rate; {SKIP}"
     )

@@ -53,6 +53,10 @@ class TrainedParameters:
         """All gradients in `.grad`: the values of sparse gradients, this rank's shard of sharded ones."""
         return [self._dense(p) for p in self.owned.values() if p.grad is not None]
 
+    def named_gradients(self) -> dict[str, Tensor]:
+        """As `gradients`, by name."""
+        return {name: self._dense(p) for name, p in self.owned.items() if p.grad is not None}
+
     def _dense(self, p: Tensor) -> Tensor:
         assert p.grad is not None
         if id(p) in self._leaves:

@@ -22,6 +22,7 @@ from samplewise.distributed.strategy import Strategy
 from samplewise.errors import BatchError, DistributedError, LoaderStopped
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
+from samplewise.step.compiled.gradients import CompiledGradients
 from samplewise.step.compiled.updates import CompiledUpdates
 from samplewise.step.config import StepConfig, as_microbatch, as_record, check_order, check_scheduler
 from samplewise.step.distributed_windows import make_window_ranks
@@ -63,7 +64,9 @@ class Step(CheckedAttributes):
     max_grad_norm: upper bound on the norm of the update's gradient.
 
     Safety.
-    on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore".
+    on_nonfinite: "raise" before the update (default), "skip" the update, or "ignore". On an accelerator an update makes
+    one host sync for this. It makes none with a fused optimizer, such as AdamW(..., fused=True), which skips the update
+    on the device: the error is then raised when the update is read, or before the next one.
     audit: number of updates between two audits, in which one sample is computed alone and compared with its result in
     the batch. None: only at the first update. False: never.
     interacting: "refuse" (default) raises SamplesInteractError if a transform needs per-sample gradients and the loss
@@ -76,7 +79,8 @@ class Step(CheckedAttributes):
     precision: None (no autocast by the step), "32", "bf16-mixed", or "16-mixed" with a loss scale.
     compile: False (default); True compiles forward pass, backward pass, transforms and the optimizer's update into one
     graph, from the second update on; "auto" does so only if updates have one sample, after 1,000 updates. If
-    compilation is not possible, the step continues uncompiled, and `step.compiled` gives the reason.
+    compilation is not possible, the step continues uncompiled, and `step.compiled` gives the reason. With several
+    ranks, True compiles the gradients of each rank, without their sum over ranks and the optimizer.
     strategy: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
     a DistributedDataParallel is recognised without `strategy`. "fsdp": each rank keeps a shard of every parameter, see
     sw.fsdp; leave `strategy` out for a model that is already sharded. `samples` counts the samples of all ranks, and
@@ -144,7 +148,7 @@ class Step(CheckedAttributes):
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
         size = MicrobatchSize(config.microbatch, modules, trained)
-        self.counters = counters = Counters()
+        self._counters = counters = Counters()
         self.precision = MixedPrecision(precision)
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
@@ -160,10 +164,12 @@ class Step(CheckedAttributes):
         ranks = self._windows.ranks
         if not self.config.compile:
             return EagerUpdates(self._windows, self._applier, "compile=False")
-        if ranks.distributed:
-            status = f"updates are compiled only in a single process; found {ranks.size} ranks"
-            return EagerUpdates(self._windows, self._applier, status)
-        return CompiledUpdates(EagerUpdates(self._windows, self._applier, "not compiled"))
+        if ranks.distributed and self.config.compile == "auto":
+            return EagerUpdates(self._windows, self._applier, "compile='auto' compiles only in a single process")
+        if ranks.strategy.sharded:
+            return EagerUpdates(self._windows, self._applier, "updates of sharded models are not compiled")
+        eager = EagerUpdates(self._windows, self._applier, "not compiled")
+        return CompiledGradients(eager) if ranks.distributed else CompiledUpdates(eager)
 
     def __repr__(self) -> str:
         rule = getattr(self.optimizer, "rule", self.optimizer)
@@ -335,11 +341,26 @@ class Step(CheckedAttributes):
 
     @property
     def optimizer(self) -> Any:
+        self._applier.settle()
         return self._applier.optimizer
 
     @property
     def scheduler(self) -> Any:
+        self._applier.settle()
         return self._applier.scheduler
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the creation of the step. If the device decides whether the last update is skipped, this waits
+        for its decision; `max_updates` does not.
+        """
+        self._applier.settle()
+        return self._counters
+
+    @property
+    def max_updates(self) -> int:
+        """Number of updates so far, at most: an update counts until the device has decided to skip it."""
+        return self._counters.updates
 
     # --- processes -------------------------------------------------------------------------------------------------
 
@@ -422,6 +443,7 @@ class Step(CheckedAttributes):
         """Discard the open window and restore what `state_dict` returned."""
         windows = self._windows
         windows.discard()
+        self._applier.forget_undecided()
         self.counters.load(state["counters"])
         self.precision.load_state_dict(state["precision"])
         if windows.size.automatic:

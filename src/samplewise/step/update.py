@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import nan
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +14,9 @@ from samplewise.core.means import WeightedMean
 from samplewise.core.text import plural
 from samplewise.errors import LossesError, ParameterError
 from samplewise.step.batch_columns import BatchColumns, Column, columns_of
+from samplewise.step.skip_flag import ScheduleState, SkipFlag
 from samplewise.step.window import WindowTotals
 from samplewise.transforms.stats import PerSample, SampleStats, cat, cat_values, total_count, total_loss
-
-
-class SkipCheck(Protocol):
-    """Flag on the device: whether the update was finite and was applied."""
-
-    finite: Tensor
-
-    def check(self) -> None:
-        """Raise unless all values were finite."""
 
 
 @dataclass(slots=True)
@@ -34,7 +26,8 @@ class Outcome:
     skipped: bool
     lr: list[Any]  # one for each of the optimizer's parameter groups
     norm: Callable[[], Tensor]
-    flag: SkipCheck | None = None  # set if the device decides whether the update is skipped
+    flag: SkipFlag | None = None  # set if the device decides whether the update is skipped
+    schedule: ScheduleState | None = None  # set with a flag and a scheduler
 
 
 class Update:
@@ -83,7 +76,8 @@ class Update:
 
     @property
     def skipped(self) -> bool:
-        return self._outcome.skipped
+        flag = self._outcome.flag
+        return self._outcome.skipped if flag is None else flag.skipped
 
     @property
     def seconds(self) -> float:
@@ -159,13 +153,12 @@ class Update:
 
     @property
     def grad_norm(self) -> float:
-        self._checked_parts()
-        return float(self._outcome.norm())
+        return nan if self.skipped else float(self._outcome.norm())
 
     def _checked_parts(self) -> list[SampleStats]:
         """The parts; first raises for non-finite values if that check was left on the device."""
         if self._outcome.flag is not None:
-            self._outcome.flag.check()
+            _ = self._outcome.flag.skipped
         return self._parts
 
     def __repr__(self) -> str:
@@ -179,33 +172,52 @@ class Totals:
     KEPT = 1000  # number of parts that are kept before they are summed
 
     def __init__(self) -> None:
-        self.updates = 0
-        self.skipped = 0
         self.samples = 0
         self.seconds = 0.0
-        self._flag: SkipCheck | None = None
+        self._updates = 0
+        self._skipped = 0
+        self._last: Update | None = None  # not counted yet: the device may not have decided whether it is skipped
         self._parts: list[SampleStats] = []
         self._loss = WeightedMean()
 
     def add(self, update: Update) -> None:
-        self.updates += 0 if update.skipped else update.updates
-        self.skipped += update.skipped
+        self._count_last()
+        self._last = update
         self.samples += update.samples
         self.seconds += update.seconds
-        self._flag = update._outcome.flag
-        if update._totals is not None and not update.skipped:
-            self._loss.add_sum(update._totals.losses, update._totals.counts)
-        elif not update.skipped:
-            self._parts += update._parts
-        if len(self._parts) > self.KEPT:
-            self._add_up()
+
+    @property
+    def updates(self) -> int:
+        self._count_last()
+        return self._updates
+
+    @property
+    def skipped(self) -> int:
+        self._count_last()
+        return self._skipped
 
     @property
     def loss(self) -> float:
-        if self._flag is not None:
-            self._flag.check()
+        self._count_last()
         self._add_up()
-        return float(self._loss.quotient()) if self.updates else nan
+        return float(self._loss.quotient()) if self._updates else nan
+
+    def _count_last(self) -> None:
+        update = self._last
+        if update is None:
+            return
+        skipped = update.skipped
+        self._last = None
+        self._skipped += skipped
+        if skipped:
+            return
+        self._updates += update.updates
+        if update._totals is not None:
+            self._loss.add_sum(update._totals.losses, update._totals.counts)
+        else:
+            self._parts += update._parts
+        if len(self._parts) > self.KEPT:
+            self._add_up()
 
     def _add_up(self) -> None:
         if self._parts:

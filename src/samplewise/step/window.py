@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.batches import cut, length
+from samplewise.engine.pending_checks import PendingChecks
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.batch_columns import BatchColumns
 from samplewise.step.config import StepConfig
@@ -115,6 +116,7 @@ class Window:
     restored: bool = False  # loaded from a state, and no samples were added since
     divided: bool = False  # whether `.grad` already holds the mean instead of the sum
     failure: Exception | None = None  # why the update will be skipped
+    checks: PendingChecks = field(default_factory=PendingChecks)  # values on the device that are not checked yet
     columns: list[BatchColumns] = field(default_factory=list)  # batch columns, if any are recorded
     totals: WindowTotals | None = None  # sums over all ranks, already checked for non-finite values
     seconds: float = 0.0  # of filling the window, with the forward passes

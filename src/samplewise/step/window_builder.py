@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from time import perf_counter
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from samplewise.core.batches import length
 from samplewise.core.snapshot import Buffers
 from samplewise.core.text import plural
+from samplewise.engine.pending_checks import collected_in
 from samplewise.errors import (
     BatchError,
     LoaderStopped,
@@ -58,6 +59,7 @@ class WindowBuilder:
         self.columns: dict[str, Hashable] = {}  # column name -> key of the batch
         self.record_norms = "norms" in config.record
         self.predictions: frozenset[str] = frozenset()  # columns of a criterion, see `prediction_columns`
+        self.compiled_sums: Callable[[Any], SampleStats | None] = _not_compiled
         self.audit = Audit(evaluator, config.audit, config.transforms.measures)
         self._trained = evaluator.trained
         self._buffers = buffers
@@ -124,7 +126,7 @@ class WindowBuilder:
         config = self.config
         while True:
             complete = None
-            if self.ranks.complete(self.window, config.samples, config.tail, ended=True):
+            if self._is_complete(config.samples, config.tail, ended=True):
                 complete = self._finish()
             all_ended = self.ranks.all_ended
             if all_ended:  # before the last update, so that a `break` there still ends the epoch
@@ -142,14 +144,20 @@ class WindowBuilder:
         self.ranks.check_group()
         while not cursor.empty:
             microbatch, size = cursor.take(self.size.size)
-            self._add(cursor, microbatch, size, whole=False)
+            self._add(cursor, microbatch, size)
 
     def close(self) -> Window | None:
         """Complete the window with the samples it has, on all ranks; None if there are none."""
-        complete = self.ranks.complete(self.window, None, "update", ended=True)
-        return self._finish() if complete else None
+        return self._finish() if self._is_complete(None, "update", ended=True) else None
 
     # --- filling a window ------------------------------------------------------------------------------------------
+
+    def _is_complete(self, samples: int | None, tail: str, ended: bool = False) -> bool:
+        """True if the ranks together have the samples of the window. `ended`: this rank's loader has ended."""
+        window = self.window
+        if not self._accumulator.needs_window:
+            self.ranks.begin_exchange(window, window.samples, samples, tail, ended)
+        return self.ranks.complete(window, samples, tail, ended)
 
     def next_window(self) -> Window | None:
         """Add microbatches of the current batch until the window is complete; None if the batch is used up first."""
@@ -162,7 +170,7 @@ class WindowBuilder:
             if window.samples < window.share:
                 self._add_next(cursor, window.share - window.samples)
             full = window.samples >= window.share or (samples is None and cursor.empty)
-            if full and self.ranks.complete(window, samples, self.config.tail):
+            if full and self._is_complete(samples, self.config.tail):
                 return self._finish()
         return None
 
@@ -179,13 +187,21 @@ class WindowBuilder:
         if samples is not None and size is None and self._accumulator.needs_window:
             raise BatchError(_UNCUT.format(samples=samples, found="batches that cannot be cut"))
         whole = cursor.empty if samples is None else size == samples
-        self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.distributed))
+        if samples is None:
+            last = cursor.empty
+        else:
+            last = size is not None and window.samples + size == window.share
+        self._add(cursor, microbatch, size, whole and not (window.begun or self.ranks.distributed), last)
         if samples is not None and window.samples > (window.share or 0):
             found = f"{plural(window.samples, 'sample')} after a batch that cannot be cut"
             raise BatchError(_UNCUT.format(samples=samples, found=found))
 
-    def _add(self, cursor: BatchCursor, microbatch: Any, size: int | None, whole: bool) -> None:
-        """Add a microbatch of `size` samples (None: unknown) to the window; `whole`: it is the whole window."""
+    def _add(
+        self, cursor: BatchCursor, microbatch: Any, size: int | None, whole: bool = False, last: bool = False
+    ) -> None:
+        """Add a microbatch of `size` samples (None: unknown) to the window. `whole`: it is the whole window; `last`: it
+        is the last one of this rank.
+        """
         started = perf_counter()
         window = self.window
         try:
@@ -200,6 +216,8 @@ class WindowBuilder:
                 window.samples += size or length(microbatch) or 1  # a lower bound until the losses are computed
                 window.sized &= size is not None
             else:
+                if last and self.ranks.distributed and not self.size.automatic:
+                    self._announce_last(size)
                 parts = self._accumulate([microbatch], whole)
                 window.samples += self._count(parts, size)
                 window.parts += parts
@@ -207,7 +225,16 @@ class WindowBuilder:
             if cursor.rows == 0:  # checked only after a failure: checking each batch would cost microseconds
                 raise self._empty_batch(cursor) from error
             raise
+        finally:
+            self.evaluator.ready = None
         window.seconds += perf_counter() - started
+
+    def _announce_last(self, size: int | None) -> None:
+        """Let the ranks sum gradients during the next pass, the last one of this rank, of `size` samples."""
+        self._accumulator.compute_directions()  # they may contain collectives, which then come first on all ranks
+        config = self.config
+        found = self.window.samples + (size or 1)  # without `samples`, the number need not be exact
+        self.evaluator.ready = self.ranks.begin_exchange(self.window, found, config.samples, config.tail)
 
     def _begin(self, microbatch: Any) -> None:
         """Prepare gradients and buffers for a new window. `microbatch`: its first one, None if this rank has none."""
@@ -236,21 +263,44 @@ class WindowBuilder:
         of raising.
         """
         window = self.window
-        accumulator = self._accumulator
-        start = 0 if window.deferred else window.samples
         if window.failure is None:
             try:
-                if whole and isinstance(accumulator, PlainAccumulator) and not self._sums_only:
-                    stats, window.divided = accumulator.add_mean(microbatches[0])
-                    return [stats]
-                if self.size.automatic and not accumulator.exchanges:
-                    return self.size.retry(lambda some: accumulator.add(some, start), microbatches)
-                return accumulator.add(microbatches, start)
+                if isinstance(self._accumulator, PlainAccumulator) or self._trained.device.type == "cpu":
+                    return self._add_gradients(microbatches, whole)
+                with collected_in(window.checks):
+                    parts = self._add_gradients(microbatches, whole)
+                if self._unchecked_transforms or self.ranks.distributed:
+                    window.checks.settle()  # first checks and collectives need to know whether the window fails
+                return parts
             except (NonFiniteLossError, NonFiniteGradientError) as error:
-                if not self.config.skips(error):
-                    raise
-                window.failure = error
+                self._fail(error)
         return [unknown_stats(length(microbatch) or 0, window.parts) for microbatch in microbatches]
+
+    def _fail(self, error: NonFiniteLossError | NonFiniteGradientError) -> None:
+        """Mark the window as failed by an error that may be skipped, or raise it."""
+        if not self.config.skips(error):
+            raise error
+        self.window.failure = error
+
+    def _add_gradients(self, microbatches: Sequence[Any], whole: bool) -> list[SampleStats]:
+        window = self.window
+        accumulator = self._accumulator
+        if whole and isinstance(accumulator, PlainAccumulator) and not self._sums_only:
+            stats, window.divided = accumulator.add_mean(microbatches[0])
+            return [stats]
+        if not accumulator.needs_window:
+            compiled = self.compiled_sums(microbatches[0])
+            if compiled is not None:
+                return [compiled]
+        start = 0 if window.deferred else window.samples
+        if self.size.automatic and not accumulator.exchanges:
+            return self.size.retry(lambda some: accumulator.add(some, start), microbatches)
+        return accumulator.add(microbatches, start)
+
+    @property
+    def defers(self) -> bool:
+        """True if microbatches are computed when the window is complete."""
+        return self._accumulator.needs_window
 
     @property
     def _sums_only(self) -> bool:
@@ -373,6 +423,10 @@ class WindowBuilder:
     def state_dict(self) -> dict[str, Any]:
         """State of the open window, as gradient sums. Samples that are not computed yet are not included."""
         window = self.window
+        try:
+            window.checks.settle()
+        except (NonFiniteLossError, NonFiniteGradientError) as error:
+            self._fail(error)
         parts = window.state() if not window.deferred else {}
         sums = {}
         columns = []
@@ -393,6 +447,10 @@ class WindowBuilder:
         for name, gradient in state["sums"].items():
             parameter = self._trained.named[name]
             parameter.grad = gradient.to(parameter.device, copy=True)
+
+
+def _not_compiled(microbatch: Any) -> None:
+    """Gradient sums of a microbatch by compiled code: there is none."""
 
 
 _UNCUT = (

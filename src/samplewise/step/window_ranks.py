@@ -62,6 +62,15 @@ class WindowRanks(ABC):
         """True if the ranks together have the samples of the window. `ended`: this rank's loader has ended."""
 
     @abstractmethod
+    def begin_exchange(
+        self, window: Window, found: int, samples: int | None, tail: str, ended: bool = False
+    ) -> Callable[[Tensor], None] | None:
+        """Prepare the exchange of gradients before this rank's last pass of a window, in which it will have `found`
+        samples. The result is called in the pass with each parameter whose `.grad` is complete; None: not needed. No
+        effect if it was called for this window before.
+        """
+
+    @abstractmethod
     def next_pass(self, window: Window, samples: int | None) -> None:
         """Restart the numbering of samples for the next loaders; `window` may hold samples carried over."""
 
@@ -151,6 +160,9 @@ class LocalWindows(WindowRanks):
             return False
         has_samples = bool(window.parts or window.deferred)
         return has_samples and (ended or samples is None or window.samples >= samples)
+
+    def begin_exchange(self, window: Window, found: int, samples: int | None, tail: str, ended: bool = False) -> None:
+        """Do nothing: there are no other ranks."""
 
     def next_pass(self, window: Window, samples: int | None) -> None:
         """Do nothing: samples are not numbered over ranks."""

@@ -32,7 +32,7 @@ def drop(largest: int = 0, smallest: int = 0, quantile: float | None = None, by:
         values = stats.norms if by == "norms" else stats.losses
         keep = torch.ones_like(values)
         if quantile is not None:
-            keep[values > _quantile(values, quantile)] = 0
+            keep.masked_fill_(values > _quantile(values, quantile), 0)
         order = values.argsort(stable=True)
         keep[order[:smallest]] = 0
         keep[order[len(order) - min(largest, len(order)) :]] = 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.checks import all_finite
+from samplewise.engine.pending_checks import collecting
 from samplewise.errors import TransformError
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats
@@ -67,10 +68,17 @@ class SampleTransform:
         values = values.detach()
         if not values.is_floating_point():
             values = values.to(torch.get_default_dtype())
+        checks = collecting()
+        if checks is None:
+            self._check_finite(values)
+        else:
+            checks.add(self._check_finite, values)
+        return values
+
+    def _check_finite(self, values: Tensor) -> None:
         if not all_finite(values):
             bad = int((~values.isfinite()).nonzero()[0])
             raise TransformError(f"{self} must return finite coefficients; found {values[bad].item()} at sample {bad}.")
-        return values
 
     def __repr__(self) -> str:
         return self.name

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from samplewise.core.batches import pick
+from samplewise.core.host_copy import copy_to_device
+from samplewise.engine.pending_checks import collecting, read_at_once
 from samplewise.errors import TransformError
 from samplewise.transforms.stats import PerSample, SampleStats
 from samplewise.transforms.transform import NEEDS, SampleTransform, function_name
@@ -28,6 +30,7 @@ def weight(
     batch; or a tensor with one value for each sample of the window, in order; or the key of the batch under which the
     weights are (a name, or the index in a tuple).
     index: with a tensor: key of the batch under which the sample indices are; the weight of a sample is by[its index].
+    A tensor on the CPU and indices on an accelerator cost a host sync per microbatch: move the tensor there.
     renormalise: divide the update by Σ weight × count instead of Σ counts.
     window: call the function with the values of the whole window at once (for ranks or quantiles).
     """
@@ -98,16 +101,25 @@ def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Calla
         raise TransformError(f"weights must be one number per sample; found a tensor of shape {tuple(values.shape)}.")
     name = f"tensor of {len(values)}" + (f", index={index!r}" if index is not None else "")
 
+    def refused(found: object) -> TransformError:
+        return TransformError(f"batch[{index!r}] must hold sample indices from 0 to {len(values) - 1}; found: {found}.")
+
+    def refuse_outside(outside: Tensor, indices: Tensor) -> None:
+        raise refused(f"{int(indices[outside.isnan()][0])}")
+
     def looked_up(stats: SampleStats) -> PerSample:
         try:
-            indices = torch.as_tensor(pick(stats.batch, index), device=values.device)
+            indices = copy_to_device(torch.as_tensor(pick(stats.batch, index)), values.device)
+            checks = collecting()
+            if checks is not None and not read_at_once(indices):
+                outside = (indices < 0) | (indices >= len(values))
+                checks.add(refuse_outside, torch.where(outside, torch.nan, 0.0), indices)
+                return values[indices.clamp(0, len(values) - 1)]
             if bool((indices < 0).any()):
                 raise IndexError("some are negative")
-            return values[indices].to(stats.losses.device)
+            return copy_to_device(values[indices], stats.losses.device)
         except (IndexError, TypeError, ValueError) as error:
-            raise TransformError(
-                f"batch[{index!r}] must hold sample indices from 0 to {len(values) - 1}; found: {error}."
-            ) from None
+            raise refused(error) from None
 
     def in_order(stats: SampleStats) -> PerSample:
         positions = torch.arange(len(stats)) if stats.positions is None else stats.positions
@@ -116,7 +128,7 @@ def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Calla
                 f"weight({name}) must have one value for each sample of the window; found a window of at least "
                 f"{int(positions.max()) + 1}. Set Step(samples=) to that number, or look values up with index=."
             )
-        return values[positions.to(values.device)].to(stats.losses.device)
+        return copy_to_device(values[copy_to_device(positions, values.device)], stats.losses.device)
 
     return (name, frozenset(), in_order) if index is None else (name, frozenset({"batch"}), looked_up)
 
@@ -124,6 +136,7 @@ def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Calla
 def _as_weights(stats: SampleStats, key: Hashable) -> Tensor:
     found = pick(stats.batch, key)
     try:
-        return found if isinstance(found, Tensor) else torch.as_tensor(found, dtype=stats.losses.dtype)
+        given = found if isinstance(found, Tensor) else torch.as_tensor(found, dtype=stats.losses.dtype)
+        return copy_to_device(given, stats.losses.device)
     except (TypeError, ValueError, RuntimeError):
         raise TransformError(f"batch[{key!r}] must hold one weight per sample; found {type(found).__name__}.") from None

@@ -52,6 +52,17 @@ class PerSampleGrad(ABC):
     def squared_norms(self) -> Tensor:
         """Squared L2 norm of each sample's gradient, (b,)."""
 
+    @property
+    def may_cancel(self) -> bool:
+        """True if `scaled_norms` may be NaN although the gradients are finite."""
+        return False
+
+    def scaled_norms(self) -> Tensor:
+        """L2 norm of each sample's gradient, (b,), computed without host sync from scaled values, so that squares do
+        not underflow. NaN for samples in which a sum of pairs of tokens cancels.
+        """
+        return by_rows.all_scaled_norms(self)
+
     def faint_norms(self, samples: Tensor) -> Tensor:
         """Norms of the given samples, (len(samples),) in float64, for gradients whose squares underflow."""
         return by_rows.faint_norms(self, samples)

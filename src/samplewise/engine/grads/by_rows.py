@@ -60,16 +60,28 @@ def faint_norms(form: HasRows, samples: Tensor) -> Tensor:
         here = samples[(samples >= start) & (samples < start + form.step)]
         if len(here):
             first, last = int(here[0]), int(here[-1])
-            norms.append(scaled_norms(_flat(form.rows(first, last + 1)))[here - first])
+            norms.append(scaled_norms(_wide(_flat(form.rows(first, last + 1))))[here - first])
     return torch.cat(norms)
 
 
+def all_scaled_norms(form: HasRows) -> Tensor:
+    """Norms (b,) of all samples, in the dtype of the rows."""
+    return torch.cat([scaled_norms(_flat(rows)) for _, rows in chunks(form)])
+
+
 def scaled_norms(flat: Tensor) -> Tensor:
-    """Norms of rows, (b, p) -> (b,) in float64. Rows are scaled first, so that squares cannot under- or overflow."""
-    wide = (torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat).double()
-    largest = wide.detach().abs().amax(1, keepdim=True)
+    """Norms of rows, (b, p) -> (b,). Rows are scaled first, so that squares cannot under- or overflow."""
+    if not flat.shape[1]:
+        return flat.real.sum(1) if flat.is_complex() else flat.sum(1)
+    real = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
+    largest = real.detach().abs().amax(1, keepdim=True)
     scale = torch.where(largest > 0, largest, 1)
-    return scale[:, 0] * root((wide / scale).square().sum(1))
+    return scale[:, 0] * root(flat_squared_norms(real / scale))
+
+
+def _wide(flat: Tensor) -> Tensor:
+    """Rows in float64, or complex128."""
+    return flat.to(torch.complex128 if flat.is_complex() else torch.float64)
 
 
 def root(squared: Tensor) -> Tensor:

@@ -155,10 +155,13 @@ class FactoredGrad(PerSampleGrad):
 
     def compact(self) -> PerSampleGrad:
         """Rows if they need no more memory than the factors; then rows are also faster than pairs of tokens."""
+        return DenseGrad(self.rows(0, self.samples)) if self._has_small_rows() else self
+
+    def _has_small_rows(self) -> bool:
         stored = 0
         for left, right in self.terms:
             stored += _table(left).shape[1] * (_stored(left) + _stored(right))
-        return DenseGrad(self.rows(0, self.samples)) if prod(self.shape) <= stored else self
+        return prod(self.shape) <= stored
 
     def rows(self, start: int, stop: int) -> Tensor:
         first, *others = sorted(self.some(slice(start, stop)).terms, key=lambda t: isinstance(t.left, OneHot))
@@ -170,27 +173,53 @@ class FactoredGrad(PerSampleGrad):
                 rows = rows + _term_rows(term)
         return rows.reshape(stop - start, *self.shape)
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self, exactly: bool = True) -> Tensor:
+        """As `PerSampleGrad.squared_norms`. exactly: if False, NaN for samples whose sum of pairs cancels."""
         left, right = self.terms[0]
         if len(self.terms) == 1 and isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape[1] == 1:
             return flat_squared_norms(left.flatten(1)) * flat_squared_norms(right.flatten(1))
-        return self._squared_norms_by_pairs()
+        return self._squared_norms_by_pairs(exactly)
 
-    def _squared_norms_by_pairs(self) -> Tensor:
+    def _squared_norms_by_pairs(self, exactly: bool) -> Tensor:
         pairs = []
         for n, p in enumerate(self.terms):
             for q in self.terms[n:]:
                 multiple = 1 if p is q else 2
                 pairs.append(multiple * _inner(p.left, q.left, p.dtype) * _inner(p.right, q.right, p.dtype))
         flat = pairs[0] if len(pairs) == 1 else torch.cat([p.flatten(1) for p in pairs], 1)
-        return checked_pairs(flat, lambda samples: by_rows.squared_norms(self.some(samples)))
+        return checked_pairs(flat, (lambda samples: by_rows.squared_norms(self.some(samples))) if exactly else None)
+
+    @property
+    def may_cancel(self) -> bool:
+        return self.tokens > 1 and not self._looks_up and not self._has_small_rows()
+
+    @property
+    def _looks_up(self) -> bool:
+        """True for the gradients of an embedding that is used once."""
+        return len(self.terms) == 1 and any(isinstance(factor, OneHot) for factor in self.terms[0])
+
+    def scaled_norms(self) -> Tensor:
+        if self._has_small_rows():
+            return by_rows.all_scaled_norms(self)
+        if self._looks_up:
+            scale, divided = self._scaled()
+            return scale * root(_squared_norms_of_lookup(divided.terms[0]))
+        return self._norms_by_scaled_pairs(exactly=False)
+
+    def _norms_by_scaled_pairs(self, exactly: bool) -> Tensor:
+        scale, divided = self._scaled()
+        return scale * root(divided.squared_norms(exactly))
+
+    def _scaled(self) -> tuple[Tensor, FactoredGrad]:
+        """Scale (b,) and gradients divided by it, such that the products of factors have magnitude 1."""
+        scale = torch.stack([_largest(term.left) * _largest(term.right) for term in self.terms]).amax(0)
+        scale = torch.where(scale > 0, scale, 1).clamp(max=torch.finfo(scale.dtype).max)
+        return scale, FactoredGrad([_divided(term, scale) for term in self.terms], self.shape)
 
     def faint_norms(self, samples: Tensor) -> Tensor:
         """As `PerSampleGrad.faint_norms`. Factors are scaled to magnitude 1 in float64 before they are multiplied."""
-        terms = self.some(samples).terms
-        scale = torch.stack([_largest(term.left) * _largest(term.right) for term in terms]).amax(0)
-        scale = torch.where(scale > 0, scale, 1)
-        return scale * root(FactoredGrad([_divided(term, scale) for term in terms], self.shape).squared_norms())
+        terms = [Term(_as_double(left), _as_double(right)) for left, right in self.some(samples).terms]
+        return FactoredGrad(terms, self.shape)._norms_by_scaled_pairs(exactly=True)
 
     def dot(self, direction: Tensor) -> Tensor:
         return total(_dot_term(term, direction.reshape(self.matrix)) for term in self.terms)
@@ -250,24 +279,44 @@ class FactoredGrad(PerSampleGrad):
         return f"factors, {self.tokens} token{'s' * (self.tokens != 1)}"
 
 
-def _largest(factor: Factor) -> Tensor:
-    """Largest absolute value of each sample, (b,) in float64."""
+def _as_double(factor: Factor) -> Factor:
     if isinstance(factor, OneHot):
-        return torch.ones(len(factor.positions), dtype=torch.float64, device=factor.positions.device)
-    return factor.detach().abs().flatten(1).amax(1).double()
+        return factor
+    return factor.to(torch.complex128 if factor.is_complex() else torch.float64)
+
+
+def _largest(factor: Factor) -> Tensor:
+    """Largest absolute value of each sample, (b,), or a scalar."""
+    return torch.ones(()) if isinstance(factor, OneHot) else factor.detach().abs().flatten(1).amax(1)
+
+
+def scaled(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Factor (b, ...) divided by the largest absolute value of each sample, and these values (b,); 1 if all are 0."""
+    largest = _largest(factor)
+    scale = torch.where(largest > 0, largest, 1)
+    return factor / scale.view(-1, *(1,) * (factor.dim() - 1)), scale
 
 
 def _divided(term: Term, scale: Tensor) -> Term:
-    """The term in float64, divided by a scale (b,)."""
+    """The term divided by a scale (b,)."""
     left, right = term
     if isinstance(right, OneHot):
         assert isinstance(left, Tensor)
-        return Term(left.double() / scale[:, None, None], right)
+        return Term(left / scale[:, None, None], right)
     if isinstance(left, OneHot):
-        return Term(left, right.double() / scale[:, None, None])
-    largest = _largest(left)
-    share = torch.where(largest > 0, largest, 1)[:, None, None]
-    return Term(left.double() / share, right.double() * (share / scale[:, None, None]))
+        return Term(left, right / scale[:, None, None])
+    left, share = scaled(left)
+    return Term(left, right * (share / scale)[:, None, None])
+
+
+def _squared_norms_of_lookup(term: Term) -> Tensor:
+    """Squared norms (b,) from the sums of values (b, t, i) with the same position, without pairs that may cancel."""
+    hot, values = term if isinstance(term.left, OneHot) else (term.right, term.left)
+    assert isinstance(hot, OneHot) and isinstance(values, Tensor)
+    same = hot.positions[:, :, None] == hot.positions[:, None, :]
+    first = same.to(torch.uint8).argmax(2)  # first token with the same position
+    summed = torch.zeros_like(values).scatter_add(1, first[:, :, None].expand_as(values), values)
+    return flat_squared_norms(summed.flatten(1))
 
 
 def _samples_to_sum(weights: Tensor | None) -> Tensor | None:
@@ -278,16 +327,17 @@ def _samples_to_sum(weights: Tensor | None) -> Tensor | None:
     return nonzero if len(nonzero) <= ENOUGH_LEFT * len(weights) else None
 
 
-def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor]) -> Tensor:
+def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor] | None) -> Tensor:
     """Sum over pairs of tokens of each sample, (b, ...) -> (b,).
 
-    Samples whose sum cancels are replaced by `exactly(samples)`. In a traced pass, which cannot branch on values, they
-    are NaN, so that the compiled update falls back to another computation.
+    Samples whose sum cancels are replaced by `exactly(samples)`; they are NaN if it is None, which needs no host sync.
+    In a traced pass, which cannot branch on values, they are NaN as well, so that the compiled update falls back to
+    another computation.
     """
     dims = tuple(range(1, pairs.dim()))
     sums = pairs.sum(dims)
     cancelled = sums.detach().abs() < CANCELLED * pairs.detach().abs().sum(dims)
-    if is_traced(sums):
+    if exactly is None or is_traced(sums):
         return torch.where(cancelled, torch.nan, sums)
     samples = cancelled.nonzero().flatten()
     return sums.index_copy(0, samples, exactly(samples)) if len(samples) else sums

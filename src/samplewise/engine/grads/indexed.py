@@ -24,20 +24,34 @@ VIEWS = {
 }
 
 
-def re_indexed(form: PerSampleGrad, entry: Edge, leaf: Edge) -> PerSampleGrad | None:
-    """Gradients of the parameter from those of the operand; None if the operand's dtype cannot hold the indices."""
+def re_indexed(
+    form: PerSampleGrad, entry: Edge, leaf: Edge, known: dict[object, str], key: object
+) -> PerSampleGrad | None:
+    """Gradients of the parameter from those of the operand; None if the operand's dtype cannot hold the indices.
+
+    known: order of the elements by key, for all graphs of one structure. It is read from the device once.
+    """
     if entry.dtype.is_complex or form.width >= 1 / torch.finfo(entry.dtype).eps:
         return None
     count = torch.arange(1, form.width + 1, device=entry.device)
     (indices,) = pull_back(count.view(form.shape).to(entry.dtype), entry, [leaf], differentiable=False)
     positions = indices.long() - 1
-    if isinstance(form, FactoredGrad):
-        straight = count.view(form.matrix) - 1
-        if positions.numel() == form.width and torch.equal(positions.flatten(), straight.flatten()):
+    if isinstance(form, FactoredGrad) and positions.numel() == form.width:
+        key = (key, form.matrix)
+        if key not in known:
+            known[key] = _order(positions.flatten(), (count - 1).view(form.matrix))
+        if known[key] == "straight":
             return FactoredGrad(form.terms, leaf.shape)
-        if positions.numel() == form.width and torch.equal(positions.flatten(), straight.T.flatten()):
+        if known[key] == "transposed":
             return FactoredGrad(form.transposed().terms, leaf.shape)
     return IndexedGrad(form, positions)
+
+
+def _order(positions: Tensor, straight: Tensor) -> str:
+    """Order of the positions (n,) of a matrix whose elements are numbered: "straight", "transposed" or "other"."""
+    if torch.equal(positions, straight.flatten()):
+        return "straight"
+    return "transposed" if torch.equal(positions, straight.T.flatten()) else "other"
 
 
 class IndexedGrad(PerSampleGrad):
@@ -58,6 +72,13 @@ class IndexedGrad(PerSampleGrad):
 
     def squared_norms(self) -> Tensor:
         return self.source.squared_norms()
+
+    @property
+    def may_cancel(self) -> bool:
+        return self.source.may_cancel
+
+    def scaled_norms(self) -> Tensor:
+        return self.source.scaled_norms()
 
     def faint_norms(self, samples: Tensor) -> Tensor:
         return self.source.faint_norms(samples)
@@ -116,6 +137,13 @@ class BlockGrad(PerSampleGrad):
     def squared_norms(self) -> Tensor:
         return total(part.squared_norms() for part in self.parts)
 
+    @property
+    def may_cancel(self) -> bool:
+        return any(part.may_cancel for part in self.parts)
+
+    def scaled_norms(self) -> Tensor:
+        return by_rows.scaled_norms(torch.stack([part.scaled_norms() for part in self.parts], 1))
+
     def faint_norms(self, samples: Tensor) -> Tensor:
         return by_rows.scaled_norms(torch.stack([part.faint_norms(samples) for part in self.parts], 1))
 
@@ -136,10 +164,15 @@ class BlockGrad(PerSampleGrad):
         return f"{len(self.parts)} blocks: {self.parts[0].source.describe()}"
 
 
-def as_blocks(forms: Sequence[PerSampleGrad]) -> BlockGrad | None:
-    """Merge re-indexed gradients into `BlockGrad`; None if one is of another kind or if two share an element."""
+def as_blocks(forms: Sequence[PerSampleGrad], known: dict[object, bool], key: object) -> BlockGrad | None:
+    """Merge re-indexed gradients into `BlockGrad`; None if one is of another kind or if two share an element.
+
+    known: whether elements are shared, by key, for all graphs of one structure. It is read from the device once.
+    """
     parts = [form for form in forms if isinstance(form, IndexedGrad)]
     if len(parts) < len(forms):
         return None
-    uses = total((part.positions >= 0).int() for part in parts)  # number of parts that use each element
-    return None if (uses > 1).any() else BlockGrad(parts)
+    if key not in known:
+        uses = total((part.positions >= 0).int() for part in parts)  # number of parts that use each element
+        known[key] = bool((uses > 1).any())
+    return None if known[key] else BlockGrad(parts)

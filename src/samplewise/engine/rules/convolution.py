@@ -23,7 +23,7 @@ from torch import Tensor
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, total
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import FactoredGrad, Term, checked_pairs
+from samplewise.engine.grads.factored import FactoredGrad, Term, checked_pairs, scaled
 from samplewise.engine.graph import Node, scalar
 from samplewise.engine.rules.use import Use, summed
 
@@ -169,13 +169,23 @@ class ConvolutionGrad(PerSampleGrad):
         right = patches.unflatten(0, x.shape[:2]).flatten(1, 2)
         return FactoredGrad([Term(g.flatten(3).transpose(2, 3).flatten(1, 2), right)], self.shape)
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self, exactly: bool = True) -> Tensor:
+        """As `PerSampleGrad.squared_norms`. exactly: if False, NaN for samples whose sum of pairs cancels."""
         step = max(1, CHUNK // (self.positions * self.patch))
         make = self._norms_by_shifts if self._shifts_pay() else self._norms_by_patches
-        return torch.cat([make(at, min(at + step, self.samples)) for at in range(0, self.samples, step)])
+        return torch.cat([make(at, min(at + step, self.samples), exactly) for at in range(0, self.samples, step)])
 
-    def _norms_by_patches(self, start: int, stop: int) -> Tensor:
-        return self._factors(start, stop).squared_norms()
+    @property
+    def may_cancel(self) -> bool:
+        return self.positions > 1
+
+    def scaled_norms(self) -> Tensor:
+        x, of_x = scaled(self.x)
+        g, of_g = scaled(self.g)
+        return by_rows.root(ConvolutionGrad(x, g, self.weight, self.settings).squared_norms(False)) * of_x * of_g
+
+    def _norms_by_patches(self, start: int, stop: int, exactly: bool) -> Tensor:
+        return self._factors(start, stop).squared_norms(exactly)
 
     def _shifts_pay(self) -> bool:
         """True if `_norms_by_shifts` is faster: one image per sample, and few pairs of input positions.
@@ -186,16 +196,15 @@ class ConvolutionGrad(PerSampleGrad):
         kernel = math.prod(self.weight.shape[2:])
         return self.x.shape[1] == 1 and kernel > 1 and 2 * padded**2 < self.positions**2 * kernel
 
-    def _norms_by_shifts(self, start: int, stop: int) -> Tensor:
+    def _norms_by_shifts(self, start: int, stop: int, exactly: bool) -> Tensor:
         """Squared norms from inner products of patches, which are sums over kernel positions of input products."""
         x = _padded(self.x[start:stop, 0], self.settings)
         g = self.g[start:stop, 0].flatten(2)
         between = torch.bmm(x.flatten(2).transpose(1, 2), x.flatten(2)).view(len(x), *x.shape[2:], *x.shape[2:])
         patches = total(between[(slice(None), *window, *window)] for window in self._windows())
         patches = patches.reshape(len(x), self.positions, self.positions)
-        return checked_pairs(
-            patches * torch.bmm(g.transpose(1, 2), g), lambda samples: self._some_norms(samples + start)
-        )
+        pairs = patches * torch.bmm(g.transpose(1, 2), g)
+        return checked_pairs(pairs, (lambda samples: self._some_norms(samples + start)) if exactly else None)
 
     def _windows(self) -> Iterator[tuple[slice, ...]]:
         """Yield, for each kernel position, the input positions it is multiplied with."""
@@ -237,6 +246,13 @@ class ChannelsLastGrad(PerSampleGrad):
 
     def squared_norms(self) -> Tensor:
         return self.source.squared_norms()
+
+    @property
+    def may_cancel(self) -> bool:
+        return self.source.may_cancel
+
+    def scaled_norms(self) -> Tensor:
+        return self.source.scaled_norms()
 
     def dot(self, direction: Tensor) -> Tensor:
         return self.source.dot(direction.movedim(1, -1))

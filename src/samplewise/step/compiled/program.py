@@ -182,6 +182,18 @@ class Program:
         """Gradients by parameter name, if the optimizer performs the update (no formula)."""
         return self.update.backward.gradients(results)
 
+    def separate_gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gradients by parameter name, which may be changed in place: none shares memory with another one or with an
+        input of the program.
+        """
+        taken = {t.untyped_storage().data_ptr() for t in (*self._bound, *self._batch)}
+        separate = {}
+        for name, gradient in self.gradients(results).items():
+            memory = gradient.untyped_storage().data_ptr()
+            separate[name] = gradient.clone() if memory in taken else gradient
+            taken.add(memory)
+        return separate
+
     def write_gradients(self, results: Sequence[Tensor]) -> None:
         """Write the gradients to `.grad` of the parameters."""
         for name, gradient in self.gradients(results).items():

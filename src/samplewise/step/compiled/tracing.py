@@ -100,8 +100,10 @@ class Backward:
         return dict(zip(self.reached, results[self.known :], strict=False))
 
 
-def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatch: Any) -> Backward:
-    """Trace forward and backward pass of one window; `microbatch` is an example of its samples."""
+def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatch: Any, mean: bool) -> Backward:
+    """Trace forward and backward pass of one window; `microbatch` is an example of its samples. mean=False: gradients
+    are sums, which are not divided by the denominator.
+    """
     layout: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
@@ -111,7 +113,7 @@ def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatc
         example = map_leaves(microbatch, lambda leaf: next(inputs) if isinstance(leaf, Tensor) else leaf)
         with ExitStack() as stack:
             tensors.replaced(stack, list(wanted.values()), others)
-            stats, gradients = _computed(accumulator, wanted, example)
+            stats, gradients = _computed(accumulator, wanted, example, mean)
         found = {name: values for name in RESULTS if (values := getattr(stats, name)) is not None}
         dicts = {name: values for name, values in found.items() if isinstance(values, dict)}
         columns = {name: values for name, values in found.items() if name not in dicts}
@@ -145,9 +147,13 @@ RESULTS = ("losses", "counts", "raw_norms", "coefficients", "shares", "columns")
 
 
 def _computed(
-    accumulator: WeightedAccumulator, wanted: dict[str, Tensor], microbatch: Any
+    accumulator: WeightedAccumulator, wanted: dict[str, Tensor], microbatch: Any, mean: bool
 ) -> tuple[SampleStats, dict[str, Tensor]]:
-    """Compute the per-sample results of a window and the gradients of its update, by parameter name."""
+    """Compute the per-sample results of a window and the gradients of its update, or their sums, by parameter name."""
+
+    def divisor(stats: SampleStats) -> Tensor | float:
+        return denominator([stats]) if mean else 1.0
+
     evaluator = accumulator.evaluator
     stage = accumulator.chain.samples
     record_norms = accumulator.record_norms
@@ -158,7 +164,7 @@ def _computed(
     reached = _reached(losses, wanted)
     if not (accumulator.chain.weighs or record_norms):
         stats = SampleStats(losses.detach(), counts, columns=evaluator.columns)
-        return stats, _weighted(losses, reached, torch.ones_like(losses) / denominator([stats]))
+        return stats, _weighted(losses, reached, torch.ones_like(losses) / divisor(stats))
     counts = torch.ones_like(losses) if counts is None else counts
     positions = torch.arange(len(losses))
     stats = SampleStats(losses.detach(), counts, microbatch, positions, columns=evaluator.columns)
@@ -171,10 +177,10 @@ def _computed(
     (stats,) = stage.weigh([stats])
     result = stats.result()
     if g is None and not isinstance(stats.coefficients, dict):
-        return result, _weighted(losses, reached, stats.weights / denominator([result]))
+        return result, _weighted(losses, reached, stats.weights / divisor(result))
     g = gradients_of(losses, wanted, evaluator.modules, interacting=evaluator.interacting) if g is None else g
     sums = g.sum(stats.coefficients)
-    return result, {name: sums[name] / denominator([result]) for name in reached}
+    return result, {name: sums[name] / divisor(result) for name in reached}
 
 
 def _reached(losses: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:

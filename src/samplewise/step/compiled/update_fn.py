@@ -51,7 +51,7 @@ class CompiledUpdate:
     """One update of `samples` rows. `chosen[k]` is True if tensor k of the batch has one row per sample."""
 
     backward: Backward
-    buckets: OptimBuckets | None  # None: gradients are returned and the optimizer performs the update
+    buckets: OptimBuckets | None  # None: gradients are returned, for the optimizer or for the sum over ranks
     samples: int
     chosen: list[bool]
     max_grad_norm: float | None

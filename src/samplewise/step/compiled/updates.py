@@ -1,39 +1,18 @@
-"""Compiled updates: decide when to compile, run the compiled code, and fall back to uncompiled updates.
-
-An update is compiled for the structure and shape of its samples. Before the compiled code is used for the first time,
-one update is computed compiled and uncompiled, and the results are compared. When the code cannot be used, the step
-continues uncompiled; with compile=True it warns once.
-"""
+"""Compiled updates of one process: decide when to compile, run programs, and fall back to uncompiled updates."""
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-from samplewise.core.batches import cut, leaves
-from samplewise.core.slow_notice import notify_if_slow
 from samplewise.core.text import plural
-from samplewise.errors import TrainingWarning
-from samplewise.step.accumulate import WeightedAccumulator
 from samplewise.step.batch_columns import BatchColumns, record_columns
-from samplewise.step.compiled import inductor
-from samplewise.step.compiled.batch_signature import has_rows, signature
-from samplewise.step.compiled.errors import CannotCompile
-from samplewise.step.compiled.guards import Guards
 from samplewise.step.compiled.kernel_replay import CHUNK
-from samplewise.step.compiled.optim_buckets import OptimBuckets
-from samplewise.step.compiled.optim_formulas import formula_of
 from samplewise.step.compiled.program import Program
-from samplewise.step.compiled.tracing import Tensors, trace_backward
-from samplewise.step.compiled.update_fn import CompiledUpdate
-from samplewise.step.compiled.verify import agrees
+from samplewise.step.compiled.programs import Programs
 from samplewise.step.config import StepConfig
 from samplewise.step.eager import EagerUpdates
 from samplewise.step.update import Outcome, Update
@@ -41,8 +20,6 @@ from samplewise.step.window import BatchCursor, Window
 from samplewise.transforms.stats import SampleStats
 
 AUTO_AFTER = 1000  # one-sample updates before "auto" compiles: training is then likely to last
-SHAPES = 4  # maximum number of sample shapes that are compiled
-CHANGES = 8  # maximum number of recompilations after changes of the model or the optimizer
 
 
 class CompiledWindow(NamedTuple):
@@ -66,14 +43,8 @@ class CompiledUpdates:
         self.builder = builder
         self.evaluator = builder.evaluator
         self.applier = eager.applier
-        self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
-        self._gave_up: str | None = None  # why nothing is compiled any more
-        self._known: list[str] = []  # sample shapes admitted for compilation
-        self._guards: Guards | None = None
-        self._programs: dict[Any, Program | None] = {}
-        self._changes = 0
-        self._full = False
-        self._settings = self._compiled_settings()  # at the last call of _settings_hold
+        self.programs = Programs(eager, whole=True)
+        self.slow_compile_notice = self.programs.slow_compile_notice
         self._era = 0  # incremented when the optimizer's hyperparameters change
         self._rates = self.applier.rates()
         self._compiled = False  # whether an update was compiled
@@ -112,8 +83,8 @@ class CompiledUpdates:
 
     @property
     def status(self) -> str:
-        if self._gave_up is not None:
-            return self._gave_up
+        if self.programs.gave_up is not None:
+            return self.programs.gave_up
         if self._compiled:
             return "compiled"
         if self.config.compile == "auto" and self.builder.config.samples != 1:
@@ -126,34 +97,18 @@ class CompiledUpdates:
         The first update never is: it is checked for mistakes and creates the optimizer state. With "auto": only
         one-sample updates, after AUTO_AFTER of them.
         """
-        if self._gave_up is not None:
+        if self.programs.gave_up is not None:
             return False
         updates = self.builder.counters.updates
         if self.config.compile == "auto":
             return updates >= AUTO_AFTER and self.builder.config.samples == 1
         return updates >= 1
 
-    @contextmanager
-    def slow_compile_notice(self, notify: Callable[[str], None]) -> Iterator[None]:
-        before = self.notify
-        self.notify = notify
-        try:
-            yield
-        finally:
-            self.notify = before
-
     def state_dict(self) -> dict[str, Any]:
-        return {"known": list(self._known), "given_up": self._gave_up}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State without compiled code, which is bound to tensors; a copy compiles again."""
-        return {**vars(self), "_programs": {}, "_guards": None}
+        return {"known": list(self.programs.known), "given_up": self.programs.gave_up}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._known = list(state["known"])
-        self._gave_up = state["given_up"]
-        self._programs = {}
-        self._guards = None
+        self.programs.load(list(state["known"]), state["given_up"])
         self._compiled = False
 
     # --- running compiled code -------------------------------------------------------------------------------------
@@ -175,22 +130,21 @@ class CompiledUpdates:
         """Run compiled updates one by one, until the batch is used up or the next update must be uncompiled."""
         size = self.builder.config.samples or cursor.left
         end = cursor.rows or 0
-        record_norms = self.builder.record_norms
-        config = self.config
-        program = self._program_for(cursor, size)
+        settings = self._settings
+        program = self.programs.get(cursor, size)
         while program is not None and cursor.consumed + size <= end and not self._audit_due():
             window = self._run(program, cursor)
             if window is None:
                 return
             yield window
-            if self.config is not config or self.builder.record_norms != record_norms or not self._guards_hold():
+            if self._settings != settings or not self.programs.guards_hold():
                 return
 
     def _blocks(self, cursor: BatchCursor) -> Iterator[CompiledWindow]:
         """Run compiled updates in blocks of up to CHUNK; the caller runs no code between the updates of a block."""
         size = self.builder.config.samples or cursor.left
         end = cursor.rows or 0
-        program = self._program_for(cursor, size)
+        program = self.programs.get(cursor, size)
         scheduler = self.applier.scheduler
         several = program is not None and program.can_make_many and scheduler is None and not self.config.audit
         while program is not None and cursor.consumed + size <= end and not self._audit_due():
@@ -199,8 +153,13 @@ class CompiledUpdates:
             if window is None:
                 return
             yield window
-            if window.updates < wanted or (scheduler is not None and not self._guards_hold()):
+            if window.updates < wanted or (scheduler is not None and not self.programs.guards_hold()):
                 return
+
+    @property
+    def _settings(self) -> tuple[int, bool]:
+        """Identifies what the caller may change between two updates."""
+        return id(self.config), self.builder.record_norms
 
     def _audit_due(self) -> bool:
         """True if the next update is audited, which compiled code cannot do."""
@@ -208,7 +167,7 @@ class CompiledUpdates:
 
     def _run(self, program: Program, cursor: BatchCursor) -> CompiledWindow | None:
         started = perf_counter()
-        if self._guards is None or self._guards.hyperparameters_changed():
+        if self.programs.hyperparameters_changed():
             self._era += 1
             self._rates = self.applier.rates()
         if program.copies:
@@ -248,175 +207,3 @@ class CompiledUpdates:
             return []
         rows = slice(start, cursor.consumed)
         return [record_columns(cursor.batch, builder.columns, builder.counters.epochs, rows)]
-
-    def _compiled_settings(self) -> tuple[Any, ...]:
-        """Settings that are part of the compiled code."""
-        config = self.config
-        return config.transforms, config.max_grad_norm, config.microbatch
-
-    def _settings_hold(self) -> bool:
-        """Test whether the settings are those of the last call; otherwise discard compiled code. The next update is
-        then uncompiled, because the first one of new transforms is checked for mistakes.
-        """
-        settings = self._compiled_settings()
-        if settings[0] is self._settings[0] and settings[1:] == self._settings[1:]:
-            return True
-        self._settings = settings
-        return self._discard()
-
-    def _guards_hold(self) -> bool:
-        """Test the guards; discard all compiled code if something has changed."""
-        if self._guards is not None and self._guards.hold():
-            return True
-        return self._discard()
-
-    def _discard(self) -> bool:
-        """Discard all compiled code; returns False."""
-        self._programs = {}
-        self._guards = None
-        self._changes += 1
-        if self._changes > CHANGES:
-            self._give_up(f"the model, the optimizer or the settings have changed {self._changes} times")
-        return False
-
-    # --- compiling -------------------------------------------------------------------------------------------------
-
-    def _program_for(self, cursor: BatchCursor, size: int) -> Program | None:
-        """Return the verified program for the next update, compiling it if needed; None: run uncompiled."""
-        if not 0 < size <= cursor.left:
-            return None
-        record_norms = self.builder.record_norms
-        self.evaluator.predictions = predictions = self.builder.predictions
-        try:
-            shape = signature(cursor.batch, cursor.rows), size
-            key = *shape, record_norms, predictions
-            if not self._settings_hold() or (self._programs and not self._guards_hold()):
-                return None
-            if key not in self._programs:
-                self._programs[key] = self._compile(cursor, size, record_norms) if self._admitted(repr(shape)) else None
-            program = self._programs[key]
-            if program is not None:
-                program.feed(cursor.batch)
-                program.verified = program.verified or self._agrees(program, cursor, size)
-        except Exception as problem:  # raised by tracing or compiling; nothing has been changed
-            self._give_up(_first_line(problem))
-            return None
-        return program if program is not None and program.verified else None
-
-    def _admitted(self, shape: str) -> bool:
-        """Test whether this sample shape is compiled: at most SHAPES different ones are."""
-        if shape in self._known:
-            return True
-        if len(self._known) == SHAPES:
-            if not self._full:
-                self._warn(f"at most {SHAPES} sample shapes are compiled; found another shape, which stays uncompiled")
-            self._full = True
-            return False
-        self._known.append(shape)
-        return True
-
-    def _compile(self, cursor: BatchCursor, size: int, record_norms: bool) -> Program:
-        self._check_settings(size)
-        example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
-        self.evaluator.trained.clear()
-        with notify_if_slow(self.notify, f"compiling an update of {plural(size, 'sample')} ..."), _quietly():
-            guards, tensors, update = self._traced(cursor, size, example, record_norms)
-            program = Program(update, tensors, example)
-        guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
-        self._guards = guards
-        self._era += 1
-        self._rates = self.applier.rates()
-        return program
-
-    def _why_different(self) -> str:
-        if self.config.precision is None or inductor.emulates_casts():
-            return "compiled and uncompiled update differ"
-        return (
-            f"compiled code of torch {torch.__version__} rounds to bfloat16 at other places than uncompiled code; a "
-            "newer torch version can compile updates in mixed precision"
-        )
-
-    def _agrees(self, program: Program, cursor: BatchCursor, size: int) -> bool:
-        """Verify the program on the next update. False: not decided, for example because the update is not finite."""
-        example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
-        accumulator = self.builder.make_accumulator()
-        same = agrees(program, accumulator, self.evaluator, self.applier, self.config, example, cursor.consumed)
-        if same is False:
-            raise CannotCompile(self._why_different())
-        return same is True
-
-    def _traced(
-        self, cursor: BatchCursor, size: int, example: Any, record_norms: bool
-    ) -> tuple[Guards, Tensors, CompiledUpdate]:
-        evaluator = self.evaluator
-        optimizer = self.applier.optimizer
-        chain = self.config.transforms
-        functions = [evaluator.loss_fn, *(t.answer for t in chain.samples.transforms)]
-        guards = Guards(evaluator.modules, functions, optimizer)
-        tensors = Tensors.of(evaluator)
-        accumulator = WeightedAccumulator(evaluator, chain, record_norms, self.builder.ranks, self.builder.size)
-        with guards.restored_after_tracing():
-            backward = trace_backward(accumulator, tensors, example)
-        formula = formula_of(optimizer)
-        names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
-        update = CompiledUpdate(
-            backward=backward,
-            buckets=None if formula is None else OptimBuckets(formula, optimizer, names),
-            samples=size,
-            chosen=[has_rows(leaf, cursor.rows) for leaf in leaves(cursor.batch) if isinstance(leaf, Tensor)],
-            max_grad_norm=self.config.max_grad_norm,
-            checks=self.config.checks_finite,
-        )
-        return guards, tensors, update
-
-    def _check_settings(self, size: int) -> None:
-        """Raise CannotCompile for settings that are not supported or not faster when compiled."""
-        modules = [m for root in self.evaluator.modules for m in root.modules()]
-        chain = self.config.transforms
-        microbatch = self.builder.size
-        reasons = {
-            "the parameters are not in CPU memory": self.evaluator.trained.device.type != "cpu",
-            "there is a loss scale": self.evaluator.precision.scales,
-            "a window is computed in microbatches": microbatch.automatic or (microbatch.size or size) < size,
-            "transforms group samples, use references or add noise": bool(
-                chain.grouping or chain.samples.references or chain.on_sum
-            ),
-            "recurrent layers are no faster compiled": any(isinstance(m, nn.RNNBase) for m in modules),
-            "the model was compiled with torch.compile": any(hasattr(m, "_orig_mod") for m in modules),
-        }
-        for reason, holds in reasons.items():
-            if holds:
-                raise CannotCompile(reason)
-
-    # --- warnings --------------------------------------------------------------------------------------------------
-
-    def _give_up(self, reason: str) -> None:
-        self._gave_up = reason
-        self._programs = {}
-        self._guards = None
-        self._warn(f"updates stay uncompiled: {reason}")
-
-    def _warn(self, what: str) -> None:
-        if self.config.compile is True:
-            warnings.warn(
-                f"{what}. Training continues; uncompiled updates give the same results, without the speedup.",
-                TrainingWarning,
-                2,
-            )
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Ignore warnings of tracer and compiler; warnings of the model were shown in uncompiled updates."""
-    with warnings.catch_warnings(), torch.enable_grad():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _first_line(problem: Exception) -> str:
-    if isinstance(problem, CannotCompile):
-        return str(problem)
-    message = str(problem).strip().partition("\n")[0][:200].rstrip(".") or "no reason given"
-    if isinstance(problem, ImportError):
-        return f"torch {torch.__version__} lacks an interface that compiled updates need ({message})"
-    return f"{type(problem).__name__}: {message}"

@@ -32,8 +32,10 @@ def agrees(
     config: StepConfig,
     microbatch: Any,
     start: int,
+    mean: bool,
 ) -> bool | None:
-    """Test whether the update from row `start` is equal compiled and uncompiled; None if it is not finite.
+    """Test whether the update from row `start` is equal compiled and uncompiled; None if it is not finite. mean=False:
+    the program returns sums of gradients.
 
     Restores parameters, optimizer state, buffers and RNG.
     """
@@ -51,7 +53,7 @@ def agrees(
         evaluator.trained.clear()
 
     try:
-        losses, gradients = _uncompiled(accumulator, evaluator, applier, config, microbatch)
+        losses, gradients = _uncompiled(accumulator, evaluator, applier, config, microbatch, mean)
         step = program.update.buckets is not None
         if step:
             applier.optimizer.step()
@@ -73,14 +75,20 @@ def agrees(
 
 
 def _uncompiled(
-    accumulator: Accumulator, evaluator: LossEvaluator, applier: UpdateApplier, config: StepConfig, microbatch: Any
+    accumulator: Accumulator,
+    evaluator: LossEvaluator,
+    applier: UpdateApplier,
+    config: StepConfig,
+    microbatch: Any,
+    mean: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute the update's gradients uncompiled into `.grad`; return losses and gradients."""
+    """Compute the update's gradients, or their sums, uncompiled into `.grad`; return losses and gradients."""
     evaluator.trained.clear()
     accumulator.begin()
     with torch.enable_grad():
         parts = accumulator.add([microbatch], 0)
-    applier.prepare(Window(config, parts=parts, samples=len(parts[0])))
+    if mean:
+        applier.prepare(Window(config, parts=parts, samples=len(parts[0])))
     return parts[0].losses, evaluator.trained.gradients()
 
 

@@ -1,0 +1,72 @@
+"""Compiled gradients of several ranks: the forward pass, per-sample quantities, weights and the weighted sum of a
+microbatch are compiled. The sum over ranks and the optimizer are not, so that ranks may differ in what they compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from samplewise.core.text import plural
+from samplewise.engine.backward import accumulate_grad
+from samplewise.step.compiled.programs import Programs
+from samplewise.step.eager import EagerUpdates
+from samplewise.step.window import BatchCursor, Window
+from samplewise.transforms.stats import SampleStats
+
+
+class CompiledGradients:
+    """Updates made by `eager`, with gradients from compiled code where possible."""
+
+    def __init__(self, eager: EagerUpdates):
+        self.eager = eager
+        self.builder = eager.builder
+        self.apply = eager.apply
+        self.programs = Programs(eager, whole=False)
+        self.slow_compile_notice = self.programs.slow_compile_notice
+        self.builder.compiled_sums = self._add
+        self._compiled = False  # whether gradients were compiled
+
+    def fill(self, cursor: BatchCursor, blocks: bool) -> Iterator[Window]:
+        return self.eager.fill(cursor, blocks)
+
+    @property
+    def status(self) -> str:
+        if self.programs.gave_up is not None:
+            return self.programs.gave_up
+        if self.builder.defers:
+            return "transforms that need the whole window are compiled only in a single process"
+        if self._compiled:
+            return "compiled"
+        return f"not compiled yet, after {plural(self.builder.counters.updates, 'update')}"
+
+    def _add(self, microbatch: Any) -> SampleStats | None:
+        """Add the gradient sums of a microbatch to `.grad`, and return its per-sample results. None: nothing was done,
+        and the microbatch must be computed uncompiled, as those of the first update, which is checked for mistakes.
+        """
+        if self.programs.gave_up is not None or self.builder.counters.updates == 0:
+            return None
+        evaluator = self.builder.evaluator
+        ready = evaluator.ready
+        evaluator.ready = None  # a program is verified in passes of its own
+        try:
+            cursor = BatchCursor(microbatch)
+            program = self.programs.get(cursor, cursor.left)
+        finally:
+            evaluator.ready = ready
+        results = None if program is None else program(0, era=0)
+        if program is None or results is None:
+            return None
+        for name, gradient in program.separate_gradients(results).items():
+            accumulate_grad(evaluator.trained.named[name], gradient)
+        self._compiled = True
+        return program.stats(results)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of uncompiled updates: it must be equal on all ranks, and a resumed run compiles again."""
+        return self.eager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.eager.load_state_dict(state)
+        self.programs.load([], None)
+        self._compiled = False

@@ -1,0 +1,268 @@
+"""Programs of a step: compile them for the structure and shape of their samples, guard and verify them.
+
+Before a program is used for the first time, its results are compared with those of uncompiled code. When a program
+cannot be made, the step continues uncompiled; with compile=True it warns once.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.core.batches import cut, leaves
+from samplewise.core.slow_notice import notify_if_slow
+from samplewise.core.text import plural
+from samplewise.errors import TrainingWarning
+from samplewise.step.accumulate import WeightedAccumulator
+from samplewise.step.compiled import inductor
+from samplewise.step.compiled.batch_signature import has_rows, signature
+from samplewise.step.compiled.errors import CannotCompile
+from samplewise.step.compiled.guards import Guards
+from samplewise.step.compiled.optim_buckets import OptimBuckets
+from samplewise.step.compiled.optim_formulas import formula_of
+from samplewise.step.compiled.program import Program
+from samplewise.step.compiled.tracing import Tensors, trace_backward
+from samplewise.step.compiled.update_fn import CompiledUpdate
+from samplewise.step.compiled.verify import agrees
+from samplewise.step.config import StepConfig
+from samplewise.step.eager import EagerUpdates
+from samplewise.step.window import BatchCursor
+
+SHAPES = 4  # maximum number of sample shapes that are compiled
+CHANGES = 8  # maximum number of recompilations after changes of the model or the optimizer
+
+
+class Programs:
+    """Compiled programs by the signature of their samples. `whole`: a program makes a whole update; otherwise it
+    computes the gradient sums of a microbatch. `gave_up`: why nothing is compiled any more; `known`: sample shapes
+    admitted for compilation.
+    """
+
+    def __init__(self, eager: EagerUpdates, whole: bool):
+        self.builder = eager.builder
+        self.evaluator = eager.builder.evaluator
+        self.applier = eager.applier
+        self.whole = whole
+        self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+        self.gave_up: str | None = None
+        self.known: list[str] = []
+        self.found: dict[Any, Program | None] = {}
+        self._guards: Guards | None = None
+        self._changes = 0
+        self._full = False
+        self._fresh = False  # a program was compiled since the last call of `hyperparameters_changed`
+        self._settings = self._compiled_settings()  # at the last call of _settings_hold
+
+    @property
+    def config(self) -> StepConfig:
+        """Settings of the next window, or of the one whose gradients are computed."""
+        return self.builder.config if self.whole else self.builder.window.config
+
+    @contextmanager
+    def slow_compile_notice(self, notify: Callable[[str], None]) -> Iterator[None]:
+        before = self.notify
+        self.notify = notify
+        try:
+            yield
+        finally:
+            self.notify = before
+
+    def load(self, known: list[str], gave_up: str | None) -> None:
+        """Discard all programs, and restore what is known about shapes."""
+        self.known = known
+        self.gave_up = gave_up
+        self.found = {}
+        self._guards = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without compiled code, which is bound to tensors; a copy compiles again."""
+        return {**vars(self), "found": {}, "_guards": None}
+
+    # --- guards ----------------------------------------------------------------------------------------------------
+
+    def hyperparameters_changed(self) -> bool:
+        """Test whether the optimizer's hyperparameters may have changed since the last call."""
+        fresh = self._fresh or self._guards is None
+        self._fresh = False
+        return (self._guards is not None and self._guards.hyperparameters_changed()) or fresh
+
+    def _compiled_settings(self) -> tuple[Any, ...]:
+        """Settings that are part of the compiled code."""
+        config = self.config
+        return config.transforms, config.max_grad_norm, config.microbatch
+
+    def _settings_hold(self) -> bool:
+        """Test whether the settings are those of the last call; otherwise discard compiled code. The next update is
+        then uncompiled, because the first one of new transforms is checked for mistakes.
+        """
+        settings = self._compiled_settings()
+        if settings[0] is self._settings[0] and settings[1:] == self._settings[1:]:
+            return True
+        self._settings = settings
+        return self._discard()
+
+    def guards_hold(self) -> bool:
+        """Test the guards; discard all compiled code if something has changed."""
+        if self._guards is not None and self._guards.hold():
+            return True
+        return self._discard()
+
+    def _discard(self) -> bool:
+        """Discard all compiled code; returns False."""
+        self.found = {}
+        self._guards = None
+        self._changes += 1
+        if self._changes > CHANGES:
+            self._give_up(f"the model, the optimizer or the settings have changed {self._changes} times")
+        return False
+
+    # --- compiling -------------------------------------------------------------------------------------------------
+
+    def get(self, cursor: BatchCursor, size: int) -> Program | None:
+        """Return the verified program for the next `size` samples, compiling it if needed; None: run uncompiled."""
+        if not 0 < size <= cursor.left:
+            return None
+        record_norms = self.builder.record_norms
+        self.evaluator.predictions = predictions = self.builder.predictions
+        try:
+            shape = signature(cursor.batch, cursor.rows), size
+            key = *shape, record_norms, predictions
+            if not self._settings_hold() or (self.found and not self.guards_hold()):
+                return None
+            if key not in self.found:
+                self.found[key] = self._compile(cursor, size, record_norms) if self._admitted(repr(shape)) else None
+            program = self.found[key]
+            if program is not None:
+                program.feed(cursor.batch)
+                program.verified = program.verified or self._agrees(program, cursor, size)
+        except Exception as problem:  # raised by tracing or compiling; nothing has been changed
+            self._give_up(_first_line(problem))
+            return None
+        return program if program is not None and program.verified else None
+
+    def _admitted(self, shape: str) -> bool:
+        """Test whether this sample shape is compiled: at most SHAPES different ones are."""
+        if shape in self.known:
+            return True
+        if len(self.known) == SHAPES:
+            if not self._full:
+                self._warn(f"at most {SHAPES} sample shapes are compiled; found another shape, which stays uncompiled")
+            self._full = True
+            return False
+        self.known.append(shape)
+        return True
+
+    def _compile(self, cursor: BatchCursor, size: int, record_norms: bool) -> Program:
+        self._check_settings(size)
+        example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
+        notice = f"compiling an update of {plural(size, 'sample')} ..."
+        with self.evaluator.trained.without_grads(), notify_if_slow(self.notify, notice), _quietly():
+            guards, tensors, update = self._traced(cursor, size, example, record_norms)
+            program = Program(update, tensors, example)
+        guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
+        self._guards = guards
+        self._fresh = True
+        return program
+
+    def _agrees(self, program: Program, cursor: BatchCursor, size: int) -> bool:
+        """Verify the program on the next update. False: not decided, for example because the update is not finite."""
+        example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
+        accumulator = self.builder.make_accumulator()
+        start = cursor.consumed
+        with self.evaluator.trained.without_grads():
+            same = agrees(
+                program, accumulator, self.evaluator, self.applier, self.config, example, start, mean=self.whole
+            )
+        if same is False:
+            raise CannotCompile(self._why_different())
+        return same is True
+
+    def _why_different(self) -> str:
+        if self.config.precision is None or inductor.emulates_casts():
+            return "compiled and uncompiled update differ"
+        return (
+            f"compiled code of torch {torch.__version__} rounds to bfloat16 at other places than uncompiled code; a "
+            "newer torch version can compile updates in mixed precision"
+        )
+
+    def _traced(
+        self, cursor: BatchCursor, size: int, example: Any, record_norms: bool
+    ) -> tuple[Guards, Tensors, CompiledUpdate]:
+        evaluator = self.evaluator
+        optimizer = self.applier.optimizer
+        chain = self.config.transforms
+        functions = [evaluator.loss_fn, *(t.answer for t in chain.samples.transforms)]
+        guards = Guards(evaluator.modules, functions, optimizer)
+        tensors = Tensors.of(evaluator)
+        accumulator = WeightedAccumulator(evaluator, chain, record_norms, self.builder.ranks, self.builder.size)
+        with guards.restored_after_tracing():
+            backward = trace_backward(accumulator, tensors, example, self.whole)
+        formula = formula_of(optimizer) if self.whole else None
+        names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
+        update = CompiledUpdate(
+            backward=backward,
+            buckets=None if formula is None else OptimBuckets(formula, optimizer, names),
+            samples=size,
+            chosen=[has_rows(leaf, cursor.rows) for leaf in leaves(cursor.batch) if isinstance(leaf, Tensor)],
+            max_grad_norm=self.config.max_grad_norm if self.whole else None,
+            checks=self.config.checks_finite,
+        )
+        return guards, tensors, update
+
+    def _check_settings(self, size: int) -> None:
+        """Raise CannotCompile for settings that are not supported or not faster when compiled."""
+        modules = [m for root in self.evaluator.modules for m in root.modules()]
+        chain = self.config.transforms
+        microbatch = self.builder.size
+        reasons = {
+            "the parameters are not in CPU memory": self.evaluator.trained.device.type != "cpu",
+            "there is a loss scale": self.evaluator.precision.scales,
+            "a window is computed in microbatches": microbatch.automatic or (microbatch.size or size) < size,
+            "transforms group samples, use references or add noise": bool(
+                chain.grouping or chain.samples.references or (chain.on_sum and self.whole)
+            ),
+            "recurrent layers are no faster compiled": any(isinstance(m, nn.RNNBase) for m in modules),
+            "the model was compiled with torch.compile": any(hasattr(m, "_orig_mod") for m in modules),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise CannotCompile(reason)
+
+    # --- warnings --------------------------------------------------------------------------------------------------
+
+    def _give_up(self, reason: str) -> None:
+        self.gave_up = reason
+        self.found = {}
+        self._guards = None
+        self._warn(f"updates stay uncompiled: {reason}")
+
+    def _warn(self, what: str) -> None:
+        if self.config.compile is True:
+            warnings.warn(
+                f"{what}. Training continues; uncompiled updates give the same results, without the speedup.",
+                TrainingWarning,
+                2,
+            )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Ignore warnings of tracer and compiler; warnings of the model were shown in uncompiled updates."""
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _first_line(problem: Exception) -> str:
+    if isinstance(problem, CannotCompile):
+        return str(problem)
+    message = str(problem).strip().partition("\n")[0][:200].rstrip(".") or "no reason given"
+    if isinstance(problem, ImportError):
+        return f"torch {torch.__version__} lacks an interface that compiled updates need ({message})"
+    return f"{type(problem).__name__}: {message}"

@@ -1,0 +1,363 @@
+"""Waits of the host for the device: none in an update that the device may skip, one where the host must decide."""
+
+import pytest
+import sim_device as sim
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samplewise as sw
+
+DEVICE = torch.device("sim")
+B = 4
+
+
+def classified(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def tokens(model, batch):
+    """Sums over tokens, and their number."""
+    losses = classified(model, batch)
+    return 3 * losses, torch.full_like(losses, 3.0)
+
+
+def batch(seed=0, device=DEVICE, samples=B):
+    g = torch.Generator().manual_seed(seed)
+    x, y, w = torch.randn(samples, 5, generator=g), torch.randint(0, 3, (samples,), generator=g), torch.ones(samples)
+    return {"x": x.to(device), "y": y.to(device), "w": w.to(device), "i": y.to(device), "user": [0, 1] * (samples // 2)}
+
+
+def net(device=DEVICE):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 3)).to(device)
+
+
+def make_step(transforms=(), loss_fn=classified, fused=True, device=DEVICE, model=net, **options):
+    model = model(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return sw.Step(model, optimizer, loss_fn, transforms=transforms, scheduler=scheduler, **options)
+
+
+def waits_of(step, updates=2):
+    """Waits of some updates after the first ones."""
+    data = [batch(k, samples=step.samples or B) for k in range(updates)]
+    step.run(data)
+    with sim.counted_waits() as found:
+        totals = step.run(data)
+    assert (totals.updates, totals.skipped) == (updates, 0)
+    return dict(found)
+
+
+def towards(by):
+    """Alignment with a gradient that is computed for each window."""
+    reference = net()
+    first = batch()
+    return sw.align(lambda: sw.gradients(classified(reference, first), reference).mean(), by=by)
+
+
+TRANSFORMS = {
+    "none": list,
+    "clip": lambda: [sw.clip(0.5)],
+    "clip by parameter": lambda: [sw.clip(0.5, by="parameter")],
+    "clip automatic": lambda: [sw.clip(0.5, mode="automatic")],
+    "clip per count": lambda: [sw.clip(0.5, per="count")],
+    "normalize": lambda: [sw.normalize()],
+    "normalize to the mean": lambda: [sw.normalize("mean")],
+    "weight by losses": lambda: [sw.weight(lambda losses: torch.exp(-losses))],
+    "weight by norms": lambda: [sw.weight(lambda norms: 1 / (1 + norms), renormalise=True)],
+    "weight of the window": lambda: [sw.weight(lambda losses: (losses <= losses.mean()).float(), window=True)],
+    "weight in the batch": lambda: [sw.weight("w")],
+    "weight by position": lambda: [sw.weight(torch.rand(8))],
+    "weight by index": lambda: [sw.weight(torch.rand(9, device=DEVICE), index="i")],
+    "drop": lambda: [sw.drop(largest=1, smallest=1)],
+    "drop above a quantile": lambda: [sw.drop(quantile=0.8, by="losses")],
+    "align": lambda: [towards("cosine")],
+    "align by dot": lambda: [towards("dot")],
+    "group": lambda: [sw.group("user"), sw.clip(5.0)],
+    "group weighted samples": lambda: [sw.clip(1.0), sw.group("user"), sw.normalize("mean")],
+    "noise": lambda: [sw.clip(0.5), sw.noise(0.1)],
+}
+transforms = pytest.mark.parametrize("name", TRANSFORMS)
+ONE = {("item", "step/apply.py finite"): 2}  # one for each of two updates
+
+
+def places(found):
+    """The waits without line numbers."""
+    return {(kind, place.partition(":")[0] + " " + place.partition(" ")[2]): n for (kind, place), n in found.items()}
+
+
+@transforms
+def test_updates_that_the_device_may_skip_wait_for_nothing(name):
+    step = make_step(TRANSFORMS[name](), samples=8, microbatch=4, on_nonfinite="skip")
+    assert waits_of(step) == {}
+
+
+@transforms
+def test_other_updates_wait_once(name):
+    assert places(waits_of(make_step(TRANSFORMS[name](), fused=False))) == ONE
+
+
+OPTIONS = {
+    "raise": {},
+    "counts": {"loss_fn": tokens, "transforms": [sw.clip(0.5, per="count")]},
+    "recorded norms": {"record": "norms"},
+    "max_grad_norm": {"max_grad_norm": 0.1},
+    "predictions": {"loss_fn": nn.CrossEntropyLoss(), "record": "norms"},
+    "ignore": {"on_nonfinite": "ignore", "transforms": [sw.clip(0.5)], "fused": False},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_wait_for_nothing(name):
+    step = make_step(**OPTIONS[name])
+    if name == "predictions":
+        step.require(predictions=["prediction", "margin"])
+        data = [(b["x"], b["y"]) for b in (batch(), batch(1))]
+        step.run(data)
+        with sim.counted_waits() as found:
+            step.run(data)
+        assert not found
+    else:
+        assert waits_of(step) == {}
+
+
+def test_the_loss_scale_waits_once():
+    assert places(waits_of(make_step([sw.clip(0.5)], precision="16-mixed"))) == ONE
+
+
+# ------------------------------------------------------------------------------------------------------- the engine
+
+
+class Chunked(nn.Module):
+    """Three thirds of one weight, used one by one, and an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.weight = nn.Parameter(torch.randn(24, 8) / 3)
+
+    def forward(self, tokens):
+        q, k, v = (F.linear(self.embedding(tokens), w) for w in self.weight.chunk(3))
+        return (torch.tanh(q) * k + v).mean((1, 2))
+
+
+def clipped(losses, model):
+    model.zero_grad()
+    g = sw.gradients(losses, model)
+    norms = g.norms()
+    g.backward((0.1 / norms).clamp(max=1))
+    return norms
+
+
+ENGINE = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), lambda: torch.randn(B, 5)),
+    "cnn": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), lambda: torch.randn(B, 3, 6, 6)),
+    "views and lookups": (Chunked, lambda: torch.randint(0, 50, (B, 6))),
+}
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_a_clipped_backward_waits_once(name, waits):
+    torch.manual_seed(0)
+    make, data = ENGINE[name]
+    model, x = make().double(), data()
+    x = x.double() if x.is_floating_point() else x
+    expected = clipped(model(x).flatten(1).sum(1) if name != "views and lookups" else model(x), model)
+    gradients = [p.grad for p in model.parameters()]
+    model.to(DEVICE)
+    x = x.to(DEVICE)
+    for _ in range(2):
+        losses = model(x).flatten(1).sum(1) if name != "views and lookups" else model(x)
+        waits()
+        norms = clipped(losses, model)
+        found = waits()
+    assert places(found) == {("item", "engine/pending_checks.py settle"): 1}
+    torch.testing.assert_close(norms.cpu(), expected)
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad.cpu(), gradient)
+
+
+def test_sums_of_pairs_of_tokens_need_a_wait_and_are_exact_where_they_cancel(waits):
+    """The gradients of sample 1 cancel: its tokens come in pairs of opposite losses."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 40)
+    x = torch.randn(B, 4, 40)
+    x[1, 2:] = x[1, :2] + 1e-4
+    signs = torch.tensor([1.0, 1.0, -1.0, -1.0])
+
+    def norms(model, x, signs):
+        return sw.gradients((model(x).square().sum(2) * signs).sum(1), model).norms()
+
+    exact = norms(model.double(), x.double(), signs.double())
+    model.float().to(DEVICE)
+    for _ in range(2):
+        waits()
+        found = norms(model, x.to(DEVICE, non_blocking=True), signs.to(DEVICE, non_blocking=True))
+        waited = waits()
+    assert ("nonzero", "engine/gradients.py _with_cancelled_norms") in places(waited)
+    torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-25])
+def test_small_norms_are_exact_without_a_wait(size, waits):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    x = torch.randn(B, 6)
+    exact = sw.gradients(model.double()(x.double()).sum(1) * size, model).norms()
+    model.float().to(DEVICE)
+    losses = model(x.to(DEVICE)).sum(1) * size
+    waits()
+    found = sw.gradients(losses, model).norms(), sw.gradients(losses, model).norms(by="parameter")
+    assert not {place for _, place in waits() if "gradients.py" in place}
+    torch.testing.assert_close(found[0].cpu().double(), exact, rtol=1e-5, atol=0)
+    together = torch.stack([norms.cpu().double() for norms in found[1].values()]).norm(dim=0)
+    torch.testing.assert_close(together, exact, rtol=1e-5, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------ wrong values
+
+
+def bad_batch(device):
+    spoiled = batch(device=device)
+    spoiled["x"][2, 1] = torch.nan
+    return spoiled
+
+
+def huge_batch(device):
+    spoiled = batch(device=device)
+    spoiled["x"][2] = 1e30
+    return spoiled
+
+
+def outside(device):
+    spoiled = batch(device=device)
+    spoiled["i"][3] = 9
+    return spoiled
+
+
+def steep(model, batch):
+    """A gradient of 1e30 times the input, whose norm overflows."""
+    return model(batch["x"])[:, 0] * 1e20 * batch["w"]
+
+
+def linear(device):
+    torch.manual_seed(0)
+    return nn.Linear(5, 3).to(device)
+
+
+WRONG = {
+    "loss": (bad_batch, dict(transforms=[sw.clip(0.5)])),
+    "loss of the window": (bad_batch, dict(transforms=[sw.drop(largest=1)], microbatch=2)),
+    "loss without transforms": (bad_batch, {}),
+    "norm": (huge_batch, dict(transforms=[sw.clip(0.5)], loss_fn=steep, model=linear)),
+    "weight": (batch, dict(transforms=[sw.weight(lambda losses: losses / (losses - losses))])),
+    "group": (bad_batch, dict(transforms=[sw.group("user"), sw.clip(0.5)])),
+}
+
+
+def error_of(make, device, fused, options):
+    """Type and message of the error of the second update, which must not change parameters or counters."""
+    step = make_step(device=torch.device(device), fused=fused, **{"audit": False, **options})
+    first = {} if "transforms" not in options else {"transforms": step.transforms}
+    step.transforms = ()
+    step.run([batch(device=device)])
+    for name, value in first.items():
+        setattr(step, name, value)
+    step._windows._unchecked_transforms = False  # as in later updates
+    before = [p.detach().cpu().clone() for p in step.model.parameters()]
+    counters = vars(step.counters).copy()
+    with pytest.raises(sw.SamplewiseError) as found:
+        [update.loss for update in step.over([make(device=device)])]
+    assert all(torch.equal(p.cpu(), q) for p, q in zip(step.model.parameters(), before, strict=True))
+    if fused:
+        with pytest.raises(sw.SamplewiseError):
+            _ = step.counters
+    assert vars(step.counters) == counters
+    return type(found.value), str(found.value)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_values_raise_the_errors_of_the_cpu(name, fused):
+    make, options = WRONG[name]
+    kind, message = error_of(make, "cpu", False, options)
+    found = error_of(make, "sim", fused, options)
+    assert found[0] is kind
+    assert found[1].replace("nan", "inf") == message.replace("nan", "inf")
+
+
+def test_indices_outside_of_the_weights():
+    step = make_step([sw.weight(torch.rand(9, device=DEVICE), index="i")])
+    step.run([batch()])
+    with pytest.raises(sw.TransformError, match=r"batch\['i'\] must hold sample indices from 0 to 8; found: 9."):
+        step.run([outside(DEVICE), batch()])
+
+
+def test_weights_and_losses_of_a_backward():
+    model = net()
+    losses = classified(model, batch())
+    weights = torch.ones(B, device=DEVICE)
+    weights[1] = torch.nan
+    with pytest.raises(sw.ParameterError, match="weights must be finite; found nan at sample 1"):
+        sw.gradients(losses, model).backward(weights)
+    bad = sw.gradients(classified(model, bad_batch(DEVICE)), model)
+    with pytest.raises(sw.NonFiniteLossError, match="losses must be finite; found nan at sample 2"):
+        bad.backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("chain", [[], [sw.clip(0.5)], [sw.drop(largest=1)]], ids=str)
+def test_skipped_updates_leave_no_trace(fused, chain):
+    data = [batch(1), bad_batch(DEVICE), batch(2), batch(3)]
+    step, twin = (make_step(chain, fused=fused, on_nonfinite="skip", microbatch=2) for _ in range(2))
+    updates = list(step.over(data))
+    twin.run([data[0], *data[2:]])
+    assert [update.skipped for update in updates] == [False, True, False, False]
+    assert [update.index for update in updates] == [0, 1, 1, 2]
+    assert step.scheduler.get_last_lr() == twin.scheduler.get_last_lr()
+    for p, q in zip(step.model.parameters(), twin.model.parameters(), strict=True):
+        assert torch.equal(p.cpu(), q.cpu())
+
+
+# ------------------------------------------------------------------------------------------------------- the trainer
+
+
+def losses_of_pairs(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        g = torch.Generator().manual_seed(index)
+        return {"x": torch.randn(5, generator=g), "y": index % 3, "id": index}
+
+
+class Between:
+    """Callback that counts the waits of updates between two log lines."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_update(self, update):
+        if update.index == 1:
+            sim.WAITS.clear()
+        if update.index == 7:
+            self.found.append(dict(sim.WAITS))
+
+
+def test_the_trainer_and_the_ledger_wait_for_nothing_between_two_log_lines(tmp_path):
+    step = make_step([sw.clip(0.5)], loss_fn=losses_of_pairs, on_nonfinite="skip")
+    between = Between()
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=4)
+    trainer = sw.Trainer(
+        step, callbacks=[between, sw.Ledger(tmp_path / "run")], device="sim", log_every=10, progress=False
+    )
+    trainer.fit(loader, updates=16)
+    assert [places(found) for found in between.found] == [{}]
+    assert sw.samples(tmp_path / "run").num_rows == 64
