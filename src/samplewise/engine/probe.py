@@ -117,7 +117,7 @@ def _sizes(owner: Tensor, plain: Tensor, samples: int) -> Tensor:
     largest = torch.zeros(samples + 1, dtype=torch.float64, device=owner.device)
     index = torch.where((owner >= 0) & (owner < samples), owner, samples).flatten()
     largest.scatter_reduce_(0, index, plain.abs().double().flatten(), "amax")
-    return largest[:samples] / largest.amax().clamp_min(torch.finfo(torch.float64).tiny)
+    return largest[:samples] / largest.amax(0).clamp_min(torch.finfo(torch.float64).tiny)
 
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
