@@ -8,7 +8,7 @@ from torch import nn
 
 import samplewise as sw
 
-DEVICE = torch.device("sim")
+DEVICE = "sim"
 B = 4
 
 

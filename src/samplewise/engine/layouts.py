@@ -180,11 +180,16 @@ def drop_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | 
     return [moved] * len(children)
 
 
-@moves(
-    "Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Slice", "Split", "SplitWithSizes", "UnsafeSplit", "Cat", "Glu"
-)
+@moves("Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Split", "SplitWithSizes", "UnsafeSplit", "Cat", "Glu")
 def along_one_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     return [None if scalar(node, "dim") % len(shape) == place.dim else place] * len(children)
+
+
+@moves("Slice")
+def slice_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    # A slice that keeps all elements changes nothing; up to torch 2.8, x[:, -1] contains one along dimension 0.
+    unchanged = children[0] is not None and children[0][place.dim] == shape[place.dim]
+    return [place] if unchanged else along_one_dim(node, place, shape, children)
 
 
 @moves("Repeat")

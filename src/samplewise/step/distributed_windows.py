@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.devices import DeviceGenerator
 from samplewise.core.snapshot import random_state
 from samplewise.distributed import collectives
 from samplewise.distributed.group import current_group
@@ -328,12 +329,12 @@ def _check_directions(fingerprint: list[float] | None) -> None:
         )
 
 
-def _generators(transform: SumTransform, gradients: Sequence[Tensor]) -> list[torch.Generator]:
+def _generators(transform: SumTransform, gradients: Sequence[Tensor]) -> list[torch.Generator | DeviceGenerator]:
     """Random generators that the transform may draw from."""
     if transform.generator is not None:
         return [transform.generator]
-    devices = sorted({g.device.index or 0 for g in gradients if g.device.type == "cuda"})
-    return [torch.default_generator, *(torch.cuda.default_generators[k] for k in devices)]
+    devices = sorted({g.device for g in gradients if g.device.type != "cpu"}, key=str)
+    return [torch.default_generator, *map(DeviceGenerator, devices)]
 
 
 def _nonfinite_elsewhere() -> NonFiniteGradientError:

@@ -91,6 +91,8 @@ class LossEvaluator:
             self.columns = columns_of(result, losses)
             if self.columns is not None and self.criterion is None and get_proxy_mode() is not None:
                 raise LossesError("a loss function that returns columns in addition to losses cannot be compiled")
+        if self.precision.scales and losses.dtype is torch.float16:
+            losses = losses.float()  # the loss scale is beyond the range of float16
         self.seconds += perf_counter() - started
         return losses, counts
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from samplewise.core.batches import cut, length
+from samplewise.core.devices import empty_cache
 from samplewise.core.memory import free_memory, is_out_of_memory
 from samplewise.core.snapshot import snapshot
 from samplewise.step.parameters import TrainedParameters
@@ -90,7 +90,6 @@ class MicrobatchSize:
             restore_model()
             self._trained.clear()
             self._trained.set_gradients(sums)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            empty_cache()
 
         return restore
