@@ -59,6 +59,13 @@ def resolve_strategy(
     """Strategy object for this model. "fsdp" shards the model and replaces the optimizer's parameters by shards."""
     if not (strategy in (None, "ddp", "fsdp") or isinstance(strategy, FSDPConfig)):
         raise ValueError(f"strategy must be None, 'ddp', 'fsdp' or sw.fsdp(policy); found {strategy!r}.")
+    name = strategy_name(model, strategy)
+    if (name, strategy) == ("sharded", "ddp") or (name == "DistributedDataParallel" and strategy not in (None, "ddp")):
+        found = "a model that fully_shard has sharded" if name == "sharded" else "a DistributedDataParallel"
+        raise DistributedError(
+            f"strategy must be None for a model that is already distributed; found strategy={strategy!r} and {found}. "
+            "Leave out the strategy, or pass the plain model."
+        )
     if is_sharded(model):
         return FSDPStrategy(model, modules)
     group = current_group()

@@ -123,10 +123,10 @@ class TrainedParameters:
             raise ParameterError(
                 "the optimizer must have at least one parameter; found none. Create it with model.parameters()."
             )
-        if any(id(whole) == id(p) for p in params for _, whole in self._leaves.values()):
+        if self._leaves and any(id(p) not in self._leaves for p in params):
             raise ParameterError(
-                "the optimizer of a sharded model must hold sharded parameters; found whole ones. Create the optimizer "
-                "before the step."
+                "the optimizer of a sharded model must hold sharded parameters of this model only; found whole ones, or "
+                "others. Create the optimizer with model.parameters(), after fully_shard and before any forward pass."
             )
         return {known.get(id(p), f"optimizer.{k}"): p for k, p in enumerate(params)}
 
