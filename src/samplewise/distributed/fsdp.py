@@ -24,7 +24,7 @@ from samplewise.distributed import collectives
 from samplewise.distributed.ddp import make_equal, reached, refuse_collectives
 from samplewise.distributed.group import current_group
 from samplewise.distributed.requests import PASS
-from samplewise.distributed.shard_group import ShardGroup, watch_hooks
+from samplewise.distributed.shard_group import ShardGroup, summing, watch_hooks
 from samplewise.distributed.sharded_parameters import (
     local_gradient,
     parameter_groups,
@@ -107,7 +107,6 @@ class FSDPStrategy(ParallelStrategy):
         self._number = collectives.requests.add(self)
         self._groups = [ShardGroup.of(group) for group in groups]
         for group in self._groups:
-            group.before_sums = self._before_sums
             group.visit()
         self._parameters = sharded_parameters(model)  # now with whole parameters
         self._managers = {each.name: each.manager for each in self._parameters}
@@ -162,9 +161,7 @@ class FSDPStrategy(ParallelStrategy):
         self.reshard()
 
     def serve(self, kind: int) -> None:
-        """Do nothing: another rank begins a pass, see `Requests`."""
-
-    def _before_sums(self) -> None:
+        """Prepare `.grad` for gradients of another rank, which begins a pass."""
         if self.before_sums is not None:
             self.before_sums()
 
@@ -172,20 +169,13 @@ class FSDPStrategy(ParallelStrategy):
 
     @contextmanager
     def summing(self) -> Iterator[None]:
-        """Context manager: the gradients of backward passes inside are summed over ranks, into `.grad` of the shards,
-        as soon as a pass has left a module.
+        """Context manager: the gradients of backward passes inside are summed over ranks. Begins when each rank begins
+        such a pass or has finished its passes.
         """
         if current_group().distributed:
             collectives.requests.ask(self._number, PASS)
-        for group in self._groups:
-            group.summing = True
-        try:
+        with summing(self._groups):
             yield
-            for group in self._groups:
-                group.sum_gradients()  # those that arrived after the pass
-        finally:
-            for group in self._groups:
-                group.summing = False
 
     def begin_window(self, reached: Iterable[str] = ()) -> None:
         self._reached_before = set(reached)

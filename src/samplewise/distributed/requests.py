@@ -20,7 +20,10 @@ from collections import Counter
 from typing import NoReturn, Protocol
 from weakref import ref
 
+from samplewise.errors import DistributedError
+
 MOST_KNOWN = 64  # recorded segments; the record is cleared when it is full
+LONGEST = 2**14  # recorded collectives of a segment; plain passes between updates may make it any longer
 
 # Digits of the first scalar of a synchronization, each of them summed over ranks.
 FAILED = 1
@@ -32,7 +35,9 @@ class Participant(Protocol):
     """Object that takes part in collectives when other ranks need them."""
 
     def serve(self, kind: int) -> None:
-        """Take part in the collective of this kind without using its result."""
+        """Take part in the collective of this kind without using its result. PASS: another rank begins a pass whose
+        gradients are summed.
+        """
 
 
 class Messages(Protocol):
@@ -133,13 +138,17 @@ class Requests:
         """Record a collective of all ranks, and serve it unless it is this rank's own."""
         if _kind(agreed) == PASS:
             self._end_segment(status, agreed)
-            return
-        self._log.append(agreed)
-        self._used.append(agreed == mine)
+        elif len(self._log) < LONGEST:
+            self._log.append(agreed)
+            self._used.append(agreed == mine)
         if agreed != mine:
             number, kind = divmod(agreed - 1, KINDS)
             participant = self._participants[number]()
-            assert participant is not None, "a sharded model must exist on all ranks while one of them uses it"
+            if participant is None:
+                raise DistributedError(
+                    "a sharded model must exist on all ranks while a rank uses it; found that this rank has deleted one. "
+                    "Delete it on all ranks, after an update without it."
+                )
             participant.serve(kind)
 
     # --- a rank that synchronizes ----------------------------------------------------------------------------------

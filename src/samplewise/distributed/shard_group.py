@@ -2,8 +2,8 @@
 
 A group is torch's `FSDPParamGroup`: the parameters of one module on which `fully_shard` was called. Its modules gather
 the parameters in every pass, whenever autograd or a forward pass arrives there. Here, a rank first asks the others to
-take part (`Requests`), so that ranks may run different passes. While a step accumulates gradients, the gradients of a
-group are summed over ranks instead of averaged, right after the backward pass has left its modules.
+take part (`Requests`), so that ranks may run different passes. While a step accumulates gradients (`summing`), the
+gradients of its groups are summed over ranks instead of averaged, right after the backward pass has left their modules.
 
 The methods `unshard` and `post_backward` of the torch group and `_register_pre_backward_hook` of its state are replaced
 on these objects; all private interfaces of `fully_shard` that can change its behaviour are used in this file.
@@ -11,8 +11,9 @@ on these objects; all private interfaces of `fully_shard` that can change its be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,18 +28,17 @@ from samplewise.distributed.sharded_parameters import harmless_hooks
 class ShardGroup:
     """Collectives of one group of sharded parameters. Use `ShardGroup.of`, in the same order on all ranks.
 
-    before_sums: called before gradients of other ranks are added to `.grad`.
-    summing: backward passes sum the gradients over ranks into `.grad` of the shards.
+    summed: groups whose gradients the backward pass of a step sums over ranks; None outside of such a pass.
     reached: ids of the FSDPParams of this group that got a gradient on this rank since it was cleared.
     """
+
+    summed: ClassVar[Collection[ShardGroup] | None] = None
 
     def __init__(self, group: Any):
         self._group = group
         self._number = collectives.requests.add(self)
         self._unshard = group.unshard
         self._post_backward = group.post_backward
-        self.summing = False
-        self.before_sums: Callable[[], None] = lambda: None
         self.reached: set[int] = set()
         group.unshard = self.unshard
         group.post_backward = self.post_backward
@@ -65,7 +65,6 @@ class ShardGroup:
         if kind == GATHER:
             self._contribute_shards()
         else:
-            self.before_sums()
             self._add_sums({})
 
     # --- parameters ------------------------------------------------------------------------------------------------
@@ -108,6 +107,9 @@ class ShardGroup:
     def reshard(self) -> None:
         """Release the whole parameters, and gradients that were not summed."""
         self._group._to_sharded()
+        self._discard_gradients()
+
+    def _discard_gradients(self) -> None:
         for p in self._group.fsdp_params:
             p.unsharded_accumulated_grad = None
             p._unsharded_param.grad = None
@@ -115,8 +117,12 @@ class ShardGroup:
     # --- gradients -------------------------------------------------------------------------------------------------
 
     def post_backward(self, *unused: Any) -> None:
-        """Called when a backward pass has left the modules of the group."""
-        if not self.summing:
+        """Called when a backward pass has left the modules of the group. In a pass of a step, gradients of other sharded
+        models are discarded, such as those of a discriminator in the loss of its generator: reducing them would be a
+        collective that the other ranks need not have.
+        """
+        self._keep_requires_grad()
+        if ShardGroup.summed is None:
             return self._post_backward(*unused)
         reduces = self._group.reduce_grads
         self._group.reduce_grads = False
@@ -124,8 +130,19 @@ class ShardGroup:
             self._post_backward(*unused)
         finally:
             self._group.reduce_grads = reduces
-        self.sum_gradients()
+        if self in ShardGroup.summed:
+            self.sum_gradients()
+        else:
+            self._discard_gradients()
         return None
+
+    def _keep_requires_grad(self) -> None:
+        """Set `requires_grad` of the shards to that of the whole parameters. torch copies it in the other direction when
+        it gathers them, so that a loss function that freezes a model during its forward pass would freeze it for good.
+        """
+        if self._group.is_unsharded:
+            for p in self._group.fsdp_params:
+                p.sharded_param.requires_grad_(p._unsharded_param.requires_grad)
 
     def sum_gradients(self) -> None:
         """Add the gradients of the whole parameters, summed over ranks, to `.grad` of the shards, if there are any."""
@@ -150,6 +167,8 @@ class ShardGroup:
     def _add_sums(self, gradients: dict[int, Tensor]) -> None:
         """Reduce-scatter. `gradients`: of this rank, by position in `_trained()`; emptied to free them early."""
         params = self._trained()
+        if not params:
+            return  # frozen on all ranks since they committed themselves to this collective
         size = self._mesh.shard_mesh_size
         widths = [p.padded_sharded_param_size.numel() for p in params]
         dtype = params[0].reduce_dtype or params[0].param_dtype or params[0].orig_dtype
@@ -197,6 +216,20 @@ def _accumulate(p: Any, part: Tensor) -> None:
         p.sharded_param.grad = p.to_sharded_dtensor(part)
     else:
         p.sharded_param.grad.to_local().add_(part)
+
+
+@contextmanager
+def summing(groups: Collection[ShardGroup]) -> Iterator[None]:
+    """Context manager: the gradients of backward passes inside are summed over ranks, into `.grad` of the shards of
+    these groups, as soon as a pass has left a module.
+    """
+    ShardGroup.summed = groups
+    try:
+        yield
+        for group in groups:
+            group.sum_gradients()  # those that arrived after the pass
+    finally:
+        ShardGroup.summed = None
 
 
 def watch_hooks(states: Sequence[Any]) -> None:
