@@ -164,6 +164,21 @@ def test_collectives_that_no_rank_needs_any_more_are_left_out():
     assert [ranks[1].done.count((number, 0)) for number in range(3)] == [6, 4, 6]  # once more, where it was expected
 
 
+def test_the_record_of_a_segment_has_a_limit(monkeypatch):
+    monkeypatch.setattr("samplewise.distributed.requests.LONGEST", 3)
+
+    def program(rank):
+        for _ in range(3):
+            for number in (0, 1, 2, 3, 0, 1):
+                rank.need(number, GATHER)
+            assert len(rank.requests._log) <= 3
+            rank.meet()
+
+    ranks, errors = together(program)
+    assert errors == [None] * RANKS
+    assert ranks[0].done == ranks[1].done == [(number, GATHER) for number in (0, 1, 2, 3, 0, 1)] * 3
+
+
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_rank_that_fails_stops_all_ranks(after):
     """Also in the middle of collectives to which it has committed itself."""

@@ -116,6 +116,112 @@ def test_the_parts_are_what_is_saved_and_what_the_optimizer_has(two):
     assert sum(elements for *_, elements in found) == len(alone_in_between())
 
 
+def pieces(rows, k):
+    """Batches of this rank in turn k: rank 0 has all rows, then rank 1, then both; one process has all."""
+    if not current_group().distributed:
+        return [rows]
+    cut = (len(rows[0]), 0, 2)[k]
+    mine = [t[:cut] if current_group().rank == 0 else t[cut:] for t in rows]
+    return [mine] if len(mine[0]) else []
+
+
+def whole(model):
+    """Parameters; a state dict releases whole ones, which ranks with and without samples would have otherwise."""
+    values = model.state_dict().values()
+    return torch.cat([(v.full_tensor() if isinstance(v, DTensor) else v).flatten() for v in values])
+
+
+def two_steps():
+    model = sharded() if current_group().distributed else net()
+    clipped = sw.Step(model, adam(model), loss_fn, transforms=[sw.clip(0.5)], audit=False)
+    plain = sw.Step(model, adam(model), loss_fn, audit=False)
+    for k in range(3):
+        rows = [t[4 * k : 4 * k + 4] for t in data()]
+        clipped.run(pieces(rows, k))
+        plain.run(pieces(rows, k))
+    return whole(model)
+
+
+def test_two_steps_of_one_model_have_their_own_windows(two):
+    alone = two_steps()
+    for found in two.run(two_steps):
+        torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-12)
+
+
+def adversaries(freezes):
+    """Each of two models occurs in the loss of the other one, where it may be frozen."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    judge = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    if current_group().distributed:
+        for model in (generator, judge):
+            fully_shard(model[0])
+            fully_shard(model)
+
+    def judged(model, batch):
+        with torch.no_grad():
+            fakes = generator(batch[0])
+        return nn.functional.softplus(model(fakes) - model(batch[1])).squeeze(1)
+
+    def generated(model, batch):
+        judge.requires_grad_(not freezes)
+        losses = nn.functional.softplus(-judge(model(batch[0]))).squeeze(1)
+        judge.requires_grad_(True)
+        return losses
+
+    steps = [
+        sw.Step(judge, adam(judge), judged, transforms=[sw.clip(0.5)], audit=False),
+        sw.Step(generator, adam(generator), generated, transforms=[sw.clip(0.5)], audit=False),
+    ]
+    source = torch.Generator().manual_seed(2)
+    for k in (2, 0, 1, 2):
+        rows = [torch.randn(5, n, generator=source, dtype=torch.float64) for n in (3, 4)]
+        for step in steps:
+            step.run(pieces(rows, k))
+    return torch.cat([whole(generator), whole(judge)])
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_sharded_models_in_the_losses_of_each_other(two, freezes):
+    alone = adversaries(freezes)
+    for found in two.run(adversaries, freezes):
+        torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-12)
+
+
+def frozen_later():
+    model = sharded() if current_group().distributed else net()
+    step = sw.Step(model, adam(model), loss_fn, 4, audit=False)
+    for freezes in (False, False, True):
+        model[3].requires_grad_(not freezes)
+        step.run(own_batches(2 if current_group().distributed else 4))
+    return whole(model)
+
+
+def test_a_module_may_be_frozen_between_updates(two):
+    alone = frozen_later()
+    for found in two.run(frozen_later):
+        torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-12)
+
+
+def plain_afterwards():
+    model = sharded() if current_group().distributed else net()
+    optimizer = adam(model)
+    sw.Step(model, optimizer, loss_fn, 6, transforms=[sw.clip(0.5)], audit=False).run(own_batches(17))
+    rank, size = current_group().rank, current_group().size
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_fn(model, [t[:16][rank::size] for t in data()]).mean().backward()
+        optimizer.step()
+    sw.Step(model, optimizer, loss_fn, 6, transforms=[sw.clip(0.5)], audit=False).run(own_batches(17))
+    return whole(model)
+
+
+def test_a_model_may_be_trained_without_a_step_afterwards(two):
+    alone = plain_afterwards()
+    for found in two.run(plain_afterwards):
+        torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-12)
+
+
 def skipping():
     def broken(model, batch):
         return torch.where(batch[2] == 9, torch.nan, loss_fn(model, batch))
@@ -240,6 +346,16 @@ def refused(what):
         model(data()[0])  # after which a root module is not resharded
         optimizer = adam(model)
         sw.Step(model, optimizer, loss_fn)
+    elif what == "early optimizer":
+        optimizer = adam(model)
+        fully_shard(model)
+        sw.Step(model, optimizer, loss_fn)
+    elif what == "other strategy":
+        fully_shard(model)
+        sw.Step(model, adam(model), loss_fn, strategy="ddp")
+    elif what == "replicated":
+        model = nn.parallel.DistributedDataParallel(model)
+        sw.Step(model, adam(model), loss_fn, strategy="fsdp")
     elif what == "sum":
         fully_shard(model)
         halved = sw.transforms.transform.SumTransform("halved", "-Σ/2", lambda sums: torch._foreach_mul_(sums, 0.5))
@@ -264,7 +380,21 @@ CUT = "DistributedError: every parameter must be sharded by fully_shard alone, o
         ),
         (
             "whole optimizer",
-            "ParameterError: the optimizer of a sharded model must hold sharded parameters; found whole",
+            "ParameterError: the optimizer of a sharded model must hold sharded parameters of this model only; found",
+        ),
+        (
+            "early optimizer",
+            "ParameterError: the optimizer of a sharded model must hold sharded parameters of this model only; found",
+        ),
+        (
+            "other strategy",
+            "DistributedError: strategy must be None for a model that is already distributed; found strategy='ddp' and "
+            "a model that fully_shard has sharded.",
+        ),
+        (
+            "replicated",
+            "DistributedError: strategy must be None for a model that is already distributed; found strategy='fsdp' "
+            "and a DistributedDataParallel.",
         ),
         ("sum", "DistributedError: a transform of the sum must be additive, independent of the sum, if gradients are"),
     ],
