@@ -1,5 +1,6 @@
 """Collectives on request: ranks that need different ones run the same, in the same order, and all of them end."""
 
+import contextlib
 import random
 import threading
 
@@ -109,6 +110,36 @@ def test_ranks_with_any_needs_do_the_same_in_the_same_order(seed):
                 for need in needs:
                     rank.need(*need)
                 rank.meet()
+
+    ranks, errors = together(program)
+    assert errors == [None] * RANKS
+    assert ranks[0].done == ranks[1].done == ranks[2].done
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_with_any_passes_and_failures_end_and_agree(seed):
+    """Ranks begin different numbers of passes, and one may fail at any place; the next round begins on all ranks."""
+
+    def one_round(rank, own, shared):
+        common = [(shared.randrange(3), GATHER) for _ in range(shared.randrange(4))]
+        failing = shared.choice([None, None, 0, 1, 2])
+        place = shared.randrange(8)
+        begun = 0
+        for _ in range(own.randrange(3) if shared.random() < 0.5 else 1):
+            for need in [*common, (3, PASS), *reversed(common), (0, REDUCE)]:
+                begun += 1
+                if (failing, place) == (rank.rank, begun):
+                    rank.meet(failed=True)
+                if own.random() < 0.9 or need[1] == PASS:
+                    rank.need(*need)
+        rank.meet()
+
+    def program(rank):
+        own = random.Random(10 * seed + rank.rank)
+        for k in range(10):
+            with contextlib.suppress(Failed):
+                one_round(rank, own, random.Random(f"{seed} {k // 3}"))
+            rank.meet()
 
     ranks, errors = together(program)
     assert errors == [None] * RANKS
