@@ -146,8 +146,8 @@ class Requests:
             participant = self._participants[number]()
             if participant is None:
                 raise DistributedError(
-                    "a sharded model must exist on all ranks while a rank uses it; found that this rank has deleted one. "
-                    "Delete it on all ranks, after an update without it."
+                    "a sharded model must exist on all ranks while a rank uses it; found that this rank has deleted "
+                    "one. Delete it on all ranks, after an update without it."
                 )
             participant.serve(kind)
 

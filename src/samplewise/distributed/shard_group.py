@@ -117,9 +117,10 @@ class ShardGroup:
     # --- gradients -------------------------------------------------------------------------------------------------
 
     def post_backward(self, *unused: Any) -> None:
-        """Called when a backward pass has left the modules of the group. In a pass of a step, gradients of other sharded
-        models are discarded, such as those of a discriminator in the loss of its generator: reducing them would be a
-        collective that the other ranks need not have.
+        """Called when a backward pass has left the modules of the group.
+
+        In a pass of a step, gradients of other sharded models are discarded, such as those of a discriminator in the
+        loss of its generator: reducing them would be a collective that was not requested.
         """
         self._keep_requires_grad()
         if ShardGroup.summed is None:
@@ -137,8 +138,10 @@ class ShardGroup:
         return None
 
     def _keep_requires_grad(self) -> None:
-        """Set `requires_grad` of the shards to that of the whole parameters. torch copies it in the other direction when
-        it gathers them, so that a loss function that freezes a model during its forward pass would freeze it for good.
+        """Set `requires_grad` of the shards to that of the whole parameters.
+
+        torch copies it in the other direction when it gathers them, so that a loss function that freezes a model during
+        its forward pass would freeze it for good.
         """
         if self._group.is_unsharded:
             for p in self._group.fsdp_params:
