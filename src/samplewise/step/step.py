@@ -172,7 +172,8 @@ class Step(CheckedAttributes):
         return CompiledGradients(eager) if ranks.distributed else CompiledUpdates(eager)
 
     def __repr__(self) -> str:
-        rule = getattr(self.optimizer, "rule", self.optimizer)
+        optimizer = self._applier.optimizer  # without waiting for the device
+        rule = getattr(optimizer, "rule", optimizer)
         parts = (inner(self.model), rule, getattr(self.loss_fn, "criterion", self.loss_fn))
         names = [getattr(part, "__qualname__", None) or type(part).__name__ for part in parts]
         given = {"samples": self.samples, "microbatch": self.config.microbatch, "precision": self.config.precision}
