@@ -9,15 +9,21 @@ DEV     := $(VENV)/.installed-dev
 BENCH   := $(VENV)/.installed-bench
 # Lightning and Accelerate have dependencies of their own, hence a separate environment.
 LOOPS   := .venv-loops
+# `make test-torch TORCH=2.8.0` tests with another torch version, and with another Python version by PYTHON=python3.12.
+TORCH_VENV  ?= .venv-torch-$(TORCH)
+# Not run: tests/report and tests/test_docs.py, which hardly depend on torch.
+TORCH_TESTS ?= $(filter-out tests/report/ tests/__pycache__/,$(wildcard tests/*/)) \
+	$(filter-out tests/test_docs.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format docs bench comparison clean
+.PHONY: help demo test test-all test-torch lint format docs bench comparison clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
 	@echo 'make test        lint, then run the tests'
 	@echo 'make test-all    lint, then run all tests, including the slow ones'
+	@echo 'make test-torch  run the tests with another torch version, for example TORCH=2.8.0'
 	@echo 'make lint        run ruff, mypy and import-linter'
 	@echo 'make format      format the code and apply automatic fixes with ruff'
 	@echo 'make bench       run the benchmarks against Opacus, BackPACK, torch.func and a plain loop'
@@ -50,6 +56,15 @@ $(LOOPS)/.installed: benchmarks/requirements-loops.txt constraints.txt pyproject
 		-r benchmarks/requirements-loops.txt -e '.[train]'
 	@touch $@
 
+# The other pins stay: all of them work with torch 2.8 and newer.
+$(TORCH_VENV)/.installed: pyproject.toml constraints.txt
+	@$(if $(TORCH),,echo 'TORCH must be a version of torch; found none. Use for example: make test-torch TORCH=2.8.0'; exit 2)
+	@echo 'installing samplewise, the development tools and torch $(TORCH) into $(TORCH_VENV)'
+	@$(PYTHON) -m venv $(TORCH_VENV)
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_VENV)/constraints.txt
+	@$(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
 # ----------------------------------------------------------------------------------- targets
 
 demo: $(DEV)
@@ -61,6 +76,9 @@ test: lint
 # -m '' overrides the marker expression in pyproject.toml.
 test-all: lint
 	$(PY) -m pytest -q -n 2 -m '' --hypothesis-profile=explore
+
+test-torch: $(TORCH_VENV)/.installed
+	$(TORCH_VENV)/bin/python -m pytest -q -n 2 $(TORCH_TESTS)
 
 lint: $(DEV)
 	$(PY) -m ruff check .
@@ -88,4 +106,4 @@ docs/picture.png: docs/picture.py | $(DEV)
 	@$(PY) docs/picture.py
 
 clean:
-	rm -rf $(VENV) $(LOOPS) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(LOOPS) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

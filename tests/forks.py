@@ -14,6 +14,7 @@ import io
 import os
 import pickle
 import runpy
+import signal
 import socket
 import struct
 import subprocess
@@ -96,6 +97,15 @@ def run(command, *, timeout=600, **options):
     if check:
         done.check_returncode()
     return done
+
+
+def kill(process):
+    """Kill a process that was started with start_new_session=True, and its workers."""
+    with contextlib.suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:  # Windows, where workers end with their parent
+            process.kill()
 
 
 if sys.platform != "linux":

@@ -13,7 +13,7 @@ import samplewise as sw
 from samplewise.engine.checks import finite_tensors
 from samplewise.engine.pending_checks import PendingChecks, all_finite_flag
 
-DEVICE = torch.device("sim")
+DEVICE = "sim"
 B = 4
 
 

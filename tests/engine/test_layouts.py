@@ -69,6 +69,14 @@ def test_ordinary_models_need_no_probe_after_the_first_step(name, monkeypatch):
         monkeypatch.setattr("samplewise.engine.verify.backward_past", None)  # from now on no pass may be needed
 
 
+def test_a_slice_that_keeps_all_samples_is_proven():
+    model = nn.Linear(4, 3)
+    losses = torch.ops.aten.slice(model(noise(5, 4)), 0, 0, 5).square().mean(1)
+    graph = Graph(losses, wanted(model))
+    assert "Slice" in graph.operations.values()
+    assert find_cut(graph, Constants([]), "refuse").proven
+
+
 def test_cross_entropy_of_tokens_is_proven():
     model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
     ids = torch.arange(35).view(5, 7) % 11

@@ -129,6 +129,7 @@ MOVING = {
         lambda h: h[1:],
         lambda h: h[:, :2],
         lambda h: h[..., ::2],
+        lambda h: torch.ops.aten.slice(h, 0, 0, B),  # keeps everything
         lambda h: h[:, 1:, 1:],
         lambda h: torch.cat([h, h], 1)[:, 2:5],
         lambda h: torch.cat([h, h], 0)[1:4],

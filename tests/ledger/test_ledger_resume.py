@@ -1,6 +1,5 @@
 """Ledger of a run that was stopped, failed or was killed, and resumed: no row is lost or duplicated."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -122,8 +121,7 @@ def test_resumed_after_a_kill(kills, whole, tmp_path):
         while len(list((tmp_path / "samples").glob("*.parquet"))) < parts and process.poll() is None:
             time.sleep(0.01)
         assert process.poll() is None, process.communicate()[1].decode()  # the process is still running
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        forks.kill(process)
         process.communicate()
     process = start()
     errors = process.communicate(timeout=600)[1]

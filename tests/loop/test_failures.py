@@ -121,7 +121,9 @@ def test_a_disk_that_becomes_full(tmp_path, monkeypatch):
     real = os.fsync
 
     def full(descriptor):
-        if ".ckpt" in os.readlink(f"/proc/self/fd/{descriptor}") and trainer.step.counters.updates > 3:
+        checkpoints = [path for path in tmp_path.rglob("*") if ".ckpt" in str(path)]
+        synced = os.fstat(descriptor)
+        if any(os.path.samestat(path.stat(), synced) for path in checkpoints) and trainer.step.counters.updates > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor)
 
@@ -239,10 +241,10 @@ def test_a_second_ctrl_c_is_a_plain_one(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-    trainer = make(tmp_path, loss=twice)
+    trainer, before = make(tmp_path, loss=twice), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(loader(), epochs=1)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_in_a_thread(tmp_path):
@@ -254,6 +256,7 @@ def test_in_a_thread(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs signals to process groups")
 @pytest.mark.parametrize("number", daily([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_a_signal_to_the_workers_too(tmp_path, number):
     """As a terminal sends Ctrl-C, and a cluster SIGTERM: to the whole group."""

@@ -96,6 +96,7 @@ def test_dtypes(tmp_path, dtype):
     assert_resumes(tmp_path, optim.AdamW, dtype=dtype)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 has no Muon")
 def test_muon(tmp_path):
     """For matrices alone."""
     assert_resumes(tmp_path, optim.Muon, model=lambda: nn.Linear(6, 3, bias=False))

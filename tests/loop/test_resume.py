@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import random
 import signal
 import sys
@@ -27,8 +26,7 @@ def running(directory, loader, pause=0.0):
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):  # its workers; they would find out by themselves, later
-            os.killpg(process.pid, signal.SIGKILL)
+        forks.kill(process)  # and its workers, which would end by themselves later
         process.wait()
 
 

@@ -41,6 +41,7 @@ def resumed(run, epochs=2, **options):
     before = len(notes(run))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "The epoch parameter in")  # of SequentialLR in torch 2.8
         trainer.fit(loader(), epochs=epochs, resume=True)
     assert all(warning.category is TrainingWarning for warning in caught) and len(caught) <= 1
     text = next(iter(notes(run)[before:]), None)

@@ -1,5 +1,8 @@
 """What a step says about its being compiled."""
 
+import re
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +43,17 @@ def test_why_not_at_all(monkeypatch):
     with pytest.warns(sw.TrainingWarning, match="updates stay uncompiled: the moon is full"):
         step(BATCH)
     assert step.compiled == "the moon is full"
+
+
+@pytest.mark.parametrize("lacking", ["torch._guards", "torch._inductor.decomposition"])
+def test_torch_lacks_a_private_interface(monkeypatch, lacking):
+    monkeypatch.setitem(sys.modules, lacking, None)
+    step = made(samples=1, compile=True)
+    said = f"torch {torch.__version__} lacks an interface that compiled updates need (import of {lacking}"
+    with pytest.warns(sw.TrainingWarning, match=re.escape(said)):
+        updates = step(BATCH)
+    assert step.compiled.startswith(said)
+    assert [update.samples for update in updates] == [1] * 6
 
 
 def test_compiled_and_then_changed():

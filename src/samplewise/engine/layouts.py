@@ -90,12 +90,23 @@ def _pass_on(
 ) -> None:
     """Add the `inner` that this node proves for each of its operands to `claims`; None if it proves nothing."""
     children = [Edge(child, slot) if child in graph.relevant else None for child, slot in graph.children[node]]
+    if graph.sharded and _is_identity(node):
+        for slot, child in enumerate(children):
+            if child is not None:
+                claims.setdefault(child, set()).add(proven.get(Edge(node, slot)))
+        return
     shapes = [child.shape if child else None for child in children]
     by_slot = {_moved(graph, node, slot, proven, shapes) for slot in slots}
     agreed = next(iter(by_slot)) if len(by_slot) == 1 else (None,) * len(children)
     for child, inner in zip(children, agreed, strict=True):
         if child is not None:
             claims.setdefault(child, set()).add(inner)
+
+
+def _is_identity(node: Node) -> bool:
+    """True for the function with which `fully_shard` notices that a backward pass has left a module."""
+    forward = getattr(type(node), "_forward_cls", None)
+    return forward is not None and forward.__module__.startswith("torch.distributed.fsdp.")
 
 
 def _moved(
@@ -169,11 +180,16 @@ def drop_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | 
     return [moved] * len(children)
 
 
-@moves(
-    "Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Slice", "Split", "SplitWithSizes", "UnsafeSplit", "Cat", "Glu"
-)
+@moves("Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Split", "SplitWithSizes", "UnsafeSplit", "Cat", "Glu")
 def along_one_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     return [None if scalar(node, "dim") % len(shape) == place.dim else place] * len(children)
+
+
+@moves("Slice")
+def slice_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    # A slice that keeps all elements changes nothing; up to torch 2.8, x[:, -1] contains one along dimension 0.
+    unchanged = children[0] is not None and children[0][place.dim] == shape[place.dim]
+    return [place] if unchanged else along_one_dim(node, place, shape, children)
 
 
 @moves("Repeat")

@@ -21,6 +21,9 @@ from samplewise.errors import GraphError
 
 Saved = dict[str, Any]
 
+# False in torch 2.8 and 2.9. Any node may then be in a checkpointed block, so each node is treated as a block of its
+# own: a checkpointed block is recomputed once for each of its nodes that is read, which takes more time and memory.
+HOOKS_ARE_VISIBLE = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 _names: dict[type, tuple[str, ...]] = {}
 
@@ -38,6 +41,8 @@ def saved_tensor_names(node: Node) -> tuple[str, ...]:
 
 def block_of(node: Node) -> Any:
     """Identity of the checkpointed block that contains the node; None outside of activation checkpoints."""
+    if not HOOKS_ARE_VISIBLE:
+        return node
     for name in saved_tensor_names(node):
         raw = getattr(node, "_raw_saved_" + name)
         for one in raw if isinstance(raw, (tuple, list)) else (raw,):
@@ -118,7 +123,12 @@ class SavedTensorReader:
 
 
 def hooked_nodes(nodes: Iterable[Node]) -> list[Node]:
-    """Nodes with a saved tensor that was packed by a hook, as in activation checkpoints."""
+    """Nodes with a saved tensor that was packed by a hook, as in activation checkpoints.
+
+    All nodes if torch does not show hooks.
+    """
+    if not HOOKS_ARE_VISIBLE:
+        return list(nodes)
     hooked = []
     for node in nodes:
         names = _names.get(type(node))
@@ -136,7 +146,8 @@ def hooked_nodes(nodes: Iterable[Node]) -> list[Node]:
 
 def _release_unread(block: Any) -> None:
     """Release recomputed tensors of a block that were not read: the block would keep each until it is read once."""
-    frame = next((c.cell_contents for c in block.__closure__ or () if hasattr(c.cell_contents, "recomputed")), None)
+    cells = getattr(block, "__closure__", None) or ()
+    frame = next((cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "recomputed")), None)
     task = torch._C._current_graph_task_id()
     for reference in getattr(frame, "weak_holders", ()):
         holder = reference()

@@ -140,8 +140,7 @@ class UpdateApplier:
         try:
             scheduled = self._step(flag)
         finally:
-            if self.ranks.strategy.sharded:
-                self.ranks.strategy.gather_parameters()  # collective: other ranks call it even if this optimizer failed
+            self.ranks.strategy.reshard()
         if self.precision.scales:
             self.precision.record_success()
         return Outcome(False, rates, norms.norm if norms is not None else self._late_norm(), flag, scheduled)
@@ -216,7 +215,8 @@ class UpdateApplier:
 
     def _norms(self, others: Sequence[Tensor] = ()) -> GradNorms:
         """Norms of the gradients and of other tensors."""
-        return GradNorms(self.trained.gradients(), others, self.ranks.strategy.sharded)
+        strategy = self.ranks.strategy
+        return GradNorms(self.trained.gradients(), others, strategy.sharded, strategy.copies)
 
     def _other_values(self, parts: Sequence[SampleStats], checks: PendingChecks) -> list[Tensor]:
         """Values besides the gradients that must be finite: losses, 1 / denominator (infinite if it is 0), a value that
@@ -261,18 +261,19 @@ class UpdateApplier:
 class GradNorms:
     """Norms of all gradients and of other tensors, in one vector: if its sum is finite, all values are finite."""
 
-    __slots__ = ("_all", "_gradients", "_sharded", "_unit")
+    __slots__ = ("_all", "_copies", "_gradients", "_sharded", "_unit")
 
-    def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor], sharded: bool = False):
+    def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor], sharded: bool = False, copies: int = 1):
         self._gradients = len(gradients)
         self._unit: float | Tensor = 1.0
         self._sharded = sharded
+        self._copies = copies  # number of ranks that hold the same shard
         norms = torch._foreach_norm([*gradients, *others])
         stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
         self._all = self._over_ranks(stacked) if sharded else stacked
 
     def _over_ranks(self, norms: Tensor) -> Tensor:
-        return current_group().all_reduce_(norms.double().square()).sqrt()
+        return (current_group().all_reduce_(norms.double().square()) / self._copies).sqrt()
 
     def norm(self) -> Tensor:
         return torch.linalg.vector_norm(self._all[: self._gradients]) * self._unit

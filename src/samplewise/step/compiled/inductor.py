@@ -1,5 +1,7 @@
 """Direct calls of PyTorch's tracer (make_fx) and compiler (Inductor); all uses of their private APIs are here.
 
+These APIs are imported when they are called, so that a torch version without one of them trains uncompiled.
+
 `torch.compile` evaluates its guards before every call, which takes longer than a small update. Code compiled here has
 no guards; `samplewise.step.compiled.guards` implements those that an update needs.
 """
@@ -7,16 +9,15 @@ no guards; `samplewise.step.compiled.guards` implements those that an update nee
 from __future__ import annotations
 
 import ctypes
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 Flat = Callable[..., Sequence[Tensor]]
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -26,6 +27,7 @@ Decompositions = Mapping[Any, Callable[..., Any]]
 def trace(function: Flat, inputs: Sequence[Tensor], ours: Decompositions) -> fx.GraphModule:
     """Trace `function` to an fx graph. It may run autograd and change tensors in place."""
     from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     table = {**select_decomp_table(), **ours}
     found = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
@@ -45,6 +47,15 @@ def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterat
 
     with _reparametrize_module(module, tensors, tie_weights=True):
         yield
+
+
+def wrapper_module(compiled: Compiled) -> ModuleType | None:
+    """Module that Inductor generated for compiled code; None if it is not found.
+
+    The code is a method of a runner object, or, up to torch 2.8, a function.
+    """
+    owner = getattr(compiled, "__self__", None)
+    return sys.modules.get(compiled.__module__ if owner is None else type(owner).__module__)
 
 
 def is_kernel(thing: Any) -> bool:
@@ -67,10 +78,19 @@ def load_c(source: str) -> Any:
     return CppCodeCache.load(source)
 
 
+def emulates_casts() -> bool:
+    """Test whether compiled code rounds to bfloat16 where uncompiled code does. That of torch 2.8 to 2.10 does not."""
+    from torch._inductor.codegen import cpp
+
+    return "emulate_precision_casts" in inspect.getsource(cpp)
+
+
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int) -> Compiled:
     """Compile a graph to a function of a list of tensors; their dtypes and shapes are fixed and not checked."""
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     settings = {
         "cpp.threads": threads,

@@ -8,7 +8,6 @@ of their arguments, and a loop in C runs the following updates. This is valid wh
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -105,7 +104,7 @@ def record(
     run: inductor.Compiled, bound: Sequence[Tensor], batch: Sequence[Tensor]
 ) -> tuple[list[Call], Sequence[Tensor]] | None:
     """Run once and return the kernel calls and the results; None if `run` does anything besides calling kernels."""
-    module = sys.modules.get(type(getattr(run, "__self__", None)).__module__)
+    module = inductor.wrapper_module(run)
     kernels = {name: kernel for name, kernel in vars(module).items() if inductor.is_kernel(kernel)} if module else {}
     calls: list[Call] = []
     with _replaced(module, {name: _noting(kernel, calls) for name, kernel in kernels.items()}), Nothing() as others:

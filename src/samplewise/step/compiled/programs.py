@@ -20,6 +20,7 @@ from samplewise.core.slow_notice import notify_if_slow
 from samplewise.core.text import plural
 from samplewise.errors import TrainingWarning
 from samplewise.step.accumulate import WeightedAccumulator
+from samplewise.step.compiled import inductor
 from samplewise.step.compiled.batch_signature import has_rows, signature
 from samplewise.step.compiled.errors import CannotCompile
 from samplewise.step.compiled.guards import Guards
@@ -179,8 +180,16 @@ class Programs:
                 program, accumulator, self.evaluator, self.applier, self.config, example, start, mean=self.whole
             )
         if same is False:
-            raise CannotCompile("compiled and uncompiled update differ")
+            raise CannotCompile(self._why_different())
         return same is True
+
+    def _why_different(self) -> str:
+        if self.config.precision is None or inductor.emulates_casts():
+            return "compiled and uncompiled update differ"
+        return (
+            f"compiled code of torch {torch.__version__} rounds to bfloat16 at other places than uncompiled code; a "
+            "newer torch version can compile updates in mixed precision"
+        )
 
     def _traced(
         self, cursor: BatchCursor, size: int, example: Any, record_norms: bool
@@ -253,5 +262,7 @@ def _quietly() -> Iterator[None]:
 def _first_line(problem: Exception) -> str:
     if isinstance(problem, CannotCompile):
         return str(problem)
-    message = str(problem).strip().partition("\n")[0][:200] or "no reason given"
-    return f"{type(problem).__name__}: {message}".rstrip(".")
+    message = str(problem).strip().partition("\n")[0][:200].rstrip(".") or "no reason given"
+    if isinstance(problem, ImportError):
+        return f"torch {torch.__version__} lacks an interface that compiled updates need ({message})"
+    return f"{type(problem).__name__}: {message}"

@@ -132,8 +132,7 @@ class CaseResult:
 
 def run_case(case: Case, precision: ZooPrecision = FP64, device: torch.device = CPU) -> CaseResult:
     """Compare engine and oracle on one case; never raises."""
-    with warnings.catch_warnings(), _without_tf32():
-        warnings.simplefilter("ignore")  # for example warnings about missing kernels
+    with warnings.catch_warnings(action="ignore"), _without_tf32():  # warnings about missing kernels, for example
         try:
             prepared = prepare_comparison(case, precision, device)
         except Exception as error:
