@@ -472,10 +472,6 @@ def test_copies_of_a_step_whose_last_update_is_undecided():
 # ------------------------------------------------------------------------------------------------------- the trainer
 
 
-def losses_of_pairs(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-
-
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 64
@@ -499,7 +495,7 @@ class Between:
 
 
 def test_the_trainer_and_the_ledger_wait_for_nothing_between_two_log_lines(tmp_path):
-    step = make_step([sw.clip(0.5)], loss_fn=losses_of_pairs, on_nonfinite="skip")
+    step = make_step([sw.clip(0.5)], on_nonfinite="skip")
     between = Between()
     loader = torch.utils.data.DataLoader(Rows(), batch_size=4)
     trainer = sw.Trainer(
