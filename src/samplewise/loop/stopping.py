@@ -102,7 +102,7 @@ class StopController(ABC):
         """Return True if a stop was requested, or the duration is reached after `epochs` epochs."""
         if self.reason is not None:
             return True
-        updates = self._step.max_updates
+        updates = self._step.started_updates
         if until.updates is not None and updates >= until.updates:
             updates = self._step.counters.updates  # exact; may wait for the device
         return until.reached(epochs, updates)

@@ -354,14 +354,14 @@ class Step(CheckedAttributes):
     @property
     def counters(self) -> Counters:
         """Totals since the creation of the step. If the device decides whether the last update is skipped, this waits
-        for its decision; `max_updates` does not.
+        for its decision; `started_updates` does not.
         """
         self._applier.settle()
         return self._counters
 
     @property
-    def max_updates(self) -> int:
-        """Number of updates so far, at most: an update counts until the device has decided to skip it."""
+    def started_updates(self) -> int:
+        """Number of updates so far; the last one counts until the device has decided to skip it."""
         return self._counters.updates
 
     # --- processes -------------------------------------------------------------------------------------------------
