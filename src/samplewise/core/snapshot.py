@@ -193,7 +193,7 @@ class Buffers:
                 now = owner.get(name)
                 if now is not None and then.copy is not None:
                     with torch.no_grad():
-                        now.copy_(torch.where(well, now, then.copy))
+                        now.copy_(torch.where(well.to(now.device), now, then.copy))
 
     def moving(self) -> list[tuple[Tensor, bool]]:
         """Pairs (buffer, changed): changed is True if this buffer or another one of its module has changed before."""

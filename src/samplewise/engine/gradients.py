@@ -38,7 +38,7 @@ from samplewise.engine.graph import Graph, graph_alive
 from samplewise.engine.pending_checks import PendingChecks, collecting, read_at_once
 from samplewise.engine.plan import Planner, Quantity
 from samplewise.engine.strategies import QuantityEvaluator
-from samplewise.errors import ParameterError
+from samplewise.errors import ParameterError, SamplewiseError
 
 STRATEGIES = ("fused", "twice", "full", "reference")
 
@@ -147,8 +147,8 @@ class Gradients:
     `len(g)` is the number of samples B. `g[3]` is the gradient of sample 3, a dict name -> tensor; `g["fc.weight"]` is
     the gradient of all samples for one parameter, (B, *shape).
 
-    Non-finite losses, weights and results raise an error. On an accelerator, `norms` and `dot` leave these checks to
-    the next call of `sum`, `mean`, `backward`, ..., which makes all of them with one host sync.
+    Non-finite losses, weights and results raise an error. On an accelerator, `norms` and `dot` return NaN instead, and
+    the next call of any other method, such as `sum` or `backward`, makes all checks with one host sync.
     """
 
     def __init__(self, evaluator: QuantityEvaluator, checks: PendingChecks, settles: bool):
@@ -322,10 +322,12 @@ class Gradients:
 
     def gram(self, other: Gradients | None = None) -> Tensor:
         """Inner products of the gradients of all pairs of samples, (B, B); with another `Gradients`, (B, B2)."""
+        self._settle()
         if other is None:
             with self._evaluator.context():
                 return self._total(self._evaluator.evaluate(lambda form, _: form.gram(form)), len(self))
         parts = self._with_other(other, "gram", lambda mine, theirs: mine.gram(theirs))
+        other._settle()
         with torch.enable_grad():  # parts require a gradient only with create_graph
             return self._total(parts, len(other))
 
@@ -337,6 +339,7 @@ class Gradients:
         """
         if type(dim) is not int or dim < 1:
             raise ValueError(f"dim must be a positive integer; found {dim!r}.")
+        self._settle()
         device = self._graph.losses.device
         with self._evaluator.context():
             parts = self._evaluator.evaluate(
@@ -443,6 +446,7 @@ class Gradients:
         return {name: self._rows(name, key, key + 1)[0] for name in self.names}
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        self._settle()
         p = self._parameters[name]
         with self._evaluator.context():
             form = self._evaluator.forms().get(name)
@@ -489,8 +493,13 @@ class Gradients:
         self._settle()
 
     def _settle(self) -> None:
+        """Make the checks that were left to this call. After an error, only the one of the losses is made again."""
         if self._settles:
-            self._checks.settle()
+            try:
+                self._checks.settle()
+            except SamplewiseError:
+                self._checks.add(finite_losses, self._graph.losses)
+                raise
 
     def _needs_autograd(self) -> bool:
         """True for hooks on parameters, sharded models and sparse gradients: these need an ordinary backward pass."""

@@ -173,7 +173,8 @@ class Step(CheckedAttributes):
         return CompiledGradients(eager) if ranks.distributed else CompiledUpdates(eager)
 
     def __repr__(self) -> str:
-        rule = getattr(self.optimizer, "rule", self.optimizer)
+        optimizer = self._applier.optimizer  # without waiting for the device
+        rule = getattr(optimizer, "rule", optimizer)
         parts = (inner(self.model), rule, getattr(self.loss_fn, "criterion", self.loss_fn))
         names = [getattr(part, "__qualname__", None) or type(part).__name__ for part in parts]
         given = {"samples": self.samples, "microbatch": self.config.microbatch, "precision": self.config.precision}
@@ -353,14 +354,14 @@ class Step(CheckedAttributes):
     @property
     def counters(self) -> Counters:
         """Totals since the creation of the step. If the device decides whether the last update is skipped, this waits
-        for its decision; `max_updates` does not.
+        for its decision; `started_updates` does not.
         """
         self._applier.settle()
         return self._counters
 
     @property
-    def max_updates(self) -> int:
-        """Number of updates so far, at most: an update counts until the device has decided to skip it."""
+    def started_updates(self) -> int:
+        """Number of updates so far; the last one counts until the device has decided to skip it."""
         return self._counters.updates
 
     # --- processes -------------------------------------------------------------------------------------------------

@@ -76,3 +76,31 @@ def test_batches_are_moved_without_a_host_wait(waits):
     moved = to_device({"x": X, "more": [Y]}, torch.device(DEVICE))
     assert moved["x"].device.type == moved["more"][0].device.type == DEVICE
     assert waits() == {}
+
+
+def fused_run(run, device, **fit):
+    """Fit with a NaN in two samples, whose updates the accelerator skips by itself."""
+    x = X.clone()
+    x[[4, -1]] = torch.nan
+    model = network(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    step = sw.Step(model, optimizer, losses, 5, transforms=[sw.clip(0.5)], scheduler=scheduler, on_nonfinite="skip")
+    trainer = sw.Trainer(step, run, callbacks=[sw.Ledger(every=10)], device=device, log_every=2, progress=False)
+    trainer.fit(DataLoader(sw.Indexed(TensorDataset(x, Y)), batch_size=6), **fit)
+    columns = {name: rows(run)[name] for name in ("id", "update", "weight")}
+    return weights(model), columns, vars(step.counters), scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("fit", [dict(epochs=2), dict(updates=1), dict(updates=5)], ids=str)
+def test_updates_that_the_device_skips_are_those_of_the_cpu(tmp_path, fit):
+    """The last update of an epoch, or the one that would be the last of the fit, is skipped."""
+    assert_same_on_both(lambda device: fused_run(tmp_path / device, device, **fit), 1e-6)
+
+
+def test_a_run_resumed_after_a_skipped_update_is_bit_identical(tmp_path):
+    whole = fused_run(tmp_path / "whole", DEVICE, epochs=2)
+    fused_run(tmp_path / "cut", DEVICE, epochs=1)
+    found = fused_run(tmp_path / "cut", DEVICE, epochs=2, resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], whole[0], strict=True))
+    assert found[1:] == whole[1:]
