@@ -126,7 +126,7 @@ class TrainedParameters:
         if self._leaves and any(id(p) not in self._leaves for p in params):
             raise ParameterError(
                 "the optimizer of a sharded model must hold sharded parameters of this model only; found whole ones, "
-                "or others. Create the optimizer with model.parameters(), after fully_shard and before any forward pass."
+                "or others. Create it with model.parameters(), after fully_shard and before any forward pass."
             )
         return {known.get(id(p), f"optimizer.{k}"): p for k, p in enumerate(params)}
 
