@@ -1,5 +1,6 @@
 """Settings of all tests: one thread per worker, a fixed seed, no network, one compilation per graph."""
 
+import multiprocessing
 import os
 
 # Two workers with two threads each would fight over two cores. Set before torch is imported;
@@ -8,6 +9,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The Hugging Face models are built from tiny configs: nothing may be fetched.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Ranks, and from Python 3.14 on workers of a DataLoader, are forks of a server process, which imports these once.
+SERVER_IMPORTS = ["torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "torchdata.stateful_dataloader"]
+if hasattr(os, "fork"):
+    multiprocessing.set_forkserver_preload([*SERVER_IMPORTS, "hypothesis", "pytest", "samplewise.loop.trainer"])
 
 import hypothesis
 import pytest

@@ -136,6 +136,9 @@ class ShardsWithState(IterableDataset):
         self.start = self.number = state["number"]
         self.generator.set_state(state["generator"])
 
+    def __reduce__(self):
+        return ShardsWithState, ()  # torch 2.13 cannot send a generator to a worker, unless the worker is a fork
+
 
 class Drawing:
     """Iterable, and no more than that."""
