@@ -27,7 +27,8 @@ Message = tuple[str, int]  # the collective, and the bytes that one rank passes 
 class Model:
     shapes: Sequence[tuple[int, ...]]
     element: int = 4  # bytes
-    gathered: int = 1  # number of parameter groups that fully_shard gathers separately
+    groups: Sequence[Sequence[tuple[int, ...]]] = ()  # shapes that fully_shard gathers together; first: the root's
+    first: int = 0  # the group of the first layer
 
     @property
     def size(self) -> int:
@@ -54,13 +55,34 @@ class Update:
     noise: bool = False
     said: int = 0
     sharded: bool = False
+    measures: bool = False  # a transform needs norms, which takes a backward pass of its own in a sharded model
 
     @property
     def share(self) -> int:
         return -(-self.window // self.ranks)
 
     def messages(self) -> list[Message]:
-        return [*meeting(), *self._numbers(), *self._gradients(), *self._after()]
+        passes = self._passes() if self.sharded else ()
+        return [*meeting(), *passes, *self._numbers(), *self._gradients(), *self._after()]
+
+    def _passes(self) -> Iterable[Message]:
+        """Collectives of the modules of a sharded model, in one microbatch per rank."""
+        root, *others = self.model.groups
+        yield from meeting()  # the ranks commit themselves to the collectives of the last update
+        yield from map(self._gather, [root, *others])  # forward pass, after which the root is not released
+        yield from meeting()  # the ranks begin the pass that sums gradients
+        if self.measures:
+            yield from map(self._gather, [*others, self.model.groups[self.model.first]])
+            yield self._gather(root)
+        yield from map(self._gather, others)
+        for group in self.model.groups:
+            yield "reduce_scatter", self.ranks * self._gather(group)[1]
+
+    def _gather(self, group: Sequence[tuple[int, ...]]) -> Message:
+        """All-gather of shards, padded to the largest shard of each parameter."""
+        return "all_gather", self.model.element * sum(
+            math.prod((-(-rows // self.ranks), *rest)) for rows, *rest in group
+        )
 
     @property
     def backwards(self) -> Model:
@@ -95,7 +117,7 @@ class Update:
         yield "all_reduce", 8 * len(self.model.shapes)  # which parameters any rank has reached
         if self.overlapped:
             yield from meeting()  # whether the window ends with this pass
-        yield from (parts(self.model, self.ranks) if self.sharded else sums(self.backwards))
+        yield from () if self.sharded else sums(self.backwards)
 
     def _after(self) -> Iterable[Message]:
         if self.noise:
@@ -103,14 +125,6 @@ class Update:
             yield from [("broadcast", 8), ("broadcast", state)]
         if self.sharded:
             yield "all_reduce", 8 * len(self.model.shapes)  # norms
-            yield from self._gathers()
-
-    def _gathers(self) -> Iterable[Message]:
-        """All-gathers of the shards of each parameter group, padded to the largest shard."""
-        parts = [math.prod((-(-rows // self.ranks), *rest)) for rows, *rest in self.model.shapes]
-        whole = self.model.element * sum(parts)
-        for number in range(self.model.gathered):
-            yield "all_gather", whole // self.model.gathered + (number < whole % self.model.gathered)
 
 
 def meeting() -> list[Message]:
@@ -127,27 +141,13 @@ def sums(model: Model) -> Iterable[Message]:
         yield "all_reduce", bucket
 
 
-def parts(model: Model, size: int) -> Iterable[Message]:
-    """Reduce-scatters of the gradient sums; rows are padded to a multiple of the number of ranks."""
-    padded = [(-(-rows // size) * size, *rest) for rows, *rest in model.shapes]
-    in_buckets = buckets(
-        [model.element * math.prod(shape) for shape in model.shapes],
-        [model.element * math.prod(shape) for shape in padded],
-    )
-    for bucket in in_buckets:
-        yield "reduce_scatter", bucket
-
-
-def buckets(tensors: Sequence[int], counted: Sequence[int] | None = None) -> list[int]:
+def buckets(tensors: Sequence[int]) -> list[int]:
     """Bytes of the buckets that consecutive tensors are packed into."""
-    filled: list[int] = []
     sizes: list[int] = []
-    for size, count in zip(tensors, counted or tensors, strict=True):
-        if not filled or filled[-1] + size > collectives.BUCKET:
-            filled.append(0)
+    for size in tensors:
+        if not sizes or sizes[-1] + size > collectives.BUCKET:
             sizes.append(0)
-        filled[-1] += size
-        sizes[-1] += count
+        sizes[-1] += size
     return sizes
 
 
@@ -202,7 +202,7 @@ class Case:
 
 def transformer(width: int, layers: int, vocabulary: int) -> Model:
     block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width), (width,), (width,)]
-    return Model([(vocabulary, width), *block * layers], gathered=1 + layers)
+    return Model([(vocabulary, width), *block * layers], groups=[[(vocabulary, width)], *[block] * layers])
 
 
 CASES = (
@@ -226,7 +226,7 @@ def kinds(case: Case, size: int) -> dict[str, tuple[Update, float]]:
             Update(case.model, size, window, groups=True, spanning=4 if size > 1 else 0, said=30 * case.share),
             1.3,
         ),
-        "clip, fsdp": (Update(case.model, size, window, sharded=True), 1.3),
+        "clip, fsdp": (Update(case.model, size, window, sharded=True, measures=True), 1.6),
     }
 
 
@@ -240,11 +240,13 @@ def memory(model: Model, size: int, sharded: bool) -> dict[str, float]:
     if not sharded:
         return {"parameters": one, "gradients": one, "optimizer": 2 * one, "buckets": min(one, 3 * collectives.BUCKET)}
     part = one / size
+    group = float(max(model.element * sum(map(math.prod, group)) for group in model.groups))
     return {
-        "parameters": one + part,
-        "gradients": one + part,
+        "parameters": part,
+        "gradients": part,
         "optimizer": 2 * part,
-        "buckets": min(one, collectives.BUCKET),
+        "gathered": 2 * group,  # the module of a pass and the next one; or its gradients and the copy that is sent
+        "buckets": 2 * group,  # what is received
     }
 
 

@@ -66,9 +66,9 @@ def interpreted(monkeypatch):
 
 # ------------------------------------------------------------------------------------------- distribution over workers
 
-# Tests of these files share what is expensive to set up: teams of ranks, a device, compiled graphs, imports of the
-# examples. Each group runs in one worker. The groups run first, because they take longest: at the end no worker is idle
-# for long.
+# Tests of these files share what is expensive to set up: teams of ranks, a process with a simulated device, compiled
+# graphs, imports of the examples. Each group runs in one worker. The groups run first, because they take longest: at
+# the end no worker is idle for long.
 GROUPS = {
     "tests/distributed/": "ranks",
     "tests/accelerator/": "accelerator",

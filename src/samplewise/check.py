@@ -21,7 +21,7 @@ from samplewise.core.losses import (
     per_sample,
     why_not_alone,
 )
-from samplewise.core.snapshot import snapshot
+from samplewise.core.snapshot import random_state_restored, snapshot
 from samplewise.core.text import listed, plural, render
 from samplewise.engine.checks import check_model, named_parameters
 from samplewise.engine.gradients import gradients
@@ -89,7 +89,7 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
     loss_fn = as_loss_fn(copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn)
     model_copy = copy.deepcopy(model).double()
     batch = map_leaves(batch, _as_double)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with random_state_restored(), torch.enable_grad():
         losses = per_sample(loss_fn(model_copy, batch))[0]
         try:
             g = gradients(losses, model_copy)

@@ -23,7 +23,10 @@ if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
 elif INSIDE:
     import sim_device
 
+    from samplewise.loop.checkpoint import encoding
+
     sim_device.register()
+    encoding.TENSOR_TYPES += (sim_device.SimTensor,)  # tensors of a GPU have no class of their own
 
 
 @pytest.fixture

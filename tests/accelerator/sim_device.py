@@ -19,6 +19,7 @@ import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.utils import backend_registration
@@ -77,7 +78,8 @@ READS = {
 }
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 
-TAKE_CPU_TENSORS = {*INDEXING, "aten::_pack_padded_sequence"}  # indices, lengths
+PACKING = "aten::_pack_padded_sequence"
+TAKE_CPU_TENSORS = {*INDEXING, PACKING, f"{PACKING}_backward", "aten::_pad_packed_sequence"}  # indices, lengths
 
 
 def _note_waits(name, args, kwargs):
@@ -153,14 +155,14 @@ class Event:
 # ----------------------------------------------------------------------------------------------------- random numbers
 
 
-_addresses = set()  # of the device's generators: ops receive another Python object of the same generator
+_generators = {}  # of the device, by address: ops receive another Python object. Kept, so that no address is used twice
 
 
 class Generator(torch.Generator):
     """Random generator of the device: torch.Generator("sim") cannot be made in Python."""
 
     def __init__(self):
-        _addresses.add(self._cdata)
+        _generators[self._cdata] = self
 
     def manual_seed(self, seed):
         super().manual_seed(seed)
@@ -177,7 +179,7 @@ _generator = Generator()
 def _drawn(func, args, kwargs):
     """Run an op that draws random numbers, with the generator of the device."""
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
-    if any(g._cdata not in _addresses for g in given):
+    if any(g._cdata not in _generators for g in given):
         raise RuntimeError(f"Expected a 'sim' device type for generator but found 'cpu' in {func}")
     if given:
         return func(*args, **kwargs)
@@ -248,6 +250,15 @@ class SimTensor(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, value):
+        torch.Tensor.data.__set__(self, value)
+        self.raw = value.raw
+
     def untyped_storage(self):
         return self.raw.untyped_storage()
 
@@ -307,10 +318,15 @@ def run(func, args, kwargs):
     _note_waits(name, args, kwargs)
     kwargs = {key: CPU if key == "device" else value for key, value in kwargs.items()}
     own = {id(a.raw): a for a in tree_leaves((args, kwargs)) if on_device(a)}
-    return tree_map(lambda x: _on_device(x, own), _computed(func, *tree_map(raw, (args, kwargs))))
+    result = _computed(func, *tree_map(raw, (args, kwargs)))
+    if name == PACKING:
+        return SimTensor(result[0]), result[1]  # the lengths stay on the CPU
+    return tree_map(lambda x: _on_device(x, own), result)
 
 
 def _computed(func, args, kwargs):
+    if func._schema.name in CELLS:
+        return CELLS[func._schema.name](*args, **kwargs)
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _drawn(func, args, kwargs)
     if _noise and func._schema.name.removeprefix("aten::") in SUMS:
@@ -320,10 +336,15 @@ def _computed(func, args, kwargs):
 
 
 def _on_device(x, own):
-    """Device tensor for a result: the argument itself if an op in place returns it."""
+    """Device tensor for a result: the argument itself if an in-place op returns it."""
     if not isinstance(x, torch.Tensor):
         return x
-    return own[id(x)] if id(x) in own else SimTensor(x)
+    if id(x) not in own:
+        return SimTensor(x)
+    tensor = own[id(x)]
+    if tensor.shape != x.shape or tensor.stride() != x.stride():
+        tensor.data = SimTensor(x)  # ops such as transpose_ change the shape in place
+    return tensor
 
 
 def _check_placement(name, args, kwargs):
@@ -368,6 +389,54 @@ def _note_copy(kind, non_blocking):
     if not non_blocking:
         waited(kind)
 
+
+# ---------------------------------------------------------------------------------------------------- recurrent cells
+# torch has these kernels for accelerators only. `workspace` is what the backward kernel needs.
+
+
+def _lstm_cell(gates, hidden, cx, bias=None, hidden_bias=None):
+    for part in (hidden, bias, hidden_bias):
+        gates = gates if part is None else gates + part
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    cy = f * cx + i * g
+    return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
+
+
+def _lstm_cell_backward(grad_hy, grad_cy, cx, cy, workspace, has_bias):
+    i, f, g, o = workspace.chunk(4, 1)
+    hy = torch.zeros_like(cy) if grad_hy is None else grad_hy
+    c = hy * o * (1 - cy.tanh().square()) + (0 if grad_cy is None else grad_cy)
+    gates = [c * g * i * (1 - i), c * cx * f * (1 - f), c * i * (1 - g * g), hy * cy.tanh() * o * (1 - o)]
+    grad = torch.cat(gates, 1)
+    return grad, c * f, grad.sum(0) if has_bias else None
+
+
+def _gru_cell(gates, hidden, hx, bias=None, hidden_bias=None):
+    gates = gates if bias is None else gates + bias
+    hidden = hidden if hidden_bias is None else hidden + hidden_bias
+    (r, z, n), (hidden_r, hidden_z, hidden_n) = gates.chunk(3, 1), hidden.chunk(3, 1)
+    r, z = (r + hidden_r).sigmoid(), (z + hidden_z).sigmoid()
+    n = (n + r * hidden_n).tanh()
+    return n + z * (hx - n), torch.cat([r, z, n, hx, hidden_n], 1)
+
+
+def _gru_cell_backward(grad, workspace, has_bias):
+    r, z, n, hx, hidden_n = workspace.chunk(5, 1)
+    grad_n = grad * (1 - z) * (1 - n * n)
+    grad_z = grad * (hx - n) * z * (1 - z)
+    grad_r = grad_n * hidden_n * r * (1 - r)
+    gates, hidden = torch.cat([grad_r, grad_z, grad_n], 1), torch.cat([grad_r, grad_z, grad_n * r], 1)
+    biases = (gates.sum(0), hidden.sum(0)) if has_bias else (None, None)
+    return gates, hidden, grad * z, *biases
+
+
+CELLS = {
+    "aten::_thnn_fused_lstm_cell": _lstm_cell,
+    "aten::_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
+    "aten::_thnn_fused_gru_cell": _gru_cell,
+    "aten::_thnn_fused_gru_cell_backward": _gru_cell_backward,
+}
 
 # ----------------------------------------------------------------------------------------------------- device module
 
@@ -457,23 +526,22 @@ def _cast_to(dtype):
 
 
 def _register_autocast(library):
-    key = "AutocastPrivateUse1"
-    guard = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
     for names, dtype in ((LOW, None), (FULL.split(), torch.float32)):
         for name in names:
-            packet, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(name, partial(_autocast, _op(name), dtype), "AutocastPrivateUse1")
 
-            def kernel(*args, op=op, dtype=dtype, **kwargs):
-                cast = _cast_to(dtype or torch.get_autocast_dtype(NAME))
-                with torch._C._ExcludeDispatchKeyGuard(guard):
-                    return op(*tree_map(cast, args), **tree_map(cast, kwargs))
 
-            library.impl(name, kernel, key)
+def _autocast(op, dtype, *args, **kwargs):
+    cast = _cast_to(dtype or torch.get_autocast_dtype(NAME))
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        return op(*tree_map(cast, args), **tree_map(cast, kwargs))
 
 
 # ------------------------------------------------------------------------------------------------------- registration
 
+# torch makes these by resizing an empty tensor, which a tensor of a Python backend cannot do.
+FACTORIES = "arange arange.start arange.start_step linspace logspace eye eye.m randperm randperm.generator".split()
+FACTORIES += ["tril_indices", "triu_indices"]
 _libraries = []  # an op library is unregistered when it is freed
 
 
@@ -483,14 +551,25 @@ def register():
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(lambda op, *args, **kwargs: run(op, args, kwargs), "PrivateUse1")
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    autocast = torch.library.Library("aten", "IMPL")
-    _register_autocast(autocast)
-    _libraries.extend([fallback, autocast])
+    aten = torch.library.Library("aten", "IMPL")
+    for name in FACTORIES:
+        aten.impl(name, partial(_made, _op(name)), "PrivateUse1")
+    _register_autocast(aten)
+    _libraries.extend([fallback, aten])
     torch.tensor = _made_by(torch.tensor)
     torch.as_tensor = _made_by(torch.as_tensor)
     torch.accelerator.synchronize = torch.sim.synchronize
     torch.utils._foreach_utils._foreach_supported_types.append(SimTensor)  # the default of optimizers on a GPU
     torch.sim.present = True
+
+
+def _op(name):
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _made(op, *args, **kwargs):
+    return run(op, args, kwargs)
 
 
 def _made_by(make):

@@ -1,14 +1,19 @@
 """Waits of the host for the device: none in an update that the device may skip, one where the host must decide."""
 
+import copy
+
 import pytest
 import sim_device as sim
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import samplewise as sw
+from samplewise.engine.checks import finite_tensors
+from samplewise.engine.pending_checks import PendingChecks, all_finite_flag
 
-DEVICE = torch.device("sim")
+DEVICE = "sim"
 B = 4
 
 
@@ -271,9 +276,6 @@ def error_of(make, device, fused, options):
     with pytest.raises(sw.SamplewiseError) as found:
         [update.loss for update in step.over([make(device=device)])]
     assert all(torch.equal(p.cpu(), q) for p, q in zip(step.model.parameters(), before, strict=True))
-    if fused:
-        with pytest.raises(sw.SamplewiseError):
-            _ = step.counters
     assert vars(step.counters) == counters
     return type(found.value), str(found.value)
 
@@ -308,6 +310,59 @@ def test_weights_and_losses_of_a_backward():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_refused_call_leaves_the_gradients_usable():
+    model = net()
+    g = sw.gradients(classified(model, batch()), model)
+    with pytest.raises(sw.ParameterError, match="weights must be finite"):
+        g.backward(torch.full((B,), torch.nan, device=DEVICE))
+    g.backward()
+    expected = sw.gradients(classified(model, batch()), model).sum()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.cpu(), expected[name].cpu())
+
+
+RESULTS = {
+    "gram": lambda g: g.gram(),
+    "gram of two": lambda g: sw.gradients(classified(g.model, batch()), g.model).gram(g),
+    "project": lambda g: g.project(2),
+    "row": lambda g: g[0],
+    "rows of a parameter": lambda g: g["0.weight"],
+    "norms, then rows": lambda g: (g.norms(), g.full()),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_without_a_check_of_their_own_check_the_losses(name):
+    model = net()
+    g = sw.gradients(classified(model, bad_batch(DEVICE)), model)
+    g.model = model
+    for _ in range(2):  # also after an error
+        with pytest.raises(sw.NonFiniteLossError, match="losses must be finite; found nan at sample 2"):
+            RESULTS[name](g)
+
+
+def test_checks_compare_values_of_different_dtypes():
+    small, large = torch.ones(2, dtype=torch.float16, device=DEVICE), torch.full((2,), 1e5, device=DEVICE)
+    assert bool(all_finite_flag([small, large]))
+    assert not bool(all_finite_flag([small, large / 0]))
+
+
+def test_checks_do_not_keep_the_tensors():
+    checks = PendingChecks()
+    x = torch.ones(3, device=DEVICE)
+    storage = StorageWeakRef(sim.raw(x).untyped_storage())
+    checks.add_tensors(finite_tensors, {"x": x})
+    assert not storage.expired()
+    del x
+    assert storage.expired() and checks
+
+
+def test_an_index_outside_of_the_weights_is_not_ignored():
+    step = make_step([sw.weight(torch.rand(9, device=DEVICE), index="i")], on_nonfinite="ignore", fused=False)
+    step.run([batch(), outside(DEVICE)])
+    assert all(p.isnan().all().cpu() for p in step.model.parameters())
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("chain", [[], [sw.clip(0.5)], [sw.drop(largest=1)]], ids=str)
 def test_skipped_updates_leave_no_trace(fused, chain):
@@ -322,11 +377,99 @@ def test_skipped_updates_leave_no_trace(fused, chain):
         assert torch.equal(p.cpu(), q.cpu())
 
 
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
+def test_a_skipped_first_update_creates_no_state():
+    """The fused kernel of SGD leaves the momentum that it creates without values."""
+    model = net()
+    optimizer = momentum(model)
+    step = sw.Step(model, optimizer, classified, on_nonfinite="skip", audit=False)
+    step.run([bad_batch(DEVICE)])
+    assert optimizer.state
+    assert step.counters.skipped == 1
+    assert not optimizer.state
+
+
+def test_settings_changed_by_hand_outlast_a_skipped_update():
+    step = make_step(on_nonfinite="skip", audit=False)
+    optimizer, scheduler = step.optimizer, step.scheduler
+    step.run([bad_batch(DEVICE)])
+    assert optimizer.param_groups[0]["lr"] == 0.01 * 0.9
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    assert step.counters.skipped == 1
+    assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (0.01, 0)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    step.run([bad_batch(DEVICE)])
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert step.counters.skipped == 2
+    assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (0.2, 0)
+
+
+def test_a_rate_in_a_tensor_is_restored():
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5), fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = sw.Step(model, optimizer, classified, scheduler=scheduler, on_nonfinite="skip", audit=False)
+    step.run([bad_batch(DEVICE)])
+    assert optimizer.param_groups[0]["lr"].item() == 0.25
+    assert step.counters.skipped == 1
+    assert optimizer.param_groups[0]["lr"].item() == 0.5
+
+
+class Halving:
+    """Scheduler without a state, which cannot be undone."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.param_groups[0]["lr"] /= 2
+
+
+def test_the_host_decides_if_the_scheduler_cannot_be_undone():
+    model = net()
+    optimizer = momentum(model)
+    step = sw.Step(model, optimizer, classified, scheduler=Halving(optimizer), on_nonfinite="skip", audit=False)
+    step.run([bad_batch(DEVICE), batch()])
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert (step.counters.updates, step.counters.skipped) == (1, 1)
+
+
+def test_a_norm_that_overflows_is_not_clipped_to_zero():
+    model = linear(DEVICE)
+    step = sw.Step(model, momentum(model), lambda m, b: m(b["x"])[:, 0] * 1e25, max_grad_norm=1.0, audit=False)
+    with pytest.raises(sw.NonFiniteGradientError, match="in the norm of the update's gradient, whose squares overflow"):
+        _ = step(batch())[0].loss
+
+
+def test_an_error_is_raised_once():
+    step = make_step(audit=False)
+    (update,) = step.over([bad_batch(DEVICE)])
+    assert "Sequential" in repr(step)
+    with pytest.raises(sw.NonFiniteLossError):
+        _ = update.loss
+    assert (step.counters.updates, step.counters.samples) == (0, 0)
+    list(step.over([bad_batch(DEVICE)]))
+    with pytest.raises(sw.NonFiniteLossError):
+        _ = step.counters
+    step.run([batch()])
+    assert (step.counters.updates, step.counters.samples) == (1, B)
+
+
+def test_copies_of_a_step_whose_last_update_is_undecided():
+    step = make_step(on_nonfinite="skip", audit=False)
+    step.run([batch(), bad_batch(DEVICE)])
+    twin = copy.deepcopy(step)
+    for each in (twin, step):
+        assert (each.counters.updates, each.counters.skipped, each.scheduler.last_epoch) == (1, 1, 1)
+        each.run([batch(1)])
+    for p, q in zip(step.model.parameters(), twin.model.parameters(), strict=True):
+        assert torch.equal(p.cpu(), q.cpu())
+
+
 # ------------------------------------------------------------------------------------------------------- the trainer
-
-
-def losses_of_pairs(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
 class Rows(torch.utils.data.Dataset):
@@ -352,7 +495,7 @@ class Between:
 
 
 def test_the_trainer_and_the_ledger_wait_for_nothing_between_two_log_lines(tmp_path):
-    step = make_step([sw.clip(0.5)], loss_fn=losses_of_pairs, on_nonfinite="skip")
+    step = make_step([sw.clip(0.5)], on_nonfinite="skip")
     between = Between()
     loader = torch.utils.data.DataLoader(Rows(), batch_size=4)
     trainer = sw.Trainer(

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import samplewise as sw
@@ -123,8 +124,14 @@ def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", au
         for _ in range(epochs)
         for update in step.over(own_batches(batch))
     ]
-    parameters = torch.cat([p.detach().flatten() for p in inside.parameters()])  # whole, where they are sharded
-    return parameters, updates, copy.copy(step.counters), not step.has_pending_samples
+    return flat(inside), updates, copy.copy(step.counters), not step.has_pending_samples
+
+
+def flat(model):
+    """All parameters in one vector; collective for a sharded model."""
+    return torch.cat(
+        [(p.full_tensor() if isinstance(p, DTensor) else p).detach().flatten() for p in model.parameters()]
+    )
 
 
 def assert_same(one, other):

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from daily import daily
-from spread_models import SAMPLES, TRANSFORMS, assert_same, counted, loss_fn, net, own_batches, run, wrapped
+from spread_models import SAMPLES, TRANSFORMS, assert_same, counted, flat, loss_fn, net, own_batches, run, wrapped
 from torch import nn
 
 import samplewise as sw
@@ -37,7 +37,7 @@ def updates_of(step, model, batch):
     updates = [
         (u.samples, torch.nan if u.skipped else u.loss, u.grad_norm, u.skipped) for u in step.over(own_batches(batch))
     ]
-    parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+    parameters = flat(model)
     return parameters, updates, copy.copy(step.counters), not step.has_pending_samples
 
 

@@ -241,7 +241,7 @@ def test_two_ranks_pass_over_a_pickle(two, saved, tmp_path):
     for name in (".metadata", "__0_0.distcp", "rest.ckpt"):
         (forged / name).write_bytes(pickled())
     for messages in two.run(passing_over, tmp_path / "run"):
-        assert len(messages) == 1 and "must have format version 4; found 1, which this version of" in messages[0]
+        assert len(messages) == 1 and "must have format version 5; found 1, which this version of" in messages[0]
     assert "update-000000006.ckpt" in names(tmp_path / "run") and not (tmp_path / "exploded").exists()
 
 

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 import samplewise as sw
 from samplewise.cli.main import app
+from samplewise.distributed import launch
 from samplewise.distributed.launch import agree_on_prefix, resolve_device
 from samplewise.errors import DistributedError
 from samplewise.loop.checkpoint.store import Checkpoints
@@ -91,14 +92,28 @@ def test_who_meets_nobody_says_so():
 
 
 def test_auto_takes_the_accelerator(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert resolve_device("auto") == torch.device("mps")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert resolve_device("auto") == torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("xpu")
     assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "backend"),
+    [
+        ("cpu", "cpu", "gloo"),
+        ("mps", "mps", "gloo"),
+        ("cuda", "cuda:1", "cpu:gloo,cuda:nccl"),
+        ("cuda:0", "cuda:0", "cpu:gloo,cuda:nccl"),
+        ("xpu", "xpu:1", "cpu:gloo,xpu:xccl"),
+    ],
+)
+def test_device_and_backend_of_a_rank(monkeypatch, device, own, backend):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    found = launch._of_local_rank(torch.device(device))
+    assert found == torch.device(own) and launch._backend(found) == backend
 
 
 def test_one_process_joins_no_group():

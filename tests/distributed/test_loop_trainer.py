@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import single_process
+from spread_models import flat
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
@@ -50,8 +51,7 @@ def accuracy(outputs, batch):
 
 
 def parameters(trainer):
-    trainer.step.unshard()  # the whole of them
-    return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
+    return flat(trainer.model)
 
 
 def log(run):

@@ -20,12 +20,13 @@ def scaling():
     return runpy.run_path(str(SCRIPT))
 
 
-def exchanged(transforms, how):
-    """By the second update: the first looks for mistakes, too."""
+def exchanged(transforms, how, before=1):
+    """By an update after others: the first looks for mistakes, too, and those of sharded models agree on passes."""
     model, strategy = wrapped(net(), how)
     made = TRANSFORMS[transforms](getattr(model, "module", model))
     step = sw.Step(model, sw.sgd(0.1), loss_fn, 6, transforms=made, strategy=strategy, audit=False)
-    step([part[:3] for part in own_batches(17)[0]])
+    for _ in range(before):
+        step([part[:3] for part in own_batches(17)[0]])
     with collectives.counted() as traffic:
         step([part[3:6] for part in own_batches(17)[0]])
     return dict(traffic.calls), dict(traffic.bytes)
@@ -80,9 +81,10 @@ def test_the_bytes_of_models_with_several_buckets(two, scaling, transforms, monk
 
 @pytest.mark.parametrize("transforms", ["plain", "drop a quantile"])
 def test_the_bytes_of_sharded_models(two, scaling, transforms):
-    model = scaling["Model"]([tuple(p.shape) for p in net().parameters()], element=8, gathered=3)
-    update = scaling["Update"](model, 2, 6, sharded=True, **KINDS[transforms])
-    assert two.run(exchanged, transforms, "fsdp") == [scaling["added_up"](update.messages())] * 2
+    layers = [[tuple(p.shape) for p in net()[k].parameters()] for k in (2, 0, 3)]  # the root has what is left
+    model = scaling["Model"]([tuple(p.shape) for p in net().parameters()], element=8, groups=layers, first=1)
+    update = scaling["Update"](model, 2, 6, sharded=True, measures=transforms != "plain", **KINDS[transforms])
+    assert two.run(exchanged, transforms, "fsdp", 4) == [scaling["added_up"](update.messages())] * 2
 
 
 def test_large_models_go_in_buckets(scaling):

@@ -5,10 +5,12 @@ import copy
 import pytest
 import torch
 from ranks import Ranks, give_up_after
-from spread_models import assert_same, data, loss_fn, net, own_batches, run
+from spread_models import assert_same, data, flat, loss_fn, net, own_batches, run
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import samplewise as sw
 from samplewise.distributed.group import current_group
@@ -23,11 +25,6 @@ def sharded(how=(0, 3)):
 
 def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def flat(model):
-    parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return torch.cat([p.detach().flatten() for p in parts])
 
 
 def _run(options):
@@ -153,6 +150,10 @@ def test_gradients_that_are_large_in_one_part(two):
     assert "the part of another rank" in found[0] or "the part of another rank" in found[1]
 
 
+def raises(*_):
+    raise ValueError("sample 11 is odd")
+
+
 def failing(where):
     model = sharded()
     optimizer = adam(model)
@@ -161,13 +162,21 @@ def failing(where):
     def losses(model, batch):
         if where == "loss" and 11 in batch[2].tolist():
             raise ValueError("sample 11 is odd")
-        return loss_fn(model, batch)
+        losses = loss_fn(model, batch)
+        if where == "backward" and 11 in batch[2].tolist():
+            losses.register_hook(raises)
+        return losses
 
     def changed():
         change()
         if where == "optimizer" and current_group().rank == 1:
             raise ValueError("sample 11 is odd")
 
+    def in_the_middle(*_):
+        if where == "model" and current_group().rank == 1 and step.counters.updates == 2:
+            raises()
+
+    model[2].register_forward_hook(in_the_middle)
     optimizer.step = changed
     step = sw.Step(model, optimizer, losses, 4, audit=False)
     try:
@@ -176,7 +185,7 @@ def failing(where):
         current_group().barrier()
 
 
-@pytest.mark.parametrize("where", ["loss", "optimizer"])
+@pytest.mark.parametrize("where", ["loss", "model", "backward", "optimizer"])
 def test_an_error_on_one_rank_ends_all(two, where):
     found = two.errors(failing, where)
     assert found[1] == "ValueError: sample 11 is odd"
@@ -184,14 +193,13 @@ def test_an_error_on_one_rank_ends_all(two, where):
 
 
 def looking_alone():
-    """The whole parameters take all ranks."""
+    """A forward pass takes all ranks."""
     model = sharded()
     step = sw.Step(model, adam(model), loss_fn, 4, audit=False)
     step.run(own_batches(2))
-    model.state_dict()  # which lets them go
     give_up_after(1.0)
     if current_group().rank == 0:
-        step.unshard()
+        model(data()[0])
 
 
 def test_a_rank_that_needs_the_others_and_is_alone():
@@ -201,7 +209,7 @@ def test_a_rank_that_needs_the_others_and_is_alone():
     finally:
         team.close()
     assert found[0].startswith(
-        "DistributedError: all 2 ranks must take part in every collective; found that all_gather "
+        "DistributedError: all 2 ranks must take part in every collective; found that all_reduce "
     )
     assert found[1] == ""
 
@@ -213,8 +221,15 @@ def refused(what):
     model = net()
     if what == "whole":
         fully_shard(model[0])
-    elif what == "precision":
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    elif what == "offload":
+        fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    elif what == "parallel":
+        mesh = init_device_mesh("cpu", (1, current_group().size), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["data"])
+    elif what == "auto":
+        fully_shard(model)
+        sw.Step(model, adam(model), loss_fn, microbatch="auto")
     elif what == "used":
         optimizer = adam(model)
         loss_fn(model, data()).mean().backward()
@@ -222,28 +237,27 @@ def refused(what):
         sw.Step(model, optimizer, loss_fn, strategy="fsdp")
     elif what == "whole optimizer":
         fully_shard(model)
-        sw.Step(model, adam(model), loss_fn)
+        model(data()[0])  # after which a root module is not resharded
         optimizer = adam(model)
         sw.Step(model, optimizer, loss_fn)
     elif what == "sum":
         fully_shard(model)
         halved = sw.transforms.transform.SumTransform("halved", "-Σ/2", lambda sums: torch._foreach_mul_(sums, 0.5))
         sw.Step(model, adam(model), loss_fn, transforms=[halved], audit=False).run(own_batches(3))
-    if what in ("whole", "precision"):
+    if what in ("whole", "offload", "parallel"):
         sw.Step(model, adam(model), loss_fn)
 
 
-CUT = (
-    "DistributedError: every parameter must be sharded along its first dimension, in its own dtype, over all ranks; "
-    "found "
-)
+CUT = "DistributedError: every parameter must be sharded by fully_shard alone, over all ranks; found "
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
         ("whole", CUT + "that '2.weight' is not sharded. Call fully_shard on the model itself, too."),
-        ("precision", CUT + "a MixedPrecisionPolicy. Use precision= of the step."),
+        ("offload", CUT + "an offload policy. Leave it out."),
+        ("parallel", CUT + "tensor parallelism of '0.weight'. Leave out parallelize_module."),
+        ("auto", "DistributedError: microbatch must be a number or None for a sharded model, because its passes are"),
         (
             "used",
             "ParameterError: the optimizer must be new when its model is sharded; found one that already has a state.",

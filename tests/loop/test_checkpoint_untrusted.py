@@ -96,7 +96,7 @@ def test_an_old_format_is_refused(run, tmp_path, write):
     write(run)
     found, messages = resumed(run)
     assert messages == [
-        f"{newest(run)} must have format version 4; found 1, which this version of samplewise does not read: use the "
+        f"{newest(run)} must have format version 5; found 1, which this version of samplewise does not read: use the "
         "version that wrote it, or start a new run directory. Trying the previous checkpoint."
     ]
     assert torch.equal(found, expected(tmp_path))
@@ -422,7 +422,7 @@ REFUSED = (
     r"^(?s:.*) must (contain exactly what was written to it; found .*\. It is corrupt: use an earlier checkpoint\."
     r"|be \d+ bytes long; found \d+\. It is truncated: .*\."
     r"|be a checkpoint file written by samplewise; found .*\. It is not a checkpoint: pass another path\."
-    r"|have format version 4; found .*, which this version of samplewise does not read: .*\.)$"
+    r"|have format version 5; found .*, which this version of samplewise does not read: .*\.)$"
 )
 
 
@@ -439,13 +439,13 @@ def test_the_forged_header_is_wrong_in_nothing_else(tmp_path):
     assert torch.equal(storage.read(tmp_path / "a.ckpt")["a"], torch.zeros(2))
 
 
-@pytest.mark.parametrize("version", [5, 1000000])
+@pytest.mark.parametrize("version", [6, 1000000])
 def test_a_newer_version_is_refused(tmp_path, version):
     write_header(tmp_path / "a.ckpt", {}, format_version=version)
     with pytest.raises(CheckpointError) as error:
         storage.read(tmp_path / "a.ckpt")
     assert str(error.value) == (
-        f"{tmp_path / 'a.ckpt'} must have format version 4; found {version}, which this version of samplewise does not "
+        f"{tmp_path / 'a.ckpt'} must have format version 5; found {version}, which this version of samplewise does not "
         "read: it was written by a newer one; upgrade with pip install --upgrade samplewise."
     )
 
@@ -617,13 +617,13 @@ def test_a_directory_whose_state_is_of_another_kind(tmp_path, name):
     assert any(part in str(error.value) for part in found.split("|")), str(error.value)
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, -1, None, "4", [4]])
+@pytest.mark.parametrize("version", [1, 2, 4, -1, None, "5", [5]])
 def test_another_version_of_a_directory_is_refused(tmp_path, version):
     write_directory(tmp_path / "a.ckpt", model_state(), format_version=version)
     with pytest.raises(CheckpointError) as error:
         storage.read(tmp_path / "a.ckpt")
     assert str(error.value) == (
-        f"{tmp_path / 'a.ckpt'} must have format version 4; found {'none' if version is None else repr(version)}, "
+        f"{tmp_path / 'a.ckpt'} must have format version 5; found {'none' if version is None else repr(version)}, "
         "which this version of samplewise does not read: use the version that wrote it, or start a new run directory."
     )
 

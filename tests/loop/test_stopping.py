@@ -14,7 +14,8 @@ from samplewise.loop.stopping import Duration, SingleProcessStop, stop_controlle
 
 
 def controller(deferred=False):
-    step = SimpleNamespace(has_deferred_samples=deferred, consumed=0, counters=SimpleNamespace(updates=3))
+    counters = SimpleNamespace(updates=3)
+    step = SimpleNamespace(has_deferred_samples=deferred, consumed=0, counters=counters, started_updates=3)
     return stop_controller(step)
 
 

@@ -217,7 +217,7 @@ def test_the_state_is_json_with_version_size_and_checksum(path):
     assert sorted(file.name for file in path.iterdir()) == ["rank-0.safetensors", "state.json"]
     state = json.loads((path / "state.json").read_text())
     content = (path / "rank-0.safetensors").read_bytes()
-    assert state["format"] == "samplewise checkpoint" and state["format_version"] == 4
+    assert state["format"] == "samplewise checkpoint" and state["format_version"] == 5
     digest = hashlib.sha256(content).hexdigest()
     shard = {"file": "rank-0.safetensors", "bytes": len(content), "sha256": digest, "offsets": {}}
     assert state["shards"] == [shard]
@@ -479,22 +479,22 @@ def forge(path, state="{}", **changes):
 
 
 def test_a_newer_format(path):
-    forge(path, format_version=5)
+    forge(path, format_version=6)
     with pytest.raises(CheckpointError) as error:
         read(path)
     assert str(error.value) == (
-        f"{path} must have format version 4; found 5, which this version of samplewise does not read: it was written "
+        f"{path} must have format version 5; found 6, which this version of samplewise does not read: it was written "
         "by a newer one; upgrade with pip install --upgrade samplewise."
     )
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 3, -1, "x", "", "4", 4.0, True, None, [4]])
+@pytest.mark.parametrize("version", [0, 1, 4, -1, "x", "", "5", 5.0, True, None, [5]])
 def test_a_format_that_is_not_read(path, version):
     forge(path, format_version=version)
     with pytest.raises(CheckpointError) as error:
         read(path)
     assert str(error.value) == (
-        f"{path} must have format version 4; found {'none' if version is None else repr(version)}, which this version "
+        f"{path} must have format version 5; found {'none' if version is None else repr(version)}, which this version "
         "of samplewise does not read: use the version that wrote it, or start a new run directory."
     )
 
@@ -503,14 +503,14 @@ def test_the_one_file_of_the_first_version(path):
     about = {"format": "samplewise checkpoint", "version": "1", "state": '{"dict":[]}', "sha256": "0" * 64}
     text = json.dumps({"__metadata__": about}, separators=(",", ":")).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 4; found 1, which this version of"):
+    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 5; found 1, which this version of"):
         read(path)
 
 
 def test_the_directory_of_the_second_version(path):
     path.mkdir()
     (path / "state.ckpt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 4; found 2, which this version of"):
+    with pytest.raises(CheckpointError, match=r"a.ckpt must have format version 5; found 2, which this version of"):
         read(path)
 
 

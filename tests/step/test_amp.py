@@ -303,3 +303,16 @@ def test_many_counts_in_half_precision_are_added_up_right(batch):
     before = model.weight.detach().clone()
     sw.Step(model, sw.sgd(1.0), loss_fn, samples=MANY).run(torch.ones(MANY, 2).split(batch))
     torch.testing.assert_close(before - model.weight.detach(), torch.ones(1, 2), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("transforms", [(), sw.clip(0.5)], ids=["plain", "clip"])
+def test_losses_in_float16_are_scaled_in_float32(transforms):
+    """The first loss scale, 2**16, is beyond the range of float16."""
+    model, step = make_step(lambda model, batch: model(batch[0])[:, 0], precision="16-mixed", transforms=transforms)
+    twin, other = make_step(
+        lambda model, batch: model(batch[0])[:, 0].float(), precision="16-mixed", transforms=transforms
+    )
+    step.run([(X, Y)] * 3)
+    other.run([(X, Y)] * 3)
+    assert torch.equal(vector(model), vector(twin)) and not torch.equal(vector(model), vector(net()))
+    assert step.precision.scale == other.precision.scale

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from samplewise.core.devices import device_function
 from samplewise.core.memory import kept_for_backward
 from samplewise.core.text import render
 
@@ -68,16 +69,17 @@ def _synchronize() -> None:
 
 def _has_peak_counter(device: torch.device) -> bool:
     """True if the allocator records its peak. On other devices only the tensors saved for backward are counted."""
-    return device.type == "cuda"
+    return device_function(device, "reset_peak_memory_stats") is not None
 
 
 def _memory(update: Callable[[], object], model: nn.Module, device: torch.device) -> int | None:
     """Peak bytes of an update; None if saved tensors cannot be counted."""
     if _has_peak_counter(device):
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        module = torch.get_device_module(device)
+        module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device)
         update()
-        return torch.cuda.max_memory_allocated(device) - before
+        return module.max_memory_allocated(device) - before
     try:
         with kept_for_backward(model) as saved:
             update()

@@ -27,6 +27,7 @@ from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import notify_if_slow
+from samplewise.core.snapshot import random_state_restored
 from samplewise.core.text import listed, plural
 from samplewise.engine.gradients import gradients
 from samplewise.errors import SamplewiseError
@@ -175,7 +176,7 @@ def _compare_gradients(recipe_check: RecipeCheck) -> bool:
 
 def _show_plan(recipe_check: RecipeCheck) -> None:
     typer.echo("\nGradient plan")
-    with _report_issues(recipe_check), _slow_notice("planning"), torch.random.fork_rng(devices=[]):
+    with _report_issues(recipe_check), _slow_notice("planning"), random_state_restored():
         model, _, loss = recipe_check.fresh_copy()
         losses, _ = per_sample(as_loss_fn(loss)(model, recipe_check.batch))
         typer.echo(gradients(losses, model).explain())

@@ -107,7 +107,7 @@ def take(batch: Any, places: list[int]) -> Any:
 
     def some(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf[copy_to_device(torch.tensor(places), leaf.device)]
+            return leaf[copy_to_device(torch.tensor(places, dtype=torch.long), leaf.device)]
         return type(leaf)(leaf[i] for i in places)
 
     return _of_each(batch, some, length(batch))
@@ -164,16 +164,14 @@ def _check_keys(mappings: Sequence[Mapping[Any, Any]]) -> None:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch on `device`.
 
-    Copies from the CPU to an accelerator are asynchronous: torch copies pageable memory before it returns, and work on
-    the device comes after the copy. Not on MPS, where such copies need a wait. Objects other than tensors are moved by
-    their method `to`.
+    Tensors are moved by `copy_to_device`, other objects by their method `to`.
     """
     if device.type == "cpu" and all(isinstance(leaf, Tensor) and leaf.device == device for leaf in leaves(batch)):
         return batch
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=leaf.device.type == "cpu" and device.type not in ("cpu", "mps"))
+            return copy_to_device(leaf, device)
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
     return map_leaves(batch, moved)

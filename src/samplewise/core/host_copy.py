@@ -36,6 +36,10 @@ class HostCopy:
             self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
             _record(self._event, next(iter(devices)))
 
+    def __reduce__(self) -> tuple[type[HostCopy], tuple[list[Tensor]]]:
+        """Copies and pickles have the values: events cannot be copied."""
+        return HostCopy, (self.read(),)
+
     def read(self) -> list[Tensor]:
         """The tensors on the CPU."""
         if self._event is not None and not self._event.query():
@@ -47,14 +51,19 @@ class HostCopy:
 
 def _new_event(device: torch.device) -> Any:
     """Event of the device's own module, such as torch.cuda; None if it has none."""
-    make = getattr(torch.get_device_module(device), "Event", None)
+    make = getattr(_module(device), "Event", None)
     return None if make is None else make()
 
 
 def _record(event: Any, device: torch.device) -> None:
     """Record the event on the stream of the copies: the current one of this device."""
-    current_stream = getattr(torch.get_device_module(device), "current_stream", None)
+    current_stream = getattr(_module(device), "current_stream", None)
     if current_stream is None:
         event.record()
     else:
         event.record(current_stream(device))
+
+
+def _module(device: torch.device) -> Any:
+    """Module such as torch.cuda; None if torch has none for the device, for example for "xla"."""
+    return getattr(torch, device.type, None)

@@ -11,6 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.devices import device_function
+
 
 class OverBudget(Exception):
     """The tensors saved for backward exceed the memory budget."""
@@ -98,6 +100,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def free_memory(model: nn.Module) -> int:
     """Free memory in bytes on the device of the model's first parameter."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    memory_info = device_function(device, "mem_get_info")
+    if memory_info is not None:
+        return memory_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.devices import device_generators
+
 
 class RandomState:
-    """State of the global random generators of torch (CPU and CUDA), Python and NumPy.
+    """State of the global random generators of torch (CPU and accelerator), Python and NumPy.
 
-    NumPy is left out if it has not been imported, CUDA if it is not initialized.
+    NumPy is left out if it has not been imported, the accelerator if it is not initialized.
     """
 
     def __init__(self) -> None:
@@ -23,7 +25,9 @@ class RandomState:
         self._torch = torch.get_rng_state()
         self._python: Any = random.getstate()
         self._numpy: Any = None if numpy is None else numpy.get_state()
-        self._cuda: list[Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._devices: dict[str, list[Tensor]] = {}  # state of each device, by type of accelerator
+        for generator in device_generators():
+            self._devices.setdefault(generator.device.type, []).append(generator.get_state())
 
     def restore(self) -> None:
         """Set the global random generators to this state."""
@@ -32,13 +36,15 @@ class RandomState:
         random.setstate(self._python)
         if numpy is not None and self._numpy is not None:
             numpy.set_state(self._numpy)
-        for device, state in enumerate(self._cuda):
-            if device < torch.cuda.device_count():  # there may be fewer devices than when it was saved
-                torch.cuda.set_rng_state(state, device)
+        for generator in device_generators():
+            states = self._devices.get(generator.device.type, [])
+            if generator.device.index < len(states):  # there may be other devices than when it was saved
+                generator.set_state(states[generator.device.index])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers and tuples, for a checkpoint."""
-        return {"torch": self._torch, "python": self._python, "numpy": _as_plain(self._numpy), "cuda": self._cuda}
+        numpy = _as_plain(self._numpy)
+        return {"torch": self._torch, "python": self._python, "numpy": numpy, "devices": self._devices}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RandomState:
@@ -47,7 +53,7 @@ class RandomState:
         new._torch = state["torch"].cpu()
         new._python = state["python"]
         new._numpy = _as_numpy(state["numpy"])
-        new._cuda = [device.cpu() for device in state["cuda"]]
+        new._devices = {kind: [own.cpu() for own in states] for kind, states in state["devices"].items()}
         return new
 
 
@@ -73,6 +79,16 @@ def _as_numpy(state: Any) -> tuple[Any, ...] | None:
 def random_state() -> Callable[[], None]:
     """Save the state of the global random generators; return a function that restores it."""
     return RandomState().restore
+
+
+@contextmanager
+def random_state_restored() -> Iterator[None]:
+    """Restore the state of the global random generators after the block."""
+    restore = random_state()
+    try:
+        yield
+    finally:
+        restore()
 
 
 def snapshot(*modules: nn.Module) -> Callable[[], None]:
@@ -177,7 +193,7 @@ class Buffers:
                 now = owner.get(name)
                 if now is not None and then.copy is not None:
                     with torch.no_grad():
-                        now.copy_(torch.where(well, now, then.copy))
+                        now.copy_(torch.where(well.to(now.device), now, then.copy))
 
     def moving(self) -> list[tuple[Tensor, bool]]:
         """Pairs (buffer, changed): changed is True if this buffer or another one of its module has changed before."""

@@ -4,12 +4,12 @@ Every collective of the library is one of these functions, called through `sampl
 counted, and a collective that fails or times out raises DistributedError. All ranks must call the same functions in the
 same order.
 
-    all_reduce_scalars(a, b)        sums of a few scalars in one small message; also transmits errors
+    all_reduce_scalars(a, b)        sums of a few scalars in one small message; also transmits errors, and serves the
+                                    requests of other ranks (`Requests`)
     all_reduce_(tensor)             sum, in place
     all_reduce_bucketed_(tensors)   sums of many tensors in large buckets, in place
     start_all_reduce(tensor)        start a sum in place; `start_all_reduce_scalars` does so for scalars
     broadcast_bucketed_(tensors)    broadcast of many tensors in large buckets, in place
-    reduce_scatter_rows(tensors)    each rank gets its rows of the sums
     all_gather_tensors(tensor)      list of one tensor per rank; ranks may differ in the number of rows
     all_gather_object(value)        list of one picklable object per rank
     broadcast_object(value)         a picklable object of one rank
@@ -28,16 +28,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samplewise.distributed.requests import ASKING, FAILED, Requests
 from samplewise.errors import DistributedError
 
 BUCKET = 25 * 2**20  # bytes of a bucket
-ROOM = 8  # scalars per `all_reduce_scalars`; the first counts failed ranks. Fixed, so that any two calls match
+ROOM = 8  # scalars per `all_reduce_scalars`; the first is the status. Fixed, so that any two calls match
+
+
+# Newer names of torch, without which these functions have older ones.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def device(wanted: str = "cpu") -> torch.device:
@@ -148,39 +154,6 @@ def _flat(bucket: list[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
 
 
-def reduce_scatter_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Reduce-scatter (sum) along dim 0: return for each tensor the rows of the sum that belong to this rank."""
-    found: dict[int, Tensor] = {}
-    for bucket in buckets(tensors):
-        table = torch.cat([_by_owner(tensor) for tensor in bucket], 1)
-        note("reduce_scatter", _bytes(table))
-        moved = table.to(device(table.device.type))
-        mine = moved.new_empty(moved.shape[1])
-        with explained("reduce_scatter"):
-            dist.reduce_scatter_single(_handed_over(mine), _handed_over(moved.view(-1)))
-        rows = [-(-len(tensor) // dist.get_world_size()) for tensor in bucket]
-        widths = [n * tensor[0].numel() for n, tensor in zip(rows, bucket, strict=True)]
-        for tensor, n, piece in zip(bucket, rows, mine.to(table.device).split(widths), strict=True):
-            own = own_rows(len(tensor))
-            found[id(tensor)] = piece.view(n, *tensor.shape[1:])[: own.stop - own.start]
-    return [found.get(id(tensor), tensor) for tensor in tensors]
-
-
-def own_rows(rows: int) -> slice:
-    """Rows of this rank in a tensor sharded along dim 0: equal shares, fewer (or none) for the last ranks."""
-    each = -(-rows // dist.get_world_size())
-    start = min(dist.get_rank() * each, rows)
-    return slice(start, min(start + each, rows))
-
-
-def _by_owner(tensor: Tensor) -> Tensor:
-    """Reshape to (ranks, elements per rank), padded with zeros."""
-    each = -(-len(tensor) // dist.get_world_size())
-    padded = tensor.new_zeros(each * dist.get_world_size(), *tensor.shape[1:])
-    padded[: len(tensor)] = tensor
-    return padded.view(dist.get_world_size(), -1)
-
-
 def all_gather_tensors(tensor: Tensor) -> list[Tensor]:
     """All-gather: list of the tensors of all ranks, which may differ in dim 0."""
     lengths = _gather(torch.tensor([len(tensor)])).tolist()
@@ -202,7 +175,7 @@ def _gather(tensor: Tensor) -> Tensor:
 
     def gather(moved: Tensor) -> None:
         there = found.to(moved.device)
-        dist.all_gather_single(_handed_over(there), moved)
+        all_gather_single(_handed_over(there), moved)
         if there is not found:
             found.copy_(there)
 
@@ -240,47 +213,74 @@ def _unpickled(data: Tensor) -> Any:
 
 
 def all_reduce_scalars(*numbers: float | Tensor, error: Exception | None = None) -> list[float]:
-    """All-reduce (sum) of scalars; also transmits errors.
+    """All-reduce (sum) of scalars; also transmits errors, and serves other ranks until all ranks are here.
 
     If a rank passes an error, every rank raises: the failed rank its own error, the others a DistributedError that
     names the rank and contains the message. An error that the other ranks already know is raised at once.
     """
     if error is not None and is_from_another_rank(error):
         raise error
-    started = start_all_reduce_scalars(*numbers, failed=error is not None)
-    started.check(error)
-    return started.sums[1:]
+    while True:
+        scalars = start_all_reduce_scalars(*numbers, status=requests.status() + FAILED * (error is not None))
+        scalars.check(error)
+        if not requests.answer(int(scalars.sums[0])):
+            return scalars.sums[1:]
 
 
-def start_all_reduce_scalars(*numbers: float | Tensor, failed: bool = False) -> Scalars:
-    """Start an all-reduce (sum) of scalars, which matches `all_reduce_scalars` of other ranks."""
+def start_all_reduce_scalars(*numbers: float | Tensor, status: int = 0) -> Scalars:
+    """Start an all-reduce (sum) of the status of this rank (see `Requests`) and of scalars, which matches
+    `all_reduce_scalars` of other ranks.
+    """
     assert len(numbers) < ROOM
     message = torch.zeros(ROOM, dtype=torch.float64, device=device())
-    for place, number in enumerate((float(failed), *numbers)):
+    for place, number in enumerate((status, *numbers)):
         message[place] = number
     return Scalars(start_all_reduce(message), len(numbers))
 
 
 @dataclass(frozen=True)
 class Scalars:
-    """Sums of `count` scalars that are under way."""
+    """Sums of the status and of `count` scalars that are under way."""
 
     started: Started
     count: int
 
     @cached_property
     def sums(self) -> list[float]:
-        """The number of failed ranks, then the sums; waits for them."""
+        """The sum of the status, then the other sums; waits for them."""
         found: list[float] = self.started.result().tolist()
         return found[: 1 + self.count]
 
     def check(self, error: Exception | None) -> None:
         """Raise if a rank has failed. `error`: that of this rank. Collective if it raises."""
-        if self.sums[0]:
+        if self.sums[0] % ASKING:
+            requests.reset()
             _raise(error)
 
 
-def _raise(error: Exception | None) -> None:
+class _Messages:
+    """Messages of `Requests`."""
+
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    def sum_scalars(self, *mine: int) -> list[int]:
+        return [int(total) for total in start_all_reduce_scalars(*mine[1:], status=mine[0]).sums]
+
+    def gather(self, mine: int) -> list[int]:
+        return _gather(torch.tensor([mine], device=device())).tolist()
+
+    def any_rank(self, flags: list[bool]) -> list[bool]:
+        return [count > 0 for count in all_reduce_(torch.tensor(flags, device=device()).int()).tolist()]
+
+    def raise_error(self) -> NoReturn:
+        _raise(None)
+
+
+requests = Requests(_Messages())  # of this process
+
+
+def _raise(error: Exception | None) -> NoReturn:
     messages = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
     raised = error
     if raised is None:

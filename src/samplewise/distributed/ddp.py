@@ -9,7 +9,7 @@ bypasses the wrapper and its reducer. The reducer does not see gradients that ar
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -86,7 +86,7 @@ class DDPStrategy(ParallelStrategy):
         """
         parameters = list(named.values())
         changing = buffers.moving() if self.wrapped is None or self.wrapped.broadcast_buffers else []
-        kinds, changed = reached(parameters, changing, self.overlap.sent)
+        kinds, changed = reached([self._sent_or_left(p) for p in parameters], changing)
         for p, kind in zip(parameters, kinds, strict=True):
             _make_alike(p, kind & ~SENT)
         # Buckets as in `overlap`: the order of sums over ranks, and their rounding, depend on places in buckets.
@@ -100,29 +100,23 @@ class DDPStrategy(ParallelStrategy):
                 p.grad = sums[id(p)] if p.grad is None else sums[id(p)] + p.grad
         self.overlap.expect(p for p, kind in zip(parameters, kinds, strict=True) if kind & (DENSE | SENT))
 
+    def _sent_or_left(self, p: Tensor) -> int:
+        """Kinds of gradient of a parameter on this rank."""
+        return _kind(p.grad) | (SENT if id(p) in self.overlap.sent else NONE)
+
     def transform_sum(self, transform: SumFunction, gradients: list[Tensor], owned: Iterable[Tensor]) -> None:
         transform.act(gradients)
-
-    def unshard(self) -> None:
-        """Do nothing: every rank always has the whole parameters."""
-
-    def gather_parameters(self) -> None:
-        """Do nothing: every rank always has the whole parameters."""
 
 
 NONE, DENSE, SPARSE, SENT = 0, 1, 2, 4
 DIGITS = 3
 
 
-def reached(
-    parameters: Sequence[Tensor], buffers: Sequence[tuple[Tensor, bool]], sent: Collection[int] = ()
-) -> tuple[list[int], list[Tensor]]:
-    """For each parameter the kinds of gradient on any rank: NONE, or the sum of DENSE and SPARSE for `.grad`, and of
-    SENT for a gradient in a bucket (`sent`: ids of these parameters); and the buffers that have changed on any rank.
+def reached(kinds: Sequence[int], buffers: Sequence[tuple[Tensor, bool]]) -> tuple[list[int], list[Tensor]]:
+    """For each parameter the kinds of gradient on any rank, from those on this rank: NONE, or the sum of DENSE and
+    SPARSE for `.grad`, and of SENT for a gradient in a bucket; and the buffers that have changed on any rank.
     """
-    mine = [_kind(p.grad) | (SENT if id(p) in sent else NONE) for p in parameters] + [
-        int(moves) for _, moves in buffers
-    ]
+    mine = [*kinds, *(int(moves) for _, moves in buffers)]
     several = current_group().size + 1  # base of a number with one digit per kind, so that one all-reduce counts all
     counts = current_group().all_reduce_(
         torch.tensor(
@@ -130,8 +124,8 @@ def reached(
         )
     )
     found = [sum((c // several**k % several > 0) << k for k in range(DIGITS)) for c in counts.tolist()]
-    moved = [buffer for (buffer, _), moves in zip(buffers, found[len(parameters) :], strict=True) if moves]
-    return found[: len(parameters)], moved
+    moved = [buffer for (buffer, _), moves in zip(buffers, found[len(kinds) :], strict=True) if moves]
+    return found[: len(kinds)], moved
 
 
 def _kind(gradient: Tensor | None) -> int:

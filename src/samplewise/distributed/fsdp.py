@@ -1,8 +1,8 @@
 """Sharding with `fully_shard` (FSDP2): each rank keeps a shard of every parameter and of the optimizer's state.
 
-Whole parameters are all-gathered once per update, after it, and stay until the next update: forward and backward passes
-then need no collectives, so that ranks may have different numbers of microbatches. The gradients of a window are
-accumulated in the whole parameters, the leaves of the graph, and reduce-scattered once per window.
+Parameters are gathered and released module by module, in every forward and backward pass, and gradients are summed over
+ranks when a backward pass has left a module. Each of these collectives is requested (`shard_group`, `requests`), so
+that ranks may have different numbers of microbatches.
 
 `model.parameters()` are shards, `DTensor`s that do not occur in the graph. `torch.distributed.fsdp` takes half as long
 to import as torch, so it is used only if the program has imported it or asks for sharding.
@@ -10,7 +10,8 @@ to import as torch, so it is used only if the program has imported it or asks fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from samplewise.core.snapshot import Buffers
 from samplewise.distributed import collectives
 from samplewise.distributed.ddp import make_equal, reached, refuse_collectives
 from samplewise.distributed.group import current_group
+from samplewise.distributed.requests import PASS
+from samplewise.distributed.shard_group import ShardGroup, watch_hooks
 from samplewise.distributed.sharded_parameters import (
     local_gradient,
     parameter_groups,
@@ -43,6 +46,8 @@ class FSDPConfig:
 
 def fsdp(policy: Policy = None) -> FSDPConfig:
     """FSDP strategy, for `Step(strategy=...)`: every rank keeps a shard of each parameter.
+
+    Parameters are gathered and released module by module in each pass, as torch's `fully_shard` does.
 
     policy: which modules, besides the model itself, are sharded and gathered as separate groups: classes of modules, or
     a function module -> bool. None: the entries of every nn.ModuleList, such as the blocks of a transformer.
@@ -91,39 +96,47 @@ class FSDPStrategy(ParallelStrategy):
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]):
         self.model = model
         self.modules = modules
-        self._groups = list(parameter_groups(model))
-        self._states: list[Any] = [module._get_fsdp_state() for module in sharded_modules(model)]
         self._parameters = sharded_parameters(model)
+        groups = list(parameter_groups(model))
         refuse_collectives(modules)
-        self._refuse_options()
+        self._refuse_options(groups)
         current_group().barrier()
         root: Any = model
-        root.set_requires_gradient_sync(False)
-        root.set_reshard_after_forward(False)
-        root.set_reshard_after_backward(False)
-        self.gather_parameters()
+        root._get_fsdp_state()._lazy_init()
+        watch_hooks([module._get_fsdp_state() for module in sharded_modules(model)])
+        self._number = collectives.requests.add(self)
+        self._groups = [ShardGroup.of(group) for group in groups]
+        for group in self._groups:
+            group.before_sums = self._before_sums
+            group.visit()
+        self._parameters = sharded_parameters(model)  # now with whole parameters
+        self._managers = {each.name: each.manager for each in self._parameters}
+        self.copies = max((group.copies for group in self._groups), default=1)
+        self._reached_before: set[str] = set()  # in the open window, before its state was loaded
 
-    def _refuse_options(self) -> None:
+    def _refuse_options(self, groups: Sequence[Any]) -> None:
         known = {id(each.shard) for each in self._parameters} | {id(each.whole) for each in self._parameters}
         whole = [name for m in self.modules for name, p in m.named_parameters() if id(p) not in known]
-        odd = [each.name for each in self._parameters if each.manager.fsdp_placement.dim != 0]
-        policies = [group.mp_policy for group in self._groups]
+        parallel = [each.name for each in self._parameters if each.manager.is_dtensor]
+        wrapped = [each.name for each in self._parameters if _is_extended(each.manager)]
+        ranks = current_group().size
         if whole:
             found = f"that {whole[0]!r} is not sharded. Call fully_shard on the model itself, too"
-        elif odd:
-            found = f"{odd[0]!r} sharded along another dimension. Leave out shard_placement_fn"
-        elif any(policy.param_dtype or policy.reduce_dtype or policy.output_dtype for policy in policies):
-            found = "a MixedPrecisionPolicy. Use precision= of the step"
-        elif any(group.mesh_info.mesh.size() != current_group().size for group in self._groups):
-            found = "a mesh without some of the ranks. Use a one-dimensional mesh of all ranks"
-        elif any(group.offload_policy.__class__.__name__ != "OffloadPolicy" for group in self._groups):
+        elif parallel:
+            found = f"tensor parallelism of {parallel[0]!r}. Leave out parallelize_module"
+        elif wrapped:
+            found = f"{wrapped[0]!r} with its own all-gather. Use a parameter of an ordinary dtype"
+        elif any(group.offload_policy.__class__.__name__ != "OffloadPolicy" for group in groups):
             found = "an offload policy. Leave it out"
+        elif any(not hasattr(g.mesh_info, "shard_mesh_size") or g.mesh_info.mesh.size() != ranks for g in groups):
+            found = "a mesh without some of the ranks. Use a mesh of all ranks"
+        elif any(group._use_post_forward_mesh for group in groups):
+            found = "reshard_after_forward with a number of ranks. Use True or False"
+        elif any(group._all_reduce_hook is not None for group in groups):
+            found = "an all-reduce hook. Use a two-dimensional mesh for hybrid sharding"
         else:
             return
-        raise DistributedError(
-            "every parameter must be sharded along its first dimension, in its own dtype, over all ranks; found "
-            f"{found}."
-        )
+        raise DistributedError(f"every parameter must be sharded by fully_shard alone, over all ranks; found {found}.")
 
     @property
     def leaves(self) -> dict[int, tuple[str, Tensor]]:
@@ -134,72 +147,88 @@ class FSDPStrategy(ParallelStrategy):
         shards = {id(each.whole): each.shard for each in self._parameters}
         return dict.fromkeys(shards.get(id(p), p) for p in parameters)
 
-    # --- whole parameters ------------------------------------------------------------------------------------------
+    def wrap_loss_fn(self, loss_fn: LossFn) -> LossFn:
+        return loss_fn
 
-    def unshard(self) -> None:
-        """Unshard the parameters before a window, if other code such as state_dict() has resharded them."""
-        if not all(group.is_unsharded for group in self._groups):
-            self._unshard()
-
-    def gather_parameters(self) -> None:
-        """All-gather the parameters after the shards have changed."""
+    def reshard(self) -> None:
+        """Release the whole parameters: the optimizer has changed the shards, or a pass was interrupted."""
         for group in self._groups:
             group.reshard()
-        self._unshard()
 
-    def _unshard(self) -> None:
-        for group in self._groups if current_group().distributed else ():
-            collectives.note("all_gather", sum(p._sharded_param_data.nbytes for p in group.fsdp_params))
-        with collectives.explained("all_gather"):
-            for module in sharded_modules(self.model):
-                module.unshard()
+    def recover(self) -> None:
+        reset = getattr(self.model, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+        self.reshard()
 
-    def wrap_loss_fn(self, loss_fn: LossFn) -> LossFn:
-        """Loss function whose forward passes neither gather nor reshard parameters. It sets the FSDP state of a
-        recomputed forward pass in activation checkpointing.
+    def serve(self, kind: int) -> None:
+        """Do nothing: another rank begins a pass, see `Requests`."""
+
+    def _before_sums(self) -> None:
+        if self.before_sums is not None:
+            self.before_sums()
+
+    # --- gradients -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """Context manager: the gradients of backward passes inside are summed over ranks, into `.grad` of the shards,
+        as soon as a pass has left a module.
         """
-        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+        if current_group().distributed:
+            collectives.requests.ask(self._number, PASS)
+        for group in self._groups:
+            group.summing = True
+        try:
+            yield
+            for group in self._groups:
+                group.sum_gradients()  # those that arrived after the pass
+        finally:
+            for group in self._groups:
+                group.summing = False
 
-        def losses(model: nn.Module, batch: Any) -> Any:
-            for state in self._states:
-                state._training_state = TrainingState.PRE_BACKWARD
-            try:
-                return loss_fn(model, batch)
-            finally:
-                for state in self._states:
-                    state._training_state = TrainingState.IDLE
+    def begin_window(self, reached: Iterable[str] = ()) -> None:
+        self._reached_before = set(reached)
+        for group in self._groups:
+            group.reached.clear()
 
-        return losses
-
-    # --- the end of a window ---------------------------------------------------------------------------------------
+    def reached(self) -> list[str]:
+        here = {each for group in self._groups for each in group.reached}
+        names = [each.name for each in self._parameters if id(each.manager) in here]
+        return sorted({*names, *self._reached_before})
 
     def reduce_gradients(self, named: Mapping[str, Tensor], owned: Mapping[str, Tensor], buffers: Buffers) -> None:
-        """Reduce-scatter the gradients: `.grad` of each shard becomes its part of the sum over all ranks. Buffers are
+        """Set `.grad` to None for parameters that no rank has reached; the others have their sums. Buffers are
         broadcast from rank 0.
         """
-        kinds, changed = reached(list(named.values()), buffers.moving())
-        wanted = [name for name, kind in zip(named, kinds, strict=True) if kind]
-        managers = {each.name: each.manager for each in self._parameters}
-        sums = [_whole_gradient(named[name]) for name in wanted]
-        for name, part in zip(wanted, current_group().reduce_scatter_rows(sums), strict=True):
-            owned[name].grad = managers[name].to_sharded_dtensor(part)
-        for p in named.values():
-            p.grad = None
+        here = self.reached()
+        found, changed = reached([int(name in here) for name in named], buffers.moving())
+        for p, is_reached in zip(owned.values(), found, strict=True):
+            if not is_reached:
+                p.grad = None
         current_group().broadcast_bucketed_(changed)
 
     def transform_sum(self, transform: SumFunction, gradients: list[Tensor], owned: Iterable[Tensor]) -> None:
-        """Apply an additive transform of the sum: draw it for the whole parameter and add this rank's rows."""
+        """Apply an additive transform of the sum: draw it for the whole parameter and add this rank's shard of it."""
         if not transform.additive:
             raise DistributedError(
                 "a transform of the sum must be additive, independent of the sum, if gradients are sharded; found "
                 f"{transform}. Use strategy='ddp'."
             )
+        names = {id(each.shard): each.name for each in self._parameters}
         for p in owned:
             if p.grad is not None:
                 drawn = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
                 transform.act([drawn])
-                local_gradient(p).add_(drawn[current_group().own_rows(len(drawn))])
+                local_gradient(p).add_(self.own_part(names[id(p)], drawn))
+
+    def own_part(self, name: str, whole: Tensor) -> Tensor:
+        manager = self._managers[name]
+        dim = manager.fsdp_placement.dim
+        each = manager.padded_sharded_param_size[dim]
+        start = min(manager.mesh_info.shard_mesh_rank * each, whole.shape[dim])
+        return whole.narrow(dim, start, manager.sharded_size[dim])
 
 
-def _whole_gradient(p: Tensor) -> Tensor:
-    return torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+def _is_extended(manager: Any) -> bool:
+    return hasattr(manager._sharded_local_tensor, "fsdp_pre_all_gather")

@@ -45,14 +45,6 @@ class SingleProcess:
     def broadcast_bucketed_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Broadcast of many tensors from rank `source`, in place."""
 
-    def reduce_scatter_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Rows of the sums over ranks that belong to this rank."""
-        return list(tensors)
-
-    def own_rows(self, rows: int) -> slice:
-        """Rows of this rank in a tensor that is sharded along dim 0."""
-        return slice(0, rows)
-
     def all_gather_rows(self, tensor: Tensor) -> Tensor:
         """Rows of all ranks, ordered by rank; ranks may differ in the number of rows."""
         return tensor
@@ -106,8 +98,6 @@ class ProcessGroup:
     all_reduce_bucketed_ = staticmethod(collectives.all_reduce_bucketed_)
     broadcast_ = staticmethod(collectives.broadcast_)
     broadcast_bucketed_ = staticmethod(collectives.broadcast_bucketed_)
-    reduce_scatter_rows = staticmethod(collectives.reduce_scatter_rows)
-    own_rows = staticmethod(collectives.own_rows)
     all_gather_tensors = staticmethod(collectives.all_gather_tensors)
     all_gather_object = staticmethod(collectives.all_gather_object)
     broadcast_object = staticmethod(collectives.broadcast_object)

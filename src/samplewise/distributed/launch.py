@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from samplewise.core.devices import accelerator
 from samplewise.errors import DistributedError
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # environment variables that torchrun sets
+ONE_DEVICE = ("cpu", "mps")  # types of which a machine has one device, without a communication library of its own
 POLL_INTERVAL = 0.02  # seconds between two reads of the store
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default
 
@@ -29,8 +31,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default
 def join_process_group(device: str | torch.device = "auto", timeout: float | None = None) -> torch.device:
     """Initialize the process group if torchrun has started several processes, and return this rank's device.
 
-    A process group that is initialized already is used as it is. With several CUDA devices, each process uses the
-    device of its local rank. `sw.Trainer` calls this function, with the default timeout, if you have not called it.
+    A process group that is initialized already is used as it is. With several accelerators, each process uses
+    the one of its local rank. `sw.Trainer` calls this function, with the default timeout, if you have not called it.
 
     device: as in `sw.Trainer`
     timeout: seconds after which the rendezvous and each collective fail; None (default) for 30 minutes
@@ -39,32 +41,36 @@ def join_process_group(device: str | torch.device = "auto", timeout: float | Non
         raise ValueError(f"timeout must be a positive number of seconds, or None; found {timeout!r}.")
     own = _of_local_rank(resolve_device(device))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and all(name in os.environ for name in LAUNCHED):
-        if own.type == "cuda" and own.index is not None:
-            torch.cuda.set_device(own)
+        if own.type not in ONE_DEVICE:
+            torch.get_device_module(own).set_device(own)
         if not dist.is_initialized():
             limit = None if timeout is None else timedelta(seconds=timeout)
             store, rank, world_size = rendezvous_store(limit or DEFAULT_TIMEOUT)
-            backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+            dist.init_process_group(_backend(own), store=store, rank=rank, world_size=world_size, timeout=limit)
             atexit.register(_destroy_process_group)
     return own
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return a torch.device. "auto" is CUDA if available, else MPS, else the CPU."""
+    """Return a torch.device. "auto" is the accelerator (CUDA, XPU, MPS, …) if there is one, else the CPU."""
     if device != "auto":
         return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    return accelerator() or torch.device("cpu")
 
 
 def _of_local_rank(device: torch.device) -> torch.device:
-    """Return the CUDA device of the local rank for "cuda" without an index; other devices unchanged."""
+    """Return the device of the local rank for an accelerator without an index, such as "cuda"; others unchanged."""
     local_rank = os.environ.get("LOCAL_RANK")
-    if local_rank is None or device != torch.device("cuda"):
+    if local_rank is None or device != torch.device(device.type) or device.type in ONE_DEVICE:
         return device
-    return torch.device("cuda", int(local_rank))
+    return torch.device(device.type, int(local_rank))
+
+
+def _backend(device: torch.device) -> str:
+    """Return the backend of the process group: Gloo for the CPU, and torch's default one for the accelerator."""
+    if device.type in ONE_DEVICE:
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def _destroy_process_group() -> None:

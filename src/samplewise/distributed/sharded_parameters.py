@@ -9,8 +9,10 @@ gathered from all ranks. These are the leaves of the graph; here they are mapped
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +63,8 @@ def sharded_parameters(model: nn.Module) -> list[Sharded]:
     for group in parameter_groups(model):
         for manager in group.fsdp_params:
             known.update((id(getattr(manager, form, None)), manager) for form in FORMS)
+            if hasattr(manager, "_unsharded_param"):
+                manager._unsharded_param._home = ref(group)
     return [Sharded(name, known[id(p)]) for name, p in model.named_parameters() if id(p) in known]
 
 
@@ -89,7 +93,45 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in leaves.items() if leaf is not None}
 
 
+@contextmanager
+def unsharded(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Context manager: these whole parameters hold their values inside, also outside of a pass. Those that did not are
+    gathered, and released on exit.
+    """
+    homes = dict.fromkeys(group for leaf in leaves if (group := getattr(leaf, "_home", _nowhere)()) is not None)
+    absent = [group for group in homes if not group.is_unsharded]
+    for group in absent:
+        group.unshard()
+        group.wait_for_unshard()
+    try:
+        yield
+    finally:
+        for group in absent:
+            group._to_sharded()
+
+
+def _nowhere() -> None:
+    """Group of a parameter that is not sharded."""
+
+
+class HarmlessHooks:
+    """Number of hooks registered by `fully_shard` in forward passes, which gather parameters and change no gradient."""
+
+    registered = 0
+
+
+harmless_hooks = HarmlessHooks()
+
+
 def local_gradient(shard: Any) -> Tensor:
     """This rank's rows of the gradient of a sharded parameter."""
     with torch.no_grad():
         return shard.grad.to_local()
+
+
+def sharded_gradient(shard: Any, local: Tensor) -> Tensor:
+    """Gradient of a sharded parameter from this rank's rows of it."""
+    kind = type(shard.data)
+    layout = {"shape": shard.shape, "stride": shard.stride()}
+    made: Tensor = kind.from_local(local, shard.device_mesh, shard.placements, run_check=False, **layout)
+    return made

@@ -37,12 +37,6 @@ class SingleProcessStrategy(ParallelStrategy):
     def wrap_loss_fn(self, loss_fn: LossFn) -> LossFn:
         return loss_fn
 
-    def unshard(self) -> None:
-        """Do nothing: the parameters are whole."""
-
-    def gather_parameters(self) -> None:
-        """Do nothing: the parameters are whole."""
-
     def reduce_gradients(self, named: Mapping[str, Tensor], owned: Mapping[str, Tensor], buffers: Buffers) -> None:
         """Do nothing: `.grad` holds the sum."""
 

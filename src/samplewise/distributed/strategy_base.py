@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
@@ -29,6 +30,8 @@ class ParallelStrategy(ABC):
     """How ranks hold the model."""
 
     sharded: bool  # True if each rank holds a shard of the gradients
+    copies = 1  # number of ranks that hold the same shard
+    before_sums: Callable[[], None] | None = None  # called before gradients of other ranks are added to `.grad`
     overlap: Overlap | None = None  # buckets that are summed during a backward pass; None: the strategy has none
 
     @property
@@ -44,15 +47,28 @@ class ParallelStrategy(ABC):
 
     @abstractmethod
     def wrap_loss_fn(self, loss_fn: LossFn) -> LossFn:
-        """Loss function whose forward pass calls no collectives."""
+        """Loss function for the passes of a step."""
 
-    @abstractmethod
-    def unshard(self) -> None:
-        """Gather whole parameters before a window, if other code has resharded them. Collective."""
+    def summing(self) -> AbstractContextManager[None]:
+        """Context manager for backward passes that add to `.grad` of the optimizer's parameters."""
+        return nullcontext()
 
-    @abstractmethod
-    def gather_parameters(self) -> None:
-        """All-gather the parameters after the optimizer has changed the shards. Collective."""
+    def begin_window(self, reached: Iterable[str] = ()) -> None:  # noqa: B027 (whole parameters need nothing)
+        """Forget the gradients of the last window. `reached`: parameters that a restored window has reached."""
+
+    def reached(self) -> list[str]:
+        """Names of parameters that this rank has reached in the open window, if `.grad` does not show it."""
+        return []
+
+    def own_part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's shard of a tensor in the shape of a parameter; without sharding the tensor itself."""
+        return whole
+
+    def reshard(self) -> None:  # noqa: B027
+        """Release whole parameters after the optimizer has changed the shards."""
+
+    def recover(self) -> None:  # noqa: B027
+        """Make the model usable after an exception in a forward or backward pass."""
 
     @abstractmethod
     def reduce_gradients(self, named: Mapping[str, Tensor], owned: Mapping[str, Tensor], buffers: Buffers) -> None:

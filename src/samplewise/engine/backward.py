@@ -1,7 +1,8 @@
 """Backward passes that stop at given nodes, before the parameters, so that no parameter gradient is computed.
 
 `gradients_at` returns the gradients at given edges. `backward_past` passes them to a callback, node by node during the
-pass, and keeps none of them. `pull_back` continues from an edge to the parameters below it.
+pass, and keeps none of them. `pull_back` continues from an edge to the parameters below it. `backward_to_leaves` passes
+the gradients of parameters to a callback, one by one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
+from samplewise.distributed.sharded_parameters import harmless_hooks
 from samplewise.engine.graph import Edge, Graph, Node, numel
 
 Arrived = Callable[[int, dict[int, Tensor]], None]
@@ -28,8 +30,10 @@ _own_hooks = 0
 
 
 def foreign_hooks() -> int:
-    """Number of hooks registered in this process so far on tensors, nodes and modules, except by this module."""
-    return RemovableHandle.next_id - _own_hooks
+    """Number of hooks registered in this process so far on tensors, nodes and modules, except by this module and by the
+    forward passes of sharded models.
+    """
+    return RemovableHandle.next_id - _own_hooks - harmless_hooks.registered
 
 
 def gradients_at(
@@ -158,6 +162,28 @@ def _prehooks(
     _own_hooks += len(handles)
     try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def backward_to_leaves(graph: Graph, weights: Tensor, arrived: Callable[[str, Tensor], None]) -> None:
+    """Run one backward pass and call arrived(name, gradient) for each parameter in the graph; no gradient is kept."""
+    global _own_hooks
+
+    def show(name: str, gradient: Tensor) -> Tensor | None:
+        dense = gradient.layout is torch.strided
+        with torch.no_grad():
+            arrived(name, gradient if dense else gradient.to_dense())
+        if not dense:
+            return None
+        return gradient.new_zeros(()).expand(gradient.shape)  # replaces the result of the pass, and takes no memory
+
+    leaves = {name: graph.wanted[name] for name in graph.leaves.values()}
+    handles = [leaf.register_hook(partial(show, name)) for name, leaf in leaves.items()]
+    _own_hooks += len(handles)
+    try:
+        torch.autograd.grad(graph.losses, list(leaves.values()), weights, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()

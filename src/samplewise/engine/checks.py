@@ -191,6 +191,7 @@ def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[...,
             f"{what} must be a tensor of shape ({len(losses)},), one value per sample, or a number for all samples; "
             f"found {found}."
         )
+    _check_device(weights, losses.device, what, "losses")
     check(finite_weights, weights, what)
     return weights
 
@@ -226,6 +227,15 @@ def check_direction(direction: Any, parameters: Mapping[str, Tensor]) -> None:
             raise ParameterError(
                 f"direction[{name!r}] must be a tensor of the parameter's shape {shape}; found {found}."
             )
+        _check_device(own, p.device, f"direction[{name!r}]", "parameter")
+
+
+def _check_device(tensor: Tensor, device: torch.device, what: str, like: str) -> None:
+    if tensor.device != device:
+        raise ParameterError(
+            f"{what} must be on the device of the {like}, {device}; found {tensor.device}. "
+            f"Move it with .to({like}.device)."
+        )
 
 
 def _check_names(given: Mapping[str, object], names: list[str], what: str) -> None:

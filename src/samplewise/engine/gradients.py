@@ -38,7 +38,7 @@ from samplewise.engine.graph import Graph, graph_alive
 from samplewise.engine.pending_checks import PendingChecks, collecting, read_at_once
 from samplewise.engine.plan import Planner, Quantity
 from samplewise.engine.strategies import QuantityEvaluator
-from samplewise.errors import ParameterError
+from samplewise.errors import ParameterError, SamplewiseError
 
 STRATEGIES = ("fused", "twice", "full", "reference")
 
@@ -77,9 +77,9 @@ def gradients(
     if isinstance(parameters, DistributedDataParallel):
         parameters = parameters.module  # has the model's own parameter names
     modules = [parameters] if isinstance(parameters, nn.Module) else []
-    g = gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting)
+    sharded = any(map(is_sharded, modules))
+    g = gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting, sharded)
     g._own = True
-    g._sharded = any(map(is_sharded, modules))
     return g
 
 
@@ -90,13 +90,17 @@ def gradients_of(
     create_graph: bool = False,
     strategy: str | None = None,
     interacting: str = "refuse",
+    sharded: bool = False,
 ) -> Gradients:
-    """Per-sample gradients of the `wanted` parameters; tensors of `modules` do not count as sample data."""
+    """Per-sample gradients of the `wanted` parameters; tensors of `modules` do not count as sample data. `sharded`: the
+    parameters are whole parameters of a model sharded with `fully_shard`.
+    """
     check_attached(losses)
     outside = collecting()
     checks = PendingChecks() if outside is None else outside
     checks.add(finite_losses, losses)
     graph = Graph(losses, dict(wanted))
+    graph.sharded = sharded
     if graph.python_functions or not graph.leaves:
         graph.check_readable()
     if create_graph:
@@ -116,6 +120,11 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     if not isinstance(weights, Mapping) and (g._evaluator.strategy == "twice" or g._needs_autograd()):
         return g._ordinary_backward(per_name[g.names[0]], retain_graph, ready)
     quantity: Quantity = lambda form, name: form.sum(per_name[name])  # noqa: E731
+    if g._sharded:  # each module is summed over ranks when the pass has left it
+        with g._evaluator.context():
+            for _ in g._evaluator.release(lambda form, n: accumulate_grad(g._parameters[n], quantity(form, n))):
+                pass
+        return None
     if ready is None:
         with g._evaluator.context():
             sums = dict(g._evaluator.release(quantity))
@@ -138,8 +147,8 @@ class Gradients:
     `len(g)` is the number of samples B. `g[3]` is the gradient of sample 3, a dict name -> tensor; `g["fc.weight"]` is
     the gradient of all samples for one parameter, (B, *shape).
 
-    Non-finite losses, weights and results raise an error. On an accelerator, `norms` and `dot` leave these checks to
-    the next call of `sum`, `mean`, `backward`, ..., which makes all of them with one host sync.
+    Non-finite losses, weights and results raise an error. On an accelerator, `norms` and `dot` return NaN instead, and
+    the next call of any other method, such as `sum` or `backward`, makes all checks with one host sync.
     """
 
     def __init__(self, evaluator: QuantityEvaluator, checks: PendingChecks, settles: bool):
@@ -149,7 +158,7 @@ class Gradients:
         self._graph = evaluator.graph
         self._parameters = evaluator.graph.wanted
         self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
-        self._sharded = False  # True for fully_shard: torch averages over ranks in an ordinary backward pass
+        self._sharded = evaluator.graph.sharded  # gradients are summed over ranks in an ordinary backward pass
         self._squared_norms: dict[str, Tensor] | None = None
         self._device_norms: dict[str, Tensor] | None = None
 
@@ -313,10 +322,12 @@ class Gradients:
 
     def gram(self, other: Gradients | None = None) -> Tensor:
         """Inner products of the gradients of all pairs of samples, (B, B); with another `Gradients`, (B, B2)."""
+        self._settle()
         if other is None:
             with self._evaluator.context():
                 return self._total(self._evaluator.evaluate(lambda form, _: form.gram(form)), len(self))
         parts = self._with_other(other, "gram", lambda mine, theirs: mine.gram(theirs))
+        other._settle()
         with torch.enable_grad():  # parts require a gradient only with create_graph
             return self._total(parts, len(other))
 
@@ -328,6 +339,7 @@ class Gradients:
         """
         if type(dim) is not int or dim < 1:
             raise ValueError(f"dim must be a positive integer; found {dim!r}.")
+        self._settle()
         device = self._graph.losses.device
         with self._evaluator.context():
             parts = self._evaluator.evaluate(
@@ -385,7 +397,7 @@ class Gradients:
         """
         if self._own:
             refuse_replicas(self._parameters.values())
-        if self._sharded and isinstance(weights, Mapping):
+        if self._sharded and self._own and isinstance(weights, Mapping):
             raise ParameterError(
                 "weights must be a tensor with one number per sample for a sharded model, because its backward is an "
                 "ordinary backward pass; found a dict. Use g.sum(weights) or sw.Step."
@@ -434,6 +446,7 @@ class Gradients:
         return {name: self._rows(name, key, key + 1)[0] for name in self.names}
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        self._settle()
         p = self._parameters[name]
         with self._evaluator.context():
             form = self._evaluator.forms().get(name)
@@ -480,8 +493,13 @@ class Gradients:
         self._settle()
 
     def _settle(self) -> None:
+        """Make the checks that were left to this call. After an error, only the one of the losses is made again."""
         if self._settles:
-            self._checks.settle()
+            try:
+                self._checks.settle()
+            except SamplewiseError:
+                self._checks.add(finite_losses, self._graph.losses)
+                raise
 
     def _needs_autograd(self) -> bool:
         """True for hooks on parameters, sharded models and sparse gradients: these need an ordinary backward pass."""
@@ -491,7 +509,7 @@ class Gradients:
         return hooked or self._sharded or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
 
     def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool, ready: Ready | None) -> None:
-        self._evaluator.analyze()  # raises the errors of the analysis, such as SamplesInteractError
+        self.prepare()  # raises the errors of the analysis, such as SamplesInteractError
         self._settle()
         losses = self._graph.losses
         weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)

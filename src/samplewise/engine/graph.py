@@ -106,6 +106,7 @@ class Graph:
         self.root = Edge(self.losses.grad_fn, self.losses.output_nr)
         self.wanted = wanted
         self.goal = goal
+        self.sharded = False  # parameters have values only while a pass is in their module, see `unsharded`
         self.children = _children(self.root.node)
         self.nodes = list(reversed(self.children))
         self.index = dict(zip(self.nodes, range(len(self.nodes)), strict=True))

@@ -14,12 +14,16 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import backward_past, foreign_hooks
+from samplewise.engine.backward import backward_past, backward_to_leaves, foreign_hooks
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.graph import Edge, Graph
+from samplewise.engine.grads.by_rows import random_signs
+from samplewise.engine.grads.dense import DenseGrad
+from samplewise.engine.graph import Graph
 from samplewise.engine.plan import GradBuilder, Plan
 from samplewise.errors import GraphError
+
+PROJECTED = 16  # dimensions of the projections that are compared for sharded models
 
 _generator = torch.Generator().manual_seed(0)
 
@@ -64,7 +68,7 @@ def _compare(plan: Plan, graph: Graph) -> bool:
     every = torch.arange(graph.samples, device=graph.losses.device)
 
     def measure(form: PerSampleGrad, name: str) -> None:
-        sums[name] = form.sum(weights)
+        sums[name] = _shown(graph, name, form.sum(weights))
         sizes[name] = float((form.faint_norms(every) * weights).sum())
 
     with torch.no_grad():
@@ -95,18 +99,19 @@ def _tolerances(graph: Graph) -> tuple[float, float]:
 
 def _from_autograd(graph: Graph, weights: Tensor) -> dict[str, Tensor]:
     """Dense gradient of the weighted losses by name, without parameters that have hooks themselves."""
-    leaves = {name: leaf for leaf, name in graph.leaves.items() if not leaf.variable._backward_hooks}
-    if not leaves:
-        return {}
-    results = torch.autograd.grad(
-        [graph.root.gradient_edge()],
-        [Edge(leaf, 0).gradient_edge() for leaf in leaves.values()],
-        [weights],
-        retain_graph=True,
-        allow_unused=True,
-    )
-    gradients = {}
-    for name, gradient in zip(leaves, results, strict=True):
-        if gradient is not None:
-            gradients[name] = gradient if gradient.layout is torch.strided else gradient.to_dense()
-    return gradients
+    hooked = {name for leaf, name in graph.leaves.items() if leaf.variable._backward_hooks}
+    gradients: dict[str, Tensor] = {}
+
+    def arrived(name: str, gradient: Tensor) -> None:
+        gradients[name] = _shown(graph, name, gradient)
+
+    backward_to_leaves(graph, weights, arrived)
+    return {name: gradient for name, gradient in gradients.items() if name not in hooked}
+
+
+def _shown(graph: Graph, name: str, gradient: Tensor) -> Tensor:
+    """The gradient; of a sharded model a random projection of it, with the same norm in expectation, to save memory."""
+    if not graph.sharded:
+        return gradient
+    projected = DenseGrad(gradient[None]).project(*random_signs(name, gradient.shape, PROJECTED, 0, gradient.device))
+    return projected / PROJECTED**0.5

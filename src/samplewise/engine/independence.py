@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from samplewise.core.batchnorm import batch_norms
 from samplewise.core.text import listed
+from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.checks import is_traced
 from samplewise.engine.graph import Edge, Graph, Node, is_accumulate_grad, is_python_function, scalar
 from samplewise.engine.saved import SavedTensorReader, saved_tensor_names
@@ -101,7 +103,12 @@ class Constants:
 
 def _is_copy(tensor: Tensor, one: Tensor) -> bool:
     alike = one.shape == tensor.shape and one.dtype == tensor.dtype and one.device == tensor.device
-    return alike and not is_traced(tensor) and not is_traced(one) and torch.equal(one, tensor)
+    return alike and not is_traced(tensor) and not is_traced(one) and _has_values(one) and torch.equal(one, tensor)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """False for a parameter of a sharded model while it is not gathered."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
 def data_entries(graph: Graph, side: set[Node]) -> list[int]:
@@ -126,9 +133,17 @@ def sample_data(graph: Graph, entries: Iterable[int], constants: Constants) -> I
             continue
         # If every operand requires a gradient, a saved float tensor without one was computed from these operands.
         open_ended = any(child is None for child, _ in graph.children[node])
-        for tensor in _tensors([*reader.take(node).values(), *_attributes(node)]):
+        with _unsharded_below(graph, node):  # for nodes under activation checkpointing, which recompute their tensors
+            saved = reader.take(node)
+        for tensor in _tensors([*saved.values(), *_attributes(node)]):
             if (open_ended or not tensor.is_floating_point()) and _may_be_data(tensor, graph.samples, constants):
                 yield node, tensor
+
+
+def _unsharded_below(graph: Graph, node: Node) -> AbstractContextManager[None]:
+    if not graph.sharded:
+        return nullcontext()
+    return unsharded([leaf.variable for leaf in graph.below([node]) if leaf in graph.leaves])
 
 
 def _operand_names(node: Node) -> tuple[str, ...]:

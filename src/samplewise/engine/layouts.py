@@ -90,12 +90,23 @@ def _pass_on(
 ) -> None:
     """Add the `inner` that this node proves for each of its operands to `claims`; None if it proves nothing."""
     children = [Edge(child, slot) if child in graph.relevant else None for child, slot in graph.children[node]]
+    if graph.sharded and _is_identity(node):
+        for slot, child in enumerate(children):
+            if child is not None:
+                claims.setdefault(child, set()).add(proven.get(Edge(node, slot)))
+        return
     shapes = [child.shape if child else None for child in children]
     by_slot = {_moved(graph, node, slot, proven, shapes) for slot in slots}
     agreed = next(iter(by_slot)) if len(by_slot) == 1 else (None,) * len(children)
     for child, inner in zip(children, agreed, strict=True):
         if child is not None:
             claims.setdefault(child, set()).add(inner)
+
+
+def _is_identity(node: Node) -> bool:
+    """True for the function with which `fully_shard` notices that a backward pass has left a module."""
+    forward = getattr(type(node), "_forward_cls", None)
+    return forward is not None and forward.__module__.startswith("torch.distributed.fsdp.")
 
 
 def _moved(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -54,18 +54,21 @@ class PendingChecks:
 
     def add_tensors(self, check: Callable[[Mapping[str, Tensor]], object], tensors: Mapping[str, Tensor]) -> None:
         """As `add`, for named tensors of any size. Only the largest value of each is kept for `settle`."""
-        filled = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
-        if not filled or read_at_once(next(iter(filled.values()))):
+        if not tensors or read_at_once(next(iter(tensors.values()))):
             check(tensors)
-        else:
-            largest = largest_values(list(filled.values()))
-            self.add(lambda values: check(dict(zip(filled, values, strict=True))), largest)
+            return
+        filled = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+        if filled:
+            names = list(filled)  # not `filled`, which would keep the tensors in memory
+            self.add(lambda values: check(dict(zip(names, values, strict=True))), largest_values(filled.values()))
 
     def settle(self) -> None:
-        """Raise the error of the first check that fails. One host sync, or none if there are no checks."""
-        if self._pending and not bool(all_finite_flag(self.values)):
-            self.raise_first()
-        self._pending.clear()
+        """Raise the error of the first check that fails; forget all checks. One host sync, or none without checks."""
+        try:
+            if self._pending and not bool(all_finite_flag(self.values)):
+                self.raise_first()
+        finally:
+            self._pending.clear()
 
     def raise_first(self) -> None:
         """Make the checks one by one, each with its own host sync, and raise the first error."""
@@ -73,10 +76,10 @@ class PendingChecks:
             check(values, *arguments)
 
 
-def largest_values(tensors: Sequence[Tensor]) -> Tensor:
-    """Largest absolute value of each tensor, (len(tensors),); NaN if it has one."""
+def largest_values(tensors: Iterable[Tensor]) -> Tensor:
+    """Largest absolute value of each tensor, (len(tensors),), in the widest of their dtypes; NaN if it has one."""
     norms = torch._foreach_norm(list(tensors), ord=math.inf)
-    return torch.stack([norm.to(norms[0]) for norm in norms])
+    return torch.stack([norm.to(norms[0].device) for norm in norms])
 
 
 def all_finite_flag(tensors: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.backward import Stops, foreign_hooks, stops_at
 from samplewise.engine.cut import Cut, find_cut, probed_cut
 from samplewise.engine.generic import GenericGrad, Pullback
@@ -269,6 +270,14 @@ class GradBuilder:
 
     def add(self, at: int, gradients: dict[int, Tensor]) -> None:
         """Convert the gradients (by output slot) of the node at position `at`."""
+        if self.graph.sharded:
+            leaves = [self.graph.nodes[leaf].variable for planned in self.plan.operands[at] for leaf in planned.leaves]
+            with unsharded(leaves):  # a pass may have left their module
+                self._add(at, gradients)
+        else:
+            self._add(at, gradients)
+
+    def _add(self, at: int, gradients: dict[int, Tensor]) -> None:
         node = self.graph.nodes[at]
         saved = self._reader.take(node)
         # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.

@@ -13,13 +13,16 @@ lost to rounding. Two further kinds of passes detect this, with new codes in eac
     switched    weight 1 for the samples that own nothing at an edge and 0 for the others, so that no rounding can hide
                 a contribution; if a sample is large at one edge and small at another, so that no single weight balances
                 both, then for any two samples there is a pass with the first at 0 and the second at 1
+
+Where sums are not deterministic, as on GPUs, ratios have rounding errors, and elements in which terms cancel consist of
+them. There the owner is found with switched passes only: an element belongs to a sample if it is non-zero in exactly
+the passes in which that sample is on. One pass with random powers of two then shows that the backward pass is linear.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations, islice
 from typing import NamedTuple
 
 import torch
@@ -27,6 +30,15 @@ from torch import Tensor
 
 from samplewise.engine.backward import gradients_at
 from samplewise.engine.graph import Edge, Graph
+from samplewise.engine.separation import (
+    REPEATS,
+    is_deterministic,
+    passes_needed,
+    passes_of_samples,
+    random_powers,
+    rounding,
+    switched_weights,
+)
 from samplewise.errors import NonFiniteGradientError
 
 NO_OWNER, UNKNOWN, MIXED = -1, -2, -3
@@ -57,7 +69,7 @@ class Probed(NamedTuple):
 def probe(graph: Graph, edges: Sequence[Edge]) -> Probed:
     """Return gradients and owners at the edges. Raises NonFiniteGradientError if gradients are not finite."""
     for codes in _codes_for(graph):
-        probed = _probe_with(graph, edges, codes)
+        probed = _probe_with(graph, edges, codes) if is_deterministic(graph) else _switch(graph, edges, codes)
         if probed is not None:
             return probed
     raise NonFiniteGradientError(_non_finite_message(graph, edges))
@@ -157,16 +169,11 @@ def _digit(plain: Tensor, coded: Tensor, codes: Codes) -> Tensor:
     # float64 represents all values of narrower types exactly and has the range for every ratio.
     mantissa, exponent = torch.frexp(coded.double() / plain.double())
     digit = exponent.long() - 1
-    exact = _is_power(mantissa, plain.device) & (digit >= 0) & (digit < codes.base)
+    exact = (mantissa == 0.5) & (digit >= 0) & (digit < codes.base)
     digit = torch.where(exact, digit, MIXED)
     denormal = (plain.abs() < tiny) & (coded.abs() < tiny * 2.0**codes.base)
     digit = torch.where(denormal, UNKNOWN, digit)
     return torch.where((plain == 0) & (coded == 0), NO_OWNER, digit)
-
-
-def _is_power(mantissa: Tensor, device: torch.device) -> Tensor:
-    # Sums are deterministic on the CPU. On other devices their order may vary: allow for rounding.
-    return mantissa == 0.5 if device.type == "cpu" else (mantissa - 0.5).abs() < 1e-3
 
 
 def _verified(owner: Tensor, plain: Tensor, coded: Tensor, drawn: Tensor, codes: Codes) -> Tensor:
@@ -175,11 +182,7 @@ def _verified(owner: Tensor, plain: Tensor, coded: Tensor, drawn: Tensor, codes:
     plain, coded = _real(plain), _real(coded)
     if plain.dim() > owner.dim():
         code = code[..., None]
-    expected = plain.double() * _powers(codes, code.device)[code]
-    if plain.device.type == "cpu":
-        near = expected == coded
-    else:
-        near = torch.isclose(expected, coded.double(), rtol=1e-3, atol=0)
+    near = plain.double() * _powers(codes, code.device)[code] == coded
     near = near.all(-1) if plain.dim() > owner.dim() else near
     silent = (coded == 0).all(-1) if plain.dim() > owner.dim() else coded == 0
     good = torch.where(known, near, (owner == UNKNOWN) | ((owner == NO_OWNER) & silent))
@@ -194,21 +197,77 @@ def _switches(sizes: Tensor) -> list[Tensor]:
     samples = sizes.shape[1]
     silent = sizes == 0
     groups = [group for group in silent.unique(dim=0) if group.any() and not group.all()]
-    most = next(k for k in range(2, 64) if math.comb(k, k // 2) >= samples)
+    most = passes_needed(samples)
     unbalanced = (~silent & (sizes < UNBALANCED * sizes.amax(0))).any()
     if len(groups) <= most and not unbalanced:
         return [group.to(torch.float64) for group in groups]
-    chosen = list(islice(combinations(range(most), most // 2), samples))
+    chosen = passes_of_samples(samples)
     return [sizes.new_tensor([float(k in subset) for subset in chosen]) for k in range(most)]
 
 
 def _switched(owner: Tensor, plain: Tensor, switched: Tensor, on: Tensor) -> Tensor:
     expected = torch.where(on[owner.clamp_min(0)] > 0, plain, 0)
-    if plain.device.type == "cpu":
-        near = switched == expected
-    else:
-        near = torch.isclose(switched, expected, rtol=1e-3, atol=0)
-    return torch.where(near | (owner == UNKNOWN), owner, MIXED)
+    return torch.where((switched == expected) | (owner == UNKNOWN), owner, MIXED)
+
+
+# --- devices on which sums are not deterministic ---------------------------------------------------------------------
+
+
+def _switch(graph: Graph, edges: Sequence[Edge], codes: Codes) -> Probed | None:
+    """Probe with samples switched off; weights are at most 2**shift. None if gradients are not finite."""
+    scale = 2.0**codes.shift
+    weights = [w * scale for w in switched_weights(graph)]
+    plain = gradients_at(graph, edges, torch.full_like(graph.losses, scale))
+    seen = [torch.zeros(g.shape, dtype=torch.long, device=g.device) for g in plain]
+    for k, own in enumerate(weights):
+        switched = gradients_at(graph, edges, own.to(graph.losses.dtype))
+        if not _finite(switched):
+            return None
+        seen = [s | (g != 0).long() << k for s, g in zip(seen, switched, strict=True)]
+    owners = [_owner_of(s, p, graph.samples) for s, p in zip(seen, plain, strict=True)]
+    owners = _linear(graph, edges, plain, owners, scale)
+    return Probed([_scaled(p, -codes.shift) for p in plain], owners) if _finite(plain) else None
+
+
+def _owner_of(seen: Tensor, plain: Tensor, samples: int) -> Tensor:
+    """Owner of each element, from the set of passes in which it is non-zero, as bits.
+
+    UNKNOWN: non-zero in fewer passes than any sample, by rounding or underflow. MIXED: no sample has this set.
+    """
+    sets = [sum(1 << k for k in passes) for passes in passes_of_samples(samples)]
+    known, order = torch.tensor(sets, device=seen.device).sort()
+    place = torch.searchsorted(known, seen).clamp_max(samples - 1)
+    owner = torch.where(known[place] == seen, order[place], MIXED)
+    bits = torch.stack([(seen >> k) & 1 for k in range(passes_needed(samples))])
+    few = bits.sum(0) < len(passes_of_samples(samples)[0])
+    owner = torch.where(few, UNKNOWN, owner)
+    return torch.where((seen == 0) & (plain == 0), NO_OWNER, owner)
+
+
+def _linear(
+    graph: Graph, edges: Sequence[Edge], plain: list[Tensor], owners: list[Tensor], scale: float
+) -> list[Tensor]:
+    """Mark the elements of samples as MIXED whose sum of absolute values is not multiplied by the sample's weight."""
+    equal = torch.full_like(graph.losses, scale)
+    powers = random_powers(graph.samples).to(graph.losses.device)
+    coded = gradients_at(graph, edges, (powers * scale).to(graph.losses.dtype))
+    for repeats in REPEATS:
+        again = [gradients_at(graph, edges, equal) for _ in range(repeats)]
+        nonlinear = []
+        for owner, p, c, *others in zip(owners, plain, coded, *again, strict=True):
+            total, found = _totals(owner, p, graph.samples), _totals(owner, c, graph.samples)
+            noise = [_totals(owner, other - p, graph.samples) for other in others]
+            nonlinear.append((found - powers * total).abs() > powers * rounding(graph, total, noise))
+        if not torch.stack(nonlinear).any():
+            return owners
+    return [torch.where((o >= 0) & off[o.clamp_min(0)], MIXED, o) for o, off in zip(owners, nonlinear, strict=True)]
+
+
+def _totals(owner: Tensor, x: Tensor, samples: int) -> Tensor:
+    """Sum of the absolute values of each sample's elements, (b,) in float64."""
+    totals = torch.zeros(samples + 1, dtype=torch.float64, device=x.device)
+    index = torch.where(owner >= 0, owner, samples).flatten()
+    return totals.index_add_(0, index, x.abs().double().flatten())[:samples]
 
 
 def _scaled(g: Tensor, exponent: int) -> Tensor:

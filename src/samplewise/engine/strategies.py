@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import backward_past, foreign_hooks
+from samplewise.distributed.sharded_parameters import unsharded
+from samplewise.engine.backward import backward_past, backward_to_leaves, foreign_hooks
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
@@ -88,6 +89,8 @@ class QuantityEvaluator:
         return self._strategies[strategy]
 
     def _new(self, strategy: str) -> GradStrategy:
+        if strategy == "twice" and self.graph.samples == 1:
+            return SingleSampleStrategy(self.graph)
         if strategy == "reference" or self.graph.samples == 1:
             return LoopStrategy(self.graph, self.create_graph)
         source = BackwardStrategy(self._planner, self.create_graph, keep=strategy == "fused")
@@ -121,7 +124,7 @@ class BackwardStrategy:
         if not self.forms:
             return self._first(quantity, self.keep)
         self.versions.check()
-        return {name: quantity(form, name) for name, form in self.forms.items()}
+        return {name: self._of_kept(quantity, form, name) for name, form in self.forms.items()}
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
         if not self.forms:
@@ -129,7 +132,14 @@ class BackwardStrategy:
         else:
             self.versions.check()
             for name in list(self.forms):
-                yield name, quantity(self.forms.pop(name), name)
+                yield name, self._of_kept(quantity, self.forms.pop(name), name)
+
+    def _of_kept(self, quantity: Quantity, form: PerSampleGrad, name: str) -> Any:
+        graph = self.planner.graph
+        if not graph.sharded:
+            return quantity(form, name)
+        with unsharded([graph.wanted[name]]):
+            return quantity(form, name)
 
     def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
         """Compute the quantity during a backward pass."""
@@ -149,7 +159,8 @@ class BackwardStrategy:
         plan = self.plan
         pending = self.planner.pending
         builder = GradBuilder(plan, self.planner.graph, quantity, self.create_graph, keep)
-        probed = {} if self.create_graph else dict(plan.gradients)
+        graph = self.planner.graph
+        probed = {} if self.create_graph or graph.sharded else dict(plan.gradients)
         plan.gradients.clear()
         if probed and len(probed) == len(plan.tags):
             for at, slots in plan.stops.slots.items():
@@ -195,6 +206,31 @@ class RowsStrategy:
 
     def explain(self) -> list[ExplainRow]:
         return self.source.explain()
+
+
+class SingleSampleStrategy:
+    """Strategy "twice" for one sample: an ordinary backward pass, whose gradients are dropped after use."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+
+    def evaluate(self, quantity: Quantity) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+
+        def arrived(name: str, gradient: Tensor) -> None:
+            results[name] = quantity(DenseGrad(gradient[None]), name)
+
+        backward_to_leaves(self.graph, torch.ones_like(self.graph.losses), arrived)
+        return results
+
+    def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
+        yield from self.evaluate(quantity).items()
+
+    def explain(self) -> list[ExplainRow]:
+        return [
+            ExplainRow(name, tuple(self.graph.wanted[name].shape), "", "one backward pass", "dense")
+            for name in self.graph.leaves.values()
+        ]
 
 
 class LoopStrategy:

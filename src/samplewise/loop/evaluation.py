@@ -14,7 +14,7 @@ from samplewise.core.criteria import Criterion
 from samplewise.core.losses import per_sample
 from samplewise.core.means import WeightedMean
 from samplewise.core.snapshot import eval_mode
-from samplewise.distributed.group import current_group
+from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.errors import BatchError, LossesError
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed, fork_rng
@@ -74,6 +74,11 @@ class Evaluator:
                 f"forward must be a function (model, batch) -> outputs; found {type(forward).__name__}. Pass for "
                 "example lambda model, batch: model(batch[0])."
             )
+        if self._step.sharded:  # each pass is a collective: a rank that has finished serves the others
+            return on_every_rank(lambda: self._predict(loader, forward))
+        return self._predict(loader, forward)
+
+    def _predict(self, loader: Iterable[Any], forward: Forward | None) -> Any:
         found = []
         with self._eval_mode():
             for batch in loader:
@@ -115,7 +120,6 @@ class Evaluator:
         modules = [self._model]
         if isinstance(self._step.loss_fn, nn.Module):
             modules.append(self._step.loss_fn)
-        self._step.unshard()
         with eval_mode(*modules), torch.no_grad(), fork_rng(derive_seed(self._seed)):
             yield
 

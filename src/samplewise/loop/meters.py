@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.core.devices import device_function
 from samplewise.core.means import Number, WeightedMean
 from samplewise.step.update import Update
 
@@ -155,12 +156,13 @@ class PhaseTimer:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory in bytes: of the CUDA allocator, or of this process for other devices.
+    """Return the peak memory in bytes: of the device's allocator if it records one, else of this process.
 
-    None on Windows without CUDA.
+    None on Windows without such a device.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    peak = device_function(device, "max_memory_allocated")
+    if peak is not None:
+        return peak(device)
     try:
         import resource
     except ImportError:  # Windows

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from samplewise.core.devices import device_function
 from samplewise.loop.checkpoint.settings import loss_name
 from samplewise.step.step import Step
 
@@ -43,9 +44,8 @@ def about(step: Step, loader: Iterable[Any], device: torch.device, **settings: A
 
 
 def _named(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device}: {torch.cuda.get_device_name(device)}"
-    return str(device)
+    name = device_function(device, "get_device_name")
+    return str(device) if name is None else f"{device}: {name(device)}"
 
 
 def _of_step(step: Step) -> dict[str, Any]:

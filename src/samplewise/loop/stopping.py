@@ -102,9 +102,10 @@ class StopController(ABC):
         """Return True if a stop was requested, or the duration is reached after `epochs` epochs."""
         if self.reason is not None:
             return True
-        # Reading the counters may wait for the device.
-        certain = until.updates is None or self._step.max_updates < until.updates
-        return until.reached(epochs, 0 if certain else self._step.counters.updates)
+        updates = self._step.started_updates
+        if until.updates is not None and updates >= until.updates:
+            updates = self._step.counters.updates  # exact; may wait for the device
+        return until.reached(epochs, updates)
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from samplewise.step.amp import MixedPrecision
 from samplewise.step.config import StepConfig
 from samplewise.step.nonfinite import problem_of, problem_of_checks, problem_of_gradients
 from samplewise.step.parameters import TrainedParameters
-from samplewise.step.skip_flag import ScheduleState, SkipFlag, supports_flag
+from samplewise.step.skip_flag import SchedulerStep, SkipFlag, supports_flag, supports_undo
 from samplewise.step.update import Outcome, Update
 from samplewise.step.window import Counters, Window
 from samplewise.step.window_ranks import WindowRanks
@@ -29,7 +29,7 @@ class UndecidedUpdate(NamedTuple):
     """Update that is counted as applied until the flag of the device is read."""
 
     flag: SkipFlag
-    schedule: ScheduleState | None  # before the scheduler's step; None without a scheduler
+    scheduled: SchedulerStep | None  # None without a scheduler
     samples: int
     microbatches: int
 
@@ -59,7 +59,8 @@ class UpdateApplier:
         self._checks = config.checks_finite
         self._undecided: UndecidedUpdate | None = None
         # The loss scale of the next forward pass depends on the outcome, which must then be known at once.
-        self._may_flag = config.on_nonfinite != "ignore" and not precision.scales and supports_flag(optimizer)
+        can_flag = supports_flag(optimizer) and supports_undo(scheduler)
+        self._may_flag = can_flag and config.on_nonfinite != "ignore" and not precision.scales
 
     def apply(self, window: Window) -> Update:
         """Change the parameters by the update of a window, and return its results."""
@@ -81,7 +82,7 @@ class UpdateApplier:
         else:
             counters.updates += 1
         if outcome.flag is not None:
-            self._undecided = UndecidedUpdate(outcome.flag, outcome.schedule, samples, len(window.parts))
+            self._undecided = UndecidedUpdate(outcome.flag, outcome.scheduled, samples, len(window.parts))
         update.phases = {
             "forward": window.forward_seconds,
             "gradients": window.seconds - window.forward_seconds,
@@ -92,21 +93,24 @@ class UpdateApplier:
 
     def settle(self) -> None:
         """Read the flag of the last update, if the device decided whether to apply it. If it was skipped, correct
-        scheduler and counters; raise if it may not be skipped.
+        optimizer, scheduler and counters; raise if it may not be skipped, unless reading the update has raised already.
         """
         last = self._undecided
         self._undecided = None
         if last is None or last.flag.applied:
             return
-        if last.schedule is not None:
-            last.schedule.restore()
+        last.flag.drop_created_state()
+        if last.scheduled is not None:
+            last.scheduled.undo()
         self.counters.updates -= 1
+        reported = last.flag.reported
         try:
             self.counters.skipped += last.flag.skipped
         except SamplewiseError:
             self.counters.samples -= last.samples
             self.counters.microbatches -= last.microbatches
-            raise
+            if not reported:
+                raise
 
     def forget_undecided(self) -> None:
         """Do not correct the counters for the last update: they are replaced."""
@@ -122,33 +126,40 @@ class UpdateApplier:
         flags = self.flags and window.totals is None
         others = self._other_values(unchecked, window.checks) if self._checks else []
         norms = self._norms(others) if self._checks else None
-        if norms is not None and not flags:
+        flag = None
+        if norms is not None and flags:
+            flag = self._flag(window, norms, others)
+        elif norms is not None:
             problem = self._problem(norms, unchecked, window.checks)
             if problem is not None:
                 return self._skip(problem, rates)
-        flag = None
-        schedule = None
-        if flags:
-            gradients = self.trained.named_gradients()
-            flag = SkipFlag(gradients, others, window.parts, window.checks, self.config.skips)
         max_grad_norm = window.config.max_grad_norm
         if max_grad_norm is not None:
             norms = norms or self._norms()
             self._clip(norms, max_grad_norm)
         try:
-            if flag is None:
-                self.optimizer.step()
-            else:
-                flag.step(self.optimizer)
-            if self.scheduler is not None:
-                schedule = ScheduleState(self.optimizer, self.scheduler) if flag is not None else None
-                self.scheduler.step()
+            scheduled = self._step(flag)
         finally:
-            if self.ranks.strategy.sharded:
-                self.ranks.strategy.gather_parameters()  # collective: other ranks call it even if this optimizer failed
+            self.ranks.strategy.reshard()
         if self.precision.scales:
             self.precision.record_success()
-        return Outcome(False, rates, norms.norm if norms is not None else self._late_norm(), flag, schedule)
+        return Outcome(False, rates, norms.norm if norms is not None else self._late_norm(), flag, scheduled)
+
+    def _flag(self, window: Window, norms: GradNorms, others: Sequence[Tensor]) -> SkipFlag:
+        """Flag of the update before it is clipped. `others`: values besides the gradients that must be finite."""
+        if window.config.max_grad_norm is not None:
+            others = [*others, norms.norm()]  # if its squares overflow, gradients cannot be clipped
+        return SkipFlag(self.trained.named_gradients(), others, window.parts, window.checks, self.config.skips)
+
+    def _step(self, flag: SkipFlag | None) -> SchedulerStep | None:
+        """Step optimizer and scheduler; with a flag, such that both steps can be undone."""
+        if flag is not None:
+            flag.step(self.optimizer)
+            return None if self.scheduler is None else SchedulerStep(self.optimizer, self.scheduler)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return None
 
     def _skip(self, problem: Exception, rates: list[Any]) -> Outcome:
         """Skip the update because of a non-finite value, or raise it."""
@@ -204,7 +215,8 @@ class UpdateApplier:
 
     def _norms(self, others: Sequence[Tensor] = ()) -> GradNorms:
         """Norms of the gradients and of other tensors."""
-        return GradNorms(self.trained.gradients(), others, self.ranks.strategy.sharded)
+        strategy = self.ranks.strategy
+        return GradNorms(self.trained.gradients(), others, strategy.sharded, strategy.copies)
 
     def _other_values(self, parts: Sequence[SampleStats], checks: PendingChecks) -> list[Tensor]:
         """Values besides the gradients that must be finite: losses, 1 / denominator (infinite if it is 0), a value that
@@ -249,18 +261,19 @@ class UpdateApplier:
 class GradNorms:
     """Norms of all gradients and of other tensors, in one vector: if its sum is finite, all values are finite."""
 
-    __slots__ = ("_all", "_gradients", "_sharded", "_unit")
+    __slots__ = ("_all", "_copies", "_gradients", "_sharded", "_unit")
 
-    def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor], sharded: bool = False):
+    def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor], sharded: bool = False, copies: int = 1):
         self._gradients = len(gradients)
         self._unit: float | Tensor = 1.0
         self._sharded = sharded
+        self._copies = copies  # number of ranks that hold the same shard
         norms = torch._foreach_norm([*gradients, *others])
         stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
         self._all = self._over_ranks(stacked) if sharded else stacked
 
     def _over_ranks(self, norms: Tensor) -> Tensor:
-        return current_group().all_reduce_(norms.double().square()).sqrt()
+        return (current_group().all_reduce_(norms.double().square()) / self._copies).sqrt()
 
     def norm(self) -> Tensor:
         return torch.linalg.vector_norm(self._all[: self._gradients]) * self._unit

@@ -29,6 +29,7 @@ from samplewise.step.checks import check_untracked, warn
 from samplewise.step.forward import LossEvaluator
 
 FEW = 8  # number of samples in the first comparison: enough to detect interaction
+PROJECTED = 32  # dimensions of projected gradients, which are compared for sharded models to save memory
 
 
 class Audit:
@@ -141,19 +142,27 @@ class Audit:
         there = alone[0].detach()
         if not (here - there).abs() <= tolerance * (losses.detach().abs().max() + 1):
             return f"{name} has loss {here.item():.6g} in the batch and {there.item():.6g} alone"
-        wanted = self.evaluator.trained.wanted()
-        scale = self.evaluator.precision.scale
-        if self.own_gradients:
-            rows = self.evaluator.gradients(losses, microbatch)[row : row + 1]
-            among = {name: gradient / scale for name, gradient in rows.items()}
-        else:
-            among = jacobian_rows(losses[row : row + 1], wanted)
-        off, size = _distance(among, jacobian_rows(alone, wanted))
+        off, size = _distance(self._gradient_among(microbatch, losses, row), self._gradient_alone(alone))
         if not isfinite(off):
             return None  # an overflow, which the finite check of the update handles
         if not off <= tolerance * (size + 1e-6):
             return f"the gradient of {name} differs by {off:.3g} from that of the sample alone, of norm {size:.3g}"
         return None
+
+    def _gradient_among(self, microbatch: Any, losses: Tensor, row: int) -> dict[str, Tensor]:
+        """Gradient of one sample of the microbatch, as transforms use it."""
+        if not self.own_gradients:
+            return self._gradient_alone(losses[row : row + 1])
+        g = self.evaluator.gradients(losses, microbatch)
+        scale = self.evaluator.precision.scale
+        rows = {"": g.project(PROJECTED)[row]} if self.evaluator.strategy.sharded else g[row : row + 1]
+        return {name: gradient / scale for name, gradient in rows.items()}
+
+    def _gradient_alone(self, loss: Tensor) -> dict[str, Tensor]:
+        """Gradient of one loss (1,). Of a sharded model a random projection, with the same norm in expectation."""
+        if self.evaluator.strategy.sharded:
+            return {"": self.evaluator.gradients_of(loss).project(PROJECTED)[0]}
+        return jacobian_rows(loss, self.evaluator.trained.wanted())
 
     def _tolerance(self, losses: Tensor) -> float:
         """Relative tolerance: three times the square root of the machine epsilon, about half of the digits."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.devices import DeviceGenerator
 from samplewise.core.snapshot import random_state
 from samplewise.distributed import collectives
 from samplewise.distributed.group import current_group
@@ -21,6 +22,7 @@ from samplewise.distributed.strategy import SingleProcessStrategy, resolve_strat
 from samplewise.distributed.strategy_base import ParallelStrategy
 from samplewise.errors import DistributedError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.config import StepConfig
+from samplewise.step.microbatch import Auto
 from samplewise.step.nonfinite import NO_DENOMINATOR, problem_of_counts, problem_of_losses
 from samplewise.step.parameters import TrainedParameters
 from samplewise.step.window import Window, WindowTotals, empty_stats
@@ -110,7 +112,6 @@ class DistributedWindows(WindowRanks):
         """Sum the window over ranks in one all-reduce. If samples are missing, ranks whose loader has not ended get a
         larger share, and all ranks call this again.
         """
-        self.strategy.unshard()
         overlap = self.strategy.overlap
         if overlap is not None:
             overlap.start_buckets()
@@ -198,11 +199,10 @@ class DistributedWindows(WindowRanks):
     def announce(self, error: Exception) -> None:
         """Send the error to the other ranks, then raise it."""
         overlap = self.strategy.overlap
+        self.strategy.recover()
         try:
-            if not collectives.is_from_another_rank(error):
-                self.strategy.unshard()  # a collective in which the other ranks may be waiting
-                if overlap is not None:
-                    overlap.start_buckets(error)  # others, too
+            if overlap is not None and not collectives.is_from_another_rank(error):
+                overlap.start_buckets(error)  # a collective in which the other ranks may be waiting
             current_group().barrier(error)
         finally:
             if overlap is not None:
@@ -310,6 +310,11 @@ def make_window_ranks(
             "arguments to Step(...) on every rank."
         )
     strategy = resolve_strategy(model, config.strategy, modules, optimizer)
+    if strategy.sharded and isinstance(config.microbatch, Auto):
+        raise DistributedError(
+            "microbatch must be a number or None for a sharded model, because its passes are collectives, which a rank "
+            f"cannot repeat alone; found {config.microbatch!r}. Pass a number."
+        )
     return LocalWindows() if isinstance(strategy, SingleProcessStrategy) else DistributedWindows(strategy)
 
 
@@ -324,12 +329,12 @@ def _check_directions(fingerprint: list[float] | None) -> None:
         )
 
 
-def _generators(transform: SumTransform, gradients: Sequence[Tensor]) -> list[torch.Generator]:
+def _generators(transform: SumTransform, gradients: Sequence[Tensor]) -> list[torch.Generator | DeviceGenerator]:
     """Random generators that the transform may draw from."""
     if transform.generator is not None:
         return [transform.generator]
-    devices = sorted({g.device.index or 0 for g in gradients if g.device.type == "cuda"})
-    return [torch.default_generator, *(torch.cuda.default_generators[k] for k in devices)]
+    devices = sorted({g.device for g in gradients if g.device.type != "cpu"}, key=str)
+    return [torch.default_generator, *map(DeviceGenerator, devices)]
 
 
 def _nonfinite_elsewhere() -> NonFiniteGradientError:

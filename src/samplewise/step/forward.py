@@ -17,6 +17,7 @@ from samplewise.core.criteria import Criterion
 from samplewise.core.losses import LossFn, columns_of, per_sample
 from samplewise.core.memory import bounded
 from samplewise.core.snapshot import snapshot
+from samplewise.distributed.strategy_base import ParallelStrategy
 from samplewise.engine.backward import notifying
 from samplewise.engine.checks import check_attached
 from samplewise.engine.gradients import Gradients, accumulate, gradients_of
@@ -39,6 +40,7 @@ class LossEvaluator:
         precision: MixedPrecision,
         budget: int | None,
         interacting: str,
+        strategy: ParallelStrategy,
         criterion: Criterion | None = None,
     ):
         """`criterion`: the criterion that `loss_fn` calls, if it is one."""
@@ -48,6 +50,7 @@ class LossEvaluator:
         self.precision = precision
         self.budget = budget
         self.interacting = interacting
+        self.strategy = strategy
         self.criterion = criterion
         self.model = modules[0]
         self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
@@ -88,6 +91,8 @@ class LossEvaluator:
             self.columns = columns_of(result, losses)
             if self.columns is not None and self.criterion is None and get_proxy_mode() is not None:
                 raise LossesError("a loss function that returns columns in addition to losses cannot be compiled")
+        if self.precision.scales and losses.dtype is torch.float16:
+            losses = losses.float()  # the loss scale is beyond the range of float16
         self.seconds += perf_counter() - started
         return losses, counts
 
@@ -96,23 +101,26 @@ class LossEvaluator:
         whether samples really interact.
         """
         scaled = losses * self.precision.scale if self.precision.scales else losses
-        g = self._gradients_of(scaled, self.interacting)
+        g = self.gradients_of(scaled, self.interacting)
         if self.interacting == "allow":
             return g
         if self._coincidences and g.structure_hash in self._coincidences:
-            return self._gradients_of(scaled, interacting="allow")
+            return self.gradients_of(scaled, interacting="allow")
         try:
             return _prepared(g)
         except (SamplesInteractError, SamplesMayInteractWarning) as doubt:
             if self._is_coincidence(microbatch):
                 self._coincidences.add(g.structure_hash)
-                return self._gradients_of(scaled, interacting="allow")
+                return self.gradients_of(scaled, interacting="allow")
             if isinstance(doubt, SamplesMayInteractWarning):
-                return self._gradients_of(scaled)
+                return self.gradients_of(scaled)
             raise
 
-    def _gradients_of(self, losses: Tensor, interacting: str = "refuse") -> Gradients:
-        return gradients_of(losses, self.trained.wanted(), self.modules, interacting=interacting)
+    def gradients_of(self, losses: Tensor, interacting: str = "refuse") -> Gradients:
+        """Gradients of every sample, without the loss scale and without a check for interaction by coincidence."""
+        if not self.strategy.sharded:
+            return gradients_of(losses, self.trained.wanted(), self.modules, interacting=interacting)
+        return gradients_of(losses, self.trained.wanted(), self.modules, False, "twice", interacting, sharded=True)
 
     def _is_coincidence(self, microbatch: Any) -> bool:
         """True if samples seem to interact only because an unrelated tensor has B rows (for example positional
@@ -123,7 +131,7 @@ class LossEvaluator:
             return False
         restore = snapshot(*self.modules)
         try:
-            _prepared(self._gradients_of(self.losses(cut(microbatch, 0, total - 1, total))[0]))
+            _prepared(self.gradients_of(self.losses(cut(microbatch, 0, total - 1, total))[0]))
         except (SamplesInteractError, SamplesMayInteractWarning):
             return False
         finally:
@@ -134,12 +142,13 @@ class LossEvaluator:
         """Accumulate Σ w × gradient, times the loss scale, into `.grad`: one ordinary backward pass."""
         scale = self.precision.scale
         scaled = torch.full_like(losses, scale) if weights is None else (weights * scale).to(losses.dtype)
-        with notifying(self.trained.named.values(), self.ready):
+        with self.strategy.summing(), notifying(self.trained.named.values(), self.ready):
             torch.autograd.backward(losses, scaled)
 
     def add_weighted(self, g: Gradients, weights: PerSample | None) -> None:
         """Accumulate Σ w × gradient into `.grad`, from per-sample gradients that are not used afterwards."""
-        accumulate(g, weights, retain_graph=False, ready=self.ready)
+        with self.strategy.summing():
+            accumulate(g, weights, retain_graph=False, ready=self.ready)
 
     def add_mean(self, losses: Tensor, counts: Tensor | None) -> None:
         """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`. counts=None: 1 for each sample."""

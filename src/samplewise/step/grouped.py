@@ -7,7 +7,7 @@ group, with one buffer of the size of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from samplewise.core.text import listed, plural
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
 from samplewise.step.accumulate import PerSampleAccumulator, check_finite
+from samplewise.step.parameters import TrainedParameters
 from samplewise.step.window_ranks import WindowRanks
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of, split
@@ -38,10 +39,10 @@ class GroupedAccumulator(PerSampleAccumulator):
         if self.exchanges or len(microbatches) > 1:
             for own, microbatch in zip(keys, microbatches, strict=True):
                 _check_keys(own, self.samples_in(microbatch))
-        layout = GroupLayout(self.ranks, [key for own in keys for key in own])
         repeatable = not (self.exchanges and self.size.automatic)
-        if len(microbatches) == 1 and repeatable and not layout.spanning:
-            return [self._at_once(microbatches[0], keys[0], layout)]
+        layout = GroupLayout(self.ranks, [key for own in keys for key in own], len(microbatches) <= 1 and repeatable)
+        if layout.at_once:
+            return [self._at_once(*pair, layout) for pair in zip(microbatches, keys, strict=True)]
         groups = layout.groups(_members_by_group(microbatches, keys))
         return self._group_by_group(microbatches, groups, layout.positions)
 
@@ -114,11 +115,12 @@ class SampleGroup:
 
 class GroupLayout:
     """Groups of a window over all ranks, exchanged in one all-gather. `spanning`: keys of groups on several ranks.
-    `positions`: of this rank's samples in the window of all ranks.
+    `positions`: of this rank's samples in the window of all ranks. `single`: this rank has at most one microbatch.
+    `at_once`: all groups of this rank can be computed in one pass.
     """
 
-    def __init__(self, ranks: WindowRanks, keys: list[Hashable]):
-        ranks.sums()
+    def __init__(self, ranks: WindowRanks, keys: list[Hashable], single: bool):
+        (several,) = ranks.sums(not single)
         self.positions = ranks.positions(len(keys))
         gathered = current_group().all_gather_object(list(zip(self.positions.tolist(), keys, strict=True)))
         pairs_of_all = [pair for pairs in gathered for pair in pairs]
@@ -130,6 +132,10 @@ class GroupLayout:
                 self._holders.setdefault(key, []).append(rank)
         self._rank = ranks.rank
         self.spanning = [key for key in self._numbers if len(self._holders[key]) > 1]
+        self.at_once = single and bool(keys) and not self.spanning
+        if ranks.strategy.sharded and (several or self.spanning):
+            self.at_once = False
+            self.spanning = list(self._numbers)  # a pass sums over all ranks, so that they must process the same group
 
     def numbers(self, keys: list[Hashable]) -> Tensor:
         """Numbers of the groups of these keys in the window."""
@@ -164,6 +170,7 @@ class GroupAccumulation:
         self.stage = accumulator.chain.groups
         self.ranks = accumulator.ranks
         self.evaluator = accumulator.evaluator
+        self._sharded = self.ranks.strategy.sharded
         accumulator.compute_directions()
         self.restore = snapshot(*self.evaluator.modules)
 
@@ -176,12 +183,14 @@ class GroupAccumulation:
             stats = [self._group_stats(group) for group in self.groups]
             weighed = self.ranks.weigh(self.stage, stats, torch.tensor([group.owned for group in self.groups]))
             self.restore()
-        sums = GradientSums(self.evaluator.trained.named)
+        sums = GradientSums(self.evaluator.trained)
         for k, group in enumerate(self.groups):
-            if self.stage.window:
-                self._group_gradient(group)
-            else:
+            if not self.stage.window:
                 weighed += self.stage.weigh([self._group_stats(group)])
+            else:
+                self._group_gradient(group)
+                if self._sharded:
+                    self.ranks.sums()  # all ranks have added their part of this group to `.grad`
             sums.add(weighed[k].coefficients)
         sums.write()
         return self._in_order(concatenate(weighed)) if any(group.members for group in self.groups) else None
@@ -212,17 +221,18 @@ class GroupAccumulation:
         known = [m.stats for m in group.members if m.stats is not None]
         losses = sum(((stats.losses * stats.weights).sum() for stats in known), start=self._zero())
         counts = sum((stats.denominators.sum() for stats in known), start=self._zero())
-        trained = self.evaluator.trained
-        gradients = {name: p.grad for name, p in trained.wanted().items() if p.grad is not None}
         if group.spans:
             losses, counts = map(losses.new_tensor, self.ranks.sums(losses, counts))
-            gradients = self._summed_gradients() if self.stage.measures else {}
+        gradients: dict[str, Tensor] = {}
+        if self.stage.measures:
+            spread = group.spans and not self._sharded
+            gradients = self._summed_gradients() if spread else self.evaluator.trained.local_gradients()
         stats = SampleStats(
             losses=losses[None],
             counts=counts[None],
             positions=torch.tensor([group.number]),
-            raw_norms=self._per_parameter(gradients, lambda g, _: g.norm()) if "norms" in self.stage.needs else None,
-            raw_dots={r: self._per_parameter(gradients, self._dot(r)) for r in self.stage.references},
+            raw_norms=self._norms(gradients) if "norms" in self.stage.needs else None,
+            raw_dots={r: self._dots(gradients, r) for r in self.stage.references},
         )
         self.accumulator.keep(self.stage, stats)
         return stats
@@ -238,18 +248,31 @@ class GroupAccumulation:
         current_group().all_reduce_bucketed_(list(sums.values()))
         return sums
 
-    def _dot(self, reference: Reference) -> Callable[[Tensor, str], Tensor]:
-        return lambda gradient, name: (gradient * self.accumulator.directions[reference][name]).sum()
+    def _norms(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Norm of each gradient."""
+        if not self._sharded:
+            return self._per_parameter({name: g.norm() for name, g in gradients.items()})
+        squares = self._over_shards({name: g.double().square().sum() for name, g in gradients.items()})
+        return self._per_parameter({name: square.sqrt() for name, square in squares.items()})
 
-    def _per_parameter(
-        self, gradients: dict[str, Tensor], function: Callable[[Tensor, str], Tensor]
-    ) -> dict[str, Tensor]:
-        """function(gradient, name) of each gradient, name -> (1,), without the loss scale; 0 for parameters without a
-        gradient.
-        """
+    def _dots(self, gradients: dict[str, Tensor], reference: Reference) -> dict[str, Tensor]:
+        """Inner product of each gradient with the direction of a reference."""
+        direction = self.accumulator.directions[reference]
+        own = self.ranks.strategy.own_part
+        dots = {name: (g * own(name, direction[name])).sum() for name, g in gradients.items()}
+        return self._per_parameter(self._over_shards(dots) if self._sharded else dots)
+
+    def _over_shards(self, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sum of each number over the shards of the parameter."""
+        table = torch.stack([number.double() for number in numbers.values()])
+        sums = current_group().all_reduce_(table) / self.ranks.strategy.copies
+        return dict(zip(numbers, sums, strict=True))
+
+    def _per_parameter(self, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Numbers without the loss scale, name -> (1,); 0 for parameters without a gradient."""
         scale = self.evaluator.precision.scale
         return {
-            name: (function(gradients[name], name) / scale).reshape(1) if name in gradients else p.new_zeros(1)
+            name: (numbers[name] / scale).reshape(1) if name in numbers else p.new_zeros(1)
             for name, p in self.evaluator.trained.wanted().items()
         }
 
@@ -278,21 +301,20 @@ class GroupAccumulation:
 class GradientSums:
     """Sum of the successive contents of `.grad`, each times a coefficient, in separate tensors."""
 
-    def __init__(self, parameters: dict[str, Tensor]):
-        self.parameters = parameters
+    def __init__(self, trained: TrainedParameters):
+        self.trained = trained
         self.sums: dict[str, Tensor] = {}
 
     def add(self, coefficients: PerSample | None) -> None:
-        for name, p in self.parameters.items():
-            if p.grad is not None:
-                c = coefficients[name] if isinstance(coefficients, dict) else coefficients
-                scaled = p.grad if c is None else p.grad * c
-                self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled.clone()
+        for name, gradient in self.trained.local_gradients().items():
+            c = coefficients[name] if isinstance(coefficients, dict) else coefficients
+            scaled = gradient if c is None else gradient * c
+            self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled.clone()
 
     def write(self) -> None:
         """Set `.grad` to the sums."""
-        for name, p in self.parameters.items():
-            p.grad = self.sums.get(name)
+        self.trained.clear()
+        self.trained.set_gradients(self.sums)
 
 
 def _members_by_group(microbatches: Sequence[Any], keys: Sequence[list[Hashable]]) -> dict[Hashable, list[Members]]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samplewise.core.batches import cut, length
+from samplewise.core.devices import empty_cache
 from samplewise.core.memory import free_memory, is_out_of_memory
 from samplewise.core.snapshot import snapshot
 from samplewise.step.parameters import TrainedParameters
@@ -84,15 +84,12 @@ class MicrobatchSize:
     def _snapshot(self) -> Callable[[], None]:
         """Snapshot of buffers, random state and gradient sums; returns the function that restores them."""
         restore_model = snapshot(*self._modules)
-        sums: dict[Tensor, Tensor | None] = {
-            p: None if p.grad is None else p.grad.clone() for p in self._trained.named.values()
-        }
+        sums = {name: gradient.clone() for name, gradient in self._trained.local_gradients().items()}
 
         def restore() -> None:
             restore_model()
-            for p, total in sums.items():
-                p.grad = total
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            self._trained.clear()
+            self._trained.set_gradients(sums)
+            empty_cache()
 
         return restore

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.distributed.sharded_parameters import local_gradient
+from samplewise.distributed.sharded_parameters import local_gradient, sharded_gradient
 from samplewise.errors import ParameterError
 
 
@@ -66,6 +66,20 @@ class TrainedParameters:
         p.grad = p.grad.coalesce()  # sums the values of rows that occur several times
         return p.grad._values()
 
+    def local_gradients(self) -> dict[str, Tensor]:
+        """All gradients in `.grad` by name: this rank's shard of sharded ones."""
+        found: dict[str, Tensor] = {}
+        for name, p in self.owned.items():
+            if p.grad is not None:
+                found[name] = local_gradient(p) if id(p) in self._leaves else p.grad
+        return found
+
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Set `.grad` to these tensors, as `local_gradients` returns them."""
+        for name, gradient in gradients.items():
+            p = self.owned[name]
+            p.grad = sharded_gradient(p, gradient) if id(p) in self._leaves else gradient
+
     def fill(self) -> None:
         """Make gradients dense: zeros for trainable parameters without a gradient, and for missing sparse rows."""
         for p in self.owned.values():
@@ -77,7 +91,7 @@ class TrainedParameters:
     @contextmanager
     def without_grads(self) -> Iterator[None]:
         """Context manager: `.grad` is None inside and is restored on exit, for backward passes of other code."""
-        kept = [(p, p.grad) for p in self.named.values()]
+        kept = [(p, p.grad) for p in dict.fromkeys([*self.named.values(), *self.owned.values()])]
         for p, _ in kept:
             p.grad = None
         try:
@@ -97,7 +111,8 @@ class TrainedParameters:
     def untracked_parameters(self) -> dict[str, Tensor]:
         """Parameters of the modules that require gradients and that the optimizer does not have."""
         ours = {id(p) for p in self.named.values()}
-        return {name: p for name, p in _names(self._modules) if p.requires_grad and id(p) not in ours}
+        found = {name: self._leaves.get(id(p), (name, p))[1] for name, p in _names(self._modules)}
+        return {name: p for name, p in found.items() if p.requires_grad and id(p) not in ours}
 
     def _name(self) -> dict[str, Tensor]:
         known = {id(p): name for name, p in reversed(list(_names(self._modules)))}

@@ -21,6 +21,11 @@ def supports_flag(optimizer: Any) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+def supports_undo(scheduler: Any) -> bool:
+    """True if a step of the scheduler can be undone: it has a state, or there is none."""
+    return scheduler is None or (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict"))
+
+
 class SkipFlag:
     """Flag on the device that skips a non-finite update without a host sync. Its copy on the host is complete when the
     device has done the work of the update before the optimizer.
@@ -45,15 +50,28 @@ class SkipFlag:
         self._parts = parts
         self._checks = checks
         self._may_skip = may_skip
+        self._optimizer: Any = None
+        self._created: list[tuple[Tensor, Any]] = []  # parameters and their state that the optimizer has created
+        self.reported = False  # True if `skipped` has raised
 
     def step(self, optimizer: Any) -> None:
-        """Call optimizer.step(), which changes nothing if the flag is False."""
+        """Call optimizer.step(), which changes no parameter if the flag is False."""
+        known = len(optimizer.state)
+        self._optimizer = optimizer
         optimizer.grad_scale = None
         optimizer.found_inf = (~self.finite).to(torch.float32)
         try:
             optimizer.step()
         finally:
             del optimizer.grad_scale, optimizer.found_inf
+        if len(optimizer.state) > known:
+            self._created = list(optimizer.state.items())[known:]
+
+    def drop_created_state(self) -> None:
+        """Delete the state that a skipped step has created: the momentum of a fused SGD has no values then."""
+        for p, state in self._created:
+            if self._optimizer.state.get(p) is state:
+                del self._optimizer.state[p]
 
     @property
     def skipped(self) -> bool:
@@ -62,6 +80,7 @@ class SkipFlag:
             return False
         problem = self._problem()
         if not self._may_skip(problem):
+            self.reported = True
             raise problem
         return True
 
@@ -76,30 +95,38 @@ class SkipFlag:
             return problem
         finite = self._largest.isfinite().tolist()
         broken = [name for name, fine in zip(self._names, finite, strict=True) if not fine]
-        where = f"in the gradient of {broken[0]!r} ({len(broken)} of {len(self._names)} parameters)"
-        return problem_of_gradients(where)
+        if not broken:
+            return problem_of_gradients("in the norm of the update's gradient, whose squares overflow")
+        return problem_of_gradients(
+            f"in the gradient of {broken[0]!r} ({len(broken)} of {len(self._names)} parameters)"
+        )
 
 
-class ScheduleState:
-    """Scheduler and settings of the optimizer's parameter groups before a step of the scheduler."""
+class SchedulerStep:
+    """Step of the scheduler, which is made at once and can be undone."""
 
     def __init__(self, optimizer: Any, scheduler: Any):
-        self._optimizer = optimizer
         self._scheduler = scheduler
         self._state = deepcopy(scheduler.state_dict())
-        self._groups = [
-            {name: _copied(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
+        before = [{name: _copied(value) for name, value in group.items()} for group in optimizer.param_groups]
+        scheduler.step()
+        self._changes = [
+            (group, name, value, group[name])
+            for group, settings in zip(optimizer.param_groups, before, strict=True)
+            for name, value in settings.items()
+            if group[name] is not value
         ]
 
-    def restore(self) -> None:
+    def undo(self) -> None:
+        """Restore the scheduler, and the settings of parameter groups that have not been changed again since."""
         self._scheduler.load_state_dict(self._state)
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for name, value in saved.items():
-                if isinstance(value, Tensor):
-                    group[name].copy_(value)  # a scheduler changes it in place
-                else:
-                    group[name] = value
+        for group, name, before, after in self._changes:
+            if group[name] is not after:
+                continue
+            if isinstance(before, Tensor):
+                after.copy_(before)  # a scheduler changes it in place
+            else:
+                group[name] = before
 
 
 def _copied(value: Any) -> Any:

@@ -83,8 +83,7 @@ class Step(CheckedAttributes):
     ranks, True compiles the gradients of each rank, without their sum over ranks and the optimizer.
     strategy: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
     a DistributedDataParallel is recognised without `strategy`. "fsdp": each rank keeps a shard of every parameter, see
-    sw.fsdp; leave `strategy` out for a model that is already sharded. `samples` counts the samples of all ranks, and
-    gradients are reduced once per update.
+    sw.fsdp; leave `strategy` out for a model that is already sharded. `samples` counts the samples of all ranks.
 
     Observation.
     record: "norms" records `update.norms` if no transform needs them; see also `require`.
@@ -153,7 +152,9 @@ class Step(CheckedAttributes):
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
         criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
-        self._evaluator = LossEvaluator(modules, trained, wrapped, self.precision, size.budget, interacting, criterion)
+        self._evaluator = LossEvaluator(
+            modules, trained, wrapped, self.precision, size.budget, interacting, ranks.strategy, criterion
+        )
         self._applier = UpdateApplier(config, trained, optimizer, scheduler, self.precision, ranks, counters, buffers)
         self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers)
         self._updates = self._make_updates()
@@ -172,7 +173,8 @@ class Step(CheckedAttributes):
         return CompiledGradients(eager) if ranks.distributed else CompiledUpdates(eager)
 
     def __repr__(self) -> str:
-        rule = getattr(self.optimizer, "rule", self.optimizer)
+        optimizer = self._applier.optimizer  # without waiting for the device
+        rule = getattr(optimizer, "rule", optimizer)
         parts = (inner(self.model), rule, getattr(self.loss_fn, "criterion", self.loss_fn))
         names = [getattr(part, "__qualname__", None) or type(part).__name__ for part in parts]
         given = {"samples": self.samples, "microbatch": self.config.microbatch, "precision": self.config.precision}
@@ -352,14 +354,14 @@ class Step(CheckedAttributes):
     @property
     def counters(self) -> Counters:
         """Totals since the creation of the step. If the device decides whether the last update is skipped, this waits
-        for its decision; `max_updates` does not.
+        for its decision; `started_updates` does not.
         """
         self._applier.settle()
         return self._counters
 
     @property
-    def max_updates(self) -> int:
-        """Number of updates so far, at most: an update counts until the device has decided to skip it."""
+    def started_updates(self) -> int:
+        """Number of updates so far; the last one counts until the device has decided to skip it."""
         return self._counters.updates
 
     # --- processes -------------------------------------------------------------------------------------------------
@@ -383,9 +385,10 @@ class Step(CheckedAttributes):
         self._applier.ranks = ranks
         self._updates = self._make_updates()
 
-    def unshard(self) -> None:
-        """Unshard the model on every rank, for forward passes outside of an update such as validation."""
-        self._windows.ranks.strategy.unshard()
+    @property
+    def sharded(self) -> bool:
+        """True if each rank has a shard of the parameters. Forward passes of the model are then collectives."""
+        return self._windows.ranks.strategy.sharded
 
     # --- compilation -----------------------------------------------------------------------------------------------
 

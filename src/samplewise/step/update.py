@@ -14,7 +14,7 @@ from samplewise.core.means import WeightedMean
 from samplewise.core.text import plural
 from samplewise.errors import LossesError, ParameterError
 from samplewise.step.batch_columns import BatchColumns, Column, columns_of
-from samplewise.step.skip_flag import ScheduleState, SkipFlag
+from samplewise.step.skip_flag import SchedulerStep, SkipFlag
 from samplewise.step.window import WindowTotals
 from samplewise.transforms.stats import PerSample, SampleStats, cat, cat_values, total_count, total_loss
 
@@ -27,7 +27,7 @@ class Outcome:
     lr: list[Any]  # one for each of the optimizer's parameter groups
     norm: Callable[[], Tensor]
     flag: SkipFlag | None = None  # set if the device decides whether the update is skipped
-    schedule: ScheduleState | None = None  # set with a flag and a scheduler
+    scheduled: SchedulerStep | None = None  # set with a flag and a scheduler
 
 
 class Update:

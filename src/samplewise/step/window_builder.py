@@ -68,6 +68,12 @@ class WindowBuilder:
         self._first = True  # no window was begun yet
         self._unchecked = True  # the gradients of no window were checked for mistakes yet
         self._unchecked_transforms = True  # the coefficients of these transforms were not checked yet
+        ranks.strategy.before_sums = self._begin_for_others
+
+    def _begin_for_others(self) -> None:
+        """Begin the window before gradients of other ranks are added to `.grad`, if this rank has no samples yet."""
+        if not self.window.begun:
+            self._begin()
 
     def configure(self, config: StepConfig) -> None:
         """Use these settings from the next window on; `samples` and `tail` apply to the open window as well, and all of
@@ -205,10 +211,13 @@ class WindowBuilder:
         started = perf_counter()
         window = self.window
         try:
-            first = not window.begun
+            first = not window.open
             window.restored = False
-            if first:
-                self._begin(microbatch)
+            if not window.begun:
+                self._begin()
+            if first and (self._first or self.config.audit):
+                self.audit.run(microbatch, self._first, self.counters.updates)
+                self._first = False  # not reached if the audit raises, so that the next attempt raises again
             if self.columns and (window.columns or first):  # columns of all samples of a window, or of none
                 window.columns.append(record_columns(microbatch, self.columns, self.counters.epochs))
             if self._accumulator.needs_window:
@@ -236,14 +245,13 @@ class WindowBuilder:
         found = self.window.samples + (size or 1)  # without `samples`, the number need not be exact
         self.evaluator.ready = self.ranks.begin_exchange(self.window, found, config.samples, config.tail)
 
-    def _begin(self, microbatch: Any) -> None:
-        """Prepare gradients and buffers for a new window. `microbatch`: its first one, None if this rank has none."""
+    def _begin(self) -> None:
+        """Prepare gradients and buffers for a new window."""
         self.window.begun = True
         self.evaluator.seconds = 0.0
-        if self.ranks.strategy.sharded:
-            self.ranks.strategy.unshard()
         self._trained.refresh()
         self._trained.clear()
+        self.ranks.strategy.begin_window()
         if self._buffers.owners:
             self._buffers.remember()
         if self.record_norms and not self._accumulator.knows_norms:
@@ -254,9 +262,6 @@ class WindowBuilder:
             self._accumulator.first_stats = []
         if self._first:
             check_modes(self.evaluator.modules)
-        if microbatch is not None and (self._first or self.config.audit):
-            self.audit.run(microbatch, self._first, self.counters.updates)
-            self._first = False  # not reached if the audit raises, so that the next attempt raises again
 
     def _accumulate(self, microbatches: Sequence[Any], whole: bool = False) -> list[SampleStats]:
         """Accumulate gradients into `.grad`. A non-finite value that may be skipped marks the window as failed instead
@@ -329,7 +334,7 @@ class WindowBuilder:
         started = perf_counter()
         window = self.window
         if not window.begun:
-            self._begin(None)  # a rank without samples in this window
+            self._begin()  # a rank without samples in this window
         if self._accumulator.needs_window:
             window.parts = self._accumulate(window.deferred)
             window.samples = self._count(window.parts, window.samples if window.sized else None)
@@ -431,9 +436,11 @@ class WindowBuilder:
         sums = {}
         columns = []
         if parts:
-            sums = {name: p.grad.clone() for name, p in self._trained.named.items() if p.grad is not None}
+            sums = {name: gradient.clone() for name, gradient in self._trained.local_gradients().items()}
             columns = [each.state_dict() for each in window.columns]
-        return {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": columns}
+        state = {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": columns}
+        reached = self.ranks.strategy.reached() if parts else []
+        return {**state, "reached": reached} if reached else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore an open window from `state_dict`."""
@@ -444,9 +451,9 @@ class WindowBuilder:
         if state["parts"]:  # all samples of a window have the same columns
             self.evaluator.predictions = frozenset(state["parts"].get("columns", ()))
         self._buffers.remember()
-        for name, gradient in state["sums"].items():
-            parameter = self._trained.named[name]
-            parameter.grad = gradient.to(parameter.device, copy=True)
+        device = self._trained.device
+        self._trained.set_gradients({name: total.to(device, copy=True) for name, total in state["sums"].items()})
+        self.ranks.strategy.begin_window(state.get("reached", ()))
 
 
 def _not_compiled(microbatch: Any) -> None:

@@ -114,7 +114,8 @@ def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Calla
             if checks is not None and not read_at_once(indices):
                 outside = (indices < 0) | (indices >= len(values))
                 checks.add(refuse_outside, torch.where(outside, torch.nan, 0.0), indices)
-                return values[indices.clamp(0, len(values) - 1)]
+                found = values[indices.clamp(0, len(values) - 1)]
+                return torch.where(outside, torch.nan, found)  # the check is not made with on_nonfinite="ignore"
             if bool((indices < 0).any()):
                 raise IndexError("some are negative")
             return copy_to_device(values[indices], stats.losses.device)

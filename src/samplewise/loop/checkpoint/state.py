@@ -68,7 +68,7 @@ TRAINER: Schema = {
     "callbacks": DICT,
     "per_rank": [maybe(DICT)],
 }
-RANK: Schema = {"random": {"torch": TENSOR, "cuda": LIST}}
+RANK: Schema = {"random": {"torch": TENSOR, "devices": DICT}}
 RANK_WINDOW: Schema = {"window": {"counters": COUNTERS, "window": WINDOW}}
 # Errors that load_state_dict of torch, of a loader or of a callback raises for a state that does not fit.
 LOAD_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from samplewise.core.snapshot import RandomState
+from samplewise.core.devices import seed_devices
+from samplewise.core.snapshot import RandomState, random_state_restored
 
 
 def derive_seed(*keys: Any) -> int:
@@ -30,8 +31,7 @@ def seed_everything(seed: int) -> None:
 def reseed(seed: int) -> None:
     """Seed like `seed_everything`, but skip devices that are not initialized. Cheap enough for every sample."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+    seed_devices(seed)
     _seed_others(seed)
 
 
@@ -45,12 +45,9 @@ def _seed_others(seed: int) -> None:
 @contextmanager
 def fork_rng(seed: int) -> Iterator[None]:
     """Seed the global random generators inside the block, and restore their state afterwards."""
-    outside = RandomState()
-    reseed(seed)
-    try:
+    with random_state_restored():
+        reseed(seed)
         yield
-    finally:
-        outside.restore()
 
 
 class RngStream:

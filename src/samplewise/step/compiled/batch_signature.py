@@ -15,8 +15,10 @@ from samplewise.step.compiled.errors import CannotCompile
 def signature(batch: Any, rows: int | None) -> tuple[Any, ...]:
     """Structure of the batch, shapes and dtypes of its rows, and values of non-tensors: compiled into the code."""
     if isinstance(batch, Tensor):
-        if batch.layout is not strided or batch.requires_grad or batch.device.type != "cpu":
-            raise CannotCompile("the batch has tensors that are sparse, require gradients or are not in CPU memory")
+        if batch.device.type != "cpu":
+            raise CannotCompile(f"the batch is on {batch.device}; updates are compiled for the CPU only")
+        if batch.layout is not strided or batch.requires_grad:
+            raise CannotCompile("the batch has tensors that are sparse or require gradients")
         if batch.is_conj() or batch.is_neg():
             raise CannotCompile("the batch has tensors with a pending conjugation or negation")
         if has_rows(batch, rows):

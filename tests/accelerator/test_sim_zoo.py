@@ -1,0 +1,48 @@
+"""The zoo on the simulated accelerator, with exact sums and with rounding noise."""
+
+from dataclasses import replace
+
+import pytest
+import sim_device as sim
+import torch
+from daily import daily, every
+
+from samplewise.testing.zoo import CASES
+from samplewise.testing.zoo.compare import CORE, Tolerance
+from samplewise.testing.zoo.runner import BF16, FP32, FP64, NOT_RUN, REFUSED, RIGHT, run_case
+
+DEVICE = "sim:0"
+# The simulated device has no sparse tensors.
+NAMES = [name for name in CASES if name != "embedding_with_sparse_gradients"]
+# Gradients in which all terms cancel consist of noise: the floor is relative to the largest gradient.
+NOISY = {
+    "fp64": replace(FP64, quantities=CORE, tolerance=Tolerance(1e-8, 1e-11)),
+    "fp32": replace(FP32, quantities=CORE, tolerance=Tolerance(1e-4, 1e-5)),
+}
+
+
+def check(name, precision):
+    case = CASES[name]
+    result = run_case(case, precision, torch.device(DEVICE))
+    assert result.outcome == (REFUSED if case.interacts else RIGHT), result.reason
+
+
+@pytest.mark.parametrize("name", every(90, NAMES))
+def test_gradients_are_right(name):
+    check(name, FP64)
+
+
+@pytest.mark.parametrize("name", every(150, [n for n in NAMES if CASES[n].traits.autocast], 17))
+def test_gradients_under_autocast_are_right(name):
+    """Some kernels of the CPU, which compute for the simulated device, have no bfloat16."""
+    assert run_case(CASES[name], BF16, torch.device(DEVICE)).outcome in (RIGHT, REFUSED, NOT_RUN)
+
+
+@pytest.mark.parametrize("precision", daily(NOISY, ["fp32"]))
+@pytest.mark.parametrize("name", every(200, NAMES, 11))
+def test_rounding_noise_changes_no_owner(name, precision):
+    """Sums are not deterministic on a GPU: nothing is refused and no element gets another owner because of that."""
+    if precision == "fp32" and not CASES[name].traits.float32:
+        precision = "fp64"
+    with sim.rounding_noise(2):
+        check(name, NOISY[precision])
