@@ -9,15 +9,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The Hugging Face models are built from tiny configs: nothing may be fetched.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Ranks, and from Python 3.14 on workers of a DataLoader, are forks of a server process, which imports these once.
-SERVER_IMPORTS = ["torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "torchdata.stateful_dataloader"]
-if hasattr(os, "fork"):
-    multiprocessing.set_forkserver_preload([*SERVER_IMPORTS, "hypothesis", "pytest", "samplewise.loop.trainer"])
 
 import hypothesis
 import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
+
+# Ranks, and from Python 3.14 on workers of a DataLoader, are forks of a server process, which imports these once.
+SERVER_IMPORTS = ["torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "torchdata.stateful_dataloader"]
+if hasattr(os, "fork"):
+    multiprocessing.set_forkserver_preload([*SERVER_IMPORTS, "hypothesis", "pytest", "samplewise.loop.trainer"])
 
 # A test that failed must fail again, so the daily run draws the same examples each time;
 # `make test-all` looks for new ones. No deadline: the first example pays for torch's warm-up.
