@@ -1,5 +1,6 @@
 """Settings of all tests: one thread per worker, a fixed seed, no network, one compilation per graph."""
 
+import multiprocessing
 import os
 
 # Two workers with two threads each would fight over two cores. Set before torch is imported;
@@ -13,6 +14,11 @@ import hypothesis
 import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
+
+# Ranks, and from Python 3.14 on workers of a DataLoader, are forks of a server process, which imports these once.
+SERVER_IMPORTS = ["torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "torchdata.stateful_dataloader"]
+if hasattr(os, "fork"):
+    multiprocessing.set_forkserver_preload([*SERVER_IMPORTS, "hypothesis", "pytest", "samplewise.loop.trainer"])
 
 # A test that failed must fail again, so the daily run draws the same examples each time;
 # `make test-all` looks for new ones. No deadline: the first example pays for torch's warm-up.

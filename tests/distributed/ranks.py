@@ -28,8 +28,6 @@ class Ranks:
     def __init__(self, size):
         self._directory = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
-        if os.name != "nt":
-            context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "samplewise"])
         self._pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()

@@ -39,7 +39,10 @@ class Augmented(Dataset):
 
 
 class Order:
-    """Notes which samples every update was made of: they end up in the log."""
+    """Notes which samples every update was made of: they end up in the log.
+
+    Its state holds the samples of an open window: a signal may stop the training there.
+    """
 
     def __init__(self, pause):
         self.seen, self.pause = [], pause
@@ -48,6 +51,12 @@ class Order:
         trainer.write("order", update=update.index, ids=self.seen[: update.samples], losses=update.losses.tolist())
         del self.seen[: update.samples]
         time.sleep(self.pause)
+
+    def state_dict(self):
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
 
 
 def main(directory: Path, kind: str, pause: float) -> None:

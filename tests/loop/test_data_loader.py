@@ -136,6 +136,15 @@ class ShardsWithState(IterableDataset):
         self.start = self.number = state["number"]
         self.generator.set_state(state["generator"])
 
+    def __getstate__(self):
+        """torch 2.13 cannot send a generator to a worker, unless the worker is a fork; an array can be sent."""
+        return vars(self) | {"generator": self.generator.get_state().numpy()}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.generator = torch.Generator()
+        self.generator.set_state(torch.from_numpy(state["generator"]))
+
 
 class Drawing:
     """Iterable, and no more than that."""
