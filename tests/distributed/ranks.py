@@ -85,7 +85,8 @@ def _serve(rank, size, store, pipe):
 def give_up_after(seconds):
     """Shorten the time limit of collectives, on each rank, when all ranks have come here: the next one will fail."""
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # newer, older torch
+    set_timeout(datetime.timedelta(seconds=seconds))
 
 
 def _answer(function, arguments):

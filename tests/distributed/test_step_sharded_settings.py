@@ -9,7 +9,7 @@ from ranks import Ranks
 from spread_models import flat, own_batches
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -143,6 +143,9 @@ def in_bfloat16(ours):
     if ours:
         sw.Step(model, optimizer, next_token, 8, transforms=[sw.clip(1e6)], audit=False).run(batches)
     else:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # torch 2.8 forgets to divide an average of gloo
         for batch in batches:
             optimizer.zero_grad()
             next_token(model, batch).mean().backward()

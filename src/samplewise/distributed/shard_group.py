@@ -111,8 +111,7 @@ class ShardGroup:
 
     def _discard_gradients(self) -> None:
         for p in self._group.fsdp_params:
-            p.unsharded_accumulated_grad = None
-            p._unsharded_param.grad = None
+            _drop_gradient(p)
 
     # --- gradients -------------------------------------------------------------------------------------------------
 
@@ -159,8 +158,7 @@ class ShardGroup:
             if gradient is not None:
                 taken[k] = gradient.to_dense()
                 self.reached.add(id(p))
-            p._unsharded_param.grad = None
-            p.unsharded_accumulated_grad = None
+            _drop_gradient(p)
         self._add_sums(taken)
 
     def _trained(self) -> list[Any]:
@@ -204,6 +202,12 @@ def _gradient(p: Any) -> Tensor | None:
     """Gradient of a whole parameter that is not summed over ranks yet."""
     waiting: Tensor | None = p.unsharded_accumulated_grad
     return p._unsharded_param.grad if waiting is None else waiting
+
+
+def _drop_gradient(p: Any) -> None:
+    p._unsharded_param.grad = None
+    if p.unsharded_accumulated_grad is not None:  # newer torch versions: the same tensor as `.grad`, and read-only
+        p.unsharded_accumulated_grad = None
 
 
 def _by_rank(gradient: Tensor | None, p: Any, size: int) -> Tensor:

@@ -51,7 +51,14 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """Torch's FSDPParamGroups; the parameters of a group are gathered together."""
     for state in dict.fromkeys(module._get_fsdp_state() for module in sharded_modules(model)):
-        yield from state._fsdp_param_groups
+        yield from _groups(state)
+
+
+def _groups(state: Any) -> list[Any]:
+    """Groups of an FSDPState. Older torch versions have one, None if the module has no parameters."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in [state._fsdp_param_group] if group is not None]
 
 
 def sharded_parameters(model: nn.Module) -> list[Sharded]:

@@ -236,7 +236,7 @@ class UpdateApplier:
         """Error that describes the first non-finite value; None if all values are finite."""
         if norms.finite():
             return None
-        problem = problem_of_checks(checks) or problem_of(parts, self.trained.owned)
+        problem = problem_of_checks(checks) or problem_of(parts, self.trained.named_gradients())
         if self.ranks.strategy.sharded and current_group().all_reduce_scalars(problem is not None)[0]:
             problem = problem or problem_of_gradients("in the part of another rank")
         if problem is None:  # all values are finite, but the squares overflow

@@ -43,17 +43,17 @@ NO_DENOMINATOR = (
 )
 
 
-def problem_of(parts: Sequence[SampleStats], named: Mapping[str, Tensor]) -> SamplewiseError | None:
+def problem_of(parts: Sequence[SampleStats], gradients: Mapping[str, Tensor]) -> SamplewiseError | None:
     """Error for the first non-finite value of a window; None if only a sum overflowed although each value is finite.
-    Empty `parts`: losses and counts are already checked.
+    Empty `parts`: losses and counts are already checked. `gradients`: dense, this rank's shard of sharded ones.
     """
     if parts:
         problem = problem_of_losses(cat([p.losses for p in parts])) or problem_of_counts(parts)
         if problem is not None or denominator(parts) == 0:
             return problem or NonFiniteLossError(NO_DENOMINATOR)
-    broken = [n for n, p in named.items() if p.grad is not None and not p.grad.to_dense().isfinite().all()]
+    broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
     if broken:
-        return problem_of_gradients(f"in the gradient of {broken[0]!r} ({len(broken)} of {len(named)} parameters)")
+        return problem_of_gradients(f"in the gradient of {broken[0]!r} ({len(broken)} of {len(gradients)} parameters)")
     return None
 
 
