@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import samplewise as sw
+from samplewise.engine.backward import backward_to_leaves
+from samplewise.engine.graph import Graph
 from samplewise.testing.zoo import noise
 
 THREADS = 4
@@ -95,3 +97,31 @@ def test_probed_graphs():
             torch.testing.assert_close(sw.gradients(losses, model).norms(), norms, rtol=1e-10, atol=1e-12)
 
     in_threads(work)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_pass_to_the_leaves_does_not_change_passes_of_other_threads(sharded):
+    model = net()
+    losses = model(noise(12, 16).double()).square().sum(1)
+    parameters = dict(model.named_parameters())
+    ones = torch.ones_like(losses)
+    expected = torch.autograd.grad(losses, list(parameters.values()), ones, retain_graph=True)
+    graph = Graph(losses, parameters)
+    graph.sharded = sharded
+    found = {}
+    beside = []
+
+    def plain():
+        beside.append(torch.autograd.grad(losses, list(parameters.values()), ones, retain_graph=True))
+
+    def arrived(name, gradient):
+        assert threading.current_thread() is threading.main_thread()
+        found[name] = gradient.clone()
+        other = threading.Thread(target=plain)
+        other.start()
+        other.join()
+
+    backward_to_leaves(graph, parameters, ones, arrived)
+    assert len(beside) == len(parameters)
+    for gradients in [[found[name] for name in parameters], *beside]:
+        assert_same(dict(zip(parameters, gradients, strict=True)), dict(zip(parameters, expected, strict=True)))

@@ -8,7 +8,7 @@ the gradients of parameters to a callback, one by one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -167,26 +167,53 @@ def _prehooks(
             handle.remove()
 
 
-def backward_to_leaves(graph: Graph, weights: Tensor, arrived: Callable[[str, Tensor], None]) -> None:
-    """Run one backward pass and call arrived(name, gradient) for each parameter in the graph; no gradient is kept."""
+def backward_to_leaves(
+    graph: Graph, names: Iterable[str], weights: Tensor, arrived: Callable[[str, Tensor], None]
+) -> None:
+    """Run one backward pass and call arrived(name, gradient) for each of these parameters, with dense gradients. Of a
+    sharded model, each gradient is dropped during the pass.
+    """
+    leaves = {name: graph.wanted[name] for name in names}
+    if not leaves:
+        return
+
+    def pass_on(name: str, gradient: Tensor) -> None:
+        with torch.no_grad():
+            arrived(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
+
+    with _zeroed(leaves, pass_on) if graph.sharded else nullcontext():
+        gradients = torch.autograd.grad(
+            graph.losses, list(leaves.values()), weights, retain_graph=True, allow_unused=True
+        )
+    if not graph.sharded:
+        for name, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:
+                pass_on(name, gradient)
+
+
+@contextmanager
+def _zeroed(leaves: Mapping[str, Tensor], arrived: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Context manager: a backward pass in the block calls arrived(name, gradient), and continues with zeros, which take
+    no memory, in place of the gradient. Passes of other threads are not changed.
+    """
     global _own_hooks
+    thread = threading.get_ident()
 
     def show(name: str, gradient: Tensor) -> Tensor | None:
-        dense = gradient.layout is torch.strided
-        with torch.no_grad():
-            arrived(name, gradient if dense else gradient.to_dense())
-        if not dense:
+        if threading.get_ident() != thread and gradient.device.type == "cpu":
             return None
-        return gradient.new_zeros(()).expand(gradient.shape)  # replaces the result of the pass, and takes no memory
+        arrived(name, gradient)
+        return None if gradient.layout is not torch.strided else gradient.new_zeros(()).expand(gradient.shape)
 
-    leaves = {name: graph.wanted[name] for name in graph.leaves.values()}
-    handles = [leaf.register_hook(partial(show, name)) for name, leaf in leaves.items()]
-    _own_hooks += len(handles)
-    try:
-        torch.autograd.grad(graph.losses, list(leaves.values()), weights, retain_graph=True, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
+    device = next(iter(leaves.values())).device
+    with _one_pass_at_a_time(device):
+        handles = [leaf.register_hook(partial(show, name)) for name, leaf in leaves.items()]
+        _own_hooks += len(handles)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def notifying(parameters: Iterable[Tensor], ready: Callable[[Tensor], None] | None) -> AbstractContextManager[None]:

@@ -99,14 +99,14 @@ def _tolerances(graph: Graph) -> tuple[float, float]:
 
 def _from_autograd(graph: Graph, weights: Tensor) -> dict[str, Tensor]:
     """Dense gradient of the weighted losses by name, without parameters that have hooks themselves."""
-    hooked = {name for leaf, name in graph.leaves.items() if leaf.variable._backward_hooks}
+    names = [name for leaf, name in graph.leaves.items() if not leaf.variable._backward_hooks]
     gradients: dict[str, Tensor] = {}
 
     def arrived(name: str, gradient: Tensor) -> None:
         gradients[name] = _shown(graph, name, gradient)
 
-    backward_to_leaves(graph, weights, arrived)
-    return {name: gradient for name, gradient in gradients.items() if name not in hooked}
+    backward_to_leaves(graph, names, weights, arrived)
+    return gradients
 
 
 def _shown(graph: Graph, name: str, gradient: Tensor) -> Tensor:

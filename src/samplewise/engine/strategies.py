@@ -89,7 +89,7 @@ class QuantityEvaluator:
         return self._strategies[strategy]
 
     def _new(self, strategy: str) -> GradStrategy:
-        if strategy == "twice" and self.graph.samples == 1:
+        if self.graph.sharded and strategy == "twice" and self.graph.samples == 1:
             return SingleSampleStrategy(self.graph)
         if strategy == "reference" or self.graph.samples == 1:
             return LoopStrategy(self.graph, self.create_graph)
@@ -209,7 +209,7 @@ class RowsStrategy:
 
 
 class SingleSampleStrategy:
-    """Strategy "twice" for one sample: an ordinary backward pass, whose gradients are dropped after use."""
+    """Strategy "twice" for one sample of a sharded model: an ordinary backward pass, whose gradients are dropped."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -220,7 +220,8 @@ class SingleSampleStrategy:
         def arrived(name: str, gradient: Tensor) -> None:
             results[name] = quantity(DenseGrad(gradient[None]), name)
 
-        backward_to_leaves(self.graph, torch.ones_like(self.graph.losses), arrived)
+        graph = self.graph
+        backward_to_leaves(graph, graph.leaves.values(), torch.ones_like(graph.losses), arrived)
         return results
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
