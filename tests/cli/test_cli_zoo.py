@@ -67,7 +67,8 @@ def test_models_that_pytorch_cannot_run_are_listed_and_not_an_error(few, monkeyp
     monkeypatch.setitem(zoo.CASES, "unfit", UNFIT)
     result = command("doctor", "--zoo", "--device", "cpu")
     assert result.exit_code == 0
-    assert "not run: unfit: RuntimeError: mat1 and mat2 shapes cannot be multiplied" in result.stdout
+    assert "not run: unfit: RuntimeError: " in result.stdout
+    assert "mat1 and mat2 shapes cannot be multiplied" in result.stdout
     assert result.stdout.endswith("No problems found: 3 right, 1 refused, 1 not run.\n")
 
 
