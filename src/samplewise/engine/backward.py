@@ -134,7 +134,11 @@ def _pass_on_during(graph: Graph, stops: Stops, arrived: Arrived, weights: Tenso
 
     ends = [stop for stop in stops.slots if stop in stops.ends]
     edges = [Edge(graph.nodes[stop], slot) for stop in ends for slot in stops.slots[stop]]
-    with _one_pass_at_a_time(graph.losses.device), _prehooks(graph, remaining - stops.ends, show):
+    hooked = remaining - stops.ends
+    with (
+        _one_pass_at_a_time(graph.losses.device),
+        _removed_afterwards([graph.nodes[stop].register_prehook(partial(show, stop)) for stop in hooked]),
+    ):
         gradients = iter(gradients_at(graph, edges, weights, create_graph))
     for stop in ends:
         here = {slot: next(gradients) for slot in stops.slots[stop]}
@@ -154,11 +158,9 @@ def _on_cpu(gradients: Sequence[Tensor | None]) -> bool:
 
 
 @contextmanager
-def _prehooks(
-    graph: Graph, stops: Iterable[int], show: Callable[[int, Sequence[Tensor | None]], None]
-) -> Iterator[None]:
+def _removed_afterwards(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+    """Context manager: removes these hooks of this module on exit, and does not count them as foreign."""
     global _own_hooks
-    handles = [graph.nodes[stop].register_prehook(partial(show, stop)) for stop in stops]
     _own_hooks += len(handles)
     try:
         yield
@@ -196,7 +198,6 @@ def _zeroed(leaves: Mapping[str, Tensor], arrived: Callable[[str, Tensor], None]
     """Context manager: a backward pass in the block calls arrived(name, gradient), and continues with zeros, which take
     no memory, in place of the gradient. Passes of other threads are not changed.
     """
-    global _own_hooks
     thread = threading.get_ident()
 
     def show(name: str, gradient: Tensor) -> Tensor | None:
@@ -206,31 +207,18 @@ def _zeroed(leaves: Mapping[str, Tensor], arrived: Callable[[str, Tensor], None]
         return None if gradient.layout is not torch.strided else gradient.new_zeros(()).expand(gradient.shape)
 
     device = next(iter(leaves.values())).device
-    with _one_pass_at_a_time(device):
-        handles = [leaf.register_hook(partial(show, name)) for name, leaf in leaves.items()]
-        _own_hooks += len(handles)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    with (
+        _one_pass_at_a_time(device),
+        _removed_afterwards([leaf.register_hook(partial(show, name)) for name, leaf in leaves.items()]),
+    ):
+        yield
 
 
 def notifying(parameters: Iterable[Tensor], ready: Callable[[Tensor], None] | None) -> AbstractContextManager[None]:
     """Context manager: backward passes in the block call ready(p) when they have added a gradient to `p.grad`."""
-    return nullcontext() if ready is None else _accumulate_hooks(parameters, ready)
-
-
-@contextmanager
-def _accumulate_hooks(parameters: Iterable[Tensor], ready: Callable[[Tensor], None]) -> Iterator[None]:
-    global _own_hooks
-    handles = [p.register_post_accumulate_grad_hook(ready) for p in parameters if p.requires_grad]
-    _own_hooks += len(handles)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    if ready is None:
+        return nullcontext()
+    return _removed_afterwards([p.register_post_accumulate_grad_hook(ready) for p in parameters if p.requires_grad])
 
 
 def pull_back(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentiable: bool) -> list[Tensor]:

@@ -119,7 +119,10 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     per_name = weights_by_name(weights, g.names, g._graph.losses, g._checks.add)
     if not isinstance(weights, Mapping) and (g._evaluator.strategy == "twice" or g._needs_autograd()):
         return g._ordinary_backward(per_name[g.names[0]], retain_graph, ready)
-    quantity: Quantity = lambda form, name: form.sum(per_name[name])  # noqa: E731
+
+    def quantity(form: PerSampleGrad, name: str) -> Tensor:
+        return form.sum(per_name[name])
+
     if g._sharded:  # each module is summed over ranks when the pass has left it
         with g._evaluator.context():
             for _ in g._evaluator.release(lambda form, n: accumulate_grad(g._parameters[n], quantity(form, n))):
