@@ -137,7 +137,7 @@ def _pass_on_during(graph: Graph, stops: Stops, arrived: Arrived, weights: Tenso
     hooked = remaining - stops.ends
     with (
         _one_pass_at_a_time(graph.losses.device),
-        _removed_afterwards([graph.nodes[stop].register_prehook(partial(show, stop)) for stop in hooked]),
+        removed_afterwards([graph.nodes[stop].register_prehook(partial(show, stop)) for stop in hooked]),
     ):
         gradients = iter(gradients_at(graph, edges, weights, create_graph))
     for stop in ends:
@@ -158,7 +158,7 @@ def _on_cpu(gradients: Sequence[Tensor | None]) -> bool:
 
 
 @contextmanager
-def _removed_afterwards(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+def removed_afterwards(handles: Sequence[RemovableHandle]) -> Iterator[None]:
     """Context manager: removes these hooks of this module on exit, and does not count them as foreign."""
     global _own_hooks
     _own_hooks += len(handles)
@@ -209,7 +209,7 @@ def _zeroed(leaves: Mapping[str, Tensor], arrived: Callable[[str, Tensor], None]
     device = next(iter(leaves.values())).device
     with (
         _one_pass_at_a_time(device),
-        _removed_afterwards([leaf.register_hook(partial(show, name)) for name, leaf in leaves.items()]),
+        removed_afterwards([leaf.register_hook(partial(show, name)) for name, leaf in leaves.items()]),
     ):
         yield
 
@@ -218,7 +218,7 @@ def notifying(parameters: Iterable[Tensor], ready: Callable[[Tensor], None] | No
     """Context manager: backward passes in the block call ready(p) when they have added a gradient to `p.grad`."""
     if ready is None:
         return nullcontext()
-    return _removed_afterwards([p.register_post_accumulate_grad_hook(ready) for p in parameters if p.requires_grad])
+    return removed_afterwards([p.register_post_accumulate_grad_hook(ready) for p in parameters if p.requires_grad])
 
 
 def pull_back(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentiable: bool) -> list[Tensor]:
@@ -250,3 +250,16 @@ def accumulate_grad(p: Tensor, gradient: Tensor) -> None:
             p.grad.add_(gradient)
     else:
         p.grad = p.grad + gradient.to(p.dtype)
+
+
+@contextmanager
+def without_grads(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Context manager: `.grad` is None inside and is restored on exit, for backward passes of other code."""
+    kept = [(p, p.grad) for p in parameters]
+    for p, _ in kept:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in kept:
+            p.grad = gradient
