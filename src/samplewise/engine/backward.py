@@ -136,7 +136,7 @@ def watch_backward(graph: Graph, stops: Stops, arrived: Arrived, run: Callable[[
     slot: gradient}) for each stop in it. Returns True if the pass has reached all stops.
     """
     viewer = _Viewer(stops, arrived, create_graph=False)
-    with viewer.watching(graph, set(stops.slots)):
+    with viewer.watching(graph, set(stops.slots)), torch.enable_grad():
         run()
     return not viewer.remaining
 
