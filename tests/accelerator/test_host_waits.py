@@ -201,7 +201,7 @@ def test_sums_of_pairs_of_tokens_need_a_wait_and_are_exact_where_they_cancel(wai
         waits()
         found = norms(model, x.to(DEVICE, non_blocking=True), signs.to(DEVICE, non_blocking=True))
         waited = waits()
-    assert ("nonzero", "engine/gradients.py _with_cancelled_norms") in places(waited)
+    assert ("nonzero", "engine/norms.py _with_cancelled_norms") in places(waited)
     torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-3, atol=0)
 
 
