@@ -163,8 +163,15 @@ ENGINE = {
 }
 
 
+def clipped_mean(losses, model):
+    model.zero_grad()
+    total = losses.mean()
+    return sw.backward(total, model, losses, [sw.clip(0.1)], lambda t: t.backward(), denominator=len(losses)).norms
+
+
+@pytest.mark.parametrize("clipped", [clipped, clipped_mean])
 @pytest.mark.parametrize("name", ENGINE)
-def test_a_clipped_backward_waits_once(name, waits):
+def test_a_clipped_backward_waits_once(name, clipped, waits):
     torch.manual_seed(0)
     make, data = ENGINE[name]
     model, x = make().double(), data()
