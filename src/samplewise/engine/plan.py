@@ -280,9 +280,7 @@ class GradBuilder:
     def _add(self, at: int, gradients: dict[int, Tensor]) -> None:
         node = self.graph.nodes[at]
         saved = self._reader.take(node)
-        # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
-        self.versions.record([tensor for name, tensor in saved.items() if not name.startswith("weight")])
-        self.versions.record(gradients.values())
+        is_kept = False
         for planned in self.plan.operands[at]:
             form = None
             if gradients:
@@ -292,10 +290,18 @@ class GradBuilder:
                     form = GenericGrad(use, self.differentiable)
             else:
                 form = self._zeros(planned)
-            self._carry(planned, form)
+            is_kept = self._carry(planned, form) or is_kept
+        if is_kept:
+            # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
+            self.versions.record([tensor for name, tensor in saved.items() if not name.startswith("weight")])
+            self.versions.record(gradients.values())
 
-    def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> None:
-        """Convert the representation of an operand into those of the parameters below it."""
+    def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> bool:
+        """Convert the representation of an operand into those of the parameters below it.
+
+        Returns True if one of them is kept and may refer to the tensors of the operation.
+        """
+        is_kept = False
         pullback: Pullback | None = None
         for route in planned.routes:
             converted = form
@@ -305,20 +311,25 @@ class GradBuilder:
                 pullback = self._pullback(planned, form) if pullback is None else pullback
                 indices = self._indices(planned) if route.looks_up else None
                 converted = carried(form, route.changing, pullback, route.number, indices, self.plan.orders)
-            self._add_use(route.name, converted)
+            is_kept = self._add_use(route.name, converted) or is_kept
+        return is_kept and self.keep
 
-    def _add_use(self, name: str, form: PerSampleGrad) -> None:
+    def _add_use(self, name: str, form: PerSampleGrad) -> bool:
+        """Add one use of a parameter; False if it was copied into rows, so that it need not stay unchanged."""
+        is_copied = False
         if self.plan.uses[name] > 1:
             uses = self._uses.setdefault(name, [])
             uses.append(form)
             if len(uses) < self.plan.uses[name]:
-                return
+                return True
             form = combined(self._uses.pop(name), name, self.plan.shared)
         elif isinstance(form, FactoredGrad):
             form = form.compact()
+            is_copied = isinstance(form, DenseGrad)
         if self.keep:
             self.forms[name] = form
         self.results[name] = self.quantity(form, name)
+        return not is_copied
 
     def _zeros(self, planned: OperandPlan) -> PerSampleGrad:
         entry = self.graph.edge(planned.entry)
