@@ -2,6 +2,8 @@
 
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.store import ProjectedStore as ProjectedStore
+from samplewise.backward import BackwardResult as BackwardResult
+from samplewise.backward import backward as backward
 from samplewise.check import check as check
 from samplewise.core.batchnorm import freeze_batchnorm as freeze_batchnorm
 from samplewise.diagnostics.fisher import fisher as fisher
@@ -56,6 +58,7 @@ from samplewise.transforms.normalize import normalize as normalize
 from samplewise.transforms.weight import weight as weight
 
 __all__ = [
+    "BackwardResult",
     "BatchError",
     "CheckpointError",
     "CheckpointWarning",
@@ -84,6 +87,7 @@ __all__ = [
     "Update",
     "align",
     "auto",
+    "backward",
     "callbacks",
     "chain",
     "check",

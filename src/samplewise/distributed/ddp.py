@@ -224,19 +224,29 @@ _wrappers: WeakSet[DistributedDataParallel] | None = None  # all wrappers in thi
 
 
 def inner(model: nn.Module) -> nn.Module:
-    """Return the module inside a DistributedDataParallel, with the model's own parameter names; others unchanged."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """Return the module inside a DistributedDataParallel or a module of Lightning Fabric, with the model's own
+    parameter names; others unchanged.
+    """
+    wrapped: Any = model
+    while isinstance(wrapped, DistributedDataParallel) or type(wrapped).__name__ == "_FabricModule":
+        wrapped = wrapped.module
+    return wrapped
+
+
+def is_replica(parameters: Iterable[Tensor]) -> bool:
+    """True if one of the parameters belongs to a DistributedDataParallel in a multi-rank process."""
+    if not current_group().distributed:
+        return False
+    ours = {id(p) for p in parameters}
+    return any(id(p) in ours for wrapper in _all_wrappers() for p in wrapper.module.parameters())
 
 
 def refuse_replicas(parameters: Iterable[Tensor]) -> None:
     """Raise DistributedError if one of the parameters belongs to a DistributedDataParallel in a multi-rank process."""
-    if not current_group().distributed:
-        return
-    ours = {id(p) for p in parameters}
-    if any(id(p) in ours for wrapper in _all_wrappers() for p in wrapper.module.parameters()):
+    if is_replica(parameters):
         raise DistributedError(
             "gradients of a DistributedDataParallel must be summed over ranks; found g.backward(), which bypasses its "
-            "reducer. Use sw.Step, or p.grad = g.sum(reduce=True)[name] / number of samples."
+            "reducer. Use sw.backward, sw.Step, or p.grad = g.sum(reduce=True)[name] / number of samples."
         )
 
 

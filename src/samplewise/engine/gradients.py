@@ -9,10 +9,9 @@ from typing import overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from samplewise.core.text import listed, plural, render
-from samplewise.distributed.ddp import refuse_replicas
+from samplewise.distributed.ddp import inner, refuse_replicas
 from samplewise.distributed.group import current_group
 from samplewise.distributed.sharded_parameters import is_sharded
 from samplewise.engine.backward import accumulate_grad, notifying
@@ -35,10 +34,11 @@ from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import random_signs, root
 from samplewise.engine.graph import Graph, graph_alive
+from samplewise.engine.outputs import Outputs, parts_of_loss
 from samplewise.engine.pending_checks import PendingChecks, collecting, read_at_once
 from samplewise.engine.plan import Planner, Quantity
 from samplewise.engine.strategies import QuantityEvaluator
-from samplewise.errors import ParameterError, SamplewiseError
+from samplewise.errors import LossesError, ParameterError, SamplewiseError
 
 STRATEGIES = ("fused", "twice", "full", "reference")
 
@@ -47,6 +47,7 @@ def gradients(
     losses: Tensor,
     parameters: Parameters,
     *,
+    outputs: Outputs | None = None,
     create_graph: bool = False,
     strategy: str | None = None,
     interacting: str = "refuse",
@@ -57,6 +58,10 @@ def gradients(
     tensors, or an iterable of tensors or of (name, tensor) pairs. Nothing is computed before the first call of a method
     such as `norms` or `sum`; the graph is not freed.
 
+    outputs: needed if `losses` is a scalar: the tensor (B, ...) that it was computed from, such as the logits, or a
+        list of tensors. Its rows are the samples. The gradient of a sample is then its part of the gradient of the
+        loss, with all factors that the loss contains: of a mean over B samples, it is 1/B times the gradient of the
+        sample's own loss, and so is its norm. The parts add up to the gradient of the loss.
     create_graph: if True, the returned quantities can be differentiated. Fused attention kernels have no second
         derivative and are refused: compute the losses under torch.nn.attention.sdpa_kernel(SDPBackend.MATH). Default
         False.
@@ -74,13 +79,31 @@ def gradients(
             "create_graph=True needs a strategy that keeps gradients; found strategy='twice'. Use 'fused'."
         )
     check_is_tensor(losses, "sw.gradients(losses, model)")
-    if isinstance(parameters, DistributedDataParallel):
-        parameters = parameters.module  # has the model's own parameter names
+    parameters = inner(parameters) if isinstance(parameters, nn.Module) else parameters
     modules = [parameters] if isinstance(parameters, nn.Module) else []
     sharded = any(map(is_sharded, modules))
-    g = gradients_of(losses, named_parameters(parameters), modules, create_graph, strategy, interacting, sharded)
+    wanted = named_parameters(parameters)
+    if outputs is not None:
+        _check_first_order(create_graph)
+        losses = parts_of_loss(losses, outputs, wanted)
+    elif isinstance(losses, Tensor) and losses.dim() == 0:
+        raise LossesError(
+            "losses must be 1-D, one value per sample; found a scalar. Compute them with reduction='none', without an "
+            "average over the batch; or pass the tensor (B, ...) that the loss was computed from: "
+            "sw.gradients(loss, model, outputs=logits)."
+        )
+    g = gradients_of(losses, wanted, modules, create_graph, strategy, interacting, sharded)
     g._own = True
+    g._of_scalar = outputs is not None
     return g
+
+
+def _check_first_order(create_graph: bool) -> None:
+    if create_graph:
+        raise ValueError(
+            "create_graph=True needs losses (B,), because the derivative of a scalar loss at its outputs is held "
+            "constant; found outputs. Pass the losses of the samples."
+        )
 
 
 def gradients_of(
@@ -144,6 +167,13 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     return None
 
 
+def norms_during(g: Gradients, run: Callable[[], object]) -> None:
+    """Call run(), an ordinary backward pass through the graph of `g` that does not free it, and compute the norms for
+    `g.norms()` in the same pass, if possible.
+    """
+    g._evaluator.during(run, g.norms)
+
+
 class Gradients:
     """Per-sample gradients of a batch, computed on demand. Returned by `sw.gradients`.
 
@@ -160,6 +190,7 @@ class Gradients:
         self._settles = settles  # False: the caller settles the checks
         self._graph = evaluator.graph
         self._parameters = evaluator.graph.wanted
+        self._of_scalar = False  # True if the losses are parts of a scalar loss, which have no meaning as values
         self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
         self._sharded = evaluator.graph.sharded  # gradients are summed over ranks in an ordinary backward pass
         self._squared_norms: dict[str, Tensor] | None = None
@@ -173,6 +204,11 @@ class Gradients:
     @property
     def losses(self) -> Tensor:
         """The losses (B,), detached from the graph."""
+        if self._of_scalar:
+            raise LossesError(
+                "g.losses needs losses (B,); found a scalar loss with outputs, in which the losses of single samples "
+                "are not known. Compute them with reduction='none'."
+            )
         return self._graph.losses.detach()
 
     def __len__(self) -> int:
@@ -196,7 +232,11 @@ class Gradients:
     @overload
     def norms(self, by: str) -> dict[str, Tensor]: ...
     def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
-        """L2 norm of each sample's gradient, (B,); with by="parameter" a dict name -> (B,)."""
+        """L2 norm of each sample's gradient, (B,); with by="parameter" a dict name -> (B,).
+
+        For a scalar loss with outputs=, the norm of the sample's part of its gradient: multiply by the number of
+        samples (or tokens) that the loss is divided by to get the norm of the gradient of the sample's own loss.
+        """
         _check_by(by)
         with self._evaluator.context():
             if not read_at_once(self._graph.losses):

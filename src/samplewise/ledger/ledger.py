@@ -8,6 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
+from samplewise.backward import BackwardResult
 from samplewise.core.atomic_io import absolute
 from samplewise.core.predictions import PREDICTION_COLUMNS
 from samplewise.core.snapshot import random_state
@@ -27,7 +30,8 @@ from samplewise.ledger.files import (
 )
 from samplewise.ledger.previews import Names, as_names, dataset_names, indexed_items, write_previews
 from samplewise.ledger.rows import RowBlock
-from samplewise.step.update import Update
+from samplewise.step.batch_columns import record_columns
+from samplewise.step.update import Outcome, Update
 
 CONVERT_EVERY = 512  # updates converted to rows at a time
 
@@ -44,6 +48,9 @@ class Ledger:
         for update in step.over(loader):
             ledger.add(update)
         ledger.flush()
+
+        stats = sw.backward(...)             # or in a loop without sw.Step
+        ledger.record(stats, batch, update=update, epoch=epoch)
 
     directory: the files are written to its folder "samples"; default: the run directory of the trainer
     id: key of the ids in the batch, a name or the position in a tuple; ids are integers or strings. `sw.Indexed` adds
@@ -150,6 +157,22 @@ class Ledger:
             self._convert()
         if self._rows >= self.every * self._parts.size:  # equal on all ranks: either all write a part, or none does
             self.flush()
+
+    def record(
+        self, results: BackwardResult, batch: Any, *, update: int, epoch: int = 0, skipped: bool = False
+    ) -> None:
+        """Record samples of a loop without `sw.Step`, from the results of `sw.backward` and the batch with their ids.
+
+        update: index of the update that the samples belong to, from 0. Several calls may have the same one. With
+        several ranks, each rank must call it.
+        skipped: the update was skipped because of NaN or infinity, so that the weights of its samples are 0.
+        """
+        if not isinstance(results, BackwardResult):
+            raise TypeError(f"record needs the results of sw.backward; found {type(results).__name__}.")
+        samples = int(current_group().all_reduce_scalars(len(results))[0])
+        outcome = Outcome(skipped, lr=[], norm=lambda: torch.tensor(torch.nan))
+        columns = record_columns(batch, self.keys, epoch)
+        self.add(Update(update, samples, outcome, [results.stats], [columns]))
 
     def flush(self) -> None:
         """Write the rows recorded so far as a new part. Every rank must call it."""

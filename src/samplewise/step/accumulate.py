@@ -20,6 +20,7 @@ from samplewise.step.microbatch import MicrobatchSize
 from samplewise.step.nonfinite import problem_of_losses
 from samplewise.step.window_ranks import WindowRanks
 from samplewise.transforms.chain import Chain, Stage
+from samplewise.transforms.measure import measure
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of
 
@@ -168,12 +169,8 @@ class PerSampleAccumulator(Accumulator):
 
     def measure(self, g: Gradients, stats: SampleStats, stage: Stage, record_norms: bool) -> None:
         """Add the norms and dots that this stage needs to `stats`, without the loss scale."""
-        by = "parameter" if stage.by_parameter else None
-        scale = self.evaluator.precision.scale
-        if record_norms or "norms" in stage.needs:
-            stats.raw_norms = _unscaled(g.norms(by), scale)
-        if stage.references:
-            stats.raw_dots = {r: _unscaled(g.dot(self.directions[r], by), scale) for r in stage.references}
+        directions = self.directions if stage.references else {}
+        measure(g, stats, stage, directions, record_norms, self.evaluator.precision.scale)
 
     def all_stats(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         """Per-sample results of each microbatch; the first one begins at sample `start` of the window."""
@@ -277,12 +274,6 @@ def refuse_nonfinite(losses: Tensor, positions: Tensor) -> None:
     problem = problem_of_losses(losses, positions)
     if problem is not None:
         raise problem
-
-
-def _unscaled(values: PerSample, scale: float) -> PerSample:
-    if scale == 1:
-        return values
-    return values / scale if isinstance(values, Tensor) else {name: v / scale for name, v in values.items()}
 
 
 def _fingerprint(direction: Mapping[str, Tensor]) -> list[float]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samplewise.distributed.sharded_parameters import local_gradient, sharded_gradient
+from samplewise.engine.backward import without_grads
 from samplewise.errors import ParameterError
 
 
@@ -88,17 +89,9 @@ class TrainedParameters:
             elif p.grad is not None and p.grad.layout is not torch.strided:
                 p.grad = p.grad.to_dense()
 
-    @contextmanager
-    def without_grads(self) -> Iterator[None]:
+    def without_grads(self) -> AbstractContextManager[None]:
         """Context manager: `.grad` is None inside and is restored on exit, for backward passes of other code."""
-        kept = [(p, p.grad) for p in dict.fromkeys([*self.named.values(), *self.owned.values()])]
-        for p, _ in kept:
-            p.grad = None
-        try:
-            yield
-        finally:
-            for p, gradient in kept:
-                p.grad = gradient
+        return without_grads(dict.fromkeys([*self.named.values(), *self.owned.values()]))
 
     def clear(self) -> None:
         """Set `.grad` of all parameters to None."""

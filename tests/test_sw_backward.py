@@ -1,0 +1,223 @@
+"""`sw.backward` against loss.backward() and against the loop."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samplewise as sw
+from samplewise.engine import strategies
+from samplewise.errors import LossesError, NonFiniteLossError, TransformError
+
+B, CLASSES = 6, 4
+
+
+def problem(dtype=torch.float64, dropout=0.0):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES)).to(dtype)
+    return model, torch.randn(B, 5, dtype=dtype), torch.randint(CLASSES, (B,))
+
+
+def grads(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_grads(model, expected, tolerance=1e-12):
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=tolerance, atol=tolerance)
+
+
+def clipped_mean(model, x, y, bound, parts=1):
+    """Mean of clipped gradients from one backward pass per sample, and the norms."""
+    norms = []
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for i in range(len(x)):
+        row = torch.autograd.grad(F.cross_entropy(model(x[[i]]), y[[i]]), list(model.parameters()))
+        norms.append(torch.stack([r.norm() for r in row]).norm())
+        for name, r in zip(total, row, strict=True):
+            total[name] += r * min(1, bound / norms[-1]) / len(x) / parts
+    return total, torch.stack(norms)
+
+
+class Framework:
+    """Framework that divides the loss by accumulation steps, and scales it if it has a scaler."""
+
+    def __init__(self, steps=1, scaler=None):
+        self.steps = steps
+        self.scaler = scaler
+
+    def backward(self, loss, **options):
+        loss = loss / self.steps
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward(**options)
+
+
+@pytest.mark.parametrize("through", [None, Framework(), Framework(3)], ids=["torch", "framework", "accumulating"])
+def test_without_transforms_gradients_are_bit_identical(through):
+    model, x, y = problem(torch.float32, dropout=0.3)
+
+    def loss():
+        torch.manual_seed(1)
+        z = model(x)
+        return F.cross_entropy(z, y, label_smoothing=0.1), z
+
+    (torch.Tensor.backward if through is None else through.backward)(loss()[0])
+    expected = grads(model)
+    model.zero_grad()
+    value, z = loss()
+    stats = sw.backward(value, model, outputs=z, through=through, denominator=B)
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+    assert torch.equal(stats.weights, torch.ones(B))
+    assert stats.losses.isnan().all()
+    value, z = loss()
+    torch.testing.assert_close(stats.norms, B * sw.gradients(value, model, outputs=z).norms())
+
+
+def test_recording_needs_one_pass(monkeypatch):
+    model, x, y = problem()
+
+    def record():
+        z = model(x)
+        return sw.backward(F.cross_entropy(z, y), model, z, through=Framework(2)).norms
+
+    expected = record()  # also verifies the ownership of gradients, with further passes
+    model.zero_grad()
+    monkeypatch.setattr(strategies, "backward_past", lambda *_: pytest.fail("another backward pass"))
+    assert torch.equal(record(), expected)
+    with pytest.raises(pytest.fail.Exception, match="another backward pass"):
+        sw.backward(model(x).square().mean(1), model, through=lambda loss: loss.backward())  # cannot retain the graph
+
+
+@pytest.mark.parametrize("steps", [None, 1, 4])
+def test_clip_equals_the_loop(steps):
+    model, x, y = problem()
+    expected, norms = clipped_mean(model, x, y, 0.5, steps or 1)
+    through = None if steps is None else Framework(steps)
+    z = model(x)
+    stats = sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], through, denominator=B)
+    assert_grads(model, expected)
+    torch.testing.assert_close(stats.norms, norms)
+    torch.testing.assert_close(stats.weights, (0.5 / norms).clamp(max=1))
+    model.zero_grad()
+    losses = F.cross_entropy(model(x), y, reduction="none")
+    stats = sw.backward(losses, model, transforms=sw.clip(0.5), through=through, denominator=B)
+    assert_grads(model, expected)
+    torch.testing.assert_close(stats.norms, norms)
+    assert torch.equal(stats.losses, losses.detach())
+
+
+def test_losses_without_denominator_are_summed():
+    model, x, y = problem()
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    expected = grads(model)
+    model.zero_grad()
+    sw.backward(F.cross_entropy(model(x), y, reduction="none"), model)
+    assert_grads(model, expected)
+
+
+def test_passes_accumulate():
+    model, x, y = problem()
+    expected, _ = clipped_mean(model, x, y, 0.5)
+    for rows in (slice(0, 2), slice(2, 6)):
+        z = model(x[rows])
+        loss = F.cross_entropy(z, y[rows], reduction="sum") / B
+        sw.backward(loss, model, z, [sw.clip(0.5)], denominator=B)
+    assert_grads(model, expected)
+
+
+def test_a_gradient_scaler():
+    model, x, y = problem()
+    expected, norms = clipped_mean(model, x, y, 0.5)
+    framework = Framework(2, torch.amp.GradScaler("cpu", init_scale=1024.0))
+    z = model(x)
+    stats = sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], framework, denominator=B)
+    torch.testing.assert_close(stats.norms, norms)
+    assert_grads(model, {name: g * 512 for name, g in expected.items()})
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)  # a scaler in the loop itself: the scale is in the loss
+    model.zero_grad()
+    z = model(x)
+    stats = sw.backward(scaler.scale(F.cross_entropy(z, y)), model, z, [sw.clip(0.5)], denominator=B / 256)
+    torch.testing.assert_close(stats.norms, norms)
+    assert_grads(model, {name: g * 256 for name, g in expected.items()})
+
+
+def test_a_gradient_scaler_gets_non_finite_gradients_and_skips_the_update():
+    model, x, y = problem()
+    x[2] = torch.inf
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    framework = Framework(1, torch.amp.GradScaler("cpu", init_scale=8.0))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    z = model(x)
+    stats = sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], framework)
+    framework.scaler.step(optimizer)
+    framework.scaler.update()
+    assert stats.norms.isnan().all()
+    assert framework.scaler.get_scale() == 4.0
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    z = model(x)
+    with pytest.raises(NonFiniteLossError, match="sample 2"):
+        sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], Framework())
+
+
+def test_transforms_that_read_losses_counts_and_the_batch():
+    model, x, y = problem()
+    z = model(x)
+    own = F.cross_entropy(z, y, reduction="none")
+    weights = torch.rand(B, dtype=torch.float64)
+    counts = torch.arange(1.0, B + 1)
+    transforms = [lambda losses: losses, lambda counts: counts, sw.weight("w")]
+    stats = sw.backward(own.mean(), model, z, transforms, losses=own, counts=counts, batch={"w": weights})
+    torch.testing.assert_close(stats.weights, own.detach() * counts * weights)
+    z = model(x)
+    with pytest.raises(TransformError, match=r"must get the losses of the samples; .* Pass losses= \(B,\)"):
+        sw.backward(F.cross_entropy(z, y), model, z, [lambda losses: losses])
+    with pytest.raises(LossesError, match=r"losses must have one value per sample, shape \(6,\); found \(2,\)"):
+        sw.backward(F.cross_entropy(z, y), model, z, losses=torch.ones(2))
+
+
+def test_clip_by_parameter_and_align():
+    model, x, y = problem()
+    z = model(x)
+    stats = sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.2, by="parameter")], denominator=B)
+    rows = sw.gradients(F.cross_entropy(model(x), y, reduction="none"), model)
+    expected = {n: (0.2 / norms).clamp(max=1) for n, norms in rows.norms(by="parameter").items()}
+    for name, weights in expected.items():
+        torch.testing.assert_close(stats.weights[name], weights)
+    assert_grads(model, {name: total / B for name, total in rows.sum(expected).items()})
+    kept = grads(model)
+    direction = rows.mean()
+    z = model(x)
+    stats = sw.backward(F.cross_entropy(z, y), model, z, [sw.align(lambda: direction)], denominator=B)
+    assert stats.weights.shape == (B,)
+    added = {name: p.grad - kept[name] for name, p in model.named_parameters()}
+    for name, total in rows.sum(stats.weights).items():
+        torch.testing.assert_close(added[name], total / B)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [sw.drop(largest=1), sw.normalize("mean"), sw.group("user"), sw.noise(1.0), sw.weight(torch.ones(B))],
+    ids=str,
+)
+def test_transforms_of_a_whole_update_are_refused(transform):
+    model, x, y = problem()
+    z = model(x)
+    with pytest.raises(TransformError, match=r"must (get all samples of an update|be applied once per update); found"):
+        sw.backward(F.cross_entropy(z, y), model, z, [transform])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_invalid_arguments():
+    model, x, y = problem()
+    z = model(x)
+    loss = F.cross_entropy(z, y)
+    with pytest.raises(LossesError, match="outputs=logits"):
+        sw.backward(loss, model)
+    with pytest.raises(ValueError, match="denominator must be positive; found 0"):
+        sw.backward(loss, model, z, denominator=0)
+    with pytest.raises(TypeError, match=r"through must be an Accelerator, a Fabric, or a function .*; found str"):
+        sw.backward(loss, model, z, through="accelerator")
+    with pytest.raises(TypeError, match="found that it computed no gradient"):
+        sw.backward(loss, model, z, through=lambda loss: None)
+    with pytest.raises(LossesError, match="losses must be the first argument"):
+        sw.backward(model, loss)
+    assert all(p.grad is None for p in model.parameters())
