@@ -83,15 +83,20 @@ def stops_at(graph: Graph, nodes: Iterable[Node]) -> Stops:
 
 
 def backward_past(
-    graph: Graph, stops: Stops, arrived: Arrived, weights: Tensor | None = None, create_graph: bool = False
+    graph: Graph,
+    stops: Stops,
+    arrived: Arrived,
+    weights: Tensor | None = None,
+    create_graph: bool = False,
+    during: bool = False,
 ) -> None:
     """Run one backward pass and call arrived(position of the node, {output slot: gradient}) once for each stop.
 
-    `weights` (b,) on the losses default to ones. Small gradients are all passed on after the pass; others during it,
-    while they are in the CPU cache.
+    `weights` (b,) on the losses default to ones. Small gradients are all passed on after the pass, unless `during`;
+    others during it, while they are in the CPU cache.
     """
     # A prehook sees changes by earlier prehooks of the same node, the result of the pass does not.
-    if stops.elements <= FITS_CACHE and not foreign_hooks():
+    if not during and stops.elements <= FITS_CACHE and not foreign_hooks():
         _pass_on_afterwards(graph, stops, arrived, weights, create_graph)
     else:
         _pass_on_during(graph, stops, arrived, weights, create_graph)

@@ -266,7 +266,13 @@ class GradBuilder:
         self.results: dict[str, Any] = {}
         self.forms: dict[str, PerSampleGrad] = {}
         self._uses: dict[str, list[PerSampleGrad]] = {}  # of parameters with uses that are still to be added
-        self._reader = SavedTensorReader({graph.nodes[at]: names for at, names in plan.reads.items()})
+        reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
+        self._reader = SavedTensorReader(reads, shared=not graph.sharded)
+
+    @property
+    def recomputes(self) -> bool:
+        """True if it reads tensors of checkpointed blocks: during a pass, so that the pass can use them, too."""
+        return self._reader.recomputes
 
     def add(self, at: int, gradients: dict[int, Tensor]) -> None:
         """Convert the gradients (by output slot) of the node at position `at`."""
