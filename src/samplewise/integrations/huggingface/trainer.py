@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.backward import BackwardResult, backward
+from samplewise.backward import BackwardResult, backward, checked_chain
 from samplewise.errors import BatchError, GraphError, LossesError
 from samplewise.integrations.huggingface.ids import IdCollator, with_id_column, without_columns
-from samplewise.integrations.huggingface.losses import KnownLosses, known_losses
 from samplewise.integrations.huggingface.outputs import OutputsHook, per_sample_outputs
 from samplewise.integrations.huggingface.recording import LedgerCallback, Recorder
 from samplewise.integrations.huggingface.scaling import Denominators
 from samplewise.integrations.huggingface.support import check_supported
+from samplewise.integrations.model_outputs import KnownLosses, known_losses
 from samplewise.ledger.indexed import Indexed
 from samplewise.ledger.ledger import Ledger
-from samplewise.transforms.chain import as_chain
 from samplewise.transforms.stats import SampleStats
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class PerSample(Base):
     def __init__(self, *args: Any, transforms: Any = (), ledger: Ledger | None = None, **kwargs: Any):
         if not (ledger is None or isinstance(ledger, Ledger)):
             raise TypeError(f"ledger must be a sw.Ledger; found {type(ledger).__name__}. Pass ledger=sw.Ledger(...).")
-        self._chain = as_chain(transforms)
+        self._chain = checked_chain(transforms)
         self._outputs_hook = OutputsHook()
         self._denominators = Denominators(self)
         self._recorder = Recorder(ledger)

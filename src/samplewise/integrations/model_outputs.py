@@ -1,4 +1,7 @@
-"""Losses of the samples of a batch, recomputed from the outputs of the model and the labels."""
+"""Losses of the samples of a batch, recomputed from the outputs of a model of transformers and the labels.
+
+Needs no package but torch, so that `samplewise doctor` can use it without those of the Trainer.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from samplewise.core.batches import leaves
 from samplewise.core.predictions import PREDICTION_COLUMNS, prediction_columns
 from samplewise.engine.checks import wide_dtype
+from samplewise.errors import BatchError, LossesError
 
 IGNORED = -100
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01}  # relative, of the sum of the losses; others: 1e-3
@@ -31,10 +35,13 @@ class KnownLosses(NamedTuple):
 
     def checked(self, loss: Tensor, denominator: float) -> KnownLosses:
         """The losses; NaN if their sum over `denominator` is not `loss`, because another criterion computed it."""
+        return self._replace(losses=torch.where(self.agree(loss, denominator), self.losses, torch.nan))
+
+    def agree(self, loss: Tensor, denominator: float | Tensor) -> Tensor:
+        """True, as a tensor, if the sum of the losses over `denominator` is `loss`, up to rounding."""
         total = self.losses.sum(dtype=torch.float64) / denominator
         tolerance = TOLERANCE.get(self.losses.dtype, TOLERANCE.get(loss.dtype, 1e-3))
-        agrees = (total - loss).abs() <= tolerance * loss.abs().clamp(min=1e-3)
-        return self._replace(losses=torch.where(agrees, self.losses, torch.nan))
+        return (total - loss).abs() <= tolerance * loss.abs().clamp(min=1e-3)
 
 
 def known_losses(
@@ -102,3 +109,46 @@ def _tokens(logits: Tensor, labels: Tensor, shifted: bool, smoothing: float) -> 
         for z, y in zip(logits, labels.long(), strict=True)
     ]
     return KnownLosses(torch.stack(losses), labels.ne(IGNORED).sum(1).to(logits.dtype))
+
+
+class ModelLoss:
+    """Loss function (model, batch) -> (losses, counts) for models of transformers, whose forward pass takes the entries
+    of the batch by name and computes the loss of the batch itself.
+
+    Its values add up to that loss, which the first call verifies.
+    """
+
+    def __init__(self) -> None:
+        self._shifted: bool | None = None  # set by the first call
+
+    def __call__(self, model: Any, batch: Any) -> tuple[Any, ...]:
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
+            found = f"keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+            raise BatchError(
+                f"a model of transformers needs batches that are dicts with a tensor 'labels'; found {found}. Return "
+                "such dicts from the dataset, or write a loss function (model, batch) -> losses."
+            )
+        outputs = model(**{key: value for key, value in batch.items() if key != "id"})
+        problem_type = getattr(model.config, "problem_type", None)
+        for shifted in (False, True) if self._shifted is None else (self._shifted,):
+            known = known_losses(outputs, batch, shifted=shifted, smoothing=0.0, problem_type=problem_type)
+            if known is None:
+                break
+            counts = torch.ones_like(known.losses) if known.counts is None else known.counts
+            if self._shifted is not None or bool(known.agree(outputs["loss"].detach(), counts.sum())):
+                self._shifted = shifted
+                return (known.losses, counts, *([known.columns] if known.columns else []))
+        raise LossesError(
+            f"the loss of {type(model).__name__} must be a cross-entropy of logits and labels, or that of a regression "
+            "or multi-label head, to be known for each sample; found another one. Write a loss function "
+            "(model, batch) -> losses."
+        )
+
+    def __repr__(self) -> str:
+        return "the loss of the model"
+
+
+def computes_its_loss(model: Any) -> bool:
+    """True for a model of transformers, and for one with adapters of peft."""
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(model).__mro__}
+    return bool(kinds & {("transformers", "PreTrainedModel"), ("peft", "PeftModel")})
