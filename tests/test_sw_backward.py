@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samplewise as sw
+from samplewise.engine import strategies
 from samplewise.errors import LossesError, NonFiniteLossError, TransformError
 
 B, CLASSES = 6, 4
@@ -45,9 +46,9 @@ class Framework:
         self.steps = steps
         self.scaler = scaler
 
-    def backward(self, loss):
+    def backward(self, loss, **options):
         loss = loss / self.steps
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward(**options)
 
 
 @pytest.mark.parametrize("through", [None, Framework(), Framework(3)], ids=["torch", "framework", "accumulating"])
@@ -69,6 +70,21 @@ def test_without_transforms_gradients_are_bit_identical(through):
     assert stats.losses.isnan().all()
     value, z = loss()
     torch.testing.assert_close(stats.norms, B * sw.gradients(value, model, outputs=z).norms())
+
+
+def test_recording_needs_one_pass(monkeypatch):
+    model, x, y = problem()
+
+    def record():
+        z = model(x)
+        return sw.backward(F.cross_entropy(z, y), model, z, through=Framework(2)).norms
+
+    expected = record()  # also verifies the ownership of gradients, with further passes
+    model.zero_grad()
+    monkeypatch.setattr(strategies, "backward_past", lambda *_: pytest.fail("another backward pass"))
+    assert torch.equal(record(), expected)
+    with pytest.raises(pytest.fail.Exception, match="another backward pass"):
+        sw.backward(model(x).square().mean(1), model, through=lambda loss: loss.backward())  # cannot retain the graph
 
 
 @pytest.mark.parametrize("steps", [None, 1, 4])
@@ -137,8 +153,8 @@ def test_a_gradient_scaler_gets_non_finite_gradients_and_skips_the_update():
     assert stats.norms.isnan().all()
     assert framework.scaler.get_scale() == 4.0
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    z = model(x)
     with pytest.raises(NonFiniteLossError, match="sample 2"):
-        z = model(x)
         sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], Framework())
 
 
@@ -198,7 +214,7 @@ def test_invalid_arguments():
         sw.backward(loss, model)
     with pytest.raises(ValueError, match="denominator must be positive; found 0"):
         sw.backward(loss, model, z, denominator=0)
-    with pytest.raises(TypeError, match="through must be an Accelerator, a Fabric, or a function .*; found str"):
+    with pytest.raises(TypeError, match=r"through must be an Accelerator, a Fabric, or a function .*; found str"):
         sw.backward(loss, model, z, through="accelerator")
     with pytest.raises(TypeError, match="found that it computed no gradient"):
         sw.backward(loss, model, z, through=lambda loss: None)
