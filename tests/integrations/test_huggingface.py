@@ -1,5 +1,7 @@
 """`samplewise.integrations.huggingface.PerSample` against the Trainer, and against one backward pass per sample."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,14 @@ from samplewise.errors import BatchError, GraphError, LedgerError, LossesError, 
 
 SIZES = [(8, 1), (2, 4), (3, 2), (1, 8)]  # batch size, accumulated batches
 RAGGED = 5  # samples: one update with each of the sizes, of batches of 5, of 2, 2 and 1, of 3 and 2, and of 1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects():
+    """Accelerate collects garbage at the start of each training, which takes 0.5 s with all imported modules."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def shifted_tokens(sample):
@@ -142,6 +152,20 @@ def test_a_clipped_language_model_counts_tokens(options, tmp_path):
     assert ledger["count"].to_pylist() == [shifted_tokens(data[i]) for i in ledger["id"].to_pylist()]
 
 
+@pytest.mark.parametrize("ledger", [False, True])
+def test_transforms_get_token_counts(ledger, tmp_path):
+    seen = []
+
+    def noted(counts):
+        seen.append(counts.tolist())
+        return torch.ones(len(counts))
+
+    data = texts(4)
+    extra = {"ledger": sw.Ledger()} if ledger else {}
+    train(llama(), sw.Indexed(data), tmp_path, 4, transforms=[sw.weight(noted)], **extra)
+    assert sorted(seen[0]) == sorted(map(shifted_tokens, data))
+
+
 def test_sequences_as_long_as_the_batch(tmp_path):
     data = classes(8, length=8)
     trainer = recorded(bert(), data, tmp_path, 8, transforms=[sw.clip(0.7)])
@@ -175,7 +199,7 @@ def test_the_ledger_holds_the_samples_own_losses(tmp_path):
         out.loss.backward()
         norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
         model.zero_grad()
-        assert row["loss"] == pytest.approx(float(out.loss), rel=1e-5)
+        assert row["loss"] == pytest.approx(out.loss.item(), rel=1e-5)
         assert row["norm"] == pytest.approx(float(norm), rel=1e-5)
         assert row["weight"] == 1
         assert row["label"] == data[row["id"]]["labels"]
@@ -202,7 +226,7 @@ def test_losses_of_an_unknown_criterion_are_nan_unless_they_are_given(tmp_path):
     assert not torch.tensor(known["loss"].to_pylist()).isnan().any()
     assert unknown["norm"].to_pylist() == known["norm"].to_pylist()
     with pytest.raises(LossesError, match="do not add up to the loss of the trainer. Override per_sample_losses"):
-        train(bert(), classes(6), tmp_path, transforms=[sw.weight(lambda s: s.losses)], compute_loss_func=criterion)
+        train(bert(), classes(6), tmp_path, transforms=[sw.weight(lambda losses: losses)], compute_loss_func=criterion)
 
 
 def test_label_smoothing_is_in_the_losses(tmp_path):
@@ -295,7 +319,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(restore, tmp_path):
     whole.train()
     with pytest.raises(KeyboardInterrupt):
         trainer("resumed", [Interrupt(5)]).train()
-    assert sw.samples(tmp_path / "resumed").num_rows == 18  # of which those after the checkpoint are recorded again
+    assert sw.samples(tmp_path / "resumed").num_rows == 14  # of four updates
     resumed = trainer("resumed", [])
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(vector(whole.model), vector(resumed.model))

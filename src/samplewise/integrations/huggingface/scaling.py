@@ -43,11 +43,11 @@ class Denominators:
         """
         trainer = self.trainer
         if trainer.loss_is_scaled_for_ga is None and self._undecided(num_items):
-            depends = True if num_items is None else depends_on_items(trainer, model, inputs, num_items)
-            if num_items is None or depends is False:
-                self._set_unscaled()
-            elif depends:
+            depends = False if num_items is None else depends_on_items(trainer, model, inputs, num_items)
+            if depends:
                 trainer.loss_is_scaled_for_ga = True
+            elif depends is False:
+                self._set_unscaled()
         if trainer.loss_is_scaled_for_ga is not None:
             return bool(trainer.loss_is_scaled_for_ga)
         return num_items is not None
@@ -97,14 +97,22 @@ class Denominators:
 
     def _count(self, batch: Any) -> Tensor | int:
         """Number of labels of a batch, without ignored ones; its number of rows if it has no labels."""
-        labels = batch.get("shift_labels", batch.get("labels"))
-        if not isinstance(labels, Tensor) or labels.dim() == 0:
-            return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1)
-        if labels.is_floating_point():
+        counts = self.counts(batch)
+        if counts is not None:
+            return counts.sum()
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and labels.dim():
             return labels.numel()
+        return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1)
+
+    def counts(self, batch: Any) -> Tensor | None:
+        """(B,) numbers of labels of each sample, without ignored ones; None if they are not class indices."""
+        labels = batch.get("shift_labels", batch.get("labels"))
+        if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.is_floating_point():
+            return None
         if "shift_labels" not in batch and getattr(self.trainer, "_loss_shifts_labels", False):
             labels = labels[..., 1:]
-        return labels.ne(IGNORED).sum()
+        return labels.ne(IGNORED).reshape(len(labels), -1).sum(1)
 
 
 def _items_per_unit(batch: Any) -> int:

@@ -161,27 +161,18 @@ class PerSample(Base):
         """Backward pass of one batch, with transforms, and the results of its samples."""
         forward = self._outputs_hook.take()
         rows = _rows(batch, self._recorder.id_key)
-        outputs = per_sample_outputs(forward, rows)
         known = self._known_losses(loss, forward, batch, denominator)
+        losses = None if known is None else known.losses
+        counts = self._denominators.counts(batch) if known is None else known.counts
+        columns = None if known is None else known.columns
         if self._chain.samples.transforms or self._recorder.needs_norms:
-            result = backward(
-                loss,
-                model,
-                outputs,
-                self._chain,
-                self.accelerator,
-                denominator=denominator,
-                losses=None if known is None else known.losses,
-                counts=None if known is None else known.counts,
-                batch=batch,
-            )
+            outputs = per_sample_outputs(forward, rows)
+            options = {"denominator": denominator, "losses": losses, "counts": counts, "batch": batch}
+            result = backward(loss, model, outputs, self._chain, self.accelerator, **options)
         else:
             self.accelerator.backward(loss)
             unknown = torch.full((rows,), torch.nan, device=loss.device)
-            losses = unknown if known is None else known.losses
-            counts = None if known is None else known.counts
-            result = BackwardResult(SampleStats(losses, counts, raw_norms=unknown))
-        columns = None if known is None else known.columns
+            result = BackwardResult(SampleStats(unknown if losses is None else losses, counts, raw_norms=unknown))
         return BackwardResult(replace(result.stats, columns=columns))
 
     def _known_losses(self, loss: Tensor, forward: list[Any], batch: Any, denominator: float) -> KnownLosses | None:
@@ -202,7 +193,7 @@ class PerSample(Base):
         return known
 
     def _announce_max_grad_norm(self) -> None:
-        clips = next((t for t in self._chain.samples.transforms if type(t).__name__ == "Clip"), None)
+        clips = next((t for t in self._chain.samples.transforms if t.name.startswith("clip(")), None)
         if clips is not None and self.args.max_grad_norm > 0:
             logger.warning(
                 "max_grad_norm=%g of the TrainingArguments (default 1.0) also clips the sum of the gradients, after "
