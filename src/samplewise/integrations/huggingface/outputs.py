@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,40 +15,54 @@ from samplewise.errors import GraphError
 
 
 class OutputsHook:
-    """Forward hook on a model, which keeps the outputs of the forward passes that record a graph.
+    """Forward hooks on a model, which keep the outputs of the forward passes that record a graph.
 
-    It stays registered for a whole training: after each new hook, the engine verifies the gradients again.
+    They stay registered for a whole training: after each new hook, the engine verifies the gradients again.
     """
 
     def __init__(self) -> None:
-        self._module: nn.Module | None = None
-        self._handle: Any = None
-        self._outputs: list[Any] = []
+        self._watched: tuple[nn.Module, nn.Module] | None = None
+        self._handles: list[Any] = []
+        self.outputs: list[Any] = []  # of each forward pass of the model
+        self.inner: list[Any] = []  # of each forward pass of the module that computes what the loss depends on
 
-    def watch(self, module: nn.Module) -> None:
-        """Discard the outputs so far; register the hook if the module is another one than before."""
-        self._outputs = []
-        if module is not self._module:
+    def watch(self, model: nn.Module) -> None:
+        """Discard the outputs so far; register the hooks if the model is another one than before."""
+        self.outputs = []
+        self.inner = []
+        if self._watched is None or self._watched[0] is not model:
             self.remove()
-            self._module = module
-            self._handle = module.register_forward_hook(self._keep)
+            self._watched = (model, before_fused_head(model))
+            for module, kept in zip(self._watched, ("outputs", "inner"), strict=True):
+                self._handles.append(module.register_forward_hook(partial(self._keep, kept)))
 
-    def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _keep(self, kept: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled() and module.training:
-            self._outputs.append(output)
-
-    def take(self) -> list[Any]:
-        """Outputs of each forward pass since `watch`."""
-        outputs = self._outputs
-        self._outputs = []
-        return outputs
+            getattr(self, kept).append(output)
 
     def remove(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        self._module = None
-        self._handle = None
-        self._outputs = []
+        for handle in self._handles:
+            handle.remove()
+        self._watched = None
+        self._handles = []
+        self.outputs = []
+        self.inner = []
+
+
+def before_fused_head(model: nn.Module) -> nn.Module:
+    """The module whose outputs the loss passes through: the model, or the part of it before a frozen head that TRL has
+    fused with the loss.
+
+    The graph of such a head does not show which sample a gradient belongs to; that of the module before it does. If the
+    head is trained, the engine finds it out with additional backward passes.
+    """
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # without the adapters of peft
+    function = getattr(causal.forward, "__func__", None)
+    defined_in = getattr(function, "__globals__", {}).get("__name__", "")
+    head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
+    if head is None or not defined_in.startswith("trl."):
+        return model
+    return model if any(p.requires_grad for p in head.parameters()) else causal.base_model
 
 
 def per_sample_outputs(forward: Sequence[Any], rows: int) -> list[Tensor]:

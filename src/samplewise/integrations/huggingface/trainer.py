@@ -159,14 +159,13 @@ class PerSample(Base):
 
     def _backward(self, loss: Tensor, model: nn.Module, batch: Any, denominator: float) -> BackwardResult:
         """Backward pass of one batch, with transforms, and the results of its samples."""
-        forward = self._outputs_hook.take()
         rows = _rows(batch, self._recorder.id_key)
-        known = self._known_losses(loss, forward, batch, denominator)
+        known = self._known_losses(loss, batch, denominator)
         losses = None if known is None else known.losses
         counts = self._denominators.counts(batch) if known is None else known.counts
         columns = None if known is None else known.columns
         if self._chain.samples.transforms or self._recorder.needs_norms:
-            outputs = per_sample_outputs(forward, rows)
+            outputs = per_sample_outputs(self._outputs_hook.inner, rows)
             options = {"denominator": denominator, "losses": losses, "counts": counts, "batch": batch}
             result = backward(loss, model, outputs, self._chain, self.accelerator, **options)
         else:
@@ -175,9 +174,10 @@ class PerSample(Base):
             result = BackwardResult(SampleStats(unknown if losses is None else losses, counts, raw_norms=unknown))
         return BackwardResult(replace(result.stats, columns=columns))
 
-    def _known_losses(self, loss: Tensor, forward: list[Any], batch: Any, denominator: float) -> KnownLosses | None:
+    def _known_losses(self, loss: Tensor, batch: Any, denominator: float) -> KnownLosses | None:
         """Losses of the samples; NaN if they do not add up to the loss of the trainer."""
         reads = next((t for t in self._chain.samples.transforms if "losses" in t.needs), None)
+        forward = self._outputs_hook.outputs
         if not forward or (reads is None and self._recorder.ledger is None):
             return None
         with torch.no_grad():
