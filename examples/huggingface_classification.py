@@ -32,7 +32,7 @@ def make_data():
     classes = torch.arange(SAMPLES) % CLASSES
     own = 10 * classes[:, None] + torch.randint(10, (SAMPLES, 10), generator=generator)
     other = torch.randint(10 * CLASSES, (SAMPLES, 10), generator=generator)
-    tokens = torch.where(torch.rand(SAMPLES, 10, generator=generator) < 0.7, own, other)
+    tokens = torch.where(torch.rand(SAMPLES, 10, generator=generator) < 0.8, own, other)
     wrong = torch.randperm(SAMPLES, generator=generator)[:WRONG]
     labels = classes.clone()
     labels[wrong] = (labels[wrong] + torch.randint(1, CLASSES, (WRONG,), generator=generator)) % CLASSES
@@ -62,7 +62,7 @@ def main():
             num_train_epochs=5,
             per_device_train_batch_size=16,
             gradient_accumulation_steps=2,
-            learning_rate=3e-3,
+            learning_rate=1e-2,
             max_grad_norm=0,  # sw.clip bounds the gradient of each sample instead
             use_cpu=True,
             dataloader_pin_memory=False,

@@ -11,7 +11,7 @@ import random
 from tempfile import TemporaryDirectory
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -32,7 +32,7 @@ class PerSampleSFTTrainer(PerSample, SFTTrainer):
 
 
 def make_sentences():
-    """Sentences of the form "Ada likes red apples .", and the ids of those whose words are shuffled."""
+    """Sentences of the form "Ada likes red apples .", of which the first few have shuffled words."""
     generator = random.Random(0)
     sentences = []
     for k in range(SENTENCES):
@@ -59,6 +59,7 @@ def make_model(vocabulary):
 
 def main():
     torch.manual_seed(0)
+    disable_progress_bars()
     data = Dataset.from_dict({"text": make_sentences()})
     tokenizer = make_tokenizer()
     with TemporaryDirectory() as output:
