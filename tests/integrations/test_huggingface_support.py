@@ -8,7 +8,6 @@ import pytest
 from huggingface_models import PerSampleTrainer, arguments, bert, classes
 from transformers import DataCollatorWithFlattening, Trainer
 
-import samplewise as sw
 from samplewise.errors import DistributedError, GraphError, SamplewiseError
 from samplewise.integrations.huggingface import PerSample
 
@@ -66,14 +65,6 @@ def test_trainers_of_trl_that_compare_rows(tmp_path):
     pairs = type("DPOTrainer", (Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
     with pytest.raises(DistributedError, match=r"found DPOTrainer, whose loss compares .* Use trl\.SFTTrainer"):
         trainer(tmp_path, type("Mine", (PerSample, pairs), {}))
-
-
-def test_an_indexed_table_that_has_ids(tmp_path):
-    import datasets
-
-    table = datasets.Dataset.from_list([{**sample, "id": 7} for sample in classes(4)])
-    with pytest.raises(TypeError, match=r"found one that has it. Pass the dataset without sw\.Indexed"):
-        PerSampleTrainer(bert(), arguments(tmp_path), train_dataset=sw.Indexed(table))
 
 
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])
