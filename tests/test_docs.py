@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FRAMEWORKS = re.compile(r"^(?:from|import) (?:accelerate|keras|lightning|transformers|trl)\b", re.MULTILINE)
-PLAIN_EXAMPLES = [path for path in EXAMPLES if not FRAMEWORKS.search(path.read_text())]  # tests/integrations runs others
+# tests/integrations runs the others.
+PLAIN_EXAMPLES = [path for path in EXAMPLES if not FRAMEWORKS.search(path.read_text())]
 
 PICTURE_KILOBYTES = 150
 

@@ -110,7 +110,9 @@ def _compare(
     losses: Tensor, full: dict[str, Tensor], norms: Any, total: dict[str, Tensor], model_copy: nn.Module
 ) -> list[ParameterCheck]:
     rows = jacobian_rows(losses, named_parameters(model_copy))
-    noise = torch.finfo(losses.dtype).eps * max((row.abs().max().item() for row in rows.values() if row.numel()), default=0.0)
+    noise = torch.finfo(losses.dtype).eps * max(
+        (row.abs().max().item() for row in rows.values() if row.numel()), default=0.0
+    )
     checks = []
     for name, row in rows.items():
         flat = row.reshape(len(row), -1)

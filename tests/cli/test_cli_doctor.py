@@ -207,11 +207,14 @@ def data():
 """
 MODELS = {
     "classes": ("BertConfig", "BertForSequenceClassification", "", "k % 3"),
-    "tokens": ("LlamaConfig", "LlamaForCausalLM", "", "torch.where(torch.arange(5) < 2 + k % 3, sample['input_ids'], -100)"),
+    "tokens": ("LlamaConfig", "LlamaForCausalLM", "", "sample['input_ids'].where(torch.arange(5) < 2 + k % 3, -100)"),
     "labels": (
-        "BertConfig", "BertForSequenceClassification", "problem_type='multi_label_classification'", "torch.rand(3).round()",
+        "BertConfig",
+        "BertForSequenceClassification",
+        "problem_type='multi_label_classification'",
+        "torch.rand(3).round()",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", daily(MODELS, ["classes"]))

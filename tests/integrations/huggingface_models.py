@@ -76,7 +76,7 @@ def vit():
     return ViTForImageClassification(config)
 
 
-# --- data: lists of dicts ----------------------------------------------------------------------------------------------
+# --- data: lists of dicts -------------------------------------------------------------------------------------------
 
 
 def tokens(n, length=LENGTH, seed=1):
@@ -128,7 +128,7 @@ TASKS = {  # name -> model, data
 }
 
 
-# --- training ----------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------------------------
 
 
 def arguments(directory, batch=4, accumulate=1, **options):
@@ -168,9 +168,7 @@ def vector(model):
 
 
 def collated(samples):
-    return {
-        key: torch.stack([torch.as_tensor(sample[key]) for sample in samples]) for key in samples[0] if key != "id"
-    }
+    return {key: torch.stack([torch.as_tensor(sample[key]) for sample in samples]) for key in samples[0] if key != "id"}
 
 
 def one_at_a_time(model, windows, bound, lr=0.5, counted=None):

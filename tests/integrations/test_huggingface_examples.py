@@ -18,7 +18,9 @@ def printed(name, capsys, monkeypatch, tmp_path):
 
 def test_wrong_labels_of_a_classification(capsys, monkeypatch, tmp_path):
     output = printed("huggingface_classification.py", capsys, monkeypatch, tmp_path)
-    found, first = map(int, re.search(r"(\d+) of the (\d+) most suspicious samples have a wrong label", output).groups())
+    found, first = map(
+        int, re.search(r"(\d+) of the (\d+) most suspicious samples have a wrong label", output).groups()
+    )
     assert found >= 0.9 * first
 
 

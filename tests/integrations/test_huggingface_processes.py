@@ -42,7 +42,7 @@ def run(code, *arguments, **environment):
 
 
 def finished(process):
-    output, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=300)
     return process.returncode, errors.decode()[-3000:]
 
 

@@ -27,8 +27,10 @@ def trainer(tmp_path, kind=PerSampleTrainer, options=None, **keywords):
         ),
         (lambda t: setattr(t.model, "_tp_size", 2), "found a model that transformers has sharded when it was loaded"),
         (
-            lambda t: setattr(t, "is_fsdp_enabled", True)
-            or setattr(t.accelerator.state, "fsdp_plugin", SimpleNamespace(fsdp_version=1)),
+            lambda t: (
+                setattr(t, "is_fsdp_enabled", True)
+                or setattr(t.accelerator.state, "fsdp_plugin", SimpleNamespace(fsdp_version=1))
+            ),
             "found FSDP version 1, which flattens parameters. Set fsdp_version=2 in fsdp_config",
         ),
         (lambda t: setattr(t.args, "packing", True), "found packing, in which a row has tokens of several samples"),

@@ -63,9 +63,7 @@ def sft(directory, kind=PerSampleSFTTrainer, data=None, batch=4, accumulate=1, a
     args = SFTConfig(str(directory), **{**defaults, **(options or {})})
     data = sw.Indexed(Dataset.from_dict({"text": TEXTS})) if data is None else data
     torch.manual_seed(0)
-    return kind(
-        llama(), args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters, **keywords
-    )
+    return kind(llama(), args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters, **keywords)
 
 
 def trained(trainer):

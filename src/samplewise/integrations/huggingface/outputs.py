@@ -49,7 +49,7 @@ class OutputsHook:
         self.inner = []
 
 
-def before_fused_head(model: nn.Module) -> nn.Module:
+def before_fused_head(model: Any) -> Any:
     """The module whose outputs the loss passes through: the model, or the part of it before a frozen head that TRL has
     fused with the loss.
 
@@ -70,7 +70,9 @@ def per_sample_outputs(forward: Sequence[Any], rows: int) -> list[Tensor]:
 
     If one of them was computed from another one, the engine uses that which is closer to the loss.
     """
-    attached = [z for output in forward for z in leaves(output) if isinstance(z, Tensor) and z.requires_grad and z.dim()]
+    attached = [
+        z for output in forward for z in leaves(output) if isinstance(z, Tensor) and z.requires_grad and z.dim()
+    ]
     found = [z for z in attached if len(z) == rows]
     if found:
         return found

@@ -56,7 +56,9 @@ class Denominators:
         """True if the Trainer expects a scaled loss, and another loss would give another update."""
         trainer = self.trainer
         several = trainer.args.gradient_accumulation_steps > 1 or self._ranks() > 1
-        expected = (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
+        expected = (
+            trainer.model_accepts_loss_kwargs and num_items is not None
+        ) or trainer.compute_loss_func is not None
         return several and expected
 
     def _set_unscaled(self) -> None:

@@ -53,6 +53,9 @@ class PerSample(Base):
     ignore `num_items_in_batch` are found in the first step and scaled accordingly.
     """
 
+    data_collator: Any  # of the Trainer
+    _signature_columns: list[Any]
+
     def __init__(self, *args: Any, transforms: Any = (), ledger: Ledger | None = None, **kwargs: Any):
         if not (ledger is None or isinstance(ledger, Ledger)):
             raise TypeError(f"ledger must be a sw.Ledger; found {type(ledger).__name__}. Pass ledger=sw.Ledger(...).")
