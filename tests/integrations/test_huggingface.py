@@ -276,7 +276,8 @@ def test_suspects_and_the_report(tmp_path):
     recorded(model, data, tmp_path, 4, options={"num_train_epochs": 2})
     assert len(sw.suspects(sw.samples(tmp_path)).top(3)) == 3
     page = write_report(tmp_path).read_text()
-    assert "There is no log.jsonl" in page
+    assert "Ledger of a training loop without a log of samplewise" in page
+    assert "yet" not in page.partition("<script")[0]  # nothing is announced that never comes
     assert "owl" in page
 
 
