@@ -252,8 +252,10 @@ def test_ids_and_columns_of_the_dataset(tmp_path):
 
 
 def test_a_dataset_without_ids(tmp_path):
+    model = bert()
     with pytest.raises(BatchError, match="the batch must hold 'id'"):
-        train(bert(), classes(4), tmp_path, ledger=sw.Ledger())
+        train(model, classes(4), tmp_path, ledger=sw.Ledger())
+    assert torch.equal(vector(model), vector(bert()))  # before the first update
 
 
 def test_without_a_ledger_ids_are_not_needed_and_not_passed_to_the_model(tmp_path):
@@ -402,6 +404,7 @@ def test_max_grad_norm_is_announced_with_clipping(tmp_path, caplog):
 def test_the_trainer_and_the_model_are_restored(tmp_path):
     trainer = recorded(bert(), classes(4), tmp_path)
     assert not trainer.model._forward_hooks
+    assert trainer._outputs_hook.outputs == trainer._outputs_hook.inner == []
     assert "backward" not in vars(trainer.accelerator)
     assert trainer.data_collator is not None and "id" not in trainer._signature_columns
 

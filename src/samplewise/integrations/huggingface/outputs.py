@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,32 +21,39 @@ class OutputsHook:
     """
 
     def __init__(self) -> None:
-        self._watched: tuple[nn.Module, nn.Module] | None = None
+        self._model: nn.Module | None = None
         self._handles: list[Any] = []
         self.outputs: list[Any] = []  # of each forward pass of the model
-        self.inner: list[Any] = []  # of each forward pass of the module that computes what the loss depends on
+        self.inner: list[Any] = []  # of each forward pass of the module whose outputs the loss passes through
 
-    def watch(self, model: nn.Module) -> None:
-        """Discard the outputs so far; register the hooks if the model is another one than before."""
-        self.outputs = []
-        self.inner = []
-        if self._watched is None or self._watched[0] is not model:
+    def watch(self, model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
+        """Discard the outputs so far; register the hooks if the model is another one than before.
+
+        unwrap: returns the model inside a DistributedDataParallel, whose outputs are copies
+        """
+        self.discard()
+        if model is not self._model:
             self.remove()
-            self._watched = (model, before_fused_head(model))
-            for module, kept in zip(self._watched, ("outputs", "inner"), strict=True):
+            self._model = model
+            inside = unwrap(model)
+            for module, kept in ((inside, "outputs"), (before_fused_head(inside), "inner")):
                 self._handles.append(module.register_forward_hook(partial(self._keep, kept)))
 
     def _keep(self, kept: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled() and module.training:
             getattr(self, kept).append(output)
 
+    def discard(self) -> None:
+        """Release the outputs, and with them the graph."""
+        self.outputs = []
+        self.inner = []
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._watched = None
+        self._model = None
         self._handles = []
-        self.outputs = []
-        self.inner = []
+        self.discard()
 
 
 def before_fused_head(model: Any) -> Any:

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from samplewise.backward import BackwardResult
+from samplewise.core.batches import pick
 from samplewise.ledger.indexed import Indexed
 from samplewise.ledger.ledger import Ledger
 from samplewise.ledger.previews import TEXT_KEYS, Names
@@ -96,7 +97,7 @@ class Recorder:
         if self.ledger is None:
             return
         columns = {n: c for n, c in (result.stats.columns or {}).items() if n not in self.ledger.keys}
-        kept = {key: batch[key] for key in self.keys if key in batch}
+        kept = {key: pick(batch, key) for key in self.keys}
         self._results.append((BackwardResult(replace(result.stats, columns=columns)), kept))
 
     def record(self, state: Any, skipped: bool) -> None:

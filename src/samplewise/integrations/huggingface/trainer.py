@@ -125,7 +125,7 @@ class PerSample(Base):
         self._recorder.start_step(self.state.global_step)
         scaled = self._denominators.prepare(model, inputs, num_items_in_batch)
         num_items = num_items_in_batch if scaled else None
-        self._outputs_hook.watch(self.accelerator.unwrap_model(model))
+        self._outputs_hook.watch(model, self.accelerator.unwrap_model)
         factors: list[float] = []
 
         def replaced(loss: Tensor) -> None:
@@ -136,6 +136,7 @@ class PerSample(Base):
 
         with _replaced_backward(self.accelerator, replaced):
             loss = super().training_step(model, inputs, num_items)
+        self._outputs_hook.discard()
         if len(factors) != 1:
             raise GraphError(
                 "training_step must call accelerator.backward once; found "
