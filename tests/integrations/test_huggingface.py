@@ -421,3 +421,24 @@ def test_per_sample_gradients_add_up_to_the_gradient(task):
     found = sw.gradients(out.loss, model, outputs=out.logits).sum()
     for g, e in zip(found.values(), expected, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_the_trainer_of_sequence_to_sequence_models(tmp_path):
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from samplewise.integrations.huggingface import PerSample
+
+    kind = type("Mine", (PerSample, Seq2SeqTrainer), {})
+    options = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "report_to": [], "use_cpu": True}
+    options |= {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False}
+    made, data = TASKS["t5"]
+    kind(
+        made(),
+        Seq2SeqTrainingArguments(str(tmp_path), **options),
+        train_dataset=sw.Indexed(data(6)),
+        ledger=sw.Ledger(),
+    ).train()
+    rows = {row["id"]: row for row in sw.samples(tmp_path).to_pylist()}
+    assert {i: row["count"] for i, row in rows.items()} == {i: 2 + i % 5 for i in range(6)}
+    assert all(row["loss"] > 0 and row["norm"] > 0 for row in rows.values())

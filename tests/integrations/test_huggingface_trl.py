@@ -98,8 +98,7 @@ def test_clipped_fine_tuning_equals_one_backward_pass_per_sample(adapters, optio
         transforms=[sw.clip(bound)], ledger=sw.Ledger(),
     )  # fmt: skip
     before = sft(tmp_path / "by hand", adapters=lora() if adapters else None)
-    fused = before_fused_head(made.model)
-    assert (fused is made.model) == (not adapters)
+    assert (before_fused_head(made.model) is made.model) == (not adapters)
     made.train()
     rows = {row["id"]: row for row in sw.samples(tmp_path).to_pylist()}
     assert {row["update"] for row in rows.values()} == {0}
@@ -122,6 +121,14 @@ def test_clipped_fine_tuning_equals_one_backward_pass_per_sample(adapters, optio
     update = (expected - trained(before)).norm()
     assert (trained(made) - expected).norm() <= 3e-6 * update + 1e-7 * expected.norm()
     assert any(row["weight"] < 1 for row in rows.values())
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_a_trained_head_that_is_fused_is_announced_once(adapters, tmp_path, caplog):
+    sft(tmp_path, adapters=lora() if adapters else None, transforms=[sw.clip(1.0)]).train()
+    messages = [record.message for record in caplog.records if record.name == "samplewise"]
+    assert len(messages) == (not adapters)
+    assert all("TRL has fused the trained head of LlamaForCausalLM with the loss" in message for message in messages)
 
 
 def test_packing_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from samplewise.core.batches import leaves
 from samplewise.core.text import plural
 from samplewise.errors import GraphError
+
+logger = logging.getLogger("samplewise")
 
 
 class OutputsHook:
@@ -69,7 +72,14 @@ def before_fused_head(model: Any) -> Any:
     head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
     if head is None or not defined_in.startswith("trl."):
         return model
-    return model if any(p.requires_grad for p in head.parameters()) else causal.base_model
+    if not any(p.requires_grad for p in head.parameters()):
+        return causal.base_model
+    logger.warning(
+        "TRL has fused the trained head of %s with the loss, so that each step needs additional backward passes. "
+        "Adapters such as LoRA with a frozen head, or the Trainer of transformers, are several times as fast.",
+        type(causal).__name__,
+    )
+    return model
 
 
 def per_sample_outputs(forward: Sequence[Any], rows: int) -> list[Tensor]:

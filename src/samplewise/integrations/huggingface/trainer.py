@@ -51,6 +51,11 @@ class PerSample(Base):
     Without transforms, training is bit-identical to that of the Trainer, with one exception: with gradient accumulation
     or several ranks, the update is always the mean over all samples (or tokens) of the accumulated batches. Losses that
     ignore `num_items_in_batch` are found in the first step and scaled accordingly.
+
+    The ledger shows which samples were trained on: with several ranks, Accelerate repeats some samples if the last
+    batches of the ranks would differ in size. Not supported: DeepSpeed, DataParallel, FSDP version 1, context, sequence
+    and tensor parallelism, torch_compile, LOMO, packing and padding-free batches, and trainers of TRL other than
+    SFTTrainer.
     """
 
     data_collator: Any  # of the Trainer
