@@ -15,6 +15,7 @@ from samplewise.core.predictions import PREDICTION_COLUMNS, prediction_columns
 from samplewise.errors import LossesError, SamplesInteractError
 from samplewise.integrations.keras.gradients import named_variables
 from samplewise.integrations.keras.sample_losses import sample_losses
+from samplewise.transforms.chain import Chain
 
 AVERAGES = ("sum_over_batch_size", "mean", "none", None)
 
@@ -35,11 +36,11 @@ class AdditionalLosses:
         self._leaves.append(leaf)
         return leaf
 
-    def gradients(self, total: Tensor) -> list[Tensor]:
-        """Gradient of `total` with respect to each additional loss: 1, or the factor of a loss scale."""
-        if not self._leaves:
-            return []
-        return list(torch.autograd.grad(total, self._leaves, retain_graph=True, materialize_grads=True))
+    def gradients(self, total: Tensor) -> list[Tensor | None]:
+        """Gradient of `total` with respect to each additional loss: 1, or the factor of a loss scale. None for a tensor
+        that does not contain them.
+        """
+        return list(torch.autograd.grad(total, self._leaves, retain_graph=True, allow_unused=True))
 
 
 class BackwardPass:
@@ -49,36 +50,41 @@ class BackwardPass:
         self.loss = loss
         # Read by sw.backward: an optimizer with a dynamic scale skips updates with non-finite gradients.
         self.scaler = optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
+        self.backward = self._with_additional if additional.losses else self._plain
         self._optimizer = optimizer
         self._additional = additional
-        self._pending = bool(additional.losses)
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the pass; for another tensor than `self.loss`, whose gradient sw.backward measures, without the
-        additional losses.
+    def _plain(self, loss: Tensor, retain_graph: bool = False) -> None:
+        self._optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
+
+    def _with_additional(self, loss: Tensor) -> None:
+        """Run one pass for all losses. Without an argument retain_graph, so that sw.backward does not compute norms in
+        this pass, in which they would include the additional losses. It also measures the loss scale with a tensor that
+        does not contain them.
         """
         scaled = self._optimizer.scale_loss(loss)
-        if loss is not self.loss:
-            scaled.backward()
-            return
         gradients = self._additional.gradients(scaled)
-        torch.autograd.backward([scaled, *self._additional.losses], [None, *gradients])
-        self._pending = False
+        if gradients[0] is None:
+            scaled.backward()
+        else:
+            torch.autograd.backward([scaled, *self._additional.losses], [None, *gradients])
 
-    def finish(self) -> None:
-        """Add the gradients of the additional losses, unless `backward` has done so."""
-        if self._pending:
+    def add_additional(self) -> None:
+        """Run the pass of the additional losses alone."""
+        if self._additional.losses:
             gradients = self._additional.gradients(self._optimizer.scale_loss(self.loss))
-            torch.autograd.backward(self._additional.losses, gradients)
+            torch.autograd.backward(self._additional.losses, gradients, retain_graph=True)
 
 
 def transformed_backward(
-    model: Any, transforms: Any, run: BackwardPass, y: Any, y_pred: Any, sample_weight: Any, batch: Any
+    model: Any, transforms: Chain, run: BackwardPass, y: Any, y_pred: Any, sample_weight: Any, batch: Any
 ) -> BackwardResult:
     """Write the gradient into `.grad`: that of the loss with transforms, those of additional losses without."""
     outputs = tree.flatten(y_pred)
+    if transforms.weighs:  # then sw.backward does not call run.backward
+        run.add_additional()
     try:
-        result = backward(
+        return backward(
             run.loss,
             {name: v.value for name, v in named_variables(model).items()},
             outputs=outputs,
@@ -92,8 +98,6 @@ def transformed_backward(
         if any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
             error.add_note("With Keras, layer.trainable = False makes BatchNormalization use its moving statistics.")
         raise
-    run.finish()
-    return result
 
 
 def compiled_losses(model: Any) -> list[Any]:
