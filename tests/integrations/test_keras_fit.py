@@ -213,6 +213,17 @@ def test_additional_losses_are_added_without_clipping(scale):
             torch.testing.assert_close(v.value.data, value, rtol=1e-12, atol=1e-12)
 
 
+def test_norms_do_not_include_additional_losses(tmp_path):
+    x, y, _ = _regression(8)
+    with double():
+        model = Additional()
+        model(x)
+        model.compile(keras.optimizers.SGD(0.0), Squared(), ledger=sw.Ledger(tmp_path))
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        norms = _loop(model, Squared(), x, y, np.ones(8), 8, 1.0, 0.0)
+    assert _rows(tmp_path)["norm"] == pytest.approx(norms, rel=1e-6)
+
+
 class Penalized(PerSample, keras.Model):
     """Model with an own loss, that reaches the weights without passing the outputs."""
 
