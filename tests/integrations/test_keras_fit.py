@@ -407,11 +407,31 @@ def test_a_batch_without_ids_is_refused(tmp_path):
         _compiled(tmp_path).train_on_batch(x, y)
 
 
-def test_weights_can_be_a_column_of_the_inputs():
-    x, y = _data(8)
-    model = PerSample.of(_network())
-    model.compile("sgd", LOGITS, transforms=[sw.weight(lambda losses: (losses < 1).float())])
-    model.fit(x, y, verbose=0)
+def _with_inputs(*names):
+    inputs = {name: keras.Input((5,) if name == "features" else (), name=name) for name in names}
+    parts = [layers.Dense(3)(inputs["features"])]
+    parts += [layers.Embedding(20, 3)(inputs[name]) for name in names if name != "features"]
+    return PerSample.of(keras.Model(inputs, parts[0] if len(parts) == 1 else layers.Add()(parts)))
+
+
+def test_columns_that_are_not_inputs_are_recorded_and_read_by_transforms(tmp_path):
+    x, y = _data()
+    model = _with_inputs("features")
+    ledger = sw.Ledger(tmp_path, columns=["age"])
+    model.compile("sgd", LOGITS, transforms=[sw.weight("age")], ledger=ledger)
+    model.fit({"features": x, "age": np.arange(20.0)}, y, verbose=0)
+    rows = _rows(tmp_path)
+    assert rows["age"] == rows["weight"] == [float(i) for i in rows["id"]]
+
+
+def test_an_input_can_be_the_id(tmp_path):
+    x, y = _data()
+    model = _with_inputs("features", "id")
+    model.compile("sgd", LOGITS)
+    model.fit({"features": x, "id": np.arange(20)[::-1].copy()}, y, verbose=0)  # without a ledger, an ordinary input
+    model.compile("sgd", LOGITS, ledger=sw.Ledger(tmp_path))
+    model.fit({"features": x, "id": np.arange(20)[::-1].copy()}, y, shuffle=False, verbose=0)
+    assert _rows(tmp_path)["id"] == [*range(19, -1, -1)]
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals

@@ -1,20 +1,21 @@
 """Ids of samples in the batches that `fit` gets, and their removal before the model is called.
 
-arrays                          the row number; `fit` adds it, and Keras shuffles it with the rows
-a dict x with the key of ids    x[key], which the model does not get
-a DataLoader of `sw.Indexed`    the index of the dataset, last element of each batch
+    arrays                          the row number; `fit` adds it, and Keras shuffles it with the rows
+    a dict x with the key of ids    x[key]; the model does not get it, unless it is one of its inputs
+    a DataLoader of `sw.Indexed`    the index of the dataset, last element of each batch
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 from keras import tree
 from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 
 from samplewise.ledger.indexed import IndexedItem
+from samplewise.ledger.ledger import Ledger
 
 ROWS = "samplewise rows"
 ARRAYS = "samplewise arrays"
@@ -25,31 +26,52 @@ def with_row_numbers(x: Any, key: Hashable) -> Any:
     has_ids = isinstance(x, dict) and key in x
     if x is None or has_ids or not can_convert_arrays(x):
         return x
-    return {ARRAYS: x, ROWS: torch.arange(len(tree.flatten(x)[0])).numpy()}
+    return {ARRAYS: x, ROWS: np.arange(len(tree.flatten(x)[0]))}
 
 
-def split_ids(data: Any, key: Hashable) -> tuple[Any, Any]:
-    """The batch (x, y, sample_weight) as Keras expects it, and the ids of its samples; None if there are none."""
-    if isinstance(data, IndexedItem):
-        return tuple(data[:-1]), data.id
-    x, *others = data if isinstance(data, (tuple, list)) else (data,)
-    ids = None
-    if isinstance(x, dict) and ROWS in x:
-        ids = x[ROWS]
-        x = x[ARRAYS]
-    elif isinstance(x, dict) and key in x:
-        ids = x[key]
-        x = {name: values for name, values in x.items() if name != key}
-    return (x, *others), ids
+class SplitBatch(NamedTuple):
+    """Batch of a training step."""
+
+    data: Any  # (x, y, sample_weight) as Keras expects it
+    ids: Any  # of its samples; None if there are none
+    columns: dict[Hashable, Any]  # entries of a dict x, including those that the model does not get
 
 
-class WithoutIds:
-    """Iterator over the epoch of a Keras trainer whose batches have no ids."""
+class BatchSplitter:
+    """Separates ids, and other columns of the ledger, from the inputs of a model."""
 
-    def __init__(self, iterator: Any, key: Hashable):
-        self._iterator = iterator
-        self._key = key
+    def __init__(self, model: Any, ledger: Ledger | None):
+        self._id = None if ledger is None else ledger.keys["id"]
+        self._recorded = set() if ledger is None else set(ledger.keys.values())
+        self._inputs = _input_names(model)
 
-    def __iter__(self) -> Iterator[tuple[Any, Any, list[Any]]]:
-        for begin, end, data in self._iterator:
-            yield begin, end, [split_ids(batch, self._key)[0] for batch in data]
+    def split(self, data: Any) -> SplitBatch:
+        if isinstance(data, IndexedItem):
+            return SplitBatch(tuple(data[:-1]), data.id, {})
+        x, *others = data if isinstance(data, (tuple, list)) else (data,)
+        ids = None
+        if isinstance(x, dict) and ROWS in x:
+            ids = x[ROWS]
+            x = x[ARRAYS]
+        columns = dict(x) if isinstance(x, dict) else {}
+        if self._recorded & columns.keys():
+            x = {key: values for key, values in columns.items() if self._is_input(key)}
+        return SplitBatch((x, *others), columns.get(self._id) if ids is None else ids, columns)
+
+    def _is_input(self, key: Hashable) -> bool:
+        """If the inputs of the model are not known, all but the ids are inputs."""
+        if key not in self._recorded:
+            return True
+        return key in self._inputs if self._inputs else key != self._id
+
+    def epoch(self, batches: Any) -> Iterator[tuple[Any, Any, list[Any]]]:
+        """Yield the elements of a Keras epoch iterator without ids."""
+        for begin, end, data in batches:
+            yield begin, end, [self.split(each).data for each in data]
+
+
+def _input_names(model: Any) -> set[Hashable]:
+    """Names of the inputs of a functional model, and their keys in a dict; empty for other models."""
+    structure = getattr(model, "input", None)
+    keys = set(structure) if isinstance(structure, dict) else set()
+    return keys | {each.name for each in getattr(model, "inputs", None) or ()}

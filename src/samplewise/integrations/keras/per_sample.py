@@ -13,7 +13,7 @@ from keras import tree
 
 from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError
-from samplewise.integrations.keras.ids import WithoutIds, split_ids, with_row_numbers
+from samplewise.integrations.keras.ids import BatchSplitter, SplitBatch, with_row_numbers
 from samplewise.integrations.keras.settings import Settings, next_update
 from samplewise.ledger.ledger import Ledger
 
@@ -84,7 +84,7 @@ class PerSample:
         """The steps of Keras's own `train_step` for the torch backend, with another backward pass."""
         settings = self._checked_settings()
         model: Any = self
-        data, ids = split_ids(data, settings.id_key)
+        data, ids, columns = self._split(data)
         settings.check_ids(ids)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
@@ -94,8 +94,7 @@ class PerSample:
         samples = next(v for v in tree.flatten(x) if v is not None).shape[0]
         model._loss_tracker.update_state(loss, sample_weight=samples)
         if model.trainable_weights:
-            batch = {"x": x, "y": y, "sample_weight": sample_weight, **(x if isinstance(x, dict) else {})}
-            batch[settings.id_key] = ids
+            batch = {"x": x, "y": y, "sample_weight": sample_weight, **columns, settings.id_key: ids}
             result = settings.backward(model, loss, additional, y, y_pred, sample_weight, batch)
             variables = model.trainable_weights[:]
             gradients = [v.value.grad for v in variables]
@@ -108,21 +107,23 @@ class PerSample:
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def test_step(self, data: Any) -> Any:
-        return super().test_step(self._without_ids(data))  # type: ignore[misc]
+        return super().test_step(self._split(data).data)  # type: ignore[misc]
 
     def predict_step(self, data: Any) -> Any:
-        return super().predict_step(self._without_ids(data))  # type: ignore[misc]
+        return super().predict_step(self._split(data).data)  # type: ignore[misc]
 
-    def _without_ids(self, data: Any) -> Any:
-        return split_ids(data, "id" if self._per_sample is None else self._per_sample.id_key)[0]
+    def _split(self, data: Any) -> SplitBatch:
+        return self._splitter().split(data)
+
+    def _splitter(self) -> BatchSplitter:
+        return BatchSplitter(self, None if self._per_sample is None else self._per_sample.ledger)
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Called by Keras with the first batch, to build the model and the compiled loss."""
-        key = "id" if self._per_sample is None else self._per_sample.id_key
         if iterator is not None:
-            iterator = WithoutIds(iterator, key)
+            iterator = self._splitter().epoch(iterator)
         if data_batch is not None:
-            data_batch = split_ids(data_batch, key)[0]
+            data_batch = self._split(data_batch).data
         super()._symbolic_build(iterator=iterator, data_batch=data_batch)  # type: ignore[misc]
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:

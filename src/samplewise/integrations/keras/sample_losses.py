@@ -22,6 +22,8 @@ def sample_losses(loss: Any, y: Any, y_pred: Any) -> Any:
             f"the model must return one tensor for a loss of each sample; found {type(y_pred).__name__}. Pass a model "
             "with a single output."
         )
+    if loss is None:
+        raise LossesError("loss must be a Keras loss: an object, a class, a name or a function; found None.")
     criterion = get_loss(loss, y, y_pred)
     values = _without_reduction(criterion)(y, y_pred)
     if len(values.shape) == 0 or values.shape[0] != y_pred.shape[0]:
