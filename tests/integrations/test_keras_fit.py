@@ -67,9 +67,7 @@ def test_recording_leaves_training_bit_identical(name, norms, tmp_path):
     plain.compile(keras.optimizers.Adam(0.01), LOGITS, metrics=["accuracy"])
     history = plain.fit(x, y, **options).history
     recorded = PerSample.of(MODELS[name]())
-    recorded.compile(
-        keras.optimizers.Adam(0.01), LOGITS, metrics=["accuracy"], ledger=sw.Ledger(tmp_path, norms=norms)
-    )
+    recorded.compile(keras.optimizers.Adam(0.01), LOGITS, metrics=["accuracy"], ledger=sw.Ledger(tmp_path, norms=norms))
     assert recorded.fit(x, y, **options).history == history
     assert _same(plain, recorded)
     rows = _rows(tmp_path)
@@ -241,7 +239,7 @@ class Penalized(PerSample, keras.Model):
 def test_a_loss_beside_the_outputs_is_refused_with_the_name_of_the_variable():
     model = Penalized()
     model.compile("sgd", transforms=[sw.clip(1.0)])
-    with pytest.raises(sw.GraphError, match="depends on 'penalized/dense[_0-9]*/kernel'"):
+    with pytest.raises(sw.GraphError, match=r"depends on 'penalized/dense[_0-9]*/kernel'"):
         model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
 
 
@@ -267,7 +265,11 @@ def test_losses_of_several_outputs_are_weighted_and_added(tmp_path):
         losses = {"a": Squared(), "b": Squared()}
         ledger = sw.Ledger(tmp_path)
         model.compile(
-            keras.optimizers.SGD(0.1), losses, loss_weights={"a": 1.0, "b": 2.0}, transforms=[sw.clip(0.5)], ledger=ledger
+            keras.optimizers.SGD(0.1),
+            losses,
+            loss_weights={"a": 1.0, "b": 2.0},
+            transforms=[sw.clip(0.5)],
+            ledger=ledger,
         )
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         parameters = [v.value for v in expected.trainable_variables]
@@ -288,9 +290,7 @@ def test_losses_of_several_outputs_are_weighted_and_added(tmp_path):
 # ------------------------------------------------------------------------------------------------------ accumulation
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "steps"), [(8, 1), pytest.param(4, 2, marks=pytest.mark.slow), (2, 4), (1, 8)]
-)
+@pytest.mark.parametrize(("batch_size", "steps"), [(8, 1), pytest.param(4, 2, marks=pytest.mark.slow), (2, 4), (1, 8)])
 def test_accumulation_gives_the_update_of_the_whole_batch(batch_size, steps, tmp_path):
     x, y, _ = _regression(16)
     with double():
@@ -424,6 +424,15 @@ def test_columns_that_are_not_inputs_are_recorded_and_read_by_transforms(tmp_pat
     assert rows["age"] == rows["weight"] == [float(i) for i in rows["id"]]
 
 
+def test_transforms_read_the_losses_of_the_samples(tmp_path):
+    x, y = _data()
+    model = PerSample.of(_network())
+    model.compile("sgd", LOGITS, transforms=[sw.weight(lambda losses: 1 / (1 + losses))], ledger=sw.Ledger(tmp_path))
+    model.fit(x, y, sample_weight=np.linspace(1, 2, 20), verbose=0)
+    rows = _rows(tmp_path)
+    assert rows["weight"] == pytest.approx([1 / (1 + loss) for loss in rows["loss"]], rel=1e-5)
+
+
 def test_an_input_can_be_the_id(tmp_path):
     x, y = _data()
     model = _with_inputs("features", "id")
@@ -439,7 +448,7 @@ def test_an_input_can_be_the_id(tmp_path):
 
 def test_settings_are_checked_before_training(tmp_path):
     model = PerSample.of(_network())
-    with pytest.raises(ValueError, match="jit_compile must be False, .* found True"):
+    with pytest.raises(ValueError, match=r"jit_compile must be False, .* found True"):
         model.compile("sgd", LOGITS, jit_compile=True)
     with pytest.raises(TypeError, match=r"ledger must be an sw\.Ledger; found PosixPath"):
         model.compile("sgd", LOGITS, ledger=tmp_path)
@@ -500,5 +509,5 @@ def test_several_ranks_are_refused(monkeypatch):
         size = 2
 
     monkeypatch.setattr(per_sample, "current_group", Two)
-    with pytest.raises(sw.DistributedError, match="fit must run in a single process, .* found 2 ranks"):
+    with pytest.raises(sw.DistributedError, match=r"fit must run in a single process, .* found 2 ranks"):
         _compiled(None).fit(*_data(), verbose=0)

@@ -114,7 +114,7 @@ def test_inputs_and_targets_are_checked():
         gradients(model, x, y[:4], "mse")
     with pytest.raises(sw.BatchError, match="found y=None"):
         gradients(model, x, None, "mse")
-    with pytest.raises(sw.LossesError, match="loss must be a Keras loss: .* found None"):
+    with pytest.raises(sw.LossesError, match=r"loss must be a Keras loss: .* found None"):
         gradients(model, x, y, None)
     embedding = keras.Sequential([layers.Embedding(5, 3), layers.Dense(1)])
     with pytest.raises(sw.ParameterError, match="x must be floating-point to have a gradient; found int64"):

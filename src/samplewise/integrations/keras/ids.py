@@ -1,8 +1,8 @@
 """Ids of samples in the batches that `fit` gets, and their removal before the model is called.
 
-    arrays                          the row number; `fit` adds it, and Keras shuffles it with the rows
-    a dict x with the key of ids    x[key]; the model does not get it, unless it is one of its inputs
-    a DataLoader of `sw.Indexed`    the index of the dataset, last element of each batch
+arrays                          the row number; `fit` adds it, and Keras shuffles it with the rows
+a dict x with the key of ids    x[key]; the model does not get it, unless it is one of its inputs
+a DataLoader of `sw.Indexed`    the index of the dataset, last element of each batch
 """
 
 from __future__ import annotations
