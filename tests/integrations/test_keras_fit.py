@@ -7,7 +7,7 @@ from keras_double import Linear, Squared, double, keras
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.integrations.keras import PerSample
+from samplewise.integrations.keras import PerSample, gradients
 
 layers = keras.layers
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -317,6 +317,33 @@ def test_ragged_batches_accumulate_exactly_with_the_reduction_sum():
         model.fit(x, y, batch_size=3, shuffle=False, verbose=0)
         for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+# -------------------------------------------------------------------------------------------------------- loss scale
+
+
+@pytest.mark.slow
+def test_updates_that_a_dynamic_loss_scale_skips_have_weight_zero(tmp_path):
+    x, y = _data(16)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = PerSample.of(_network())
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model.layers[1].rate = 0.0
+    reference = _network()
+    model.compile(keras.optimizers.SGD(0.0), LOGITS, transforms=[sw.clip(100.0)], ledger=sw.Ledger(tmp_path))
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.dynamic_scale.assign(2.0**24)  # overflows in float16, and is halved until it does not
+    model.fit(x, y, batch_size=4, epochs=4, shuffle=False, verbose=0)
+    rows = _rows(tmp_path)
+    applied = [w == 1 for w in rows["weight"][::4]]
+    assert applied[-1] and not applied[0]
+    assert rows["update"] == [sum(applied[: i // 4]) for i in range(64)]
+    assert int(model.optimizer.inner_optimizer.iterations) == sum(applied)
+    norms = gradients(reference, x, y, LOGITS).norms()
+    expected = [norms[i].item() if w == 1 else np.nan for i, w in zip(rows["id"], rows["weight"], strict=True)]
+    assert rows["norm"] == pytest.approx(expected, rel=0.02, nan_ok=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- ids

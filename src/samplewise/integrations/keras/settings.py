@@ -97,7 +97,7 @@ class Settings(KerasSaveable):
         samples = len(tree.flatten(y_pred)[0])
         return BackwardResult(SampleStats(torch.full((samples,), torch.nan) if losses is None else losses))
 
-    def record(self, result: BackwardResult, model: Any, y: Any, y_pred: Any, batch: Any, update: Update) -> None:
+    def record(self, result: BackwardResult, model: Any, y: Any, y_pred: Any, batch: Any, update: BatchUpdate) -> None:
         """Record the samples of a batch in the ledger."""
         if self.ledger is not None:
             stats = replace(result.stats, columns=columns_of_predictions(model, y, y_pred))
@@ -124,18 +124,18 @@ class Settings(KerasSaveable):
 
 
 @dataclass(frozen=True)
-class Update:
+class BatchUpdate:
     """Number of updates applied before a batch, and whether the optimizer skips the one of the batch."""
 
     index: int
     skipped: bool
 
 
-def next_update(optimizer: Any, gradients: list[Tensor | None]) -> Update:
+def next_update(optimizer: Any, gradients: list[Tensor | None]) -> BatchUpdate:
     """The update that a batch with these gradients belongs to."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return Update(int(optimizer.inner_optimizer.iterations), not bool(optimizer.check_finite(gradients)))
-    return Update(int(optimizer.iterations), False)
+        return BatchUpdate(int(optimizer.inner_optimizer.iterations), not bool(optimizer.check_finite(gradients)))
+    return BatchUpdate(int(optimizer.iterations), False)
 
 
 class _EpochCounter(keras.callbacks.Callback):
