@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,10 +106,11 @@ def backward(
     strategy = "twice" if ordinary or not chain.weighs else None
     total = loss if outputs is not None else loss.sum() / denominator
     try:
-        g = gradients(framework.scaled(loss), parameters, outputs=outputs, strategy=strategy)
-        stats = SampleStats(_losses(loss, losses, len(g), chain), counts, batch=batch)
-        scale = framework.factor if outputs is None else framework.factor / denominator
-        measure(g, stats, chain.samples, _directions(chain, named), norms=True, scale=scale)
+        with _allowed_by_fabric(through):
+            g = gradients(framework.scaled(loss), parameters, outputs=outputs, strategy=strategy)
+            stats = SampleStats(_losses(loss, losses, len(g), chain), counts, batch=batch)
+            scale = framework.factor if outputs is None else framework.factor / denominator
+            measure(g, stats, chain.samples, _directions(chain, named), norms=True, scale=scale)
     except (NonFiniteLossError, NonFiniteGradientError):
         if not framework.skips_overflow:
             raise
@@ -121,7 +124,8 @@ def backward(
         weights = one_per_sample(stats.coefficients) / (framework.factor * divided)
         framework.run((g._graph.losses * weights).sum())
     else:
-        accumulate(g, _divided(stats.coefficients, divided), retain_graph=False)
+        with _allowed_by_fabric(through):
+            accumulate(g, _divided(stats.coefficients, divided), retain_graph=False)
     return BackwardResult(stats.result())
 
 
@@ -202,6 +206,23 @@ def _has_scaler(through: Any) -> bool:
     """True if an Accelerator, or a Fabric, has a gradient scaler."""
     owners = (through, getattr(through, "_precision", None))
     return any(getattr(owner, "scaler", None) is not None for owner in owners)
+
+
+@contextmanager
+def _allowed_by_fabric(through: Any) -> Iterator[None]:
+    """Context manager: the passes in the block count as passes of `through`. With mixed precision, Fabric refuses
+    backward passes that do not run inside fabric.backward, by hooks on the outputs of the model.
+    """
+    flag = "_in_fabric_backward"
+    names = () if through is None else ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
+    before = {name: vars(sys.modules[name])[flag] for name in names if flag in vars(sys.modules.get(name, object))}
+    for name in before:
+        setattr(sys.modules[name], flag, True)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(sys.modules[name], flag, value)
 
 
 def _losses(loss: Tensor, given: Tensor | None, samples: int, chain: Chain) -> Tensor:
