@@ -7,8 +7,8 @@ PY      := $(VENV)/bin/python
 PIP     := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
 DEV     := $(VENV)/.installed-dev
 BENCH   := $(VENV)/.installed-bench
-# Lightning and Accelerate have dependencies of their own, hence a separate environment.
-LOOPS   := .venv-loops
+# TensorFlow, JAX and TRL have many dependencies of their own, hence a separate environment.
+FRAMEWORKS := .venv-integrations
 # `make test-torch TORCH=2.8.0` tests with another torch version, and with another Python version by PYTHON=python3.12.
 TORCH_VENV  ?= .venv-torch-$(TORCH)
 # Not run: tests/report and tests/test_docs.py, which hardly depend on torch.
@@ -17,12 +17,14 @@ TORCH_TESTS ?= $(filter-out tests/report/ tests/__pycache__/,$(wildcard tests/*/
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-torch lint format docs bench comparison clean
+.PHONY: help demo test test-all test-integrations test-torch lint format docs bench comparison clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
 	@echo 'make test        lint, then run the tests'
 	@echo 'make test-all    lint, then run all tests, including the slow ones'
+	@echo 'make test-integrations'
+	@echo '                 run all tests with Hugging Face, TRL, peft, Lightning, Accelerate and the backends of Keras'
 	@echo 'make test-torch  run the tests with another torch version, for example TORCH=2.8.0'
 	@echo 'make lint        run ruff, mypy and import-linter'
 	@echo 'make format      format the code and apply automatic fixes with ruff'
@@ -49,11 +51,11 @@ $(BENCH): benchmarks/requirements.txt constraints.txt $(DEV)
 	@$(PIP) --no-deps backpack-for-pytorch==1.7.1
 	@touch $@
 
-$(LOOPS)/.installed: benchmarks/requirements-loops.txt constraints.txt pyproject.toml
-	@echo 'installing other training loops into $(LOOPS)'
-	@$(PYTHON) -m venv $(LOOPS)
-	@$(LOOPS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
-		-r benchmarks/requirements-loops.txt -e '.[train]'
+$(FRAMEWORKS)/.installed: tests/integrations/requirements.txt constraints.txt pyproject.toml
+	@echo 'installing samplewise, the development tools and all frameworks into $(FRAMEWORKS)'
+	@$(PYTHON) -m venv $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		-r tests/integrations/requirements.txt -e '.[dev]'
 	@touch $@
 
 # The other pins stay: all of them work with torch 2.8 and newer.
@@ -77,6 +79,9 @@ test: lint
 test-all: lint
 	$(PY) -m pytest -q -n 2 -m '' --hypothesis-profile=explore
 
+test-integrations: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m pytest -q -n 2 -m '' tests/integrations
+
 test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/bin/python -m pytest -q -n 2 $(TORCH_TESTS)
 
@@ -95,9 +100,9 @@ bench: $(BENCH)
 	@$(PY) benchmarks/step.py
 	@$(PY) benchmarks/single.py
 
-comparison: $(BENCH) $(LOOPS)/.installed
+comparison: $(BENCH)
 	@$(PY) benchmarks/comparison.py
-	@$(LOOPS)/bin/python benchmarks/loops.py
+	@$(PY) benchmarks/loops.py
 
 docs: $(DEV) docs/picture.png
 	@$(PY) docs/reference.py
@@ -106,4 +111,4 @@ docs/picture.png: docs/picture.py | $(DEV)
 	@$(PY) docs/picture.py
 
 clean:
-	rm -rf $(VENV) $(LOOPS) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(FRAMEWORKS) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

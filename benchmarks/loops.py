@@ -1,6 +1,6 @@
 """Behaviour of training loops with a short last window, after an interruption, and with a NaN.
 
-    python benchmarks/loops.py        # `make comparison` uses a separate environment
+    python benchmarks/loops.py        # or `make comparison`
 
 Prints the table of docs/comparison.md:
 

@@ -137,8 +137,8 @@ def test_a_gradient_scaler_gets_non_finite_gradients_and_skips_the_update():
     assert stats.norms.isnan().all()
     assert framework.scaler.get_scale() == 4.0
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    z = model(x)
     with pytest.raises(NonFiniteLossError, match="sample 2"):
-        z = model(x)
         sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], Framework())
 
 
@@ -198,7 +198,7 @@ def test_invalid_arguments():
         sw.backward(loss, model)
     with pytest.raises(ValueError, match="denominator must be positive; found 0"):
         sw.backward(loss, model, z, denominator=0)
-    with pytest.raises(TypeError, match="through must be an Accelerator, a Fabric, or a function .*; found str"):
+    with pytest.raises(TypeError, match=r"through must be an Accelerator, a Fabric, or a function .*; found str"):
         sw.backward(loss, model, z, through="accelerator")
     with pytest.raises(TypeError, match="found that it computed no gradient"):
         sw.backward(loss, model, z, through=lambda loss: None)

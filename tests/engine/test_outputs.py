@@ -139,7 +139,7 @@ def test_several_outputs_of_which_one_is_computed_from_another():
 
     for outputs in ([z, hidden], (hidden, z)):
         check_rows(check_sum(loss, model, outputs), model, alone, B)
-    with pytest.raises(GraphError, match="the whole loss must pass through outputs; found that it depends on '0.weig"):
+    with pytest.raises(GraphError, match=r"the whole loss must pass through outputs; found that it depends on '0.weig"):
         sw.gradients(loss, model, outputs=z)
     only_z = F.cross_entropy(z, y)  # `hidden` reaches this loss through z only
     norms = sw.gradients(only_z, model, outputs=z).norms()
@@ -237,7 +237,7 @@ def test_penalties_and_auxiliary_losses_are_refused_with_the_parameter():
         sw.gradients(loss + auxiliary, model, outputs=z)
     frozen_router = {name: p for name, p in model.named_parameters() if "router" not in name}
     sw.gradients(loss + auxiliary, frozen_router, outputs=z).norms()  # no wanted parameter is on the other path
-    with pytest.raises(GraphError, match="depends on 'experts.0.weight' on another path"):
+    with pytest.raises(GraphError, match=r"depends on 'experts.0.weight' on another path"):
         sw.gradients(loss + model.experts[0].weight.square().sum(), model, outputs=z)
 
 
@@ -257,7 +257,7 @@ def test_invalid_arguments():
         sw.gradients(loss, model)
     with pytest.raises(LossesError, match="loss must be a scalar tensor if outputs are given; found shape \\(6,\\)"):
         sw.gradients(z.mean(1), model, outputs=z)
-    with pytest.raises(LossesError, match="found dict. Pass the tensors themselves, for example outputs=out.logits"):
+    with pytest.raises(LossesError, match=r"found dict. Pass the tensors themselves, for example outputs=out.logits"):
         sw.gradients(loss, model, outputs={"logits": z})
     with pytest.raises(LossesError, match="found a list of nothing"):
         sw.gradients(loss, model, outputs=[])
@@ -271,5 +271,5 @@ def test_invalid_arguments():
         sw.gradients(loss, model, outputs=model(x))
     with pytest.raises(ValueError, match=r"create_graph=True needs losses \(B,\)"):
         sw.gradients(loss, model, outputs=z, create_graph=True)
-    with pytest.raises(LossesError, match="g.losses needs losses"):
+    with pytest.raises(LossesError, match=r"g.losses needs losses"):
         _ = sw.gradients(loss, model, outputs=z).losses

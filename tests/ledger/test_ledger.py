@@ -618,3 +618,45 @@ def test_a_directory_in_use(tmp_path):
 def test_no_directory():
     with pytest.raises(ValueError, match=r"a ledger must have a directory; found none\. Pass it to the ledger"):
         recorded(None, step_(), loader())
+
+
+def test_a_loop_without_a_step_records_the_rows_of_a_step(tmp_path):
+    expected = recorded(tmp_path / "step", step_(samples=8, microbatch=4, transforms=[sw.clip(0.5)]), loader(4))
+    model = model_()
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    ledger = sw.Ledger(tmp_path / "loop")
+    updates = 0
+    for epoch in range(2):
+        batches = list(loader(4))
+        for k in range(0, len(batches), 2):
+            window = batches[k : k + 2]
+            samples = sum(len(batch[0]) for batch in window)
+            for batch in window:
+                logits = model(batch[0])
+                losses = F.cross_entropy(logits, batch[1], reduction="none")
+                loss = losses.sum() / samples
+                stats = sw.backward(loss, model, logits, [sw.clip(0.5)], denominator=samples, losses=losses)
+                ledger.record(stats, batch, update=updates, epoch=epoch)
+            optimizer.step()
+            optimizer.zero_grad()
+            updates += 1
+    found = ledger.samples().to_pydict()
+    assert list(found) == ["id", "epoch", "update", "loss", "norm", "weight"]
+    for name, values in found.items():
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(expected[name]))
+
+
+def test_rows_of_a_skipped_update_without_a_step(tmp_path):
+    model = model_()
+    batch = next(iter(loader(4)))
+    ledger = sw.Ledger(tmp_path, columns={"target": 1})
+    stats = sw.backward(F.cross_entropy(model(batch[0]), batch[1], reduction="none"), model)
+    ledger.record(stats, batch, update=0, skipped=True)
+    found = ledger.samples().to_pydict()
+    assert found["weight"] == [0] * 4
+    assert found["target"] == batch[1].tolist()
+    assert found["epoch"] == [0] * 4
+    with pytest.raises(TypeError, match="record needs the results of sw.backward; found Tensor"):
+        ledger.record(stats.norms, batch, update=1)
+    with pytest.raises(sw.BatchError):
+        ledger.record(stats, {"x": batch[0]}, update=1)

@@ -227,9 +227,10 @@ def inner(model: nn.Module) -> nn.Module:
     """Return the module inside a DistributedDataParallel or a module of Lightning Fabric, with the model's own
     parameter names; others unchanged.
     """
-    while isinstance(model, DistributedDataParallel) or type(model).__name__ == "_FabricModule":
-        model = model.module
-    return model
+    wrapped: Any = model
+    while isinstance(wrapped, DistributedDataParallel) or type(wrapped).__name__ == "_FabricModule":
+        wrapped = wrapped.module
+    return wrapped
 
 
 def is_replica(parameters: Iterable[Tensor]) -> bool:

@@ -45,6 +45,12 @@ class Edge(NamedTuple):
         return torch.autograd.graph.GradientEdge(self.node, self.slot)
 
 
+def edge_of(tensor: Tensor) -> Edge:
+    """Edge at which the gradient of a tensor arrives."""
+    node, slot, *_ = torch.autograd.graph.get_gradient_edge(tensor)
+    return Edge(node, slot)
+
+
 EdgeKey = tuple[int, int]  # an edge of any graph of one structure: position of the node, output slot
 
 

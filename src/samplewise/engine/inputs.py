@@ -7,7 +7,7 @@ from torch import Tensor
 
 from samplewise.engine.backward import gradients_at
 from samplewise.engine.checks import check_is_tensor, check_losses
-from samplewise.engine.graph import Edge, Graph, graph_alive
+from samplewise.engine.graph import Edge, Graph, edge_of, graph_alive
 from samplewise.engine.layouts import proofs
 from samplewise.engine.probe import MIXED, probe
 from samplewise.engine.tags import Regular
@@ -40,8 +40,7 @@ def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Te
         raise ParameterError(
             "x must require a gradient; found requires_grad=False. Call x.requires_grad_() before the forward pass."
         )
-    node, slot, *_ = torch.autograd.graph.get_gradient_edge(x)
-    edge = Edge(node, slot)
+    edge = edge_of(x)
     graph = Graph(losses, {"x": x}) if x.is_leaf else Graph(losses, {}, goal=edge.node)
     if edge.node not in graph.relevant:
         raise GraphError(

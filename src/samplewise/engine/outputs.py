@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from samplewise.core.text import plural
 from samplewise.engine.backward import removed_afterwards
 from samplewise.engine.checks import wide_dtype
-from samplewise.engine.graph import Edge, graph_alive, is_accumulate_grad, operation
+from samplewise.engine.graph import Edge, Node, edge_of, graph_alive, is_accumulate_grad, operation
 from samplewise.errors import GraphError, LossesError
 
 Outputs = Tensor | Sequence[Tensor]
@@ -90,8 +89,7 @@ def _description(outputs: Any) -> str:
 
 def _edges_of(z: Tensor) -> Iterator[Edge]:
     """The edge of an output, and those of the tensors that it is an unchanged copy of."""
-    node, slot, *_ = get_gradient_edge(z)
-    edge = Edge(node, slot)
+    edge = edge_of(z)
     yield edge
     while not is_accumulate_grad(edge.node) and operation(edge.node) in COPIES:
         child, slot = edge.node.next_functions[edge.slot if len(edge.node.next_functions) > 1 else 0]
@@ -105,12 +103,11 @@ def _reached(loss: Tensor, stops: Mapping[Edge, Tensor], wanted: Mapping[str, Te
     """The stops that the loss depends on. Raises GraphError if there is none, or if a wanted parameter is reached
     without passing one.
     """
-    node, slot, *_ = get_gradient_edge(loss)
     names = {id(p): name for name, p in wanted.items()}
     found: dict[Edge, None] = {}
     bypassed: list[str] = []
-    seen = {node}
-    stack = [] if Edge(node, slot) in stops else [node]
+    stack: list[Node] = [edge_of(loss).node]
+    seen = set(stack)
     while stack:
         node = stack.pop()
         if is_accumulate_grad(node) and id(node.variable) in names:

@@ -20,7 +20,7 @@ def measure(
     norms: bool,
     scale: float | Tensor = 1.0,
 ) -> None:
-    """Add the norms and dots that this stage needs to `stats`, divided by `scale`. norms=True: add norms in any case."""
+    """Add the norms and dots that this stage needs to `stats`, divided by `scale`. `norms`: add norms in any case."""
     by = "parameter" if stage.by_parameter else None
     if norms or "norms" in stage.needs:
         stats.raw_norms = _unscaled(g.norms(by), scale)
