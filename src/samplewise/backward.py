@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from samplewise.distributed.ddp import inner, is_replica
 from samplewise.distributed.sharded_parameters import is_sharded
 from samplewise.engine.backward import without_grads
 from samplewise.engine.checks import Parameters, check_is_tensor, named_parameters, wide_dtype
-from samplewise.engine.gradients import accumulate, gradients
+from samplewise.engine.gradients import Gradients, accumulate, gradients, norms_during
 from samplewise.engine.outputs import Outputs
 from samplewise.errors import (
     DistributedError,
@@ -102,30 +104,29 @@ def backward(
     named = _whole_parameters(parameters)
     ordinary = is_replica(named.values()) or (isinstance(parameters, nn.Module) and is_sharded(parameters))
     _check_coefficients(chain, ordinary)
-    framework = _framework(through, loss)
-    strategy = "twice" if ordinary or not chain.weighs else None
-    total = loss if outputs is not None else loss.sum() / denominator
+    own = loss if outputs is None else losses
+    loss = loss / denominator if outputs is None else loss
+    framework = _Framework(through, loss)
     try:
         with _allowed_by_fabric(through):
-            g = gradients(framework.scaled(loss), parameters, outputs=outputs, strategy=strategy)
-            stats = SampleStats(_losses(loss, losses, len(g), chain), counts, batch=batch)
-            scale = framework.factor if outputs is None else framework.factor / denominator
-            measure(g, stats, chain.samples, _directions(chain, named), norms=True, scale=scale)
+            g = gradients(framework.scaled(loss), parameters, outputs=outputs, strategy="twice" if ordinary else None)
+            stats = SampleStats(_checked_losses(own, g, chain), counts, batch=batch)
+            directions = _directions(chain, named)
+            if not chain.weighs:
+                framework.run(loss.sum(), g)
+            measure(g, stats, chain.samples, directions, norms=True, scale=framework.factor / denominator)
     except (NonFiniteLossError, NonFiniteGradientError):
         if not framework.skips_overflow:
             raise
-        framework.run(total)
-        return BackwardResult(_unknown(loss if outputs is None else outputs))  # the scaler skips the update
-    (stats,) = chain.samples.weigh([stats])
-    divided = denominator if outputs is None else 1
-    if stats.coefficients is None:
-        framework.run(total)
-    elif ordinary:
-        weights = one_per_sample(stats.coefficients) / (framework.factor * divided)
-        framework.run((g._graph.losses * weights).sum())
-    else:
-        with _allowed_by_fabric(through):
-            accumulate(g, _divided(stats.coefficients, divided), retain_graph=False)
+        framework.run(loss.sum())
+        return BackwardResult(_unknown(loss if outputs is None else outputs))
+    if chain.weighs:
+        (stats,) = chain.samples.weigh([stats])
+        if ordinary:
+            framework.run((g._graph.losses * (one_per_sample(stats.weights) / framework.factor)).sum())
+        else:
+            with _allowed_by_fabric(through):
+                accumulate(g, stats.coefficients, retain_graph=False)
     return BackwardResult(stats.result())
 
 
@@ -171,35 +172,63 @@ def _check_coefficients(chain: Chain, ordinary: bool) -> None:
         )
 
 
-class _Framework(NamedTuple):
-    """Backward pass of a framework, or of torch."""
+class _Framework:
+    """Backward pass of a framework, or of torch if `through` is None.
 
-    run: Callable[[Tensor], object]  # runs the pass of a scalar
-    factor: Tensor | float = 1.0  # by which the framework multiplies the loss
-    skips_overflow: bool = False  # True if it has a gradient scaler, which skips updates with non-finite gradients
+    factor: by which the framework multiplies the loss.
+    skips_overflow: it has a gradient scaler, which skips updates with non-finite gradients.
+    """
+
+    def __init__(self, through: Any, loss: Tensor):
+        self.factor: Tensor | float = 1.0
+        self.skips_overflow = _has_scaler(through)
+        self._through = through
+        self._backward = Tensor.backward if through is None else getattr(through, "backward", through)
+        self._ran = False
+        if not callable(self._backward):
+            raise TypeError(
+                "through must be an Accelerator, a Fabric, or a function that runs a backward pass; found "
+                f"{type(through).__name__}."
+            )
+        if through is not None:
+            self.factor = self._find_factor(loss)
+
+    def _find_factor(self, loss: Tensor) -> Tensor:
+        one = torch.ones((), dtype=wide_dtype(loss.dtype), device=loss.device, requires_grad=True)
+        self._backward(one * 1)
+        if one.grad is None:
+            raise TypeError(
+                "through must run the backward pass of the loss that it gets; found that it computed no gradient. "
+                "Pass a function that calls loss.backward()."
+            )
+        return one.grad
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss as the framework differentiates it, so that half-precision gradients do not underflow."""
         return loss * self.factor if isinstance(self.factor, Tensor) else loss
 
+    def run(self, total: Tensor, g: Gradients | None = None) -> None:
+        """Run the pass of `total`, once. With `g`, the gradients of its parts, also compute their norms, if possible in
+        the same pass.
+        """
+        if self._ran:
+            return
+        self._ran = True
+        if g is not None and not g._sharded and _accepts_retain_graph(self._backward):
+            norms_during(g, partial(self._pass, total, retain_graph=True))
+        else:
+            if g is not None:
+                g.norms()
+            self._pass(total)
 
-def _framework(through: Any, loss: Tensor) -> _Framework:
-    if through is None:
-        return _Framework(Tensor.backward)
-    run = getattr(through, "backward", through)
-    if not callable(run):
-        raise TypeError(
-            "through must be an Accelerator, a Fabric, or a function that runs a backward pass; found "
-            f"{type(through).__name__}."
-        )
-    one = torch.ones((), dtype=wide_dtype(loss.dtype), device=loss.device, requires_grad=True)
-    run(one * 1)
-    if one.grad is None:
-        raise TypeError(
-            "through must run the backward pass of the loss that it gets; found that it computed no gradient. Pass a "
-            "function that calls loss.backward()."
-        )
-    return _Framework(run, one.grad, _has_scaler(through))
+    def _pass(self, total: Tensor, **options: Any) -> None:
+        with _allowed_by_fabric(self._through):  # fabric.backward ends with a reset of its flag
+            self._backward(total, **options)
+
+
+def _accepts_retain_graph(function: Callable[..., object]) -> bool:
+    parameters = signature(function).parameters.values()
+    return any(p.name == "retain_graph" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _has_scaler(through: Any) -> bool:
@@ -210,12 +239,12 @@ def _has_scaler(through: Any) -> bool:
 
 @contextmanager
 def _allowed_by_fabric(through: Any) -> Iterator[None]:
-    """Context manager: the passes in the block count as passes of `through`. With mixed precision, Fabric refuses
-    backward passes that do not run inside fabric.backward, by hooks on the outputs of the model.
+    """Context manager: unless `through` is None, backward passes in the block count as passes of fabric.backward. With
+    mixed precision, Fabric refuses all others, by hooks on the outputs of the model.
     """
     flag = "_in_fabric_backward"
     names = () if through is None else ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
-    before = {name: vars(sys.modules[name])[flag] for name in names if flag in vars(sys.modules.get(name, object))}
+    before = {name: vars(sys.modules[name])[flag] for name in names if hasattr(sys.modules.get(name), flag)}
     for name in before:
         setattr(sys.modules[name], flag, True)
     try:
@@ -225,21 +254,19 @@ def _allowed_by_fabric(through: Any) -> Iterator[None]:
             setattr(sys.modules[name], flag, value)
 
 
-def _losses(loss: Tensor, given: Tensor | None, samples: int, chain: Chain) -> Tensor:
+def _checked_losses(losses: Tensor | None, g: Gradients, chain: Chain) -> Tensor:
     """Losses (B,) for transforms and results; NaN if they are not known."""
-    if given is not None and given.shape != (samples,):
-        raise LossesError(f"losses must have one value per sample, shape ({samples},); found {tuple(given.shape)}.")
-    if given is not None:
-        return given.detach()
-    if loss.dim():
-        return loss.detach()
+    if losses is not None and losses.shape != (len(g),):
+        raise LossesError(f"losses must have one value per sample, shape ({len(g)},); found {tuple(losses.shape)}.")
+    if losses is not None:
+        return losses.detach()
     reads = next((t for t in chain.samples.transforms if "losses" in t.needs), None)
     if reads is not None:
         raise TransformError(
             f"{reads} must get the losses of the samples; found a scalar loss, in which they are not known. Pass "
             "losses= (B,), computed with reduction='none'."
         )
-    return loss.new_full((samples,), torch.nan)
+    return torch.full_like(g._graph.losses, torch.nan, requires_grad=False)
 
 
 def _directions(chain: Chain, named: Mapping[str, Tensor]) -> dict[Reference, dict[str, Tensor]]:
@@ -248,12 +275,6 @@ def _directions(chain: Chain, named: Mapping[str, Tensor]) -> dict[Reference, di
         return {}
     with without_grads(named.values()):
         return chain.directions(named)
-
-
-def _divided(coefficients: PerSample, by: float) -> PerSample:
-    if by == 1:
-        return coefficients
-    return coefficients / by if isinstance(coefficients, Tensor) else {n: c / by for n, c in coefficients.items()}
 
 
 def _unknown(outputs: Outputs) -> SampleStats:

@@ -50,9 +50,8 @@ def grads(how, scalar, transforms, passes=1, through=None):
     model = wrapped(how)
     transforms = TRANSFORMS[transforms](model)
     own = slice(current_group().rank, SAMPLES, current_group().size)
-    x, y = (part[own] for part in data()[:2])
     mine = []
-    for k, (x, y) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
+    for k, (x, y) in enumerate(zip(*(part[own].chunk(passes) for part in data()[:2]), strict=True)):
         last = k == passes - 1
         wait = model.no_sync() if isinstance(model, DistributedDataParallel) and not last else contextlib.nullcontext()
         with wait:

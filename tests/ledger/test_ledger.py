@@ -656,7 +656,7 @@ def test_rows_of_a_skipped_update_without_a_step(tmp_path):
     assert found["weight"] == [0] * 4
     assert found["target"] == batch[1].tolist()
     assert found["epoch"] == [0] * 4
-    with pytest.raises(TypeError, match="record needs the results of sw.backward; found Tensor"):
+    with pytest.raises(TypeError, match=r"record needs the results of sw.backward; found Tensor"):
         ledger.record(stats.norms, batch, update=1)
     with pytest.raises(sw.BatchError):
         ledger.record(stats, {"x": batch[0]}, update=1)

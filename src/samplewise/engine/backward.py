@@ -1,8 +1,9 @@
 """Backward passes that stop at given nodes, before the parameters, so that no parameter gradient is computed.
 
 `gradients_at` returns the gradients at given edges. `backward_past` passes them to a callback, node by node during the
-pass, and keeps none of them. `pull_back` continues from an edge to the parameters below it. `backward_to_leaves` passes
-the gradients of parameters to a callback, one by one.
+pass, and keeps none of them; `watch_backward` does so during an ordinary pass to the parameters. `pull_back` continues
+from an edge to the parameters below it. `backward_to_leaves` passes the gradients of parameters to a callback, one by
+one.
 """
 
 from __future__ import annotations
@@ -120,29 +121,53 @@ def _pass_on_afterwards(
 
 
 def _pass_on_during(graph: Graph, stops: Stops, arrived: Arrived, weights: Tensor | None, create_graph: bool) -> None:
-    remaining = set(stops.slots)
-    thread = threading.get_ident()
-
-    def show(stop: int, gradients: Sequence[Tensor | None]) -> None:
-        # A node may run again before the hooks are removed: in a nested call, or in the pass of another thread. The
-        # autograd engine runs CPU nodes in the thread that started the pass.
-        if stop in remaining and (threading.get_ident() == thread or not _on_cpu(gradients)):
-            remaining.remove(stop)
-            slots = stops.slots[stop]
-            with torch.set_grad_enabled(create_graph):
-                arrived(stop, {s: g for s in slots if s < len(gradients) and (g := gradients[s]) is not None})
-
     ends = [stop for stop in stops.slots if stop in stops.ends]
     edges = [Edge(graph.nodes[stop], slot) for stop in ends for slot in stops.slots[stop]]
-    hooked = remaining - stops.ends
-    with (
-        _one_pass_at_a_time(graph.losses.device),
-        removed_afterwards([graph.nodes[stop].register_prehook(partial(show, stop)) for stop in hooked]),
-    ):
+    viewer = _Viewer(stops, arrived, create_graph)
+    with viewer.watching(graph, set(stops.slots) - stops.ends):
         gradients = iter(gradients_at(graph, edges, weights, create_graph))
     for stop in ends:
         here = {slot: next(gradients) for slot in stops.slots[stop]}
-        show(stop, [here.get(slot) for slot in range(max(here) + 1)])
+        viewer.show(stop, [here.get(slot) for slot in range(max(here) + 1)])
+
+
+def watch_backward(graph: Graph, stops: Stops, arrived: Arrived, run: Callable[[], object]) -> bool:
+    """Call run(), an ordinary backward pass through the nodes of `graph`, and arrived(position of the node, {output
+    slot: gradient}) for each stop in it. Returns True if the pass has reached all stops.
+    """
+    viewer = _Viewer(stops, arrived, create_graph=False)
+    with viewer.watching(graph, set(stops.slots)), torch.enable_grad():
+        run()
+    return not viewer.remaining
+
+
+class _Viewer:
+    """Passes the gradients that a backward pass computes at each stop to a callback, once."""
+
+    def __init__(self, stops: Stops, arrived: Arrived, create_graph: bool):
+        self.stops = stops
+        self.arrived = arrived
+        self.create_graph = create_graph
+        self.remaining = set(stops.slots)
+        self.thread = threading.get_ident()
+
+    @contextmanager
+    def watching(self, graph: Graph, hooked: Iterable[int]) -> Iterator[None]:
+        """Context manager: shows the gradients of backward passes in the block at these nodes."""
+        with (
+            _one_pass_at_a_time(graph.losses.device),
+            removed_afterwards([graph.nodes[stop].register_prehook(partial(self.show, stop)) for stop in hooked]),
+        ):
+            yield
+
+    def show(self, stop: int, gradients: Sequence[Tensor | None]) -> None:
+        # A node may run again before the hooks are removed: in a nested call, or in the pass of another thread. The
+        # autograd engine runs CPU nodes in the thread that started the pass.
+        if stop in self.remaining and (threading.get_ident() == self.thread or not _on_cpu(gradients)):
+            self.remaining.remove(stop)
+            slots = self.stops.slots[stop]
+            with torch.set_grad_enabled(self.create_graph):
+                self.arrived(stop, {s: g for s in slots if s < len(gradients) and (g := gradients[s]) is not None})
 
 
 _device_passes = threading.Lock()

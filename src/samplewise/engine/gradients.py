@@ -167,6 +167,13 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     return None
 
 
+def norms_during(g: Gradients, run: Callable[[], object]) -> None:
+    """Call run(), an ordinary backward pass through the graph of `g` that does not free it, and compute the norms for
+    `g.norms()` in the same pass, if possible.
+    """
+    g._evaluator.during(run, g.norms)
+
+
 class Gradients:
     """Per-sample gradients of a batch, computed on demand. Returned by `sw.gradients`.
 

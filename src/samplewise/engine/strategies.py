@@ -12,7 +12,7 @@ their inputs are still in the CPU cache then.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from samplewise.distributed.sharded_parameters import unsharded
-from samplewise.engine.backward import backward_past, backward_to_leaves, foreign_hooks
+from samplewise.engine.backward import backward_past, backward_to_leaves, foreign_hooks, watch_backward
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
@@ -42,6 +42,18 @@ class QuantityEvaluator:
         self._planner = planner
         self._strategies: dict[str, GradStrategy] = {}
         self._lock = threading.RLock()
+
+    def during(self, run: Callable[[], object], compute: Callable[[], object]) -> None:
+        """Call compute(), and run() once: in place of the first backward pass of `compute`, or after it if it has none.
+        run() is an ordinary backward pass through this graph that does not free it.
+        """
+        with self.context():
+            source = self._chosen(self.strategy)
+        if isinstance(source, BackwardStrategy):
+            source.ordinary = run
+        compute()
+        if not isinstance(source, BackwardStrategy) or source.ordinary is not None:
+            run()
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -119,6 +131,7 @@ class BackwardStrategy:
         self.keep = keep
         self.forms: dict[str, PerSampleGrad] = {}
         self.versions = Versions()
+        self.ordinary: Callable[[], object] | None = None  # ordinary backward pass that replaces the next one here
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         if not self.forms:
@@ -172,7 +185,13 @@ class BackwardStrategy:
             nonzero.extend(_is_not_zero(g) for slot, g in gradients.items() if (at, slot) in pending)
             builder.add(at, gradients)
 
-        backward_past(self.planner.graph, plan.stops, arrived if pending else builder.add, None, self.create_graph)
+        receive = arrived if pending else builder.add
+        run = self.ordinary
+        self.ordinary = None
+        if run is None:
+            backward_past(graph, plan.stops, receive, None, self.create_graph)
+        elif not watch_backward(graph, plan.stops, receive, run):
+            return self._pass(quantity, keep)
         verifiable = bool(nonzero) and bool(torch.stack(nonzero).any())  # one host sync for all
         return None if verifiable and not self.planner.verify_again() else builder
 

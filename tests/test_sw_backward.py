@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samplewise as sw
+from samplewise.engine import strategies
 from samplewise.errors import LossesError, NonFiniteLossError, TransformError
 
 B, CLASSES = 6, 4
@@ -45,9 +46,9 @@ class Framework:
         self.steps = steps
         self.scaler = scaler
 
-    def backward(self, loss):
+    def backward(self, loss, **options):
         loss = loss / self.steps
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward(**options)
 
 
 @pytest.mark.parametrize("through", [None, Framework(), Framework(3)], ids=["torch", "framework", "accumulating"])
@@ -69,6 +70,21 @@ def test_without_transforms_gradients_are_bit_identical(through):
     assert stats.losses.isnan().all()
     value, z = loss()
     torch.testing.assert_close(stats.norms, B * sw.gradients(value, model, outputs=z).norms())
+
+
+def test_recording_needs_one_pass(monkeypatch):
+    model, x, y = problem()
+
+    def record():
+        z = model(x)
+        return sw.backward(F.cross_entropy(z, y), model, z, through=Framework(2)).norms
+
+    expected = record()  # also verifies the ownership of gradients, with further passes
+    model.zero_grad()
+    monkeypatch.setattr(strategies, "backward_past", lambda *_: pytest.fail("another backward pass"))
+    assert torch.equal(record(), expected)
+    with pytest.raises(pytest.fail.Exception, match="another backward pass"):
+        sw.backward(model(x).square().mean(1), model, through=lambda loss: loss.backward())  # cannot retain the graph
 
 
 @pytest.mark.parametrize("steps", [None, 1, 4])
