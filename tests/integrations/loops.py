@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,14 @@ def results(model, batch, transforms, through, scalar, window=None, factor=1):
         return sw.backward(loss, model, logits, transforms, through, denominator=denominator)
     losses = F.cross_entropy(logits, y, reduction="none")
     return sw.backward(losses, model, None, transforms, through, denominator=denominator)
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
 
 
 def kill_if(step, after):
@@ -104,27 +112,32 @@ def accelerate_loop(
     return parameters(accelerator.unwrap_model(model))
 
 
-def fabric_loop(
+def fabric_loop(directory, batch_size=4, samples=SAMPLES, dtype="float64", dropout=0.0, **settings):
+    """Returns the parameters by name. Fabric converts the outputs of a float64 model to the default dtype."""
+    made = parts(batch_size, samples, getattr(torch, dtype), dropout)
+    with default_dtype(getattr(torch, dtype)):
+        return fabric_epochs(directory, made, batch_size, samples, **settings)
+
+
+def fabric_epochs(
     directory,
-    batch_size=4,
+    made,
+    batch_size,
+    samples,
     accumulate=1,
     epochs=1,
-    samples=SAMPLES,
     clip=0.7,
     scalar=False,
     plain=False,
-    dropout=0.0,
     precision="64-true",
-    dtype="float64",
     strategy="auto",
     devices=1,
     kill_after=None,
     resume=False,
 ):
-    """Returns the parameters by name."""
     fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy, precision=precision)
     fabric.launch()
-    model, optimizer, loader = parts(batch_size, samples, getattr(torch, dtype), dropout)
+    model, optimizer, loader = made
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(loader)
     ledger = sw.Ledger(f"{directory}/run")
@@ -158,17 +171,7 @@ def fabric_loop(
     return parameters(model.module)
 
 
-def fabric_loop_in_default_dtype(directory, dtype="float64", **arguments):
-    """Fabric converts the outputs of a float64 model to the default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        return fabric_loop(directory, dtype=dtype, **arguments)
-    finally:
-        torch.set_default_dtype(before)
-
-
-LOOPS = {"accelerate": accelerate_loop, "fabric": fabric_loop_in_default_dtype}
+LOOPS = {"accelerate": accelerate_loop, "fabric": fabric_loop}
 
 
 def parameters(model):
