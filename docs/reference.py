@@ -25,6 +25,7 @@ TARGET = Path(__file__).with_name("reference.md")
 # Each name in samplewise.__all__ is in one of these sections; exceptions have their own section.
 SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "freeze_batchnorm", "scan", "check"],
+    "Loops without a step": ["backward", "BackwardResult"],
     "Training steps": ["Step", "Update", "auto", "fsdp", "sgd"],
     "Transforms": ["chain", "clip", "weight", "drop", "normalize", "align", "group", "noise", "check_transform"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
@@ -33,7 +34,12 @@ SECTIONS = {
     "Ledger": ["Ledger", "Indexed", "samples"],
 }
 RESULTS = {"Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects]}
-RETURNED = (samplewise.Gradients, samplewise.Update, *RESULTS["Diagnostics"])  # not created by users
+RETURNED = (
+    samplewise.Gradients,
+    samplewise.BackwardResult,
+    samplewise.Update,
+    *RESULTS["Diagnostics"],
+)  # not created by users
 SHOWN = ("__call__", "__getitem__")  # special methods that are documented
 
 

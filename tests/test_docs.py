@@ -226,6 +226,7 @@ def test_our_column_of_the_comparison_is_true(benchmark):
     assert found == shown
 
 
+@pytest.mark.slow
 def test_our_row_of_the_training_loops_is_true(benchmark):
     loops, text = benchmark("loops.py"), (ROOT / "docs" / "comparison.md").read_text()
     heads, _, ours, *_ = _table(text, "| | short window |")
@@ -291,7 +292,7 @@ def _public_errors():
 
 
 def test_public_surface():
-    functions = {"gradients", "input_gradients", "check", "scan", "Gradients"}
+    functions = {"gradients", "input_gradients", "check", "scan", "Gradients", "backward", "BackwardResult"}
     functions |= {"Step", "Trainer", "Update", "auto", "fsdp", "sgd", "chain", "check_transform"}
     functions |= {"Indexed", "Ledger", "samples", "load_checkpoint", "sharded", "join_process_group"}
     functions |= {

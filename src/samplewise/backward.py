@@ -19,6 +19,7 @@ from samplewise.engine.backward import without_grads
 from samplewise.engine.checks import Parameters, check_is_tensor, named_parameters, wide_dtype
 from samplewise.engine.gradients import Gradients, accumulate, gradients, norms_during
 from samplewise.engine.outputs import Outputs
+from samplewise.engine.pending_checks import collected_in
 from samplewise.errors import (
     DistributedError,
     LossesError,
@@ -121,7 +122,8 @@ def backward(
         framework.run(loss.sum())
         return BackwardResult(_unknown(loss if outputs is None else outputs))
     if chain.weighs:
-        (stats,) = chain.samples.weigh([stats])
+        with collected_in(g._checks):  # all values on an accelerator are checked in one host sync
+            (stats,) = chain.samples.weigh([stats])
         if ordinary:
             framework.run((g._graph.losses * (one_per_sample(stats.weights) / framework.factor)).sum())
         else:

@@ -61,7 +61,8 @@ def backward(what):
 def test_backward_past_a_reducer_is_refused(two, what):
     message = (
         "DistributedError: gradients of a DistributedDataParallel must be summed over ranks; found g.backward(), "
-        "which bypasses its reducer. Use sw.Step, or p.grad = g.sum(reduce=True)[name] / number of samples."
+        "which bypasses its reducer. Use sw.backward, sw.Step, or p.grad = g.sum(reduce=True)[name] / number of "
+        "samples."
     )
     assert two.errors(backward, what) == [message] * 2
 

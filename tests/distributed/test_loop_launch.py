@@ -135,6 +135,7 @@ def test_the_command_line_starts_processes(tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_function_whose_rank_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
     """As under torchrun, with ranks that are forked and not started."""
     launcher = tmp_path / "launcher.py"

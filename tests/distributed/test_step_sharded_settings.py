@@ -249,6 +249,7 @@ def all_memory():
     return steady, memory_of("plain", first=True), memory_of("clip", first=True)
 
 
+@pytest.mark.slow
 def test_an_update_takes_the_memory_of_fully_shard(two):
     for steady, plain, first in two.run(all_memory):
         for how in ("step", "clip", "drop"):

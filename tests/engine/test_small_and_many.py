@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_loop import assert_as_loop, norms_by_loop
-from daily import daily
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -120,7 +119,8 @@ def test_scalars_that_are_stacked_share_their_passes(monkeypatch):
     assert len(passes) < 40
 
 
-@pytest.mark.parametrize("shape", daily([(), (2,)], [(2,)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(), (2,)])
 def test_many_thousand_parameters(shape):
     count = 10_000
     parameters = [nn.Parameter(torch.full(shape, 1e-3 * (k % 7), dtype=torch.float64)) for k in range(count)]

@@ -109,6 +109,7 @@ def test_killed_twenty_times(uninterrupted, tmp_path):
     assert_same(ended(tmp_path), expected)
 
 
+@pytest.mark.slow
 def test_asked_to_leave(uninterrupted, tmp_path):
     loader, expected = uninterrupted
     interrupted_until_done(tmp_path, loader, [signal.SIGTERM, signal.SIGINT], pause=0.3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import reduce
 from operator import index
 from typing import overload
 
@@ -18,26 +17,24 @@ from samplewise.engine.backward import accumulate_grad, notifying
 from samplewise.engine.checks import (
     Parameters,
     Weights,
-    are_ordinary_norms,
     check_attached,
     check_direction,
     check_is_tensor,
-    faint_limit,
     finite_losses,
     finite_numbers,
     finite_tensors,
     named_parameters,
     weights_by_name,
-    wide_dtype,
 )
-from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.by_rows import random_signs, root
+from samplewise.engine.grads.by_rows import random_signs
 from samplewise.engine.graph import Graph, graph_alive
+from samplewise.engine.norms import Norms
 from samplewise.engine.outputs import Outputs, parts_of_loss
-from samplewise.engine.pending_checks import PendingChecks, collecting, read_at_once
+from samplewise.engine.pending_checks import PendingChecks, collecting
 from samplewise.engine.plan import Planner, Quantity
 from samplewise.engine.strategies import QuantityEvaluator
+from samplewise.engine.totals import total_of, zeros
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
 
 STRATEGIES = ("fused", "twice", "full", "reference")
@@ -193,8 +190,7 @@ class Gradients:
         self._of_scalar = False  # True if the losses are parts of a scalar loss, which have no meaning as values
         self._own = False  # True if created by the user: nothing sums the .grad written by `backward` over ranks
         self._sharded = evaluator.graph.sharded  # gradients are summed over ranks in an ordinary backward pass
-        self._squared_norms: dict[str, Tensor] | None = None
-        self._device_norms: dict[str, Tensor] | None = None
+        self._norms = Norms(evaluator, checks)
 
     @property
     def names(self) -> list[str]:
@@ -239,76 +235,7 @@ class Gradients:
         """
         _check_by(by)
         with self._evaluator.context():
-            if not read_at_once(self._graph.losses):
-                return self._norms_without_sync(by)
-            if self._squared_norms is None:
-                self._squared_norms = self._evaluator.evaluate(lambda form, _: form.squared_norms())
-            squared = self._squared_norms
-            if by == "parameter":
-                norms = {name: root(squared[name]) if name in squared else self._zeros() for name in self.names}
-                return self._with_faint_norms(norms)
-            total = root(self._total(squared))
-            if are_ordinary_norms(total):
-                return total
-            return self._with_faint_norms({"": finite_numbers(total, "norm")})[""]
-
-    def _norms_without_sync(self, by: str | None) -> Tensor | dict[str, Tensor]:
-        """As `norms`, from scaled factors: which norms are too small to be squared is not known without a host sync."""
-        if self._device_norms is None:
-            self._device_norms = self._with_cancelled_norms()
-        parts = self._device_norms
-        if by == "parameter":
-            return {name: parts[name] if name in parts else self._zeros() for name in self.names}
-        total = self._zeros()
-        if parts:
-            dtype = reduce(torch.promote_types, (norms.dtype for norms in parts.values()), total.dtype)
-            columns = [parts[name].to(dtype) for name in self.names if name in parts]
-            total = by_rows.scaled_norms(torch.stack(columns, 1))
-        self._checks.add(finite_numbers, total, "norm")
-        return total
-
-    def _with_cancelled_norms(self) -> dict[str, Tensor]:
-        """Norms of each parameter. Those that are NaN because a sum of pairs cancels are computed from rows: one host
-        sync, if there are parameters with such sums.
-        """
-        may_cancel: set[str] = set()
-
-        def quantity(form: PerSampleGrad, name: str) -> Tensor:
-            if form.may_cancel:
-                may_cancel.add(name)
-            return form.scaled_norms()
-
-        norms: dict[str, Tensor] = self._evaluator.evaluate(quantity)
-        if not may_cancel:
-            return norms
-        unknown = torch.stack([norms[name].isnan() for name in sorted(may_cancel)]).any(0)
-        samples = unknown.nonzero().flatten()
-        if len(samples):
-            exact = self._evaluator.evaluate(
-                lambda form, name: by_rows.faint_norms(form, samples) if name in may_cancel else None
-            )
-            for name in may_cancel:
-                norms[name] = norms[name].index_copy(0, samples, exact[name].to(norms[name].dtype))
-        return norms
-
-    def _with_faint_norms(self, norms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Recompute norms whose squares are too small for their dtype. The name "" means all parameters together."""
-        faint = {name: n.detach() < faint_limit(n.dtype) for name, n in norms.items() if not are_ordinary_norms(n)}
-        faint = {name: mask for name, mask in faint.items() if mask.any()}
-        if not faint:
-            return norms
-        samples = torch.stack(list(faint.values())).any(0).nonzero().flatten()
-        parts = self._evaluator.evaluate(lambda form, _: form.faint_norms(samples))
-        for name, mask in faint.items():
-            if name == "":
-                exact: Tensor | None = by_rows.scaled_norms(torch.stack(list(parts.values()), 1))
-            else:
-                exact = parts.get(name)
-            if exact is not None:
-                before = norms[name]
-                replaced = torch.where(mask[samples], exact.to(before.dtype), before[samples])
-                norms[name] = before.index_copy(0, samples, replaced)
-        return norms
+            return self._norms.by_parameter() if by == "parameter" else self._norms.of_samples()
 
     @overload
     def dot(self, direction: Mapping[str, Tensor] | Gradients, by: None = None) -> Tensor: ...
@@ -325,11 +252,11 @@ class Gradients:
         _check_by(by)
         parts = self._paired_dots(direction) if isinstance(direction, Gradients) else self._dots(direction)
         with torch.enable_grad():  # parts require a gradient only with create_graph
-            total = self._total(parts)
+            total = total_of(self._graph, parts)
         self._checks.add(finite_numbers, total, "dot product")
         if by is None:
             return total
-        return {name: parts[name] if name in parts else self._zeros() for name in self.names}
+        return {name: parts[name] if name in parts else zeros(self._graph) for name in self.names}
 
     def _dots(self, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
         check_direction(direction, self._parameters)
@@ -368,11 +295,11 @@ class Gradients:
         self._settle()
         if other is None:
             with self._evaluator.context():
-                return self._total(self._evaluator.evaluate(lambda form, _: form.gram(form)), len(self))
+                return total_of(self._graph, self._evaluator.evaluate(lambda form, _: form.gram(form)), len(self))
         parts = self._with_other(other, "gram", lambda mine, theirs: mine.gram(theirs))
         other._settle()
         with torch.enable_grad():  # parts require a gradient only with create_graph
-            return self._total(parts, len(other))
+            return total_of(self._graph, parts, len(other))
 
     def project(self, dim: int, seed: int = 0) -> Tensor:
         """Random projection of each sample's gradient, (B, dim). Preserves inner products in expectation.
@@ -388,7 +315,7 @@ class Gradients:
             parts = self._evaluator.evaluate(
                 lambda form, name: form.project(*random_signs(name, form.shape, dim, seed, device))
             )
-            return self._total(parts, dim) / dim**0.5
+            return total_of(self._graph, parts, dim) / dim**0.5
 
     # --- tensors like the parameters -------------------------------------------------------------------------------
 
@@ -560,18 +487,6 @@ class Gradients:
         with graph_alive(), notifying(reached or (), ready):
             self._graph.check_losses_unchanged()
             torch.autograd.backward(losses, weights, inputs=reached, retain_graph=retain_graph)
-
-    def _zeros(self, *more: int) -> Tensor:
-        losses = self._graph.losses
-        return torch.zeros(self._graph.samples, *more, dtype=wide_dtype(losses.dtype), device=losses.device)
-
-    def _total(self, parts: Mapping[str, Tensor], *more: int) -> Tensor:
-        """Sum the parts in the order of the parameters, not of the backward pass, to be bit-reproducible."""
-        total = self._zeros(*more)
-        for name in self._parameters:
-            if name in parts:
-                total = total + parts[name]
-        return total
 
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._evaluator.create_graph and current_group().distributed:
