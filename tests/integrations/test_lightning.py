@@ -297,6 +297,15 @@ def test_a_scalar_without_outputs_is_refused():
         fitted(8, [PerSample()], Module("mean"))
 
 
+def test_counts_of_another_shape_are_refused():
+    class Counting(Module):
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx), "counts": torch.ones(3)}
+
+    with pytest.raises(LossesError, match=r"counts must have one value per sample, \(8,\); found \(3,\)"):
+        fitted(8, [PerSample()], Counting())
+
+
 class Optimizers(Module):
     def __init__(self, *kinds, manual=False):
         super().__init__()
@@ -343,6 +352,22 @@ def test_transforms_of_a_whole_update_are_refused(transform):
 def test_exact_accumulation_with_manual_optimization_is_refused():
     with pytest.raises(ValueError, match="exact_accumulation=True needs automatic optimization; found manual"):
         fitted(8, [PerSample(exact_accumulation=True)], Manual(False))
+
+
+@pytest.mark.parametrize(
+    ("positional", "keywords", "found"),
+    [([1], {}, "a second positional argument"), ([], {"retain_graph": True}, "retain_graph")],
+)
+def test_arguments_of_manual_backward_that_are_refused(positional, keywords, found):
+    class Calling(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx), *positional, **keywords)
+
+    message = f"must get the loss, and outputs, losses, counts, labels, id as keywords; found {found}. Call it once"
+    with pytest.raises(TypeError, match=message):
+        fitted(8, [PerSample()], Calling())
 
 
 def test_invalid_arguments():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samplewise.backward import backward
 from samplewise.integrations.lightning.module import check_trainer, framework_backward, loss_scale, replace_methods
-from samplewise.integrations.lightning.returned import Returned, parse
+from samplewise.integrations.lightning.returned import Returned, check_arguments, parse
 from samplewise.integrations.lightning.window import AccumulationWindow
 from samplewise.integrations.recorder import Recorder
 from samplewise.ledger.ledger import Ledger
@@ -76,8 +76,11 @@ class PerSample(Callback):
         self._returned = parse(returned)
         return self._returned.for_trainer(returned)
 
-    def _backward(self, module: LightningModule, original: Callable[..., Any], loss: Tensor, **given: Any) -> None:
+    def _backward(
+        self, module: LightningModule, original: Callable[..., Any], loss: Tensor, *args: Any, **given: Any
+    ) -> None:
         """Backward pass of the loss that the trainer has divided by accumulate_grad_batches, and scaled."""
+        check_arguments(args, given)
         factor = loss_scale(module.trainer)
         if self._returned is None:  # manual_backward
             returned = parse({"loss": loss, **given}, factor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,6 +37,19 @@ class Returned(NamedTuple):
         return {**others, "loss": self.loss}
 
 
+KEYS = ("outputs", "losses", "counts", "labels", "id")
+
+
+def check_arguments(positional: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments of manual_backward other than the loss and KEYS."""
+    found = ["a second positional argument"] if positional else [key for key in keywords if key not in KEYS]
+    if found:
+        raise TypeError(
+            f"manual_backward must get the loss, and {', '.join(KEYS)} as keywords; found {found[0]}. Call it once per "
+            "forward pass."
+        )
+
+
 def parse(returned: Any, scale: float = 1.0) -> Returned:
     """Check and name the values. `scale`: loss scale that the losses (B,) contain."""
     given = returned if isinstance(returned, Mapping) else {"loss": returned}
@@ -51,6 +64,9 @@ def parse(returned: Any, scale: float = 1.0) -> Returned:
             "reduction='none' and return them, or return the outputs of the model too. With manual optimization: "
             "self.manual_backward(losses), or self.manual_backward(loss, outputs=outputs)."
         )
+    samples = len(loss if loss.dim() else outputs if isinstance(outputs, Tensor) else outputs[0])
+    if counts is not None and tuple(counts.shape) != (samples,):
+        raise LossesError(f"counts must have one value per sample, ({samples},); found {tuple(counts.shape)}.")
     losses = given.get("losses")
     logits = outputs if isinstance(outputs, Tensor) else None
     if loss.dim() == 1:
