@@ -23,7 +23,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 PICTURE_KILOBYTES = 150
 
-# Warnings of frameworks in their examples, as beginnings of messages and categories: see pyproject.toml for the reasons.
+# Warnings of frameworks in their examples, message and category; pyproject.toml has the reasons.
 FRAMEWORK_WARNINGS = [
     ("`isinstance(treespec, LeafSpec)` is deprecated", FutureWarning),
     ("The 'train_dataloader' does not have many workers", UserWarning),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.distributed.ddp import inner, is_replica
+from samplewise.distributed.ddp import inner, is_replica, refuse_static_graph
 from samplewise.distributed.sharded_parameters import is_sharded
 from samplewise.engine.backward import without_grads
 from samplewise.engine.checks import Parameters, check_is_tensor, named_parameters, wide_dtype
@@ -103,6 +103,7 @@ def backward(
         raise ValueError(f"denominator must be positive; found {denominator!r}.")
     parameters = inner(model) if isinstance(model, nn.Module) else model
     named = _whole_parameters(parameters)
+    refuse_static_graph(named.values())
     ordinary = is_replica(named.values()) or (isinstance(parameters, nn.Module) and is_sharded(parameters))
     _check_coefficients(chain, ordinary)
     own = loss if outputs is None else losses

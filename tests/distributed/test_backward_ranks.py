@@ -37,7 +37,8 @@ def wrapped(how):
         for module in (model[0], model[3], model):
             fully_shard(module)
         return model
-    return DistributedDataParallel(model, find_unused_parameters=how == "unused parameters")
+    options = {"unused parameters": {"find_unused_parameters": True}, "static graph": {"static_graph": True}}
+    return DistributedDataParallel(model, **options.get(how, {}))
 
 
 def half(loss):
@@ -101,3 +102,12 @@ def test_a_coefficient_per_parameter_is_refused(two, how):
         "model, whose gradients come from an ordinary backward pass; found one per parameter in"
     )
     assert found[0].endswith("Leave out by='parameter', or use sw.Step.")
+
+
+def test_a_static_graph_is_refused(two):
+    message = (
+        "DistributedError: sw.backward needs a DistributedDataParallel without static_graph=True; found it, and the "
+        "gradients would not be reliable. Leave out static_graph."
+    )
+    assert two.errors(grads, "static graph", True, "clip") == [message] * 2
+    assert two.errors(grads, "static graph", False, "plain") == [message] * 2
