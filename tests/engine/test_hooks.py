@@ -140,3 +140,91 @@ def test_a_hook_somewhere_in_the_process_refuses_nothing(case):
     net, inputs = case.build(B)
     losses = case.losses(net, inputs)
     assert sw.gradients(losses, net, interacting="allow").norms().shape == losses.shape
+
+
+# ------------------------------------------------------------- forward hooks, which change no gradient
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """A list with an entry for each backward pass of the engine."""
+    run = []
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **options: run.append(1) or grad(*args, **options))
+    return run
+
+
+X = torch.linspace(-1, 1, 20).double().sin().view(5, 4)
+
+
+def called(net):
+    """Losses of the modules' own forward passes, which run their hooks."""
+    return net(X).square().sum(1)
+
+
+def assert_noticed(losses, net):
+    """Refused, or what the loop gives."""
+    try:
+        assert_as_loop(losses, net)
+    except (sw.SamplesInteractError, sw.GraphError):
+        assert_as_loop(losses, net, strategy="reference")
+
+
+FORWARD = {
+    "forward hook": lambda net: net[1].register_forward_hook(lambda *_: None),
+    "forward hook of the model": lambda net: net.register_forward_hook(lambda *_: None, with_kwargs=True),
+    "forward pre-hook": lambda net: net[2].register_forward_pre_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("register", FORWARD.values(), ids=FORWARD)
+def test_a_forward_hook_in_each_step_costs_no_further_pass(register, passes):
+    net = model()
+    expected = sw.gradients(called(net), net).norms()
+    for _ in range(3):
+        handle = register(net)
+        passes.clear()
+        torch.testing.assert_close(sw.gradients(called(net), net).norms(), expected)
+        assert len(passes) == 1
+        handle.remove()
+
+
+@pytest.mark.parametrize("hook", MIXING)
+def test_a_hook_on_a_tensor_that_a_forward_hook_registers(hook):
+    net = model()
+    sw.gradients(called(net), net).norms()
+    net[1].register_forward_hook(lambda module, inputs, output: output.register_hook(MIXING[hook]) and None)
+    for _ in range(3):
+        assert_noticed(called(net), net)
+
+
+@pytest.mark.parametrize("hook", MIXING)
+def test_a_hook_on_a_tensor_next_to_forward_hooks_of_another_model(hook):
+    """The count of hooks must not return to a value for which the model was verified."""
+    net, other = model(), model()
+    sw.gradients(called(net), net).norms()
+    other.register_forward_hook(lambda *_: None)
+    sw.gradients(called(net), net).norms()
+    losses = losses_of(net, MIXING[hook])
+    sw.gradients(called(other), other).norms()
+    assert_noticed(losses, net)
+
+
+@pytest.mark.parametrize("hook", MIXING)
+def test_a_backward_hook_of_a_module(hook):
+    net = model()
+    sw.gradients(called(net), net).norms()
+    FORWARD["forward hook"](net)
+    net[1].register_full_backward_hook(lambda module, inputs, outputs: (MIXING[hook](inputs[0]),))
+    for _ in range(3):
+        assert_noticed(called(net), net)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("hook", MIXING)
+def test_a_graph_with_a_hook_that_is_older_than_a_verified_one_without(hook, place):
+    net = model()
+    hooked = losses_of(net, MIXING[hook], place)
+    for _ in range(2):
+        sw.gradients(losses_of(net), net).norms()
+    assert_noticed(hooked, net)

@@ -6,8 +6,10 @@ from daily import daily
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
+from samplewise.engine.saved import HOOKS_ARE_VISIBLE
 from samplewise.testing.zoo import noise
 
 SAMPLES = 64
@@ -91,24 +93,51 @@ def test_twice_keeps_nothing():
     model, x = wide("linear")
     g = sw.gradients(model(x).square().mean(1), model, strategy="twice")
     g.norms()
-    assert not g._evaluator._strategies["twice"].forms
+    kept = g._evaluator._strategies["twice"]
+    assert not kept.forms and not kept.versions._versions
 
 
-def test_checkpointed_blocks_are_recomputed_once_for_reading_and_let_go():
-    from torch.utils.checkpoint import checkpoint
+@pytest.mark.parametrize(("tokens", "held"), [(2, True), (64, False)])
+def test_tensors_that_were_copied_into_rows_are_not_held(tokens, held):
+    """With many tokens, rows are smaller than their factors."""
+    model = nn.Linear(8, 8, bias=False).double()
+    g = sw.gradients(model(noise(3, tokens, 8).double()).square().mean((1, 2)), model)
+    g.norms()
+    assert bool(g._evaluator._strategies["fused"].versions._versions) == held
 
-    calls = []
+
+def checkpointed_model():
+    """A checkpointed block and a head; a list with an entry for each forward pass of the block; a loss function."""
     block = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh())
-    block.register_forward_hook(lambda *_: calls.append(1))
-    head = nn.Linear(6, 3)
-    model = nn.ModuleList([block, head])
-    x = noise(5, 6).float()
+    model = nn.ModuleDict({"block": block, "head": nn.Linear(6, 3)})
+    calls = []
+    block.register_forward_pre_hook(lambda *_: calls.append(1))
 
-    def norms():
-        losses = head(checkpoint(block, x, use_reentrant=False)).square().sum(1)
-        calls.clear()
-        sw.gradients(losses, model, strategy="twice").norms()
-        return len(calls)
+    def losses_of(x):
+        return model["head"](checkpoint(block, x, use_reentrant=False)).square().sum(1)
 
-    norms()  # the first time the proof is confirmed by a probe
-    assert norms() <= 2  # once for the backward pass, once for what we read (torch may stop a recomputation early)
+    return model.double(), calls, losses_of
+
+
+@pytest.mark.parametrize("strategy", ["fused", "twice"])
+def test_checkpointed_blocks_are_recomputed_once_for_the_pass_and_for_reading(strategy):
+    model, calls, losses_of = checkpointed_model()
+    x = noise(5, 6).double()
+    sw.gradients(losses_of(x), model).norms()  # the first time, the ownership is verified with more passes
+    g = sw.gradients(losses_of(x), model, strategy=strategy)
+    calls.clear()
+    g.norms()
+    # Torch 2.8 and 2.9 do not show which nodes are in a block: it is recomputed for each layer, too.
+    assert len(calls) == (1 if HOOKS_ARE_VISIBLE else 3)
+
+
+def test_a_checkpointed_block_whose_tensors_the_current_pass_has_consumed():
+    """A hook of a backward pass asks for norms; the pass has run the block by then."""
+    model, _, losses_of = checkpointed_model()
+    x = noise(5, 6).double().requires_grad_()
+    losses = losses_of(x)
+    expected = sw.gradients(losses_of(x), model).norms()
+    found = []
+    x.register_hook(lambda _: found.append(sw.gradients(losses, model).norms()))
+    losses.sum().backward(retain_graph=True)
+    torch.testing.assert_close(found, [expected])

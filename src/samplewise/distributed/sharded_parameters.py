@@ -43,7 +43,7 @@ def is_sharded(model: nn.Module) -> bool:
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Modules that `fully_shard` was called on."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is None:
+    if kind is None or not kind.__subclasses__():  # `fully_shard` gives each module a subclass
         return []
     return [module for module in model.modules() if isinstance(module, kind)]
 

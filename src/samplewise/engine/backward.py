@@ -8,6 +8,7 @@ one.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
@@ -28,13 +29,65 @@ Arrived = Callable[[int, dict[int, Tensor]], None]
 FITS_CACHE = 2**18
 
 _own_hooks = 0
+_forward_hooks = 0
+_counted = 0  # hooks with smaller numbers have been counted, as foreign or not
+_counting = threading.Lock()
 
 
 def foreign_hooks() -> int:
-    """Number of hooks registered in this process so far on tensors, nodes and modules, except by this module and by the
-    forward passes of sharded models.
+    """Number of hooks registered in this process so far on tensors, nodes and modules, except by this module, by the
+    forward passes of sharded models, and by `leave_out_forward_hooks`.
     """
-    return RemovableHandle.next_id - _own_hooks - harmless_hooks.registered
+    global _counted
+    with _counting:
+        _counted = RemovableHandle.next_id
+        return _counted - _own_hooks - _forward_hooks - harmless_hooks.registered
+
+
+def hook_state(graph: Graph) -> int:
+    """Number by which a later graph of the same structure recognizes that it has the hooks of this one, which is none
+    except on parameters: `foreign_hooks`, if the graph was made after the last hook was registered.
+
+    Otherwise the graph may have that hook, also if another graph of the same structure has been verified since. Its
+    number is unlike all others. A graph is compared with hooks seen in this thread, in which it should have been made.
+    """
+    count = foreign_hooks()
+    if getattr(_last_seen, "count", 0) != count:
+        _last_seen.count = count
+        _last_seen.sequence = _next_sequence_number()
+    if count and graph.first_sequence_number < _last_seen.sequence:
+        return next(_unlike_others)
+    return count
+
+
+_last_seen = threading.local()  # number of foreign hooks, and the sequence number of a node made at its last change
+_unlike_others = itertools.count(-2, -1)
+
+
+def _next_sequence_number() -> int:
+    with torch.enable_grad():
+        node: Node = torch.zeros((), requires_grad=True).view(()).grad_fn
+    return node._sequence_nr()
+
+
+def leave_out_forward_hooks(modules: Iterable[nn.Module]) -> None:
+    """Do not count forward hooks of these modules as foreign: they run before the graph is read, and cannot change its
+    gradients later. Hooks on tensors that a forward hook registers are counted.
+
+    Only hooks registered since the last count are left out, so that two equal counts always mean that no other hook has
+    been registered in between.
+    """
+    global _forward_hooks, _counted
+    if RemovableHandle.next_id == _counted:
+        return
+    with _counting:
+        new = range(_counted, RemovableHandle.next_id)
+        found: set[int] = set()
+        for module in (module for root in modules for module in root.modules()):
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                found.update(number for number in hooks if number in new)
+        _forward_hooks += len(found)
+        _counted = new.stop
 
 
 def gradients_at(
@@ -83,15 +136,20 @@ def stops_at(graph: Graph, nodes: Iterable[Node]) -> Stops:
 
 
 def backward_past(
-    graph: Graph, stops: Stops, arrived: Arrived, weights: Tensor | None = None, create_graph: bool = False
+    graph: Graph,
+    stops: Stops,
+    arrived: Arrived,
+    weights: Tensor | None = None,
+    create_graph: bool = False,
+    during: bool = False,
 ) -> None:
     """Run one backward pass and call arrived(position of the node, {output slot: gradient}) once for each stop.
 
-    `weights` (b,) on the losses default to ones. Small gradients are all passed on after the pass; others during it,
-    while they are in the CPU cache.
+    `weights` (b,) on the losses default to ones. Small gradients are all passed on after the pass, unless `during`;
+    others during it, while they are in the CPU cache.
     """
     # A prehook sees changes by earlier prehooks of the same node, the result of the pass does not.
-    if stops.elements <= FITS_CACHE and not foreign_hooks():
+    if not during and stops.elements <= FITS_CACHE and not foreign_hooks():
         _pass_on_afterwards(graph, stops, arrived, weights, create_graph)
     else:
         _pass_on_during(graph, stops, arrived, weights, create_graph)

@@ -157,6 +157,11 @@ class Graph:
         return hash(self.structure)
 
     @cached_property
+    def first_sequence_number(self) -> int:
+        """Sequence number of the oldest node: autograd numbers the nodes of a thread in the order of their creation."""
+        return min(node._sequence_nr() for node in self.nodes)  # those of leaves have the largest number possible
+
+    @cached_property
     def operations(self) -> dict[Node, str]:
         return {node: operation(node) for node in self.nodes}
 

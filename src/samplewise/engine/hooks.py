@@ -14,7 +14,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import backward_past, backward_to_leaves, foreign_hooks
+from samplewise.engine.backward import backward_past, backward_to_leaves, hook_state
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import random_signs
@@ -47,7 +47,7 @@ _checks: dict[int, _Checks] = {}
 
 def refuse_hooks_below_cut(plan: Plan, graph: Graph) -> None:
     """Raise GraphError if the sum of per-sample gradients differs from the gradient from autograd."""
-    hooks = foreign_hooks()
+    hooks = hook_state(graph)
     checks = _checks.get(plan.hooks_key)
     if checks is None or checks.hooks != hooks:
         checks = _checks[plan.hooks_key] = _Checks(hooks)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.distributed.sharded_parameters import unsharded
-from samplewise.engine.backward import Stops, foreign_hooks, stops_at
+from samplewise.engine.backward import Stops, hook_state, leave_out_forward_hooks, stops_at
 from samplewise.engine.cut import Cut, find_cut, probed_cut
 from samplewise.engine.generic import GenericGrad, Pullback
 from samplewise.engine.grads.base import PerSampleGrad
@@ -83,7 +83,7 @@ class Plan:
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
     operations: dict[int, str]  # by node at the cut
     hooks_key: int  # identifies structure and parameters in `hooks`
-    verified_hooks: int = -1  # number of registered hooks at the time the ownership was verified at all edges
+    verified_hooks: int = -1  # `hook_state` of the graph for which the ownership was verified at all edges
     orders: dict[object, str] = field(default_factory=dict)  # of the elements of viewed parameters, see `re_indexed`
     shared: dict[object, bool] = field(default_factory=dict)  # whether views of a parameter overlap, by name
     gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
@@ -191,6 +191,8 @@ class Planner:
 
     def plan(self) -> Plan:
         if self._plan is None:
+            if not self.graph.sharded:  # `harmless_hooks` has those of sharded models
+                leave_out_forward_hooks(self.modules)
             key = (self.graph.structure, self.graph.shapes, self.interacting)
             plan = _plans.get(key)
             if plan is None or not self._holds(plan):
@@ -210,7 +212,7 @@ class Planner:
             return False
         if plan.data_entries and any(True for _ in sample_data(self.graph, plan.data_entries, self._constants())):
             return False
-        return plan.verified_hooks == foreign_hooks() or self._verified(plan, verify)
+        return plan.verified_hooks == hook_state(self.graph) or self._verified(plan, verify)
 
     def verify_again(self) -> bool:
         """Verify the ownership of the current plan with new passes; False if it does not hold."""
@@ -226,7 +228,7 @@ class Planner:
 
     def _set_pending(self, plan: Plan, pending: Iterable[Edge]) -> None:
         self.pending = set(map(self.graph.key, pending))
-        plan.verified_hooks = -1 if self.pending else foreign_hooks()
+        plan.verified_hooks = -1 if self.pending else hook_state(self.graph)
 
     def _analyze(self, key: tuple[object, ...]) -> Plan:
         if self.interacting == "refuse":
@@ -266,7 +268,13 @@ class GradBuilder:
         self.results: dict[str, Any] = {}
         self.forms: dict[str, PerSampleGrad] = {}
         self._uses: dict[str, list[PerSampleGrad]] = {}  # of parameters with uses that are still to be added
-        self._reader = SavedTensorReader({graph.nodes[at]: names for at, names in plan.reads.items()})
+        reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
+        self._reader = SavedTensorReader(reads, shared=not graph.sharded)
+
+    @property
+    def recomputes(self) -> bool:
+        """True if it reads tensors of checkpointed blocks: during a pass, so that the pass can use them, too."""
+        return self._reader.recomputes
 
     def add(self, at: int, gradients: dict[int, Tensor]) -> None:
         """Convert the gradients (by output slot) of the node at position `at`."""
@@ -280,9 +288,7 @@ class GradBuilder:
     def _add(self, at: int, gradients: dict[int, Tensor]) -> None:
         node = self.graph.nodes[at]
         saved = self._reader.take(node)
-        # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
-        self.versions.record([tensor for name, tensor in saved.items() if not name.startswith("weight")])
-        self.versions.record(gradients.values())
+        is_kept = False
         for planned in self.plan.operands[at]:
             form = None
             if gradients:
@@ -292,10 +298,18 @@ class GradBuilder:
                     form = GenericGrad(use, self.differentiable)
             else:
                 form = self._zeros(planned)
-            self._carry(planned, form)
+            is_kept = self._carry(planned, form) or is_kept
+        if is_kept:
+            # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
+            self.versions.record([tensor for name, tensor in saved.items() if not name.startswith("weight")])
+            self.versions.record(gradients.values())
 
-    def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> None:
-        """Convert the representation of an operand into those of the parameters below it."""
+    def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> bool:
+        """Convert the representation of an operand into those of the parameters below it.
+
+        Returns True if one of them is kept and may refer to the tensors of the operation.
+        """
+        is_kept = False
         pullback: Pullback | None = None
         for route in planned.routes:
             converted = form
@@ -305,20 +319,25 @@ class GradBuilder:
                 pullback = self._pullback(planned, form) if pullback is None else pullback
                 indices = self._indices(planned) if route.looks_up else None
                 converted = carried(form, route.changing, pullback, route.number, indices, self.plan.orders)
-            self._add_use(route.name, converted)
+            is_kept = self._add_use(route.name, converted) or is_kept
+        return is_kept and self.keep
 
-    def _add_use(self, name: str, form: PerSampleGrad) -> None:
+    def _add_use(self, name: str, form: PerSampleGrad) -> bool:
+        """Add one use of a parameter; False if it was copied into rows, so that it need not stay unchanged."""
+        is_copied = False
         if self.plan.uses[name] > 1:
             uses = self._uses.setdefault(name, [])
             uses.append(form)
             if len(uses) < self.plan.uses[name]:
-                return
+                return True
             form = combined(self._uses.pop(name), name, self.plan.shared)
         elif isinstance(form, FactoredGrad):
             form = form.compact()
+            is_copied = isinstance(form, DenseGrad)
         if self.keep:
             self.forms[name] = form
         self.results[name] = self.quantity(form, name)
+        return not is_copied
 
     def _zeros(self, planned: OperandPlan) -> PerSampleGrad:
         entry = self.graph.edge(planned.entry)

@@ -1,9 +1,9 @@
 """Access to tensors that graph nodes saved for backward, including blocks under activation checkpointing.
 
-A checkpointed block keeps a placeholder for each tensor and recomputes the whole block at the first read. Outside a
-backward pass each read would recompute the block again; inside the pass that needs the tensor, the read would consume
-it. Therefore all needed tensors of a checkpointed block are read in one small separate backward pass, which recomputes
-the block once.
+A checkpointed block keeps a placeholder for each tensor and recomputes the whole block at the first read. Inside the
+backward pass that needs the tensor, a read consumes it; outside a backward pass each read would recompute the block
+again. Therefore all needed tensors of a checkpointed block are read together: inside a pass they are then put back for
+the pass, so that the block is recomputed once for both; otherwise they are read in a small separate backward pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils.checkpoint import _Holder
+from torch.utils.checkpoint import _Handle, _Holder
 
 from samplewise.engine.graph import MODIFIED, Node, is_python_function
 from samplewise.errors import GraphError
@@ -84,11 +84,13 @@ class Versions:
 class SavedTensorReader:
     """Reader of saved tensors of given nodes. A checkpointed block is recomputed once, when its first node is read.
 
-    `names`: names of the saved tensors to read, by node.
+    `names`: names of the saved tensors to read, by node. `shared`: a backward pass through these nodes that calls
+    `take` before it runs the node uses what was recomputed, too.
     """
 
-    def __init__(self, names: Mapping[Node, tuple[str, ...]]):
+    def __init__(self, names: Mapping[Node, tuple[str, ...]], shared: bool = False):
         self._names = names
+        self._shared = shared and HOOKS_ARE_VISIBLE
         self._block_of: dict[Node, Any] = {}  # only of nodes in checkpointed blocks
         self._nodes: dict[Any, list[Node]] = {}  # by block
         self._recomputed: dict[Node, Saved] = {}
@@ -97,6 +99,11 @@ class SavedTensorReader:
             if block is not None:
                 self._block_of[node] = block
                 self._nodes.setdefault(block, []).append(node)
+
+    @property
+    def recomputes(self) -> bool:
+        """True if some of the nodes are in checkpointed blocks."""
+        return bool(self._block_of)
 
     def take(self, node: Node) -> Saved:
         """Return the saved tensors of a node by name. In a checkpointed block they are then released."""
@@ -114,12 +121,39 @@ class SavedTensorReader:
         return saved
 
     def _recompute(self, block: Any) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._shared and task >= 0 and self._read_in_pass(block, task):
+            return
+
         def read_block() -> None:
             for node in self._nodes[block]:
                 self._recomputed[node] = self._read(node)
             _release_unread(block)
 
         run_in_backward(read_block)
+
+    def _read_in_pass(self, block: Any, task: int) -> bool:
+        """Read the tensors of a block in the current backward pass, and put them back for the pass. False if the pass
+        has already consumed one of them, or if they cannot be put back.
+        """
+        frame = _frame_of(block)
+        placeholders = {node: self._placeholders(node) for node in self._nodes[block]}
+        everything = [one for of_node in placeholders.values() for one in of_node]
+        if frame is None or not all(isinstance(one, _Holder) for one in everything):
+            return False
+        if any(one.handles.get(task, frame) is None for one in everything):
+            return False
+        for node, holders in placeholders.items():
+            with torch.enable_grad():
+                self._recomputed[node] = saved = self._read(node)
+            for holder, tensor in zip(holders, _flat(saved.values()), strict=True):
+                holder.handles[task] = _Handle()
+                frame.recomputed[task][holder.handles[task]] = tensor.detach()
+        return True
+
+    def _placeholders(self, node: Node) -> list[Any]:
+        """What a checkpoint keeps in place of each tensor to read; None for tensors that are kept."""
+        return [_packed(raw) for raw in _flat(getattr(node, "_raw_saved_" + name) for name in self._names[node])]
 
 
 def hooked_nodes(nodes: Iterable[Node]) -> list[Node]:
@@ -144,10 +178,19 @@ def hooked_nodes(nodes: Iterable[Node]) -> list[Node]:
     return hooked
 
 
+def _flat(values: Iterable[Any]) -> list[Any]:
+    return [one for value in values for one in (value if isinstance(value, (tuple, list)) else (value,))]
+
+
+def _frame_of(block: Any) -> Any:
+    """Torch's _CheckpointFrame of a block; None if it cannot be found."""
+    cells = getattr(block, "__closure__", None) or ()
+    return next((cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "recomputed")), None)
+
+
 def _release_unread(block: Any) -> None:
     """Release recomputed tensors of a block that were not read: the block would keep each until it is read once."""
-    cells = getattr(block, "__closure__", None) or ()
-    frame = next((cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "recomputed")), None)
+    frame = _frame_of(block)
     task = torch._C._current_graph_task_id()
     for reference in getattr(frame, "weak_holders", ()):
         holder = reference()

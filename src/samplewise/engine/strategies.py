@@ -189,7 +189,7 @@ class BackwardStrategy:
         run = self.ordinary
         self.ordinary = None
         if run is None:
-            backward_past(graph, plan.stops, receive, None, self.create_graph)
+            backward_past(graph, plan.stops, receive, None, self.create_graph, during=builder.recomputes)
         elif not watch_backward(graph, plan.stops, receive, run):
             return self._pass(quantity, keep)
         verifiable = bool(nonzero) and bool(torch.stack(nonzero).any())  # one host sync for all

@@ -164,7 +164,8 @@ class FactoredGrad(PerSampleGrad):
         return prod(self.shape) <= stored
 
     def rows(self, start: int, stop: int) -> Tensor:
-        first, *others = sorted(self.some(slice(start, stop)).terms, key=lambda t: isinstance(t.left, OneHot))
+        whole = self if stop - start == self.samples else self.some(slice(start, stop))
+        first, *others = sorted(whole.terms, key=lambda t: isinstance(t.left, OneHot))
         rows = _term_rows(first)
         for term in others:  # rows are large: those of an embedding tied to the head are added in place
             if isinstance(term.left, OneHot) and isinstance(term.right, Tensor) and rows.is_contiguous():
