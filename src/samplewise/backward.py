@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.distributed.ddp import inner, is_replica
+from samplewise.distributed.ddp import inner, is_replica, refuse_static_graph
 from samplewise.distributed.sharded_parameters import is_sharded
 from samplewise.engine.backward import without_grads
 from samplewise.engine.checks import Parameters, check_is_tensor, named_parameters, wide_dtype
@@ -101,18 +103,20 @@ def backward(
         raise ValueError(f"denominator must be positive; found {denominator!r}.")
     parameters = inner(model) if isinstance(model, nn.Module) else model
     named = _whole_parameters(parameters)
+    refuse_static_graph(named.values())
     ordinary = is_replica(named.values()) or (isinstance(parameters, nn.Module) and is_sharded(parameters))
     _check_coefficients(chain, ordinary)
     own = loss if outputs is None else losses
     loss = loss / denominator if outputs is None else loss
     framework = _Framework(through, loss)
     try:
-        g = gradients(framework.scaled(loss), parameters, outputs=outputs, strategy="twice" if ordinary else None)
-        stats = SampleStats(_checked_losses(own, g, chain), counts, batch=batch)
-        directions = _directions(chain, named)
-        if not chain.weighs:
-            framework.run(loss.sum(), g)
-        measure(g, stats, chain.samples, directions, norms=True, scale=framework.factor / denominator)
+        with _allowed_by_fabric(through):
+            g = gradients(framework.scaled(loss), parameters, outputs=outputs, strategy="twice" if ordinary else None)
+            stats = SampleStats(_checked_losses(own, g, chain), counts, batch=batch)
+            directions = _directions(chain, named)
+            if not chain.weighs:
+                framework.run(loss.sum(), g)
+            measure(g, stats, chain.samples, directions, norms=True, scale=framework.factor / denominator)
     except (NonFiniteLossError, NonFiniteGradientError):
         if not framework.skips_overflow:
             raise
@@ -124,7 +128,8 @@ def backward(
         if ordinary:
             framework.run((g._graph.losses * (one_per_sample(stats.weights) / framework.factor)).sum())
         else:
-            accumulate(g, stats.coefficients, retain_graph=False)
+            with _allowed_by_fabric(through):
+                accumulate(g, stats.coefficients, retain_graph=False)
     return BackwardResult(stats.result())
 
 
@@ -181,6 +186,7 @@ class _Framework:
     def __init__(self, through: Any, loss: Tensor):
         self.factor: Tensor | float = 1.0
         self.skips_overflow = _has_scaler(through)
+        self._through = through
         self._backward = Tensor.backward if through is None else getattr(through, "backward", through)
         self._ran = False
         if not callable(self._backward):
@@ -213,11 +219,15 @@ class _Framework:
             return
         self._ran = True
         if g is not None and not g._sharded and _accepts_retain_graph(self._backward):
-            norms_during(g, partial(self._backward, total, retain_graph=True))
+            norms_during(g, partial(self._pass, total, retain_graph=True))
         else:
             if g is not None:
                 g.norms()
-            self._backward(total)
+            self._pass(total)
+
+    def _pass(self, total: Tensor, **options: Any) -> None:
+        with _allowed_by_fabric(self._through):  # fabric.backward ends with a reset of its flag
+            self._backward(total, **options)
 
 
 def _accepts_retain_graph(function: Callable[..., object]) -> bool:
@@ -229,6 +239,23 @@ def _has_scaler(through: Any) -> bool:
     """True if an Accelerator, or a Fabric, has a gradient scaler."""
     owners = (through, getattr(through, "_precision", None))
     return any(getattr(owner, "scaler", None) is not None for owner in owners)
+
+
+@contextmanager
+def _allowed_by_fabric(through: Any) -> Iterator[None]:
+    """Context manager: unless `through` is None, backward passes in the block count as passes of fabric.backward. With
+    mixed precision, Fabric refuses all others, by hooks on the outputs of the model.
+    """
+    flag = "_in_fabric_backward"
+    names = () if through is None else ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
+    before = {name: vars(sys.modules[name])[flag] for name in names if hasattr(sys.modules.get(name), flag)}
+    for name in before:
+        setattr(sys.modules[name], flag, True)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(sys.modules[name], flag, value)
 
 
 def _checked_losses(losses: Tensor | None, g: Gradients, chain: Chain) -> Tensor:

@@ -40,6 +40,14 @@ def test_items_can_be_pickled():
     assert again.id == 3 and torch.equal(again[0], X[3]) and len(again) == 3
 
 
+def test_items_look_like_named_tuples():
+    """Lightning and Accelerate recognise named tuples by these two attributes, and call the class with the entries."""
+    item = sw.Indexed(TensorDataset(X, Y))[3]
+    assert item._fields == ("item0", "item1", "id")
+    assert list(item._asdict()) == ["item0", "item1", "id"] and item._asdict()["id"] == 3
+    assert type(item)(*item).id == 3
+
+
 def test_a_criterion_ignores_the_id():
     def trained(data):
         torch.manual_seed(0)

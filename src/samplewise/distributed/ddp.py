@@ -235,10 +235,24 @@ def inner(model: nn.Module) -> nn.Module:
 
 def is_replica(parameters: Iterable[Tensor]) -> bool:
     """True if one of the parameters belongs to a DistributedDataParallel in a multi-rank process."""
+    return bool(_wrappers_of(parameters))
+
+
+def refuse_static_graph(parameters: Iterable[Tensor]) -> None:
+    """Raise DistributedError if one of the parameters belongs to a DistributedDataParallel with static_graph=True."""
+    if any(wrapper.static_graph for wrapper in _wrappers_of(parameters)):
+        raise DistributedError(
+            "sw.backward needs a DistributedDataParallel without static_graph=True; found it, and the gradients would "
+            "not be reliable. Leave out static_graph."
+        )
+
+
+def _wrappers_of(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """Wrappers that one of the parameters belongs to, in a multi-rank process."""
     if not current_group().distributed:
-        return False
+        return []
     ours = {id(p) for p in parameters}
-    return any(id(p) in ours for wrapper in _all_wrappers() for p in wrapper.module.parameters())
+    return [wrapper for wrapper in _all_wrappers() if any(id(p) in ours for p in wrapper.module.parameters())]
 
 
 def refuse_replicas(parameters: Iterable[Tensor]) -> None:

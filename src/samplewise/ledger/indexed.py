@@ -9,7 +9,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
 class IndexedItem(tuple[Any, ...]):
-    """Tuple (*items, id). It looks like a named tuple, so that a DataLoader collates samples to the same class."""
+    """Tuple (*items, id). It looks like a named tuple, so that a DataLoader collates samples to the same class, and
+    Lightning and Accelerate move batches to a device without changing the class.
+    """
 
     def __new__(cls, *items: Any) -> IndexedItem:
         return super().__new__(cls, items)
@@ -20,6 +22,9 @@ class IndexedItem(tuple[Any, ...]):
     @property
     def _fields(self) -> tuple[str, ...]:
         return (*(f"item{k}" for k in range(len(self) - 1)), "id")
+
+    def _asdict(self) -> dict[str, Any]:
+        return dict(zip(self._fields, self, strict=True))
 
     @property
     def id(self) -> Any:

@@ -253,12 +253,25 @@ class Ledger:
         if self._dry_run:
             return
         self.listen(step)
-        if self.show is None:
-            self._item = indexed_items(getattr(trainer, "loader", None))
-        found = dataset_names(getattr(trainer, "loader", None))
-        self.names = Names(self.names.features or found.features, self.names.classes or found.classes)
+        self._use_dataset(getattr(trainer, "loader", None))
         if self._parts is None or self._resuming:
             self._open(self._run_directory(trainer), clear=self.directory is None)
+
+    def prepare(self, directory: str | Path, loader: Any = None, *, dry_run: bool = False) -> None:
+        """Set what a trainer sets, for the loop of another framework: the directory, if the ledger has none; the
+        loader, whose dataset has the items for previews; and dry_run=True, to record nothing.
+        """
+        self._dry_run = dry_run
+        if self.directory is None:
+            self.directory = absolute(directory)
+        self._use_dataset(loader)
+
+    def _use_dataset(self, loader: Any) -> None:
+        """Take items for previews, and names of features and classes, from the dataset of a loader."""
+        if self.show is None:
+            self._item = indexed_items(loader)
+        found = dataset_names(loader)
+        self.names = Names(self.names.features or found.features, self.names.classes or found.classes)
 
     def on_update(self, update: Update) -> None:
         self.add(update)

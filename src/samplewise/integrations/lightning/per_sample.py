@@ -1,0 +1,180 @@
+"""The callback `PerSample`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from samplewise.backward import backward
+from samplewise.integrations.lightning.module import check_trainer, framework_backward, loss_scale, replace_methods
+from samplewise.integrations.lightning.returned import Returned, check_arguments, parse
+from samplewise.integrations.lightning.window import AccumulationWindow
+from samplewise.integrations.recorder import Recorder
+from samplewise.ledger.ledger import Ledger
+from samplewise.transforms.chain import as_chain
+
+
+class PerSample(Callback):
+    """Lightning callback that transforms and records the gradients of single samples.
+
+        trainer = L.Trainer(callbacks=[PerSample(transforms=[sw.clip(1.0)], ledger=sw.Ledger("runs/a"))])
+
+    The module's training_step returns one of
+
+        losses (B,), one per sample: the trainer gets their mean
+        {"loss": losses (B,) or a scalar, "outputs": tensor (B, ...) or a list of tensors}
+
+    A scalar loss needs the outputs that it was computed from, see `sw.gradients`. Other keys of the dict, all optional:
+
+        losses   (B,) losses of the samples, if the loss is a scalar
+        counts   (B,) denominators, for example tokens: the loss is the sum of losses divided by the sum of counts
+        labels   (B,) class indices; with outputs (B, classes) the ledger gets the columns label, prediction and margin
+        id       ids of the samples, if the batch does not hold them; `sw.Indexed` adds them to the batch
+
+    With manual optimization, call self.manual_backward(losses), or self.manual_backward(loss, outputs=...) with the
+    same keys.
+
+    transforms: as in `sw.backward`. Norms and bounds refer to the gradient of a sample's own loss, whatever the batch
+    size, the accumulation and the loss scale are
+    ledger: each row has the trainer's epoch, and as its update the global_step before that update. A ledger without a
+    directory writes to the trainer's default_root_dir. Its state is part of the trainer's checkpoints
+    exact_accumulation: True makes each update the mean over all samples (or counts) of its accumulation window, on all
+    ranks. Lightning itself takes the sum of the batches' means divided by accumulate_grad_batches, also if the last
+    window of an epoch has fewer batches. Callbacks that read gradients in on_before_optimizer_step must come after
+    this one
+
+    Without transforms, training is bit-identical to training without the callback.
+    """
+
+    def __init__(self, transforms: Any = (), ledger: Ledger | None = None, *, exact_accumulation: bool = False):
+        if not (ledger is None or isinstance(ledger, Ledger)):
+            raise TypeError(f"ledger must be a sw.Ledger, or None; found {type(ledger).__name__}.")
+        self.transforms = as_chain(transforms)
+        self.ledger = ledger
+        self.exact_accumulation = exact_accumulation
+        self._recorder = Recorder(ledger)
+        self._restore_methods: Callable[[], None] = _do_nothing
+        self._reset()
+
+    def _reset(self) -> None:
+        self._batch: Any = None
+        self._returned: Returned | None = None  # by training_step, until its backward pass
+        self._window = AccumulationWindow()
+        self._record_update: Callable[[], None] = _do_nothing  # rows of the last update, once the optimizer has stepped
+        self._recorder.take()
+
+    # --- backward passes -------------------------------------------------------------------------------------------
+
+    def _training_step(self, module: LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        returned = original(*args, **kwargs)
+        if returned is None or not module.automatic_optimization:
+            return returned
+        self._returned = parse(returned)
+        return self._returned.for_trainer(returned)
+
+    def _backward(
+        self, module: LightningModule, original: Callable[..., Any], loss: Tensor, *args: Any, **given: Any
+    ) -> None:
+        """Backward pass of the loss that the trainer has divided by accumulate_grad_batches, and scaled."""
+        check_arguments(args, given)
+        factor = loss_scale(module.trainer)
+        if self._returned is None:  # manual_backward
+            returned = parse({"loss": loss, **given}, factor)
+            loss = returned.loss
+        else:
+            returned = self._returned
+            factor /= module.trainer.accumulate_grad_batches
+        self._returned = None
+        denominator = returned.denominator
+        if self.exact_accumulation:
+            loss = loss * self._window.add(denominator)
+            denominator = self._window.unit
+        results = backward(
+            loss,
+            module,
+            returned.outputs,
+            self.transforms,
+            framework_backward(module, original),
+            denominator=denominator / factor,
+            losses=returned.losses,
+            counts=returned.counts,
+            batch=self._batch,
+        )
+        epoch = module.trainer.current_epoch
+        predictions = {"logits": returned.logits, "labels": returned.labels}
+        self._recorder.add(results, self._batch, epoch, ids=returned.ids, **predictions)
+
+    # --- hooks of the trainer --------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        check_trainer(trainer, pl_module, self.exact_accumulation)
+        if self.transforms.weighs and trainer.gradient_clip_val:
+            rank_zero_info(
+                f"samplewise: gradient_clip_val={trainer.gradient_clip_val} also clips the gradient of each update, "
+                f"after {self.transforms!r} of the samples' gradients."
+            )
+        self._reset()
+        replacements = {"training_step": self._training_step, "backward": self._backward}
+        self._restore_methods = replace_methods(pl_module, replacements)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.ledger is not None:
+            self.ledger.prepare(
+                trainer.default_root_dir, trainer.train_dataloader, dry_run=bool(getattr(trainer, "fast_dev_run", 0))
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch = batch
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Passes whose gradients are reset before an optimizer step had no effect."""
+        self._recorder.record(self._recorder.take(), max(trainer.global_step - 1, 0), skipped=True)
+        self._window = AccumulationWindow()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._record_update()  # the one before, if manual optimization has several updates in a training_step
+        if self.exact_accumulation:
+            self._window.divide(optimizer, trainer.accumulate_grad_batches)
+            self._window = AccumulationWindow()
+        passes = self._recorder.take()
+        update = trainer.global_step
+        scale = loss_scale(trainer)
+
+        def record_update() -> None:
+            self._record_update = _do_nothing
+            skipped = loss_scale(trainer) < scale  # a gradient scaler reduces its scale when it skips an update
+            self._recorder.record(passes, update, skipped)
+
+        self._record_update = record_update
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._record_update()
+        self._batch = None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.ledger is not None:
+            self.ledger.on_fit_end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._restore_methods()
+        if self.ledger is not None:
+            self.ledger.on_error()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._restore_methods()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._record_update()
+        return {} if self.ledger is None else {"ledger": self.ledger.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.ledger is not None and "ledger" in state_dict:
+            self.ledger.load_state_dict(state_dict["ledger"])
+
+
+def _do_nothing() -> None:
+    pass

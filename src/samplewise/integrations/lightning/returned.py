@@ -1,0 +1,82 @@
+"""Values that training_step returns, or passes to manual_backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from samplewise.engine.outputs import Outputs
+from samplewise.errors import LossesError
+
+
+class Returned(NamedTuple):
+    """Values returned by training_step, or passed to manual_backward."""
+
+    loss: Tensor  # scalar
+    outputs: Outputs  # tensors that the loss was computed from
+    losses: Tensor | None  # (B,)
+    counts: Tensor | None  # (B,)
+    logits: Tensor | None  # (B, classes)
+    labels: Tensor | None  # (B,)
+    ids: Any
+
+    @property
+    def denominator(self) -> float:
+        """What the sum of the losses is divided by: the number of samples, or the sum of the counts."""
+        if self.counts is not None:
+            return max(float(self.counts.sum()), 1.0)
+        return len(self.outputs if isinstance(self.outputs, Tensor) else self.outputs[0])
+
+    def for_trainer(self, returned: Any) -> Any:
+        """What the trainer gets: a scalar loss, and the other entries without their graph."""
+        if not isinstance(returned, Mapping):
+            return self.loss
+        others = {key: value.detach() if isinstance(value, Tensor) else value for key, value in returned.items()}
+        return {**others, "loss": self.loss}
+
+
+KEYS = ("outputs", "losses", "counts", "labels", "id")
+
+
+def check_arguments(positional: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments of manual_backward other than the loss and KEYS."""
+    found = ["a second positional argument"] if positional else [key for key in keywords if key not in KEYS]
+    if found:
+        raise TypeError(
+            f"manual_backward must get the loss, and {', '.join(KEYS)} as keywords; found {found[0]}. Call it once per "
+            "forward pass."
+        )
+
+
+def parse(returned: Any, scale: float = 1.0) -> Returned:
+    """Check and name the values. `scale`: loss scale that the losses (B,) contain."""
+    given = returned if isinstance(returned, Mapping) else {"loss": returned}
+    loss = given.get("loss")
+    outputs: Any = given.get("outputs")
+    counts = given.get("counts")
+    if not isinstance(loss, Tensor) or loss.dim() > 1 or (loss.dim() == 0 and outputs is None):
+        raise LossesError(
+            "training_step must return the losses of the samples, (B,), or {'loss': scalar, 'outputs': tensor (B, "
+            "...)} with the tensor that the loss was computed from; "
+            f"found {_description(loss)}. Compute the losses with "
+            "reduction='none' and return them, or return the outputs of the model too. With manual optimization: "
+            "self.manual_backward(losses), or self.manual_backward(loss, outputs=outputs)."
+        )
+    samples = len(loss if loss.dim() else outputs if isinstance(outputs, Tensor) else outputs[0])
+    if counts is not None and tuple(counts.shape) != (samples,):
+        raise LossesError(f"counts must have one value per sample, ({samples},); found {tuple(counts.shape)}.")
+    losses = given.get("losses")
+    logits = outputs if isinstance(outputs, Tensor) else None
+    if loss.dim() == 1:
+        losses = loss.detach() / scale if scale != 1 else loss.detach()
+        outputs = loss
+        loss = loss.mean() if counts is None else loss.sum() / counts.sum().clamp(min=1)
+    return Returned(loss, outputs, losses, counts, logits, given.get("labels"), given.get("id"))
+
+
+def _description(loss: Any) -> str:
+    if not isinstance(loss, Tensor):
+        return "no loss" if loss is None else f"a loss of type {type(loss).__name__}"
+    return "a scalar without outputs" if loss.dim() == 0 else f"losses of shape {tuple(loss.shape)}"
