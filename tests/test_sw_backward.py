@@ -158,6 +158,29 @@ def test_a_gradient_scaler_gets_non_finite_gradients_and_skips_the_update():
         sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], Framework())
 
 
+@pytest.mark.parametrize("transforms", [[], [sw.clip(0.5)]], ids=["recorded", "clipped"])
+def test_a_gradient_scaler_of_torch(transforms):
+    model, x, y = problem(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    expected, norms = clipped_mean(model, x, y, 0.5 if transforms else torch.inf)
+    z = model(x)
+    stats = sw.backward(F.cross_entropy(z, y), model, z, transforms, scaler, denominator=B)
+    torch.testing.assert_close(stats.norms, norms)
+    scaler.unscale_(optimizer)
+    assert_grads(model, expected, 1e-6)
+    scaler.step(optimizer)
+    scaler.update()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.zero_grad()
+    z = model(x)
+    sw.backward(F.cross_entropy(z, y) * 1e38, model, z, transforms, scaler, denominator=B)  # overflows when scaled
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 def test_transforms_that_read_losses_counts_and_the_batch():
     model, x, y = problem()
     z = model(x)
@@ -167,11 +190,26 @@ def test_transforms_that_read_losses_counts_and_the_batch():
     transforms = [lambda losses: losses, lambda counts: counts, sw.weight("w")]
     stats = sw.backward(own.mean(), model, z, transforms, losses=own, counts=counts, batch={"w": weights})
     torch.testing.assert_close(stats.weights, own.detach() * counts * weights)
+    kept = grads(model)
     z = model(x)
     with pytest.raises(TransformError, match=r"must get the losses of the samples; .* Pass losses= \(B,\)"):
         sw.backward(F.cross_entropy(z, y), model, z, [lambda losses: losses])
     with pytest.raises(LossesError, match=r"losses must have one value per sample, shape \(6,\); found \(2,\)"):
         sw.backward(F.cross_entropy(z, y), model, z, losses=torch.ones(2))
+    with pytest.raises(LossesError, match=r"counts must have one value per sample, shape \(6,\); found \(2,\)"):
+        sw.backward(F.cross_entropy(z, y), model, z, counts=torch.ones(2))
+    with pytest.raises(TransformError, match=r"must get the batch; found none\. Pass batch="):
+        sw.backward(F.cross_entropy(z, y), model, z, [sw.weight("w")])
+    assert all(torch.equal(p.grad, kept[name]) for name, p in model.named_parameters())
+
+
+def test_an_iterator_of_parameters():
+    model, x, y = problem()
+    expected, norms = clipped_mean(model, x, y, 0.5)
+    z = model(x)
+    stats = sw.backward(F.cross_entropy(z, y), model.parameters(), z, [sw.clip(0.5)], denominator=B)
+    torch.testing.assert_close(stats.norms, norms)
+    assert_grads(model, expected)
 
 
 def test_clip_by_parameter_and_align():
@@ -212,9 +250,10 @@ def test_invalid_arguments():
     loss = F.cross_entropy(z, y)
     with pytest.raises(LossesError, match="outputs=logits"):
         sw.backward(loss, model)
-    with pytest.raises(ValueError, match="denominator must be positive; found 0"):
-        sw.backward(loss, model, z, denominator=0)
-    with pytest.raises(TypeError, match=r"through must be an Accelerator, a Fabric, or a function .*; found str"):
+    for denominator in (0, -2, float("nan"), None, "8", torch.ones(B)):
+        with pytest.raises(ValueError, match=r"denominator must be a positive number, .*; found"):
+            sw.backward(loss, model, z, denominator=denominator)
+    with pytest.raises(TypeError, match=r"through must be an Accelerator, a Fabric, .*; found str"):
         sw.backward(loss, model, z, through="accelerator")
     with pytest.raises(TypeError, match="found that it computed no gradient"):
         sw.backward(loss, model, z, through=lambda loss: None)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from numbers import Real
 from typing import Any
 
 import torch
@@ -86,8 +87,8 @@ def backward(
     loss: a scalar, with `outputs`; or losses (B,), one per sample, whose sum is differentiated.
     outputs: the tensor (B, ...) that a scalar loss was computed from, or a list of tensors: see `sw.gradients`.
     transforms: as in `sw.Step`. Transforms that need all samples of an update are refused: `sw.Step` has them.
-    through: an Accelerator, a Fabric, or any function or object with a method `backward(loss)`, that runs the pass and
-        applies its loss scale and its division by accumulation steps. Default: loss.backward().
+    through: an Accelerator, a Fabric, a torch.amp.GradScaler, or any function or object with a method `backward(loss)`,
+        that runs the pass and applies its loss scale and its division by accumulation steps. Default: loss.backward().
     denominator: what the sum of the samples' losses is divided by, for a mean the number of samples (default 1).
         Norms, and bounds such as that of `sw.clip`, refer to the gradient of the sample's own loss, before this
         division. A scalar loss already contains the division; losses (B,) are divided here.
@@ -99,9 +100,8 @@ def backward(
     """
     check_is_tensor(loss, "sw.backward(loss, model)")
     chain = checked_chain(transforms)
-    if not denominator > 0:
-        raise ValueError(f"denominator must be positive; found {denominator!r}.")
-    parameters = inner(model) if isinstance(model, nn.Module) else model
+    _check_denominator(denominator)
+    parameters = inner(model) if isinstance(model, nn.Module) else named_parameters(model)  # reads an iterator once
     named = _whole_parameters(parameters)
     refuse_static_graph(named.values())
     ordinary = is_replica(named.values()) or (isinstance(parameters, nn.Module) and is_sharded(parameters))
@@ -112,6 +112,7 @@ def backward(
     try:
         with _allowed_by_fabric(through):
             g = gradients(framework.scaled(loss), parameters, outputs=outputs, strategy="twice" if ordinary else None)
+            _check_values(chain, len(g), counts, batch)
             stats = SampleStats(_checked_losses(own, g, chain), counts, batch=batch)
             directions = _directions(chain, named)
             if not chain.weighs:
@@ -155,6 +156,23 @@ def checked_chain(transforms: Any) -> Chain:
     return chain
 
 
+def _check_denominator(denominator: Any) -> None:
+    number = isinstance(denominator, Real) or (isinstance(denominator, Tensor) and denominator.numel() == 1)
+    if not (number and denominator > 0):
+        raise ValueError(
+            f"denominator must be a positive number, for a mean the number of samples; found {denominator!r}."
+        )
+
+
+def _check_values(chain: Chain, samples: int, counts: Tensor | None, batch: Any) -> None:
+    """Check the arguments that transforms read beside the losses."""
+    if counts is not None and counts.shape != (samples,):
+        raise LossesError(f"counts must have one value per sample, shape ({samples},); found {tuple(counts.shape)}.")
+    reads = next((t for t in chain.samples.transforms if "batch" in t.needs), None)
+    if reads is not None and batch is None:
+        raise TransformError(f"{reads} must get the batch; found none. Pass batch= to sw.backward.")
+
+
 def _whole_parameters(parameters: Parameters) -> dict[str, Tensor]:
     """Parameters by name. Raises DistributedError for FullyShardedDataParallel, which flattens them."""
     if isinstance(parameters, nn.Module):
@@ -187,12 +205,12 @@ class _Framework:
         self.factor: Tensor | float = 1.0
         self.skips_overflow = _has_scaler(through)
         self._through = through
-        self._backward = Tensor.backward if through is None else getattr(through, "backward", through)
+        self._backward = _pass_of(through)
         self._ran = False
         if not callable(self._backward):
             raise TypeError(
-                "through must be an Accelerator, a Fabric, or a function that runs a backward pass; found "
-                f"{type(through).__name__}."
+                "through must be an Accelerator, a Fabric, a GradScaler, or a function that runs a backward pass; "
+                f"found {type(through).__name__}."
             )
         if through is not None:
             self.factor = self._find_factor(loss)
@@ -230,13 +248,24 @@ class _Framework:
             self._backward(total, **options)
 
 
+def _pass_of(through: Any) -> Any:
+    """Function that runs the backward pass of a loss."""
+    if through is None:
+        return Tensor.backward
+    if isinstance(through, torch.amp.GradScaler):
+        return lambda loss, **options: through.scale(loss).backward(**options)
+    return getattr(through, "backward", through)
+
+
 def _accepts_retain_graph(function: Callable[..., object]) -> bool:
     parameters = signature(function).parameters.values()
     return any(p.name == "retain_graph" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _has_scaler(through: Any) -> bool:
-    """True if an Accelerator, or a Fabric, has a gradient scaler."""
+    """True for a gradient scaler, and for an Accelerator or a Fabric that has one."""
+    if isinstance(through, torch.amp.GradScaler):
+        return through.is_enabled()
     owners = (through, getattr(through, "_precision", None))
     return any(getattr(owner, "scaler", None) is not None for owner in owners)
 
