@@ -660,3 +660,8 @@ def test_rows_of_a_skipped_update_without_a_step(tmp_path):
         ledger.record(stats.norms, batch, update=1)
     with pytest.raises(sw.BatchError):
         ledger.record(stats, {"x": batch[0]}, update=1)
+    for wrong in ({"update": "1"}, {"update": 1.5}, {"update": -1}, {"update": None}, {"update": 1, "epoch": "x"}):
+        with pytest.raises(ValueError, match=r"(update|epoch) must be an integer, counted from 0; found"):
+            ledger.record(stats, batch, **wrong)
+    ledger.record(stats, batch, update=1)
+    assert ledger.samples()["update"].to_pylist() == [0] * 4 + [1] * 4

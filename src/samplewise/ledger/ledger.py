@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -169,6 +170,9 @@ class Ledger:
         """
         if not isinstance(results, BackwardResult):
             raise TypeError(f"record needs the results of sw.backward; found {type(results).__name__}.")
+        for name, index in (("update", update), ("epoch", epoch)):
+            if not isinstance(index, Integral) or index < 0:
+                raise ValueError(f"{name} must be an integer, counted from 0; found {index!r}.")
         samples = int(current_group().all_reduce_scalars(len(results))[0])
         outcome = Outcome(skipped, lr=[], norm=lambda: torch.tensor(torch.nan))
         columns = record_columns(batch, self.keys, epoch)
