@@ -297,6 +297,28 @@ def test_a_scalar_without_outputs_is_refused():
         fitted(8, [PerSample()], Module("mean"))
 
 
+def test_labels_of_another_length_are_refused(tmp_path):
+    class Labelling(Module):
+        def training_step(self, batch, batch_idx):
+            return {**super().training_step(batch, batch_idx), "labels": batch[1][:3]}
+
+    with pytest.raises(LossesError, match=r"labels must have one row per sample, 8; found shape \(3,\)"):
+        fitted(8, [PerSample(ledger=sw.Ledger(tmp_path))], Labelling("outputs"))
+
+
+def test_manual_optimization_without_manual_backward_is_refused():
+    class Bypassing(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx).backward()
+            self.optimizers().step()
+
+    message = r"must run the backward pass; found an optimizer step without it\. Call self\.manual_backward\(losses"
+    with pytest.raises(GraphError, match=message):
+        fitted(8, [PerSample([sw.clip(BOUND)])], Bypassing("mean"))
+
+
 def test_counts_of_another_shape_are_refused():
     class Counting(Module):
         def training_step(self, batch, batch_idx):

@@ -54,6 +54,10 @@ def loss_scale(trainer: Trainer) -> float:
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
+def has_gradients(optimizer: Any) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
 def check_trainer(trainer: Trainer, module: LightningModule, exact_accumulation: bool) -> None:
     """Raise an error for settings of the trainer that do not work with the callback."""
     if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):

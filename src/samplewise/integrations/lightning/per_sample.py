@@ -10,7 +10,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from samplewise.backward import backward
-from samplewise.integrations.lightning.module import check_trainer, framework_backward, loss_scale, replace_methods
+from samplewise.errors import GraphError
+from samplewise.integrations.lightning.module import (
+    check_trainer,
+    framework_backward,
+    has_gradients,
+    loss_scale,
+    replace_methods,
+)
 from samplewise.integrations.lightning.returned import Returned, check_arguments, parse
 from samplewise.integrations.lightning.window import AccumulationWindow
 from samplewise.integrations.recorder import Recorder
@@ -63,6 +70,7 @@ class PerSample(Callback):
     def _reset(self) -> None:
         self._batch: Any = None
         self._returned: Returned | None = None  # by training_step, until its backward pass
+        self._ran = False  # a backward pass since the last update
         self._window = AccumulationWindow()
         self._record_update: Callable[[], None] = _do_nothing  # rows of the last update, once the optimizer has stepped
         self._recorder.take()
@@ -104,6 +112,7 @@ class PerSample(Callback):
             counts=returned.counts,
             batch=self._batch,
         )
+        self._ran = True
         epoch = module.trainer.current_epoch
         predictions = {"logits": returned.logits, "labels": returned.labels}
         self._recorder.add(results, self._batch, epoch, ids=returned.ids, **predictions)
@@ -137,6 +146,13 @@ class PerSample(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self._record_update()  # the one before, if manual optimization has several updates in a training_step
+        if not (self._ran or pl_module.automatic_optimization) and has_gradients(optimizer):
+            raise GraphError(
+                "PerSample must run the backward pass; found an optimizer step without it. Call "
+                "self.manual_backward(losses), or self.manual_backward(loss, outputs=outputs), in place of "
+                "loss.backward()."
+            )
+        self._ran = False
         if self.exact_accumulation:
             self._window.divide(optimizer, trainer.accumulate_grad_batches)
             self._window = AccumulationWindow()

@@ -67,13 +67,16 @@ def parse(returned: Any, scale: float = 1.0) -> Returned:
     samples = len(loss if loss.dim() else outputs if isinstance(outputs, Tensor) else outputs[0])
     if counts is not None and tuple(counts.shape) != (samples,):
         raise LossesError(f"counts must have one value per sample, ({samples},); found {tuple(counts.shape)}.")
+    labels = given.get("labels")
+    if labels is not None and len(labels) != samples:
+        raise LossesError(f"labels must have one row per sample, {samples}; found shape {tuple(labels.shape)}.")
     losses = given.get("losses")
     logits = outputs if isinstance(outputs, Tensor) else None
     if loss.dim() == 1:
         losses = loss.detach() / scale if scale != 1 else loss.detach()
         outputs = loss
         loss = loss.mean() if counts is None else loss.sum() / counts.sum().clamp(min=1)
-    return Returned(loss, outputs, losses, counts, logits, given.get("labels"), given.get("id"))
+    return Returned(loss, outputs, losses, counts, logits, labels, given.get("id"))
 
 
 def _description(loss: Any) -> str:
