@@ -63,6 +63,11 @@ def test_settings(options, keywords, sentence, tmp_path):
         trainer(tmp_path, options=options, **keywords)
 
 
+def test_the_order_of_the_bases():
+    with pytest.raises(TypeError, match=r"PerSample must come before Trainer .*; found Mine\(Trainer, PerSample\)"):
+        type("Mine", (Trainer, PerSample), {})
+
+
 def test_trainers_of_trl_that_compare_rows(tmp_path):
     pairs = type("DPOTrainer", (Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
     with pytest.raises(DistributedError, match=r"found DPOTrainer, whose loss compares .* Use trl\.SFTTrainer"):

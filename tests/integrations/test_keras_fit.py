@@ -502,6 +502,11 @@ def test_an_own_train_step_is_refused():
         Net().compile("sgd", "mse")
 
 
+def test_the_order_of_the_bases():
+    with pytest.raises(TypeError, match=r"PerSample must come before Model .*; found Net\(Model, PerSample\)"):
+        type("Net", (keras.Model, PerSample), {})
+
+
 def test_a_transform_of_the_whole_update_is_refused():
     model = PerSample.of(_network())
     model.compile("sgd", LOGITS, transforms=[sw.noise(1.0)])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer
 
 from samplewise.backward import BackwardResult, backward, checked_chain
 from samplewise.errors import BatchError, GraphError, LossesError
@@ -18,6 +19,7 @@ from samplewise.integrations.huggingface.outputs import OutputsHook, per_sample_
 from samplewise.integrations.huggingface.recording import LedgerCallback, Recorder
 from samplewise.integrations.huggingface.scaling import Denominators
 from samplewise.integrations.huggingface.support import check_supported
+from samplewise.integrations.mixin import check_comes_first
 from samplewise.integrations.model_outputs import KnownLosses, known_losses
 from samplewise.ledger.indexed import Indexed
 from samplewise.ledger.ledger import Ledger
@@ -46,7 +48,8 @@ class PerSample(Base):
     sum over its tokens if the labels are tokens, otherwise the loss of a batch of one sample.
     ledger: `sw.Ledger`, which records each sample at each visit. Its default directory is args.output_dir. The ids are
     those of `sw.Indexed`, or the column of the dataset named by Ledger(id=...). Checkpoints of the trainer contain its
-    state, so that a resumed training continues it.
+    state, so that a resumed training continues it. A training from the start removes the rows of an earlier one in
+    args.output_dir; in a directory given to the ledger, it is refused.
 
     Without transforms, training is bit-identical to that of the Trainer, with one exception: with gradient accumulation
     or several ranks, the update is always the mean over all samples (or tokens) of the accumulated batches. Losses that
@@ -60,6 +63,10 @@ class PerSample(Base):
 
     data_collator: Any  # of the Trainer
     _signature_columns: list[Any]
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        check_comes_first(cls, PerSample, Trainer)
 
     def __init__(self, *args: Any, transforms: Any = (), ledger: Ledger | None = None, **kwargs: Any):
         if not (ledger is None or isinstance(ledger, Ledger)):

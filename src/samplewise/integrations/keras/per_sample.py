@@ -15,6 +15,7 @@ from samplewise.distributed.group import current_group
 from samplewise.errors import DistributedError
 from samplewise.integrations.keras.ids import BatchSplitter, SplitBatch, with_row_numbers
 from samplewise.integrations.keras.settings import Settings, next_update
+from samplewise.integrations.mixin import check_comes_first
 from samplewise.ledger.ledger import Ledger
 
 
@@ -41,6 +42,10 @@ class PerSample:
     """
 
     _per_sample: Settings | None = None
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        check_comes_first(cls, PerSample, keras.Model)
 
     @staticmethod
     def of(model: Any) -> Any:
