@@ -82,3 +82,23 @@ def test_swapped_arguments():
         sw.check(loss_fn, model, batch)
     with pytest.raises(TypeError, match=r"found a DataLoader\. Pass next\(iter\(loader\)\)"):
         sw.check(model, loss_fn, DataLoader(TensorDataset(*batch)))
+
+
+def test_a_gradient_that_consists_of_rounding_errors_is_right():
+    """The softmax of attention does not depend on the bias of the keys."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.keys = nn.Linear(4, 4)
+            self.values = nn.Linear(4, 3)
+
+        def forward(self, x):
+            weights = (x @ self.keys(x).mT).softmax(-1)
+            return (weights @ self.values(x)).mean(1)
+
+    result = sw.check(Attention(), nn.CrossEntropyLoss(), (torch.randn(5, 6, 4), torch.arange(5) % 3))
+    norms = {line.parameter: line.norm for line in result.lines}
+    assert 0 < norms["keys.bias"] < 1e-15
+    assert result.ok, str(result)

@@ -20,6 +20,9 @@ import samplewise.errors
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+FRAMEWORKS = re.compile(r"^(?:from|import) (?:accelerate|keras|lightning|transformers|trl)\b", re.MULTILINE)
+# tests/integrations runs the others.
+PLAIN_EXAMPLES = [path for path in EXAMPLES if not FRAMEWORKS.search(path.read_text())]
 
 PICTURE_KILOBYTES = 150
 
@@ -99,7 +102,9 @@ def test_a_block_is_found_with_its_line():
 
 
 @pytest.mark.parametrize(
-    "path", daily(EXAMPLES, [e for e in EXAMPLES if e.name != "find_wrong_labels.py"]), ids=lambda path: path.name
+    "path",
+    daily(PLAIN_EXAMPLES, [e for e in PLAIN_EXAMPLES if e.name != "find_wrong_labels.py"]),
+    ids=lambda path: path.name,
 )
 def test_example_runs_without_a_warning(path, tmp_path, monkeypatch, capsys):
     """Run an example in this process, where torch is already imported."""
@@ -120,7 +125,7 @@ def test_example_runs_without_a_warning(path, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PLAIN_EXAMPLES, ids=lambda path: path.name)
 def test_example_runs_as_a_script(path, tmp_path):
     ignored = [f"-Wignore:{message}:{category.__name__}" for message, category in FRAMEWORK_WARNINGS]
     run = subprocess.run(

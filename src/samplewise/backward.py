@@ -98,7 +98,7 @@ def backward(
     of loss.backward(), bit for bit.
     """
     check_is_tensor(loss, "sw.backward(loss, model)")
-    chain = _checked(as_chain(transforms))
+    chain = checked_chain(transforms)
     if not denominator > 0:
         raise ValueError(f"denominator must be positive; found {denominator!r}.")
     parameters = inner(model) if isinstance(model, nn.Module) else model
@@ -133,8 +133,9 @@ def backward(
     return BackwardResult(stats.result())
 
 
-def _checked(chain: Chain) -> Chain:
-    """The chain, if all its transforms need the samples of one pass only."""
+def checked_chain(transforms: Any) -> Chain:
+    """The transforms as a chain. Raises TransformError if one of them needs more samples than those of one pass."""
+    chain = as_chain(transforms)
     if chain.on_sum:
         raise TransformError(
             f"{chain.on_sum[0]} must be applied once per update; found it in sw.backward, which may be called several "

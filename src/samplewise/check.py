@@ -110,23 +110,32 @@ def _compare(
     losses: Tensor, full: dict[str, Tensor], norms: Any, total: dict[str, Tensor], model_copy: nn.Module
 ) -> list[ParameterCheck]:
     rows = jacobian_rows(losses, named_parameters(model_copy))
+    noise = torch.finfo(losses.dtype).eps * max(
+        (row.abs().max().item() for row in rows.values() if row.numel()), default=0.0
+    )
     checks = []
     for name, row in rows.items():
         flat = row.reshape(len(row), -1)
         expected = flat.abs().square().sum(1).sqrt()
         errors = {
-            "rows": _relative_error(full[name], row),
-            "norms": _relative_error(norms[name], expected),
-            "sum": _relative_error(total[name], row.sum(0), row),
+            "rows": _relative_error(full[name], row, noise),
+            "norms": _relative_error(norms[name], expected, noise),
+            "sum": _relative_error(total[name], row.sum(0), noise, row),
         }
         checks.append(ParameterCheck(name, tuple(row.shape[1:]), expected.max().item(), errors))
     return checks
 
 
-def _relative_error(result: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
-    """Largest error relative to the largest element of `scale`, by default of `expected`; absolute if that is 0."""
+def _relative_error(result: Tensor, expected: Tensor, noise: float, scale: Tensor | None = None) -> float:
+    """Largest error relative to the largest element of `scale`, by default of `expected`; absolute if that is 0.
+
+    Errors up to `noise` count as 0: a gradient that is zero in exact arithmetic, such as that of the bias of attention
+    keys, consists of rounding errors.
+    """
     largest = (expected if scale is None else scale).abs().max()
     error = (result - expected).abs().max()
+    if error <= noise:
+        return 0.0
     return (error / largest).item() if largest > 0 else error.item()
 
 

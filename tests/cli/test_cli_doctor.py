@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from daily import daily
 from notices import wait_for_notices
 from recipes import HEALTHY, WITH_BATCH_NORM, command, process
 
@@ -183,3 +184,61 @@ def test_a_batch_that_cannot_be_sliced_has_no_updates_of_one_sample(recipe):
     assert "a batch that cannot be sliced; MB" in result.stdout
     assert "one sample:" not in result.stdout
     assert "update of the batch: " in result.stdout
+
+
+TRANSFORMERS = """
+import torch
+from torch.utils.data import DataLoader
+from transformers import {config}, {model}
+
+
+def model():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    return {model}({config}(num_labels=3, pad_token_id=0, **sizes, {options}))
+
+
+def data():
+    torch.manual_seed(1)
+    samples = [{{"input_ids": torch.randint(1, 20, (5,))}} for _ in range(6)]
+    for k, sample in enumerate(samples):
+        sample["labels"] = {labels}
+    return DataLoader(samples, batch_size=6)
+"""
+MODELS = {
+    "classes": ("BertConfig", "BertForSequenceClassification", "", "k % 3"),
+    "tokens": ("LlamaConfig", "LlamaForCausalLM", "", "sample['input_ids'].where(torch.arange(5) < 2 + k % 3, -100)"),
+    "labels": (
+        "BertConfig",
+        "BertForSequenceClassification",
+        "problem_type='multi_label_classification'",
+        "torch.rand(3).round()",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", daily(MODELS, ["classes"]))
+def test_a_model_of_transformers_computes_its_loss_itself(kind, recipe):
+    config, model, options, labels = MODELS[kind]
+    dropout = "hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, " if config == "BertConfig" else ""
+    text = TRANSFORMERS.format(config=config, model=model, options=dropout + options, labels=labels)
+    result = command("doctor", recipe(text))
+    assert result.stdout.startswith("engine vs. one backward pass per sample, float64, 6 samples: ok\n"), result.stdout
+    assert "3 samples recomputed alone have the same losses as in the batch" in result.stdout
+    assert "No problems found: the recipe is ready for training." in result.stdout
+    assert result.exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_with_another_loss_or_without_labels(recipe):
+    config, model, options, labels = MODELS["classes"]
+    text = TRANSFORMERS.format(config=config, model=model, options=options, labels=labels)
+    result = command("doctor", recipe(text.replace('sample["labels"]', 'sample["position_ids"]')))
+    assert "a model of transformers needs batches that are dicts with a tensor 'labels'; found keys" in result.stdout
+    doubled = "class Doubled(BertForSequenceClassification):\n    def forward(self, **inputs):\n        out = super()"
+    doubled += ".forward(**inputs)\n        out.loss = 2 * out.loss\n        return out\n\n\ndef model"
+    text = text.replace("return BertForSequenceClassification", "return Doubled").replace("def model", doubled)
+    result = command("doctor", recipe(text))
+    assert "the loss of Doubled must be a cross-entropy of logits and labels" in result.stdout
+    assert "nn.CrossEntropyLoss() is used" not in result.stdout
+    assert result.exit_code == 1

@@ -389,3 +389,28 @@ def test_ledger_and_resume(recipe):
     result = command("train", name, "--ledger", "--epochs", 2, "--resume")
     assert result.exit_code == 0, result.stderr
     assert sorted(sw.samples("runs/recipe")["id"].to_pylist()) == sorted([*range(60)] * 2)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers(recipe, tmp_path):
+    """The batches are dicts, to which --ledger adds the ids."""
+    text = """
+import torch
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification
+
+
+def model():
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    return BertForSequenceClassification(BertConfig(num_labels=3, **sizes))
+
+
+def data():
+    samples = [{"input_ids": torch.randint(1, 20, (5,)), "labels": k % 3} for k in range(12)]
+    return DataLoader(samples, batch_size=4)
+"""
+    result = command("train", recipe(text), "--run", tmp_path / "run", "--epochs", "2", "--ledger", "--clip", "1")
+    assert result.exit_code == 0, result.output
+    table = sw.samples(tmp_path / "run")
+    assert sorted(table["id"].to_pylist()) == sorted(2 * list(range(12)))
+    assert sorted(set(table["label"].to_pylist())) == [0, 1, 2]

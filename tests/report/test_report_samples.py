@@ -397,7 +397,8 @@ def test_a_ledger_without_a_log_is_shown(run):
     for name in ("log.jsonl", "run.json"):
         (run / name).unlink(missing_ok=True)
     shown = page_of(run)
-    assert "There is no log.jsonl: curves, time and epochs are not known." in shown.text
+    assert "Ledger of a training loop without a log of samplewise: curves, times and settings" in shown.text
+    assert "Warnings" not in shown.text
     assert shown.samples["total"] == len(shown.samples["ids"]) > 0 and "Per-sample gradient norms" in shown.charts
 
 

@@ -145,7 +145,7 @@ def _prepare(recipe: Recipe) -> RecipeCheck:
             parameter = next(model.parameters(), None)
             if parameter is not None:
                 batch = to_device(batch, parameter.device)
-            loss = recipe.loss()
+            loss = recipe.loss(model)
             return RecipeCheck(recipe, model, loss, batch, samples, batch_size, updates, metrics, validation)
 
 

@@ -2,7 +2,8 @@
 
 def model(): ...                 returns an nn.Module
 def data(): ...                  returns a loader, or (loader, validation loader)
-def loss(model, batch): ...      losses (B,) or (losses, counts); or a criterion; default nn.CrossEntropyLoss()
+def loss(model, batch): ...      losses (B,) or (losses, counts); or a criterion; default nn.CrossEntropyLoss(), for a
+                                 model of transformers the loss that it computes itself
 def optimizer(model): ...        default AdamW, lr 1e-3
 def scheduler(optimizer): ...    stepped once per update; default none
 def transforms(): ...            list of transforms of per-sample gradients; default none
@@ -32,6 +33,7 @@ from samplewise.cli.definitions import read_definitions
 from samplewise.core.batches import check_loader
 from samplewise.core.signatures import accepts
 from samplewise.errors import BatchError, LossesError, SamplewiseError
+from samplewise.integrations.model_outputs import ModelLoss, computes_its_loss
 from samplewise.loop.events import Listeners
 from samplewise.step.config import check_scheduler
 from samplewise.transforms.chain import Chain, as_chain
@@ -78,6 +80,7 @@ class Recipe:
         source = read_source(path) if source is None else source
         self._module = _load(path, source)
         self._definitions = read_definitions(source)
+        self._model_has_loss = False  # known when `loss` is called
         self._check_names()
         for name in filter(self.defines, ARGUMENTS):
             self._check_function(name)
@@ -107,8 +110,12 @@ class Recipe:
             remedy = "Wrap it in a DataLoader, for example DataLoader(dataset, batch_size=64, shuffle=True)."
         raise self._wrong_return("data", "a loader, or (loader, validation loader)", returned, remedy)
 
-    def loss(self) -> Any:
-        return self._module.loss if self.defines("loss") else _default_loss()
+    def loss(self, model: nn.Module) -> Any:
+        """The loss of the recipe. Default: cross entropy, or for a model of transformers the loss that it computes."""
+        if self.defines("loss"):
+            return self._module.loss
+        self._model_has_loss = computes_its_loss(model)
+        return ModelLoss() if self._model_has_loss else _default_loss()
 
     def optimizer(self, model: nn.Module) -> Any:
         if not self.defines("optimizer"):
@@ -165,7 +172,7 @@ class Recipe:
 
     def explained(self, error: SamplewiseError) -> SamplewiseError:
         """The error; if it is about the default loss, with a sentence that says so."""
-        if isinstance(error, LossesError) and not self.defines("loss"):
+        if isinstance(error, LossesError) and not self.defines("loss") and not self._model_has_loss:
             return LossesError(f"{error} {NO_LOSS}").with_traceback(error.__traceback__)
         return error
 

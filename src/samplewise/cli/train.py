@@ -120,7 +120,7 @@ def _fit(
         model.to(device)  # before the optimizer is made: some create their state on the device of the parameters
     optimizer = recipe.optimizer(model)
     scheduler = recipe.scheduler(optimizer)
-    loss = recipe.loss()
+    loss = recipe.loss(model)
     callbacks = recipe.callbacks()
     metrics = recipe.metrics()
     step_options = {"transforms": recipe.transforms(), **step_options}

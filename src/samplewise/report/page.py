@@ -45,10 +45,8 @@ def report(run: RunLog, reload: float | None = None) -> str:
     samples = read_samples(run)
     previews = read_previews(run)
     charts = training.charts(run)
-    sections = [
-        training.curves(run, charts),
-        scatter(samples, previews),
-        norms(run, samples),
+    of_samples = [scatter(samples, previews), norms(run, samples)]
+    of_log = [
         noise(run),
         layers(run),
         cost(run),
@@ -57,6 +55,7 @@ def report(run: RunLog, reload: float | None = None) -> str:
         training.skipped(run),
         settings.configuration(run),
     ]
+    sections = of_samples if run.ledger_only else [training.curves(run, charts), *of_samples, *of_log]
     messages = run.warnings + settings.warnings(run) + training.warnings(charts) + samples.warnings + previews.warnings
     head = f'<p class="quiet">{text(training.state(run))}</p>\n' + settings.tiles(run, samples.count)
     scripts = ["dom.js", "plot.js", "samples.js"] if samples.table is not None else []

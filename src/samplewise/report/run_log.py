@@ -55,6 +55,7 @@ class RunLog:
     noise: list[Line] = field(init=False, default_factory=list)  # noise scale and batch size
     end: Line | None = field(init=False, default=None)  # set if it is the last line
     warnings: list[str] = field(init=False, default_factory=list)  # one warning per reason
+    ledger_only: bool = False  # True: another training loop than the Trainer wrote the ledger, and no log
 
     @property
     def name(self) -> str:
@@ -116,22 +117,24 @@ def points(pairs: Iterable[tuple[Any, Any]]) -> list[Point]:
 
 
 def read_run(directory: Path) -> RunLog:
-    """Read run.json and log.jsonl of a run directory; what cannot be read becomes a warning in `left_out`."""
+    """Read run.json and log.jsonl of a run directory; what cannot be read becomes one of its warnings."""
     if not directory.is_dir():
         raise FileNotFoundError(
             f"a report needs a run directory; found none at {directory}. Pass the directory that the training wrote to."
         )
     log = directory / "log.jsonl"
-    run = RunLog(directory)
+    run = RunLog(directory, ledger_only=not log.is_file() and not (directory / "run.json").is_file())
     if not log.is_file() and not list_parts(directory):
         raise FileNotFoundError(
             f"a run directory must contain log.jsonl; found none in {directory}. "
             "Pass the directory of one run, not its parent; the log is written from the first update on."
         )
+    if run.ledger_only:
+        return run
     _read_metadata(run)
     if log.is_file():
         _read_log(run, log)
-    else:  # the ledger of a custom loop
+    else:
         run.warnings.append("There is no log.jsonl: curves, time and epochs are not known.")
     return run
 

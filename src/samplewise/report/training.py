@@ -27,6 +27,8 @@ def state(run: RunLog) -> str:
         return f"Ended at update {run.reached('update'):,}: {run.end.get('reason', 'no reason given')}"
     if run.lines:
         return f"Not finished: the log ends at update {run.reached('update'):,} without an end line"
+    if run.ledger_only:
+        return "Ledger of a training loop without a log of samplewise: curves, times and settings are not known"
     return "Nothing logged yet"
 
 

@@ -1,0 +1,101 @@
+"""Outputs of the model in a training step, from a forward hook."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.core.batches import leaves
+from samplewise.core.text import plural
+from samplewise.errors import GraphError
+
+logger = logging.getLogger("samplewise")
+
+
+class OutputsHook:
+    """Forward hooks on a model, which keep the outputs of the forward passes that record a graph.
+
+    They stay registered for a whole training: after each new hook, the engine verifies the gradients again.
+    """
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._handles: list[Any] = []
+        self.outputs: list[Any] = []  # of each forward pass of the model
+        self.inner: list[Any] = []  # of each forward pass of the module whose outputs the loss passes through
+
+    def watch(self, model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
+        """Discard the outputs so far; register the hooks if the model is another one than before.
+
+        unwrap: returns the model inside a DistributedDataParallel, whose outputs are copies
+        """
+        self.discard()
+        if model is not self._model:
+            self.remove()
+            self._model = model
+            inside = unwrap(model)
+            for module, kept in ((inside, "outputs"), (before_fused_head(inside), "inner")):
+                self._handles.append(module.register_forward_hook(partial(self._keep, kept)))
+
+    def _keep(self, kept: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and module.training:
+            getattr(self, kept).append(output)
+
+    def discard(self) -> None:
+        """Release the outputs, and with them the graph."""
+        self.outputs = []
+        self.inner = []
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._model = None
+        self._handles = []
+        self.discard()
+
+
+def before_fused_head(model: Any) -> Any:
+    """The module whose outputs the loss passes through: the model, or the part of it before a frozen head that TRL has
+    fused with the loss.
+
+    The graph of such a head does not show which sample a gradient belongs to; that of the module before it does. If the
+    head is trained, the engine finds it out with additional backward passes.
+    """
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # without the adapters of peft
+    function = getattr(causal.forward, "__func__", None)
+    defined_in = getattr(function, "__globals__", {}).get("__name__", "")
+    head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
+    if head is None or not defined_in.startswith("trl."):
+        return model
+    if not any(p.requires_grad for p in head.parameters()):
+        return causal.base_model
+    logger.warning(
+        "TRL has fused the trained head of %s with the loss, so that each step needs additional backward passes. "
+        "Adapters such as LoRA with a frozen head, or the Trainer of transformers, are several times as fast.",
+        type(causal).__name__,
+    )
+    return model
+
+
+def per_sample_outputs(forward: Sequence[Any], rows: int) -> list[Tensor]:
+    """Tensors (B, ...) among the outputs of the forward passes that are attached to the graph; B is `rows`.
+
+    If one of them was computed from another one, the engine uses that which is closer to the loss.
+    """
+    attached = [
+        z for output in forward for z in leaves(output) if isinstance(z, Tensor) and z.requires_grad and z.dim()
+    ]
+    found = [z for z in attached if len(z) == rows]
+    if found:
+        return found
+    shapes = ", ".join(str(tuple(z.shape)) for z in attached[:3])
+    raise GraphError(
+        f"the model must return an output with one row for each of the {plural(rows, 'sample')} of a batch, such as "
+        f"logits; found {f'only shapes {shapes}' if shapes else 'none'}. Return the logits from the model beside the "
+        "loss, without packing and without a kernel that fuses logits and loss."
+    )

@@ -1,0 +1,245 @@
+"""`PerSample`: mixin for the Trainer of transformers and for `trl.SFTTrainer`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.backward import BackwardResult, backward, checked_chain
+from samplewise.errors import BatchError, GraphError, LossesError
+from samplewise.integrations.huggingface.ids import IdCollator, with_id_column, without_columns
+from samplewise.integrations.huggingface.outputs import OutputsHook, per_sample_outputs
+from samplewise.integrations.huggingface.recording import LedgerCallback, Recorder
+from samplewise.integrations.huggingface.scaling import Denominators
+from samplewise.integrations.huggingface.support import check_supported
+from samplewise.integrations.model_outputs import KnownLosses, known_losses
+from samplewise.ledger.indexed import Indexed
+from samplewise.ledger.ledger import Ledger
+from samplewise.transforms.stats import SampleStats
+
+if TYPE_CHECKING:
+    Base = Any  # a Trainer; known only in the class that uses the mixin
+else:
+    Base = object
+
+logger = logging.getLogger("samplewise")
+
+
+class PerSample(Base):
+    """Mixin that adds transforms of per-sample gradients and a ledger to a Hugging Face Trainer.
+
+        class MyTrainer(PerSample, Trainer): ...      # or Seq2SeqTrainer, or trl.SFTTrainer
+
+        trainer = MyTrainer(
+            model, args, train_dataset=sw.Indexed(data), transforms=[sw.clip(1.0)], ledger=sw.Ledger()
+        )
+        trainer.train()
+        sw.suspects(sw.samples(args.output_dir)).top(20)
+
+    transforms: as in `sw.backward`. Bounds such as that of `sw.clip` refer to the gradient of a sample's own loss: the
+    sum over its tokens if the labels are tokens, otherwise the loss of a batch of one sample.
+    ledger: `sw.Ledger`, which records each sample at each visit. Its default directory is args.output_dir. The ids are
+    those of `sw.Indexed`, or the column of the dataset named by Ledger(id=...). Checkpoints of the trainer contain its
+    state, so that a resumed training continues it.
+
+    Without transforms, training is bit-identical to that of the Trainer, with one exception: with gradient accumulation
+    or several ranks, the update is always the mean over all samples (or tokens) of the accumulated batches. Losses that
+    ignore `num_items_in_batch` are found in the first step and scaled accordingly.
+
+    The ledger shows which samples were trained on: with several ranks, Accelerate repeats some samples if the last
+    batches of the ranks would differ in size. Not supported: DeepSpeed, DataParallel, FSDP version 1, context, sequence
+    and tensor parallelism, torch_compile, LOMO, packing and padding-free batches, and trainers of TRL other than
+    SFTTrainer.
+    """
+
+    data_collator: Any  # of the Trainer
+    _signature_columns: list[Any]
+
+    def __init__(self, *args: Any, transforms: Any = (), ledger: Ledger | None = None, **kwargs: Any):
+        if not (ledger is None or isinstance(ledger, Ledger)):
+            raise TypeError(f"ledger must be a sw.Ledger; found {type(ledger).__name__}. Pass ledger=sw.Ledger(...).")
+        self._chain = checked_chain(transforms)
+        self._outputs_hook = OutputsHook()
+        self._denominators = Denominators(self)
+        self._recorder = Recorder(ledger)
+        given = (*args, *kwargs.values())
+        self._recorder.indexed = next((each for each in given if isinstance(each, Indexed)), None)
+        super().__init__(*map(with_id_column, args), **{name: with_id_column(v) for name, v in kwargs.items()})
+        check_supported(self)
+        self.add_callback(LedgerCallback(self._recorder))
+
+    def per_sample_losses(self, outputs: Any, batch: Any) -> KnownLosses | None:
+        """Losses of the samples of a batch, from the outputs of the model, for the ledger and for transforms.
+
+        Default: cross-entropy from logits and labels, for tokens summed per sample, with label smoothing; and the
+        losses of regression and multi-label heads. None if they are not known. Override it for another criterion.
+        Values that do not add up to the loss of the trainer are replaced by NaN.
+        """
+        return known_losses(
+            outputs,
+            batch,
+            shifted=getattr(self, "_loss_shifts_labels", False),
+            smoothing=self.args.label_smoothing_factor if self.label_smoother is not None else 0.0,
+            problem_type=getattr(getattr(self.model, "config", None), "problem_type", None),
+        )
+
+    # --- methods of the Trainer --------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        check_supported(self)
+        self._announce_max_grad_norm()
+        self._recorder.begin(self)
+        try:
+            result = super().train(*args, **kwargs)
+        except BaseException:
+            self._recorder.stop()
+            raise
+        finally:
+            self._outputs_hook.remove()
+        self._recorder.finish()
+        return result
+
+    def get_train_dataloader(self) -> Any:
+        """The data loader of the Trainer, whose batches also hold the ids and the columns of the ledger."""
+        collator = self.data_collator
+        extra = self._extra_columns()
+        columns = self._signature_columns
+        self.data_collator = IdCollator(collator, extra)
+        self._signature_columns = [*columns, *extra]
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = collator
+            self._signature_columns = columns
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._denominators.start_window(batches)
+        return batches, num_items
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """The training step of the Trainer, with per-sample gradients in place of its call of accelerator.backward."""
+        batch = inputs
+        inputs = without_columns(batch, self._extra_columns())
+        self._recorder.start_step(self.state.global_step)
+        scaled = self._denominators.prepare(model, inputs, num_items_in_batch)
+        num_items = num_items_in_batch if scaled else None
+        self._outputs_hook.watch(model, self.accelerator.unwrap_model)
+        factors: list[float] = []
+
+        def replaced(loss: Tensor) -> None:
+            factor, denominator = self._denominators.of_batch(inputs, num_items, scaled)
+            factors.append(factor)
+            loss = loss if factor == 1 else loss * factor
+            self._recorder.add(self._backward(loss, model, batch, denominator), batch)
+
+        with _replaced_backward(self.accelerator, replaced):
+            loss = super().training_step(model, inputs, num_items)
+        self._outputs_hook.discard()
+        if len(factors) != 1:
+            raise GraphError(
+                "training_step must call accelerator.backward once; found "
+                f"{len(factors)} calls. Leave training_step as it is, and override compute_loss instead."
+            )
+        return loss if factors[0] == 1 else loss * factors[0]
+
+    def _extra_columns(self) -> list[Hashable]:
+        """Columns of the batch that only the ledger reads, such as the ids."""
+        self._set_signature_columns_if_needed()
+        return [key for key in self._recorder.keys if key not in self._signature_columns]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        self._recorder.save()
+        return super()._save_checkpoint(*args, **kwargs)
+
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        for callback in self.callback_handler.callbacks:  # the Trainer may have made a new object
+            if isinstance(callback, LedgerCallback):
+                callback.recorder = self._recorder
+
+    # --- backward pass -----------------------------------------------------------------------------------------------
+
+    def _backward(self, loss: Tensor, model: nn.Module, batch: Any, denominator: float) -> BackwardResult:
+        """Backward pass of one batch, with transforms, and the results of its samples."""
+        rows = _rows(batch, self._recorder.id_key)
+        known = self._known_losses(loss, batch, denominator)
+        losses = None if known is None else known.losses
+        counts = self._denominators.counts(batch) if known is None else known.counts
+        columns = None if known is None else known.columns
+        if self._chain.samples.transforms or self._recorder.needs_norms:
+            outputs = per_sample_outputs(self._outputs_hook.inner, rows)
+            options = {"denominator": denominator, "losses": losses, "counts": counts, "batch": batch}
+            result = backward(loss, model, outputs, self._chain, self.accelerator, **options)
+        else:
+            self.accelerator.backward(loss)
+            unknown = torch.full((rows,), torch.nan, device=loss.device)
+            result = BackwardResult(SampleStats(unknown if losses is None else losses, counts, raw_norms=unknown))
+        return BackwardResult(replace(result.stats, columns=columns))
+
+    def _known_losses(self, loss: Tensor, batch: Any, denominator: float) -> KnownLosses | None:
+        """Losses of the samples; NaN if they do not add up to the loss of the trainer."""
+        reads = next((t for t in self._chain.samples.transforms if "losses" in t.needs), None)
+        forward = self._outputs_hook.outputs
+        if not forward or (reads is None and self._recorder.ledger is None):
+            return None
+        with torch.no_grad():
+            known = self.per_sample_losses(forward[0], batch)
+            if known is None:
+                return None
+            known = known.checked(loss, denominator)
+        if reads is not None and bool(known.losses.isnan().any()):
+            raise LossesError(
+                f"{reads} must get the losses of the samples; found that those of per_sample_losses do not add up to "
+                "the loss of the trainer. Override per_sample_losses for your criterion."
+            )
+        return known
+
+    def _announce_max_grad_norm(self) -> None:
+        clips = next((t for t in self._chain.samples.transforms if t.name.startswith("clip(")), None)
+        if clips is not None and self.args.max_grad_norm > 0:
+            logger.warning(
+                "max_grad_norm=%g of the TrainingArguments (default 1.0) also clips the sum of the gradients, after "
+                "%s of each sample. Set max_grad_norm=0 to leave that out.",
+                self.args.max_grad_norm,
+                clips,
+            )
+
+
+@contextmanager
+def _replaced_backward(accelerator: Any, replaced: Any) -> Iterator[None]:
+    """Context manager: the next call of accelerator.backward calls `replaced`, in which it is the original again."""
+    before = vars(accelerator).get("backward")
+
+    def restore() -> None:
+        vars(accelerator).pop("backward", None)
+        if before is not None:
+            accelerator.backward = before
+
+    def call(loss: Tensor, **options: Any) -> None:
+        restore()
+        replaced(loss)
+        accelerator.backward = call
+
+    accelerator.backward = call
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _rows(batch: Any, id_key: Any) -> int:
+    """Number of samples of a batch: of its ids, or of its first tensor."""
+    for key in (id_key, "labels", "input_ids", "pixel_values"):
+        if key in batch:
+            return len(batch[key])
+    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
+    if not tensors:
+        raise BatchError("a batch must hold tensors with one row per sample; found none.")
+    return len(tensors[0])

@@ -1,0 +1,173 @@
+"""`PerSample`: mixin for Keras models with the torch backend; `fit` with per-sample transforms and a ledger."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import torch
+from keras import tree
+
+from samplewise.distributed.group import current_group
+from samplewise.errors import DistributedError
+from samplewise.integrations.keras.ids import BatchSplitter, SplitBatch, with_row_numbers
+from samplewise.integrations.keras.settings import Settings, next_update
+from samplewise.ledger.ledger import Ledger
+
+
+class PerSample:
+    """Mixin for `keras.Model` with the torch backend: transforms of per-sample gradients, and a ledger, in `fit`.
+
+        class Net(PerSample, keras.Model): ...         # or PerSample.of(model) for an existing model
+
+        model.compile("adam", "mse", transforms=[sw.clip(1.0)], ledger=sw.Ledger("runs/first"))
+        model.fit(x, y, epochs=10)
+
+    The gradient of the compiled loss, through the outputs of the model, is transformed. The gradients of regularizers
+    and of `add_loss` are added unchanged. Norms, and bounds such as that of `sw.clip`, refer to the gradient of the
+    sample's own loss: B times its part of a mean over the batch, its part itself with reduction="sum", and Σw times its
+    part with reduction="mean_with_sample_weight". sample_weight and class_weight are factors of the loss. Without
+    transforms, training is bit-identical to that of `keras.Model`.
+
+    Rows of the ledger: `update` is the number of updates that the optimizer has applied before, so that with
+    gradient_accumulation_steps=k the samples of k batches have the same one. Keras divides the sum of k batches by k,
+    whatever their sizes. The loss is that of the compiled loss without sample weights.
+
+    The position in the ledger is saved and loaded with the weights (BackupAndRestore, ModelCheckpoint, save_weights):
+    rows that are newer than loaded weights are removed when training continues.
+    """
+
+    _per_sample: Settings | None = None
+
+    @staticmethod
+    def of(model: Any) -> Any:
+        """Add the mixin to the class of an existing model, for functional and Sequential models. Returns the model, to
+        be compiled again. Saved files are those of the original class.
+        """
+        if not isinstance(model, keras.Model):
+            raise TypeError(f"PerSample.of needs a keras.Model; found {type(model).__name__}.")
+        if not isinstance(model, PerSample):
+            own = type(model)
+            names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+            model.__class__ = type(own.__name__, (PerSample, own), names)
+            model.compiled = False
+        return model
+
+    def compile(self, *args: Any, transforms: Iterable[Any] = (), ledger: Ledger | None = None, **kwargs: Any) -> None:
+        """As `keras.Model.compile`, with transforms as in `sw.Step` and a ledger that has a directory."""
+        _check_class(type(self))
+        settings = Settings(transforms, ledger)
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+        _refuse_jit(self)
+        self._per_sample = settings
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        settings = self._checked_settings()
+        _refuse_ranks()
+        arguments = inspect.signature(super().fit).bind(*args, **kwargs).arguments  # type: ignore[misc]
+        arguments["callbacks"] = settings.with_epochs(arguments.get("callbacks"))
+        if settings.ledger is None:
+            return super().fit(**arguments)  # type: ignore[misc]
+        arguments["x"] = with_row_numbers(arguments.get("x"), settings.id_key)
+        try:
+            history = super().fit(**arguments)  # type: ignore[misc]
+        except BaseException:
+            settings.ledger.on_error()
+            raise
+        settings.ledger.on_fit_end()
+        return history
+
+    def train_step(self, data: Any) -> Any:
+        """The steps of Keras's own `train_step` for the torch backend, with another backward pass."""
+        settings = self._checked_settings()
+        model: Any = self
+        data, ids, columns = self._split(data)
+        settings.check_ids(ids)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+        model.zero_grad()
+        with settings.separate_losses() as additional:
+            loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        samples = next(v for v in tree.flatten(x) if v is not None).shape[0]
+        model._loss_tracker.update_state(loss, sample_weight=samples)
+        if model.trainable_weights:
+            batch = {"x": x, "y": y, "sample_weight": sample_weight, **columns, settings.id_key: ids}
+            result = settings.backward(model, loss, additional, y, y_pred, sample_weight, batch)
+            variables = model.trainable_weights[:]
+            gradients = [v.value.grad for v in variables]
+            update = next_update(model.optimizer, gradients)
+            with torch.no_grad():
+                model.optimizer.apply(gradients, variables)
+            settings.record(result, model, y, y_pred, batch, update)
+        else:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def test_step(self, data: Any) -> Any:
+        return super().test_step(self._split(data).data)  # type: ignore[misc]
+
+    def predict_step(self, data: Any) -> Any:
+        return super().predict_step(self._split(data).data)  # type: ignore[misc]
+
+    def _split(self, data: Any) -> SplitBatch:
+        return self._splitter().split(data)
+
+    def _splitter(self) -> BatchSplitter:
+        return BatchSplitter(self, None if self._per_sample is None else self._per_sample.ledger)
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Called by Keras with the first batch, to build the model and the compiled loss."""
+        if iterator is not None:
+            iterator = self._splitter().epoch(iterator)
+        if data_batch is not None:
+            data_batch = self._split(data_batch).data
+        super()._symbolic_build(iterator=iterator, data_batch=data_batch)  # type: ignore[misc]
+
+    def _aggregate_additional_loss(self, loss: Any) -> Any:
+        """Called by Keras with each loss of `add_loss` and of regularizers."""
+        total = super()._aggregate_additional_loss(loss)  # type: ignore[misc]
+        settings = self._per_sample
+        return total if settings is None or settings.additional is None else settings.additional.replace(total)
+
+    def _checked_settings(self) -> Settings:
+        if self._per_sample is None:
+            raise RuntimeError(
+                "the model must be compiled as PerSample before it is trained; found no transforms and ledger, which "
+                "are not saved with a model. Call model.compile(optimizer, loss, transforms=..., ledger=...)."
+            )
+        _refuse_jit(self)
+        return self._per_sample
+
+
+def _check_class(cls: type) -> None:
+    if keras.backend.backend() != "torch":
+        raise RuntimeError(
+            f"PerSample needs the torch backend of Keras; found {keras.backend.backend()}. Set KERAS_BACKEND=torch "
+            "before keras is imported, or use samplewise.integrations.keras.gradients."
+        )
+    if cls.train_step is not PerSample.train_step:  # type: ignore[attr-defined]
+        raise TypeError(
+            f"PerSample must define train_step; found that {cls.__name__} overrides it. Override compute_loss instead, "
+            "or call sw.backward in your train_step, without PerSample."
+        )
+
+
+def _refuse_jit(model: Any) -> None:
+    if model.jit_compile:
+        raise ValueError(
+            "jit_compile must be False, because per-sample gradients are read from the autograd graph, which compiled "
+            "code does not have; found True. Leave it out."
+        )
+
+
+def _refuse_ranks() -> None:
+    ranks = current_group().size
+    if ranks > 1:
+        raise DistributedError(
+            "fit must run in a single process, because Keras does not average gradients over ranks with the torch "
+            f"backend; found {ranks} ranks. Use DistributedDataParallel(model) and sw.backward in your own loop, or "
+            "sw.Step."
+        )

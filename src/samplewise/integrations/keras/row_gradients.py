@@ -1,0 +1,177 @@
+"""Per-sample gradients with the TensorFlow and JAX backends of Keras: rows, a chunk of samples at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import torch
+from keras import ops, tree
+
+from samplewise.engine.checks import finite_losses
+from samplewise.errors import ParameterError, SamplesInteractError
+from samplewise.integrations.keras.backends import RowsFunction, rows_function
+from samplewise.integrations.keras.sample_losses import sample_losses
+
+Rows = list[Any]  # one tensor (n, *shape) for each variable
+
+
+class SampleRows:
+    """Rows of all samples of a batch in chunks of at most `memory` bytes. A single chunk is computed once and kept."""
+
+    def __init__(self, model: Any, x: Any, y: Any, loss: Any, inputs: bool, memory: int):
+        self._x = x
+        self._y = y
+        self._rows: RowsFunction = rows_function(model, loss, inputs)
+        self.losses = sample_losses(loss, y, model(x, training=False))
+        finite_losses(torch.tensor(ops.convert_to_numpy(self.losses)))
+        self.samples = int(self.losses.shape[0])
+        wanted = tree.flatten(x) if inputs else model.trainable_variables
+        self.shapes = [tuple(v.shape)[1:] if inputs else tuple(v.shape) for v in wanted]
+        self._chunk = max(1, memory // max(1, sum(map(_bytes, wanted)) // (self.samples if inputs else 1)))
+        self._precision = keras.dtype_policies.get(model.dtype_policy).compute_dtype
+        self._kept: Rows | None = None
+
+    def chunks(self) -> Iterator[tuple[slice, Rows]]:
+        """Yield the samples of each chunk and their rows."""
+        for start in range(0, self.samples, self._chunk):
+            samples = slice(start, min(start + self._chunk, self.samples))
+            yield samples, self._computed(samples)
+
+    def _computed(self, samples: slice) -> Rows:
+        if self._kept is not None:
+            return self._kept
+        x, y = tree.map_structure(lambda v: v[samples], (self._x, self._y))
+        losses, rows = self._rows(x, y)
+        self._check_alone(losses, self.losses[samples])
+        rows = [ops.cast(r, "float32") if r.dtype in HALF else r for r in rows]
+        if self._chunk >= self.samples:
+            self._kept = rows
+        return rows
+
+    def _check_alone(self, alone: Any, in_batch: Any) -> None:
+        """Compare the losses of samples computed one by one with those of the batch."""
+        one, other = (torch.tensor(ops.convert_to_numpy(v)).double() for v in (alone, in_batch))
+        tolerance = torch.finfo(getattr(torch, self._precision)).eps ** 0.5
+        if (one - other).abs().max() > tolerance * other.abs().max().clamp(min=1):
+            raise SamplesInteractError(
+                "the loss of a sample must not depend on the other samples of the batch, and variables must not change "
+                f"before the gradients are computed; found losses that differ by {(one - other).abs().max():.3g} if "
+                "each sample is alone in a batch. Remove layers and losses that combine samples."
+            )
+
+
+HALF = ("float16", "bfloat16")
+
+
+def _bytes(v: Any) -> int:
+    size = 4 if v.dtype in HALF else keras.backend.standardize_dtype(v.dtype).endswith("64") * 4 + 4
+    return int(size * torch.Size(v.shape).numel())
+
+
+class RowGradients:
+    """Per-sample gradients of a batch. Returned by `gradients` with the TensorFlow and JAX backends.
+
+    Methods have the names and shapes of `sw.Gradients`, and return tensors of the backend. Each method computes rows,
+    the gradients of all samples in full, in chunks that fit into the memory budget, by the means of the backend: memory
+    and time are those of the rows. If all rows fit into the budget they are computed once and kept.
+
+    names     paths of the trainable variables
+    losses    (B,) losses of the samples
+    """
+
+    def __init__(self, names: list[str], rows: SampleRows):
+        self.names = names
+        self.losses = rows.losses
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows.samples
+
+    def __repr__(self) -> str:
+        return f"RowGradients({len(self)} samples, {len(self.names)} variables)"
+
+    def norms(self) -> Any:
+        """L2 norm of each sample's gradient, (B,)."""
+        squares = self._per_sample(lambda rows: sum(ops.sum(ops.square(_flat(r)), axis=1) for r in rows))
+        return ops.sqrt(squares)
+
+    def dot(self, direction: Mapping[str, Any]) -> Any:
+        """Inner product of each sample's gradient with a direction (name -> tensor of the variable's shape), (B,)."""
+        directions = self._checked_direction(direction)
+        return self._per_sample(
+            lambda rows: sum(
+                ops.matmul(_flat(r), ops.cast(ops.reshape(d, (-1,)), r.dtype))
+                for r, d in zip(rows, directions, strict=True)
+            )
+        )
+
+    def gram(self, other: RowGradients | None = None) -> Any:
+        """Inner products of the gradients of all pairs of samples, (B, B); with another RowGradients, (B, B2).
+
+        If the rows do not fit into the memory budget, those of `other` are computed again for each chunk.
+        """
+        others = self._rows if other is None else self._checked_other(other)
+
+        def block(rows: Rows) -> Any:
+            blocks = [
+                sum(ops.matmul(_flat(r), ops.transpose(_flat(t))) for r, t in zip(rows, theirs, strict=True))
+                for _, theirs in others.chunks()
+            ]
+            return ops.concatenate(blocks, axis=1)
+
+        return self._per_sample(block)
+
+    def sum(self, weights: Any = None) -> dict[str, Any]:
+        """Weighted sum of per-sample gradients, name -> sum_i w_i g_i. weights: (B,) or a number; default ones."""
+        w = ops.ones_like(self.losses) if weights is None else ops.convert_to_tensor(weights)
+        if tuple(w.shape) not in ((), (len(self),)):
+            raise ParameterError(
+                f"weights must be a number or have one number per sample, ({len(self)},); found shape {tuple(w.shape)}."
+            )
+        w = ops.broadcast_to(ops.cast(w, self.losses.dtype), (len(self),))
+        totals: Rows = []
+        for samples, rows in self._rows.chunks():
+            parts = [ops.tensordot(ops.cast(w[samples], r.dtype), r, 1) for r in rows]
+            totals = [t + p for t, p in zip(totals, parts, strict=True)] if totals else parts
+        return dict(zip(self.names, totals, strict=True))
+
+    def mean(self) -> dict[str, Any]:
+        """Mean of per-sample gradients, name -> sum_i g_i / B."""
+        return {name: total / len(self) for name, total in self.sum().items()}
+
+    def full(self) -> dict[str, Any]:
+        """Gradients of all samples, name -> (B, *shape). All rows are in memory at once."""
+        chunks = [rows for _, rows in self._rows.chunks()]
+        return {name: ops.concatenate(rows) for name, *rows in zip(self.names, *chunks, strict=True)}
+
+    def _per_sample(self, quantity: Callable[[Rows], Any]) -> Any:
+        return ops.concatenate([quantity(rows) for _, rows in self._rows.chunks()])
+
+    def _checked_direction(self, direction: Mapping[str, Any]) -> list[Any]:
+        shapes = dict(zip(self.names, self._rows.shapes, strict=True))
+        if not isinstance(direction, Mapping) or direction.keys() != shapes.keys():
+            raise ParameterError(
+                "direction must be a dict with a tensor for each name in g.names, like g.sum(); found "
+                f"{sorted(direction) if isinstance(direction, Mapping) else type(direction).__name__}."
+            )
+        for name, shape in shapes.items():
+            if tuple(direction[name].shape) != shape:
+                raise ParameterError(
+                    f"direction[{name!r}] must have the variable's shape {shape}; found {tuple(direction[name].shape)}."
+                )
+        return [direction[name] for name in self.names]
+
+    def _checked_other(self, other: RowGradients) -> SampleRows:
+        if not isinstance(other, RowGradients) or other.names != self.names:
+            raise ParameterError(
+                "gram needs other gradients of the same variables; found "
+                f"{'other variables' if isinstance(other, RowGradients) else type(other).__name__}. Pass the same "
+                "model to both calls of gradients."
+            )
+        return other._rows
+
+
+def _flat(rows: Any) -> Any:
+    return ops.reshape(rows, (rows.shape[0], -1))

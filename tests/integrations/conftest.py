@@ -1,0 +1,6 @@
+"""Tests of frameworks that are not installed are not collected: `make test-integrations` installs all of them."""
+
+from importlib.util import find_spec
+
+NEEDED = {"test_huggingface_trl.py": "trl"}
+collect_ignore = [file for file, package in NEEDED.items() if find_spec(package) is None]

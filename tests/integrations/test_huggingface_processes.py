@@ -1,0 +1,99 @@
+"""A Hugging Face Trainer that is killed and resumed, and one on two ranks."""
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import forks
+import pytest
+import torch
+
+import samplewise as sw
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+START = f"import sys; sys.path.insert(0, {str(HERE)!r}); from huggingface_models import *; import os, signal\n"
+
+TRAIN = """
+from transformers import TrainerCallback
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+options = {"num_train_epochs": 3, "optim": "adamw_torch", "learning_rate": 0.01, "save_strategy": "steps"}
+args = arguments(sys.argv[1], 2, 2, save_steps=2, **options)
+trainer = PerSampleTrainer(
+    bert(dropout=0.2), args, train_dataset=sw.Indexed(classes(10)), ledger=sw.Ledger(every=3), callbacks=[Kill()]
+)
+trainer.train(resume_from_checkpoint=sys.argv[3] == "resume")
+torch.save(vector(trainer.model), sys.argv[1] + "/end.pt")
+"""
+
+
+def run(code, *arguments, **environment):
+    command = [sys.executable, "-W", "ignore", "-c", START + code, *map(str, arguments)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in environment.items()}
+    return forks.Popen(command, env=env, stdout=-1, stderr=-1)
+
+
+def finished(process):
+    _, errors = process.communicate(timeout=300)
+    return process.returncode, errors.decode()[-3000:]
+
+
+def test_killed_in_the_second_epoch_and_resumed(tmp_path):
+    code, errors = finished(run(TRAIN, tmp_path / "whole", -1, "new"))
+    assert code == 0, errors
+    assert finished(run(TRAIN, tmp_path / "killed", 5, "new"))[0] == -signal.SIGKILL
+    code, errors = finished(run(TRAIN, tmp_path / "killed", -1, "resume"))
+    assert code == 0, errors
+    assert torch.equal(torch.load(tmp_path / "whole/end.pt"), torch.load(tmp_path / "killed/end.pt"))
+    assert sw.samples(tmp_path / "killed").equals(sw.samples(tmp_path / "whole"))
+    assert sw.samples(tmp_path / "whole").num_rows == 30
+
+
+RANKS = """
+name, task, ranks, clipped = sys.argv[2:6]
+made, data = TASKS[task]
+batch = 4 // int(ranks)
+options = {"ddp_backend": "gloo"} if ranks == "2" else {}
+data = data(16)
+trainer = recorded(
+    made(), data, sys.argv[1] + "/" + name, batch, 2, transforms=[sw.clip(0.3)] if clipped == "True" else [],
+    options=options | {"train_sampling_strategy": "sequential"},
+)
+if trainer.args.process_index == 0:
+    torch.save(vector(trainer.accelerator.unwrap_model(trainer.model)), sys.argv[1] + f"/{name}.pt")
+"""
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("task", ["bert", "llama"])
+def test_two_ranks_give_the_update_of_one(task, clipped, tmp_path):
+    code, errors = finished(run(RANKS, tmp_path, "one", task, 1, clipped))
+    assert code == 0, errors
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        run(RANKS, tmp_path, "two", task, 2, clipped,
+            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in range(2)
+    ]  # fmt: skip
+    for code, errors in map(finished, ranks):
+        assert code == 0, errors
+    first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("one", "two"))
+    assert (first - second).norm() <= 1e-6 * first.norm()
+    ledgers = [sw.samples(tmp_path / name) for name in ("one", "two")]
+    rows = [{(row["epoch"], row["update"], row["id"]): row for row in ledger.to_pylist()} for ledger in ledgers]
+    assert rows[0].keys() == rows[1].keys()
+    assert len(rows[0]) == ledgers[1].num_rows == 16
+    for key, row in rows[0].items():
+        for name in ("loss", "norm", "weight"):
+            assert rows[1][key][name] == pytest.approx(row[name], rel=2e-4, abs=1e-5), (key, name)
+    assert any(row["weight"] < 1 for row in rows[0].values()) == clipped

@@ -1,0 +1,170 @@
+"""`PerSample` with trl.SFTTrainer, and with tables of the package datasets."""
+
+import pytest
+import torch
+from datasets import Dataset, disable_progress_bars
+from huggingface_models import PerSampleTrainer, arguments, bert, classes, train, vector
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+import samplewise as sw
+from samplewise.errors import GraphError
+from samplewise.integrations.huggingface import PerSample
+from samplewise.integrations.huggingface.outputs import before_fused_head
+
+pytestmark = pytest.mark.slow
+disable_progress_bars()
+
+WORDS = "the a cat dog sat on mat ran big red".split()
+TEXTS = [" ".join(WORDS[(3 * i + k * k) % len(WORDS)] for k in range(2 + i % 5)) for i in range(9)]
+
+
+class PerSampleSFTTrainer(PerSample, SFTTrainer):
+    pass
+
+
+def tokenizer():
+    names = ["<pad>", "<eos>", "<unk>", *WORDS]
+    made = Tokenizer(models.WordLevel({word: k for k, word in enumerate(names)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=13, max_position_embeddings=32, eos_token_id=1, **sizes))
+
+
+def lora(dropout=0.0):
+    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=dropout, init_lora_weights="gaussian")
+
+
+def sft(directory, kind=PerSampleSFTTrainer, data=None, batch=4, accumulate=1, adapters=None, options=None, **keywords):
+    defaults = {
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulate,
+        "learning_rate": 0.5,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "num_train_epochs": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+    args = SFTConfig(str(directory), **{**defaults, **(options or {})})
+    data = sw.Indexed(Dataset.from_dict({"text": TEXTS})) if data is None else data
+    torch.manual_seed(0)
+    return kind(llama(), args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters, **keywords)
+
+
+def trained(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_recording_leaves_training_bit_identical(adapters, tmp_path):
+    def adapter():
+        return lora(dropout=0.2) if adapters else None
+
+    table = Dataset.from_dict({"text": TEXTS})
+    plain = sft(tmp_path / "plain", SFTTrainer, table, 2, 2, adapter())
+    plain.train()
+    ours = sft(tmp_path / "ours", batch=2, accumulate=2, adapters=adapter(), ledger=sw.Ledger())
+    ours.train()
+    assert torch.equal(trained(plain), trained(ours))
+    ledger = sw.samples(tmp_path / "ours")
+    assert sorted(ledger["id"].to_pylist()) == list(range(len(TEXTS)))
+    assert plain.state.log_history[-1]["mean_token_accuracy"] == ours.state.log_history[-1]["mean_token_accuracy"]
+    counts = dict(zip(ledger["id"].to_pylist(), ledger["count"].to_pylist(), strict=True))
+    assert counts == {i: len(text.split()) for i, text in enumerate(TEXTS)}  # and <eos>, without the first token
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": False}], ids=["checkpointing", "plain"])
+def test_clipped_fine_tuning_equals_one_backward_pass_per_sample(adapters, options, tmp_path):
+    """An epoch of one update, with batches of different sizes."""
+    bound = 0.5 if adapters else 4.0
+    made = sft(
+        tmp_path, batch=3, accumulate=4, adapters=lora() if adapters else None, options=options,
+        transforms=[sw.clip(bound)], ledger=sw.Ledger(),
+    )  # fmt: skip
+    before = sft(tmp_path / "by hand", adapters=lora() if adapters else None)
+    assert (before_fused_head(made.model) is made.model) == (not adapters)
+    made.train()
+    rows = {row["id"]: row for row in sw.samples(tmp_path).to_pylist()}
+    assert {row["update"] for row in rows.values()} == {0}
+    model = before.model
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    total = [torch.zeros_like(p) for p in parameters]
+    tokens = tokenizer()
+    for i, text in enumerate(TEXTS):
+        ids = torch.tensor([tokens(text + "<eos>")["input_ids"]])
+        loss = model(input_ids=ids, labels=ids).loss * (ids.shape[1] - 1)
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        assert rows[i]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert rows[i]["norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert rows[i]["count"] == ids.shape[1] - 1
+        for t, g in zip(total, gradients, strict=True):
+            t += g * min(1.0, bound / norm.item())
+    count = sum(row["count"] for row in rows.values())
+    expected = torch.cat([(p - 0.5 * t / count).detach().flatten() for p, t in zip(parameters, total, strict=True)])
+    update = (expected - trained(before)).norm()
+    assert (trained(made) - expected).norm() <= 3e-6 * update + 1e-7 * expected.norm()
+    assert any(row["weight"] < 1 for row in rows.values())
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_a_trained_head_that_is_fused_is_announced_once(adapters, tmp_path, caplog):
+    sft(tmp_path, adapters=lora() if adapters else None, transforms=[sw.clip(1.0)]).train()
+    messages = [record.message for record in caplog.records if record.name == "samplewise"]
+    assert len(messages) == (not adapters)
+    assert all("TRL has fused the trained head of LlamaForCausalLM with the loss" in message for message in messages)
+
+
+def test_packing_is_refused(tmp_path):
+    options = {"packing": True, "max_length": 16}
+    with pytest.raises(GraphError, match="found packing, in which a row has tokens of several samples"):
+        sft(tmp_path, options=options, ledger=sw.Ledger())
+    with pytest.raises(GraphError, match="found padding-free batches, in which a row has tokens of several samples"):
+        sft(tmp_path, options={"padding_free": True, "max_length": None}, ledger=sw.Ledger())
+
+
+def test_prompts_and_completions(tmp_path):
+    """The tokens of a prompt do not count; ids are a column of the table."""
+    table = Dataset.from_dict(
+        {"prompt": ["the cat"] * 4, "completion": [" sat", " sat on", " ran big red", " ran"], "key": list("abcd")}
+    )
+    sft(tmp_path, data=table, ledger=sw.Ledger(id="key")).train()
+    rows = sw.samples(tmp_path).to_pylist()
+    assert {row["id"]: row["count"] for row in rows} == {"a": 2, "b": 3, "c": 4, "d": 2}
+
+
+def test_a_table_with_the_plain_trainer(tmp_path):
+    """The index becomes a column of the table; the training is that of the list."""
+    table = Dataset.from_list(classes(6))
+    ours = train(bert(), sw.Indexed(table), tmp_path / "table", ledger=sw.Ledger())
+    plain = train(bert(), sw.Indexed(classes(6)), tmp_path / "list", ledger=sw.Ledger())
+    assert torch.equal(vector(ours.model), vector(plain.model))
+    assert sw.samples(tmp_path / "table").equals(sw.samples(tmp_path / "list"))
+
+
+def test_a_table_whose_items_a_function_computes(tmp_path):
+    table = Dataset.from_list(classes(6)).with_transform(lambda rows: {k: rows[k] for k in ("input_ids", "labels")})
+    train(bert(), sw.Indexed(table), tmp_path, ledger=sw.Ledger(), options={"remove_unused_columns": False})
+    assert sorted(sw.samples(tmp_path)["id"].to_pylist()) == list(range(6))
+
+
+def test_an_indexed_table_that_has_ids(tmp_path):
+    table = Dataset.from_list([{**sample, "id": 7} for sample in classes(4)])
+    with pytest.raises(TypeError, match=r"found one that has it. Pass the dataset without sw\.Indexed"):
+        PerSampleTrainer(bert(), arguments(tmp_path), train_dataset=sw.Indexed(table))
