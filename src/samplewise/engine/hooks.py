@@ -14,7 +14,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import backward_past, backward_to_leaves, has_hooks_of, hook_state
+from samplewise.engine.backward import HookState, backward_past, backward_to_leaves, has_hooks_of, hook_state
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import random_signs
