@@ -170,9 +170,8 @@ class Ledger:
         """
         if not isinstance(results, BackwardResult):
             raise TypeError(f"record needs the results of sw.backward; found {type(results).__name__}.")
-        for name, index in (("update", update), ("epoch", epoch)):
-            if not isinstance(index, Integral) or index < 0:
-                raise ValueError(f"{name} must be an integer, counted from 0; found {index!r}.")
+        _check_index("update", update)
+        _check_index("epoch", epoch)
         samples = int(current_group().all_reduce_scalars(len(results))[0])
         outcome = Outcome(skipped, lr=[], norm=lambda: torch.tensor(torch.nan))
         columns = record_columns(batch, self.keys, epoch)
@@ -335,6 +334,11 @@ class Ledger:
         self._discard_rows()
         self._loaded_parts = parts
         self._resuming = True
+
+
+def _check_index(name: str, index: Any) -> None:
+    if not isinstance(index, Integral) or int(index) < 0:
+        raise ValueError(f"{name} must be an integer, counted from 0; found {index!r}.")
 
 
 def _given_names(argument: str, given: Any) -> list[str] | None:
