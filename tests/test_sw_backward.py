@@ -7,7 +7,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine import strategies
-from samplewise.errors import LossesError, NonFiniteLossError, TransformError
+from samplewise.errors import LossesError, NonFiniteGradientError, NonFiniteLossError, TransformError
 
 B, CLASSES = 6, 4
 
@@ -156,6 +156,25 @@ def test_a_gradient_scaler_gets_non_finite_gradients_and_skips_the_update():
     z = model(x)
     with pytest.raises(NonFiniteLossError, match="sample 2"):
         sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], Framework())
+
+
+@pytest.mark.parametrize("transforms", [[], [sw.clip(1e-3)]])
+def test_a_gradient_scaler_never_gets_gradients_without_the_transforms(transforms, monkeypatch):
+    model, x, y = problem()
+
+    def overflow(*arguments, **options):
+        raise NonFiniteGradientError("norms must be finite; found inf.")
+
+    monkeypatch.setattr("samplewise.engine.gradients.Gradients.norms", overflow)
+    z = model(x)
+    losses = F.cross_entropy(z, y, reduction="none")
+    through = Framework(scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    stats = sw.backward(losses.mean(), model, z, transforms, through, denominator=B, losses=losses)
+    assert stats.norms.isnan().all()
+    assert torch.equal(stats.losses, losses)
+    expected = torch.autograd.grad(4 * F.cross_entropy(model(x), y), list(model.parameters()))
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient * torch.nan if transforms else gradient, equal_nan=True)
 
 
 def test_transforms_that_read_losses_counts_and_the_batch():

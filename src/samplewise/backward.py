@@ -120,8 +120,10 @@ def backward(
     except (NonFiniteLossError, NonFiniteGradientError):
         if not framework.skips_overflow:
             raise
-        framework.run(loss.sum())
-        return BackwardResult(_unknown(loss if outputs is None else outputs))
+        # The scaler must skip the update, also if a gradient without the transforms is finite.
+        framework.run(loss.sum() * torch.nan if chain.weighs else loss.sum())
+        samples = _first(loss if outputs is None else outputs)
+        return without_norms(len(samples), samples.device, own, counts)
     if chain.weighs:
         with collected_in(g._checks):  # all values on an accelerator are checked in one host sync
             (stats,) = chain.samples.weigh([stats])
@@ -131,6 +133,14 @@ def backward(
             with _allowed_by_fabric(through):
                 accumulate(g, stats.coefficients, retain_graph=False)
     return BackwardResult(stats.result())
+
+
+def without_norms(
+    samples: int, device: torch.device, losses: Tensor | None = None, counts: Tensor | None = None
+) -> BackwardResult:
+    """Results of samples whose norms are not known, NaN; and so are their losses if they are None."""
+    unknown = torch.full((samples,), torch.nan, device=device)
+    return BackwardResult(SampleStats(unknown if losses is None else losses.detach(), counts, raw_norms=unknown))
 
 
 def checked_chain(transforms: Any) -> Chain:
@@ -217,7 +227,6 @@ class _Framework:
         """
         if self._ran:
             return
-        self._ran = True
         if g is not None and not g._sharded and _accepts_retain_graph(self._backward):
             norms_during(g, partial(self._pass, total, retain_graph=True))
         else:
@@ -226,6 +235,7 @@ class _Framework:
             self._pass(total)
 
     def _pass(self, total: Tensor, **options: Any) -> None:
+        self._ran = True
         with _allowed_by_fabric(self._through):  # fabric.backward ends with a reset of its flag
             self._backward(total, **options)
 
@@ -281,8 +291,5 @@ def _directions(chain: Chain, named: Mapping[str, Tensor]) -> dict[Reference, di
         return chain.directions(named)
 
 
-def _unknown(outputs: Outputs) -> SampleStats:
-    """Results of samples whose gradients are not finite."""
-    first = outputs if isinstance(outputs, Tensor) else outputs[0]
-    unknown = torch.full((len(first),), torch.nan, device=first.device)
-    return SampleStats(unknown, raw_norms=unknown)
+def _first(outputs: Outputs) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else next(z for z in outputs if z.requires_grad)
