@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from samplewise.core.predictions import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
 from samplewise.engine.outputs import Outputs
 from samplewise.errors import LossesError
 
 
-class Returned(NamedTuple):
+@dataclass(frozen=True)
+class Returned:
     """Values returned by training_step, or passed to manual_backward."""
 
     loss: Tensor  # scalar
     outputs: Outputs  # tensors that the loss was computed from
     losses: Tensor | None  # (B,)
     counts: Tensor | None  # (B,)
-    logits: Tensor | None  # (B, classes)
-    labels: Tensor | None  # (B,)
+    columns: dict[str, Tensor] | None  # label, prediction and margin, (B,)
     ids: Any
 
     @property
-    def denominator(self) -> float:
-        """What the sum of the losses is divided by: the number of samples, or the sum of the counts."""
-        if self.counts is not None:
-            return max(float(self.counts.sum()), 1.0)
+    def samples(self) -> int:
         return len(self.outputs if isinstance(self.outputs, Tensor) else self.outputs[0])
+
+    @property
+    def count(self) -> float:
+        """Number of samples, or sum of the counts."""
+        return self.samples if self.counts is None else float(self.counts.sum())
+
+    @property
+    def denominator(self) -> float:
+        """What the sum of the losses is divided by: the count; 1 if it is 0."""
+        return self.count or 1.0
 
     def for_trainer(self, returned: Any) -> Any:
         """What the trainer gets: a scalar loss, and the other entries without their graph."""
@@ -68,12 +78,18 @@ def parse(returned: Any, scale: float = 1.0) -> Returned:
     if counts is not None and tuple(counts.shape) != (samples,):
         raise LossesError(f"counts must have one value per sample, ({samples},); found {tuple(counts.shape)}.")
     losses = given.get("losses")
-    logits = outputs if isinstance(outputs, Tensor) else None
+    columns = None
+    if isinstance(outputs, Tensor) and given.get("labels") is not None:
+        columns = prediction_columns(outputs, given["labels"], IGNORE_INDEX, PREDICTION_COLUMNS)
     if loss.dim() == 1:
         losses = loss.detach() / scale if scale != 1 else loss.detach()
         outputs = loss
-        loss = loss.mean() if counts is None else loss.sum() / counts.sum().clamp(min=1)
-    return Returned(loss, outputs, losses, counts, logits, given.get("labels"), given.get("id"))
+        loss = loss.mean() if counts is None else loss.sum() / _nonzero(counts.sum())
+    return Returned(loss, outputs, losses, counts, columns, given.get("id"))
+
+
+def _nonzero(count: Tensor) -> Tensor:
+    return torch.where(count == 0, 1, count)
 
 
 def _description(loss: Any) -> str:
