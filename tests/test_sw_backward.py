@@ -140,14 +140,15 @@ def test_a_gradient_scaler():
     assert_grads(model, {name: g * 256 for name, g in expected.items()})
 
 
-def test_a_gradient_scaler_gets_non_finite_gradients_and_skips_the_update():
+@pytest.mark.parametrize("through", [lambda framework: framework, lambda framework: framework.backward])
+def test_a_gradient_scaler_gets_non_finite_gradients_and_skips_the_update(through):
     model, x, y = problem()
     x[2] = torch.inf
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     framework = Framework(1, torch.amp.GradScaler("cpu", init_scale=8.0))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     z = model(x)
-    stats = sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], framework)
+    stats = sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], through(framework))
     framework.scaler.step(optimizer)
     framework.scaler.update()
     assert stats.norms.isnan().all()
@@ -239,4 +240,9 @@ def test_invalid_arguments():
         sw.backward(loss, model, z, through=lambda loss: None)
     with pytest.raises(LossesError, match="losses must be the first argument"):
         sw.backward(model, loss)
+    for name in ("losses", "counts"):
+        with pytest.raises(LossesError, match=rf"{name} must have one value per sample, shape \(6,\); found \(2,\)"):
+            sw.backward(loss, model, z, **{name: torch.ones(2)})
+    with pytest.raises(LossesError, match="losses must be left out if the loss has one value per sample"):
+        sw.backward(z.sum(1), model, losses=torch.ones(B))
     assert all(p.grad is None for p in model.parameters())

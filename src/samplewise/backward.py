@@ -106,12 +106,15 @@ def backward(
     refuse_static_graph(named.values())
     ordinary = is_replica(named.values()) or (isinstance(parameters, nn.Module) and is_sharded(parameters))
     _check_coefficients(chain, ordinary)
+    if outputs is None and losses is not None:
+        raise LossesError("losses must be left out if the loss has one value per sample; found both.")
     own = loss if outputs is None else losses
     loss = loss / denominator if outputs is None else loss
     framework = _Framework(through, loss)
     try:
         with _allowed_by_fabric(through):
             g = gradients(framework.scaled(loss), parameters, outputs=outputs, strategy="twice" if ordinary else None)
+            _check_rows("counts", counts, len(g))
             stats = SampleStats(_checked_losses(own, g, chain), counts, batch=batch)
             directions = _directions(chain, named)
             if not chain.weighs:
@@ -246,8 +249,9 @@ def _accepts_retain_graph(function: Callable[..., object]) -> bool:
 
 
 def _has_scaler(through: Any) -> bool:
-    """True if an Accelerator, or a Fabric, has a gradient scaler."""
-    owners = (through, getattr(through, "_precision", None))
+    """True if an Accelerator, or a Fabric, or the object that a method `through` belongs to, has a gradient scaler."""
+    framework = getattr(through, "__self__", through)
+    owners = (framework, getattr(framework, "_precision", None))
     return any(getattr(owner, "scaler", None) is not None for owner in owners)
 
 
@@ -268,10 +272,14 @@ def _allowed_by_fabric(through: Any) -> Iterator[None]:
             setattr(sys.modules[name], flag, value)
 
 
+def _check_rows(name: str, values: Tensor | None, samples: int) -> None:
+    if values is not None and values.shape != (samples,):
+        raise LossesError(f"{name} must have one value per sample, shape ({samples},); found {tuple(values.shape)}.")
+
+
 def _checked_losses(losses: Tensor | None, g: Gradients, chain: Chain) -> Tensor:
     """Losses (B,) for transforms and results; NaN if they are not known."""
-    if losses is not None and losses.shape != (len(g),):
-        raise LossesError(f"losses must have one value per sample, shape ({len(g)},); found {tuple(losses.shape)}.")
+    _check_rows("losses", losses, len(g))
     if losses is not None:
         return losses.detach()
     reads = next((t for t in chain.samples.transforms if "losses" in t.needs), None)

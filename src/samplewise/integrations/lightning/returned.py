@@ -36,11 +36,11 @@ class Returned:
 
     @property
     def denominator(self) -> float:
-        """What the sum of the losses is divided by: the count; 1 if it is 0."""
+        """Divisor of the sum of the losses: the count; 1 if it is 0."""
         return self.count or 1.0
 
     def for_trainer(self, returned: Any) -> Any:
-        """What the trainer gets: a scalar loss, and the other entries without their graph."""
+        """Value for the trainer: a scalar loss, and the other entries without their graph."""
         if not isinstance(returned, Mapping):
             return self.loss
         others = {key: value.detach() if isinstance(value, Tensor) else value for key, value in returned.items()}
