@@ -348,6 +348,24 @@ def test_counts_of_another_shape_are_refused():
         fitted(8, [PerSample()], Counting())
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("outputs", [], "outputs must be a tensor .* found a list of nothing"),
+        ("outputs", {"logits": torch.ones(8)}, "outputs must be a tensor .* found dict"),
+        ("counts", [1] * 8, r"counts must be a tensor \(B,\); found list"),
+        ("labels", [1] * 8, r"labels must be a tensor \(B,\); found list"),
+    ],
+)
+def test_values_that_are_not_tensors_are_refused(key, value, message):
+    class Wrong(Module):
+        def training_step(self, batch, batch_idx):
+            return {**super().training_step(batch, batch_idx), key: value}
+
+    with pytest.raises(LossesError, match=message):
+        fitted(8, [PerSample()], Wrong("outputs"))
+
+
 class Optimizers(Module):
     def __init__(self, *kinds, manual=False):
         super().__init__()

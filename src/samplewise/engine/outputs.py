@@ -34,7 +34,7 @@ def parts_of_loss(loss: Tensor, outputs: Outputs, wanted: Mapping[str, Tensor]) 
     another one, that dependence counts for the output that is closer to the loss.
     wanted: parameters by name; a path from the loss to one of them that does not pass an output is an error.
     """
-    tensors = _checked(loss, outputs)
+    tensors = checked_outputs(loss, outputs)
     stops = {edge: z for z in tensors for edge in _edges_of(z)}
     with graph_alive():
         reached = _reached(loss, stops, wanted)
@@ -48,8 +48,8 @@ def parts_of_loss(loss: Tensor, outputs: Outputs, wanted: Mapping[str, Tensor]) 
     return total
 
 
-def _checked(loss: Tensor, outputs: Any) -> list[Tensor]:
-    """The outputs as a list, after a check of the arguments."""
+def checked_outputs(loss: Tensor, outputs: Any) -> list[Tensor]:
+    """Outputs that are attached to the graph, as a list. Raises LossesError for invalid arguments."""
     tensors = [outputs] if isinstance(outputs, Tensor) else outputs
     if not isinstance(tensors, (list, tuple)) or not all(isinstance(z, Tensor) for z in tensors) or not tensors:
         raise LossesError(

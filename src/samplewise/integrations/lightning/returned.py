@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.predictions import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
-from samplewise.engine.outputs import Outputs
+from samplewise.engine.outputs import checked_outputs
 from samplewise.errors import LossesError
 
 
@@ -19,7 +19,7 @@ class Returned:
     """Values returned by training_step, or passed to manual_backward."""
 
     loss: Tensor  # scalar
-    outputs: Outputs  # tensors that the loss was computed from
+    outputs: list[Tensor]  # tensors (B, ...) that the loss was computed from
     losses: Tensor | None  # (B,)
     counts: Tensor | None  # (B,)
     columns: dict[str, Tensor] | None  # label, prediction and margin, (B,)
@@ -27,7 +27,7 @@ class Returned:
 
     @property
     def samples(self) -> int:
-        return len(self.outputs if isinstance(self.outputs, Tensor) else self.outputs[0])
+        return len(self.outputs[0])
 
     @property
     def count(self) -> float:
@@ -74,7 +74,9 @@ def parse(returned: Any, scale: float = 1.0) -> Returned:
             "reduction='none' and return them, or return the outputs of the model too. With manual optimization: "
             "self.manual_backward(losses), or self.manual_backward(loss, outputs=outputs)."
         )
-    samples = len(loss if loss.dim() else outputs if isinstance(outputs, Tensor) else outputs[0])
+    _check_tensors(given)
+    attached = [loss] if loss.dim() == 1 else checked_outputs(loss, outputs)
+    samples = len(attached[0])
     if counts is not None and tuple(counts.shape) != (samples,):
         raise LossesError(f"counts must have one value per sample, ({samples},); found {tuple(counts.shape)}.")
     losses = given.get("losses")
@@ -83,9 +85,14 @@ def parse(returned: Any, scale: float = 1.0) -> Returned:
         columns = prediction_columns(outputs, given["labels"], IGNORE_INDEX, PREDICTION_COLUMNS)
     if loss.dim() == 1:
         losses = loss.detach() / scale if scale != 1 else loss.detach()
-        outputs = loss
         loss = loss.mean() if counts is None else loss.sum() / _nonzero(counts.sum())
-    return Returned(loss, outputs, losses, counts, columns, given.get("id"))
+    return Returned(loss, attached, losses, counts, columns, given.get("id"))
+
+
+def _check_tensors(given: Mapping[str, Any]) -> None:
+    for key in ("losses", "counts", "labels"):
+        if not isinstance(given.get(key), Tensor | None):
+            raise LossesError(f"{key} must be a tensor (B,); found {type(given[key]).__name__}.")
 
 
 def _nonzero(count: Tensor) -> Tensor:
