@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from samplewise.distributed.sharded_parameters import harmless_hooks
+from samplewise.engine.checks import is_traced
 from samplewise.engine.graph import Edge, Graph, Node, numel
 
 Arrived = Callable[[int, dict[int, Tensor]], None]
@@ -44,24 +45,44 @@ def foreign_hooks() -> int:
         return _counted - _own_hooks - _forward_hooks - harmless_hooks.registered
 
 
-def hook_state(graph: Graph) -> int:
-    """Number by which a later graph of the same structure recognizes that it has the hooks of this one, which is none
-    except on parameters: `foreign_hooks`, if the graph was made after the last hook was registered.
+class HookState(NamedTuple):
+    """Hooks that the gradients of a graph may have. Graphs of the same structure and state have the same hooks."""
 
-    Otherwise the graph may have that hook, also if another graph of the same structure has been verified since. Its
-    number is unlike all others. A graph is compared with hooks seen in this thread, in which it should have been made.
+    registered: int  # `foreign_hooks`
+    graph: int = 0  # unlike that of all other graphs, if a hook was registered after this graph was made
+
+
+UNVERIFIED = HookState(-1)
+
+
+def hook_state(graph: Graph) -> HookState:
+    """State of a graph: see `has_hooks_of`.
+
+    A graph that was made before the last hook was registered may have that hook, also if another graph of the same
+    structure has been verified since. A graph is compared with hooks seen in this thread, in which it should have been
+    made.
     """
     count = foreign_hooks()
+    if is_traced(graph.losses):
+        return HookState(count)
     if getattr(_last_seen, "count", 0) != count:
         _last_seen.count = count
         _last_seen.sequence = _next_sequence_number()
     if count and graph.first_sequence_number < _last_seen.sequence:
-        return next(_unlike_others)
-    return count
+        return HookState(count, next(_unlike_others))
+    return HookState(count)
+
+
+def has_hooks_of(graph: Graph, state: HookState) -> bool:
+    """True if the gradients of a graph have the hooks of another graph of the same structure with this state. Traced
+    graphs follow eager ones: only the number of hooks is compared.
+    """
+    now = hook_state(graph)
+    return now.registered == state.registered if is_traced(graph.losses) else now == state
 
 
 _last_seen = threading.local()  # number of foreign hooks, and the sequence number of a node made at its last change
-_unlike_others = itertools.count(-2, -1)
+_unlike_others = itertools.count(1)
 
 
 def _next_sequence_number() -> int:

@@ -14,7 +14,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import backward_past, backward_to_leaves, hook_state
+from samplewise.engine.backward import HookState, backward_past, backward_to_leaves, has_hooks_of, hook_state
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import random_signs
@@ -32,7 +32,7 @@ _generator = torch.Generator().manual_seed(0)
 class _Checks:
     """State of the comparisons for one graph structure and number of registered hooks."""
 
-    hooks: int
+    hooks: HookState
     passes: int = 0
     conclusive: bool = False  # all parameters had a non-zero gradient
 
@@ -47,10 +47,9 @@ _checks: dict[int, _Checks] = {}
 
 def refuse_hooks_below_cut(plan: Plan, graph: Graph) -> None:
     """Raise GraphError if the sum of per-sample gradients differs from the gradient from autograd."""
-    hooks = hook_state(graph)
     checks = _checks.get(plan.hooks_key)
-    if checks is None or checks.hooks != hooks:
-        checks = _checks[plan.hooks_key] = _Checks(hooks)
+    if checks is None or not has_hooks_of(graph, checks.hooks):
+        checks = _checks[plan.hooks_key] = _Checks(hook_state(graph))
     if checks.due():
         if is_traced(graph.losses):
             raise GraphError(

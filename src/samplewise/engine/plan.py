@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.distributed.sharded_parameters import unsharded
-from samplewise.engine.backward import Stops, hook_state, leave_out_forward_hooks, stops_at
+from samplewise.engine.backward import (
+    UNVERIFIED,
+    HookState,
+    Stops,
+    has_hooks_of,
+    hook_state,
+    leave_out_forward_hooks,
+    stops_at,
+)
 from samplewise.engine.cut import Cut, find_cut, probed_cut
 from samplewise.engine.generic import GenericGrad, Pullback
 from samplewise.engine.grads.base import PerSampleGrad
@@ -83,7 +91,7 @@ class Plan:
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
     operations: dict[int, str]  # by node at the cut
     hooks_key: int  # identifies structure and parameters in `hooks`
-    verified_hooks: int = -1  # `hook_state` of the graph for which the ownership was verified at all edges
+    verified_hooks: HookState = UNVERIFIED  # of the graph for which the ownership was verified at all edges
     orders: dict[object, str] = field(default_factory=dict)  # of the elements of viewed parameters, see `re_indexed`
     shared: dict[object, bool] = field(default_factory=dict)  # whether views of a parameter overlap, by name
     gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
@@ -212,7 +220,7 @@ class Planner:
             return False
         if plan.data_entries and any(True for _ in sample_data(self.graph, plan.data_entries, self._constants())):
             return False
-        return plan.verified_hooks == hook_state(self.graph) or self._verified(plan, verify)
+        return has_hooks_of(self.graph, plan.verified_hooks) or self._verified(plan, verify)
 
     def verify_again(self) -> bool:
         """Verify the ownership of the current plan with new passes; False if it does not hold."""
@@ -228,7 +236,7 @@ class Planner:
 
     def _set_pending(self, plan: Plan, pending: Iterable[Edge]) -> None:
         self.pending = set(map(self.graph.key, pending))
-        plan.verified_hooks = -1 if self.pending else hook_state(self.graph)
+        plan.verified_hooks = UNVERIFIED if self.pending else hook_state(self.graph)
 
     def _analyze(self, key: tuple[object, ...]) -> Plan:
         if self.interacting == "refuse":

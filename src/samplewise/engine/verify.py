@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import backward_past, hook_state, stops_at
+from samplewise.engine.backward import HookState, backward_past, has_hooks_of, hook_state, stops_at
 from samplewise.engine.graph import Edge, EdgeKey, Graph
 from samplewise.engine.separation import REPEATS, is_deterministic, rounding, switched_weights
 from samplewise.engine.tags import Regular
@@ -34,7 +34,7 @@ MOST_REMEMBERED = 10_000  # cached graph structures; the cache is cleared when i
 class _Record:
     """Result of the verification of one graph structure and cut."""
 
-    hooks: int  # `hook_state` of the graph: a new hook requires another verification
+    hooks: HookState  # of the graph: a new hook requires another verification
     holds: bool
     seen: dict[EdgeKey, set[int]]  # samples that had a non-zero block, by edge
 
@@ -51,7 +51,7 @@ _generator = torch.Generator().manual_seed(0)  # separate generator: does not ch
 def verify(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None:
     """Verify ownership, or use the cached result. Return the pending edges; None if the ownership does not hold."""
     record = _records.get(_key(graph, tags))
-    if record is None or record.hooks != hook_state(graph):
+    if record is None or not has_hooks_of(graph, record.hooks):
         return verify_again(graph, tags)
     return _pending(graph, tags, record)
 
