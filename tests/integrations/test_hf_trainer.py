@@ -330,6 +330,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(restore, tmp_path):
     assert sw.samples(tmp_path / "whole").num_rows == 30
 
 
+@pytest.mark.slow
 def test_a_new_training_after_a_resumed_one_replaces_its_rows(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
     recorded(bert(), classes(12), tmp_path, options=options)
@@ -342,6 +343,7 @@ def test_a_new_training_after_a_resumed_one_replaces_its_rows(tmp_path):
     assert sorted(sw.samples(tmp_path)["id"].to_pylist()) == list(range(12))
 
 
+@pytest.mark.slow
 def test_a_search_of_the_batch_size_discards_batches_of_an_update_that_was_not_made(tmp_path):
     class Limited(PerSampleTrainer):
         steps = 0

@@ -454,6 +454,7 @@ def test_columns_that_are_not_inputs_are_recorded_and_read_by_transforms(tmp_pat
     assert rows["age"] == rows["weight"] == [float(i) for i in rows["id"]]
 
 
+@pytest.mark.slow
 def test_a_column_of_the_batch_takes_the_place_of_the_label(tmp_path):
     x, y = _data()
     model = _with_inputs("features")

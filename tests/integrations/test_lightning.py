@@ -96,6 +96,7 @@ class Counted(Module):
         return {"loss": counts * F.cross_entropy(self.net(x), y, reduction="none"), "counts": counts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", [None, 0, 1])
 def test_counts_that_are_fractions_or_zero(without):
     module = Counted()
@@ -348,6 +349,7 @@ def test_counts_of_another_shape_are_refused():
         fitted(8, [PerSample()], Counting())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
