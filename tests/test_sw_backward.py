@@ -7,7 +7,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine import strategies
-from samplewise.errors import LossesError, NonFiniteLossError, TransformError
+from samplewise.errors import LossesError, NonFiniteGradientError, NonFiniteLossError, TransformError
 
 B, CLASSES = 6, 4
 
@@ -140,14 +140,15 @@ def test_a_gradient_scaler():
     assert_grads(model, {name: g * 256 for name, g in expected.items()})
 
 
-def test_a_gradient_scaler_gets_non_finite_gradients_and_skips_the_update():
+@pytest.mark.parametrize("through", [lambda framework: framework, lambda framework: framework.backward])
+def test_a_gradient_scaler_gets_non_finite_gradients_and_skips_the_update(through):
     model, x, y = problem()
     x[2] = torch.inf
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     framework = Framework(1, torch.amp.GradScaler("cpu", init_scale=8.0))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     z = model(x)
-    stats = sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], framework)
+    stats = sw.backward(F.cross_entropy(z, y), model, z, [sw.clip(0.5)], through(framework))
     framework.scaler.step(optimizer)
     framework.scaler.update()
     assert stats.norms.isnan().all()
@@ -179,6 +180,25 @@ def test_a_gradient_scaler_of_torch(transforms):
     scaler.update()
     assert scaler.get_scale() == 512.0
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("transforms", [[], [sw.clip(1e-3)]])
+def test_a_gradient_scaler_never_gets_gradients_without_the_transforms(transforms, monkeypatch):
+    model, x, y = problem()
+
+    def overflow(*arguments, **options):
+        raise NonFiniteGradientError("norms must be finite; found inf.")
+
+    monkeypatch.setattr("samplewise.engine.gradients.Gradients.norms", overflow)
+    z = model(x)
+    losses = F.cross_entropy(z, y, reduction="none")
+    through = Framework(scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    stats = sw.backward(losses.mean(), model, z, transforms, through, denominator=B, losses=losses)
+    assert stats.norms.isnan().all()
+    assert torch.equal(stats.losses, losses)
+    expected = torch.autograd.grad(4 * F.cross_entropy(model(x), y), list(model.parameters()))
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient * torch.nan if transforms else gradient, equal_nan=True)
 
 
 def test_transforms_that_read_losses_counts_and_the_batch():
@@ -259,4 +279,9 @@ def test_invalid_arguments():
         sw.backward(loss, model, z, through=lambda loss: None)
     with pytest.raises(LossesError, match="losses must be the first argument"):
         sw.backward(model, loss)
+    for name in ("losses", "counts"):
+        with pytest.raises(LossesError, match=rf"{name} must have one value per sample, shape \(6,\); found \(2,\)"):
+            sw.backward(loss, model, z, **{name: torch.ones(2)})
+    with pytest.raises(LossesError, match="losses must be left out if the loss has one value per sample"):
+        sw.backward(z.sum(1), model, losses=torch.ones(B))
     assert all(p.grad is None for p in model.parameters())

@@ -106,6 +106,8 @@ def backward(
     refuse_static_graph(named.values())
     ordinary = is_replica(named.values()) or (isinstance(parameters, nn.Module) and is_sharded(parameters))
     _check_coefficients(chain, ordinary)
+    if outputs is None and losses is not None:
+        raise LossesError("losses must be left out if the loss has one value per sample; found both.")
     own = loss if outputs is None else losses
     loss = loss / denominator if outputs is None else loss
     framework = _Framework(through, loss)
@@ -121,8 +123,10 @@ def backward(
     except (NonFiniteLossError, NonFiniteGradientError):
         if not framework.skips_overflow:
             raise
-        framework.run(loss.sum())
-        return BackwardResult(_unknown(loss if outputs is None else outputs))
+        # The scaler must skip the update, also if a gradient without the transforms is finite.
+        framework.run(loss.sum() * torch.nan if chain.weighs else loss.sum())
+        samples = _first(loss if outputs is None else outputs)
+        return without_norms(len(samples), samples.device, own, counts)
     if chain.weighs:
         with collected_in(g._checks):  # all values on an accelerator are checked in one host sync
             (stats,) = chain.samples.weigh([stats])
@@ -132,6 +136,14 @@ def backward(
             with _allowed_by_fabric(through):
                 accumulate(g, stats.coefficients, retain_graph=False)
     return BackwardResult(stats.result())
+
+
+def without_norms(
+    samples: int, device: torch.device, losses: Tensor | None = None, counts: Tensor | None = None
+) -> BackwardResult:
+    """Results of samples whose norms are not known, NaN; and so are their losses if they are None."""
+    unknown = torch.full((samples,), torch.nan, device=device)
+    return BackwardResult(SampleStats(unknown if losses is None else losses.detach(), counts, raw_norms=unknown))
 
 
 def checked_chain(transforms: Any) -> Chain:
@@ -166,8 +178,7 @@ def _check_denominator(denominator: Any) -> None:
 
 def _check_values(chain: Chain, samples: int, counts: Tensor | None, batch: Any) -> None:
     """Check the arguments that transforms read beside the losses."""
-    if counts is not None and counts.shape != (samples,):
-        raise LossesError(f"counts must have one value per sample, shape ({samples},); found {tuple(counts.shape)}.")
+    _check_rows("counts", counts, samples)
     reads = next((t for t in chain.samples.transforms if "batch" in t.needs), None)
     if reads is not None and batch is None:
         raise TransformError(f"{reads} must get the batch; found none. Pass batch= to sw.backward.")
@@ -235,7 +246,6 @@ class _Framework:
         """
         if self._ran:
             return
-        self._ran = True
         if g is not None and not g._sharded and _accepts_retain_graph(self._backward):
             norms_during(g, partial(self._pass, total, retain_graph=True))
         else:
@@ -244,6 +254,7 @@ class _Framework:
             self._pass(total)
 
     def _pass(self, total: Tensor, **options: Any) -> None:
+        self._ran = True
         with _allowed_by_fabric(self._through):  # fabric.backward ends with a reset of its flag
             self._backward(total, **options)
 
@@ -263,10 +274,11 @@ def _accepts_retain_graph(function: Callable[..., object]) -> bool:
 
 
 def _has_scaler(through: Any) -> bool:
-    """True for a gradient scaler, and for an Accelerator or a Fabric that has one."""
-    if isinstance(through, torch.amp.GradScaler):
-        return through.is_enabled()
-    owners = (through, getattr(through, "_precision", None))
+    """True for a gradient scaler, and for an Accelerator or a Fabric that has one; also for a method of these."""
+    framework = getattr(through, "__self__", through)
+    if isinstance(framework, torch.amp.GradScaler):
+        return framework.is_enabled()
+    owners = (framework, getattr(framework, "_precision", None))
     return any(getattr(owner, "scaler", None) is not None for owner in owners)
 
 
@@ -287,10 +299,14 @@ def _allowed_by_fabric(through: Any) -> Iterator[None]:
             setattr(sys.modules[name], flag, value)
 
 
+def _check_rows(name: str, values: Tensor | None, samples: int) -> None:
+    if values is not None and values.shape != (samples,):
+        raise LossesError(f"{name} must have one value per sample, shape ({samples},); found {tuple(values.shape)}.")
+
+
 def _checked_losses(losses: Tensor | None, g: Gradients, chain: Chain) -> Tensor:
     """Losses (B,) for transforms and results; NaN if they are not known."""
-    if losses is not None and losses.shape != (len(g),):
-        raise LossesError(f"losses must have one value per sample, shape ({len(g)},); found {tuple(losses.shape)}.")
+    _check_rows("losses", losses, len(g))
     if losses is not None:
         return losses.detach()
     reads = next((t for t in chain.samples.transforms if "losses" in t.needs), None)
@@ -310,8 +326,5 @@ def _directions(chain: Chain, named: Mapping[str, Tensor]) -> dict[Reference, di
         return chain.directions(named)
 
 
-def _unknown(outputs: Outputs) -> SampleStats:
-    """Results of samples whose gradients are not finite."""
-    first = outputs if isinstance(outputs, Tensor) else outputs[0]
-    unknown = torch.full((len(first),), torch.nan, device=first.device)
-    return SampleStats(unknown, raw_norms=unknown)
+def _first(outputs: Outputs) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else next(z for z in outputs if z.requires_grad)

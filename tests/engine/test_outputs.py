@@ -241,6 +241,28 @@ def test_penalties_and_auxiliary_losses_are_refused_with_the_parameter():
         sw.gradients(loss + model.experts[0].weight.square().sum(), model, outputs=z)
 
 
+def test_hooks_of_the_outputs_are_called_once():
+    model = small_model()
+    z = model(torch.randn(6, 5))
+    z.register_hook(lambda gradient: 2 * gradient)
+    check_sum(F.cross_entropy(z, torch.randint(CLASSES, (6,))), model, z)
+
+
+def test_outputs_that_are_infinite_where_the_loss_does_not_depend_on_them():
+    model = small_model()
+    x = torch.randn(6, 5)
+    y = torch.randint(CLASSES - 1, (6,))
+    masked = torch.arange(CLASSES) == CLASSES - 1
+
+    def loss_of(rows):
+        return F.cross_entropy(model(x[rows]).masked_fill(masked, -torch.inf), y[rows], reduction="sum")
+
+    z = model(x).masked_fill(masked, -torch.inf)
+    loss = F.cross_entropy(z, y, reduction="sum")
+    check_sum(loss, model, z)
+    check_rows(sw.gradients(loss, model, outputs=z), model, lambda i: loss_of([i]), 6)
+
+
 def test_checkpointed_models():
     model = small_model()
     x, y = torch.randn(B, 5), torch.randint(CLASSES, (B,))

@@ -330,6 +330,34 @@ def test_a_resumed_run_equals_an_uninterrupted_one(restore, tmp_path):
     assert sw.samples(tmp_path / "whole").num_rows == 30
 
 
+@pytest.mark.slow
+def test_a_new_training_after_a_resumed_one_replaces_its_rows(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    recorded(bert(), classes(12), tmp_path, options=options)
+    trainer = PerSampleTrainer(
+        bert(), arguments(tmp_path, **options), train_dataset=sw.Indexed(classes(12)), ledger=sw.Ledger()
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert sw.samples(tmp_path).num_rows == 12
+    trainer.train()
+    assert sorted(sw.samples(tmp_path)["id"].to_pylist()) == list(range(12))
+
+
+@pytest.mark.slow
+def test_a_search_of_the_batch_size_discards_batches_of_an_update_that_was_not_made(tmp_path):
+    class Limited(PerSampleTrainer):
+        steps = 0
+
+        def training_step(self, model, inputs, *args):
+            self.steps += 1
+            if self.steps == 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, *args)
+
+    recorded(bert(), classes(12), tmp_path, 4, 2, trainer=Limited, options={"auto_find_batch_size": True})
+    assert sorted(sw.samples(tmp_path)["id"].to_pylist()) == list(range(12))
+
+
 def test_a_search_of_the_batch_size_records_the_last_attempt_only(tmp_path):
     class Limited(PerSampleTrainer):
         def training_step(self, model, inputs, *args):

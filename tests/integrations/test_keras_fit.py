@@ -1,5 +1,7 @@
 """`fit` of Keras models with PerSample: bit-identical recording, clipping against a plain loop, ids, refusals."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from keras_double import Linear, Squared, double, keras
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
+from samplewise.errors import LedgerError
 from samplewise.integrations.keras import PerSample, gradients
 
 layers = keras.layers
@@ -449,6 +452,29 @@ def test_columns_that_are_not_inputs_are_recorded_and_read_by_transforms(tmp_pat
     model.fit({"features": x, "age": np.arange(20.0)}, y, verbose=0)
     rows = _rows(tmp_path)
     assert rows["age"] == rows["weight"] == [float(i) for i in rows["id"]]
+
+
+@pytest.mark.slow
+def test_a_column_of_the_batch_takes_the_place_of_the_label(tmp_path):
+    x, y = _data()
+    model = _with_inputs("features")
+    model.compile("sgd", LOGITS, ledger=sw.Ledger(tmp_path, columns=["label"]))
+    model.fit({"features": x, "label": np.arange(20) + 100}, y, verbose=0)
+    rows = _rows(tmp_path)
+    assert rows["label"] == [i + 100 for i in rows["id"]]
+    assert set(rows["prediction"]) <= {0, 1, 2}
+
+
+def test_a_directory_with_rows_is_refused_before_the_first_update(tmp_path):
+    x, y = _data()
+    for updates in (2, 0):
+        model = PerSample.of(_network())
+        model.compile("sgd", LOGITS, ledger=sw.Ledger(tmp_path))
+        context = nullcontext() if updates else pytest.raises(LedgerError, match="must have a directory without parts")
+        with context:
+            model.fit(x, y, batch_size=10, verbose=0)
+        assert int(model.optimizer.iterations) == updates
+    assert len(_rows(tmp_path)["id"]) == 20
 
 
 def test_transforms_read_the_losses_of_the_samples(tmp_path):

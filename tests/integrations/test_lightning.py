@@ -17,7 +17,7 @@ from small_problem import BOUND, LR, SAMPLES, dataset, flat, network, one_by_one
 from torch.utils.data import DataLoader
 
 import samplewise as sw
-from samplewise.errors import DistributedError, GraphError, LossesError, TransformError
+from samplewise.errors import DistributedError, GraphError, LedgerError, LossesError, TransformError
 from samplewise.integrations.lightning import PerSample
 
 
@@ -87,6 +87,25 @@ def test_batches_of_different_sizes_in_a_window():
 
 
 @pytest.mark.slow
+class Counted(Module):
+    """Losses with counts that are fractions; those of the second batch are 0."""
+
+    def training_step(self, batch, batch_idx):
+        x, y, *_ = batch
+        counts = torch.full((len(x),), 0.0 if batch_idx == self.without else 0.01, dtype=torch.float64)
+        return {"loss": counts * F.cross_entropy(self.net(x), y, reduction="none"), "counts": counts}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", [None, 0, 1])
+def test_counts_that_are_fractions_or_zero(without):
+    module = Counted()
+    module.without = without
+    fitted(8, [PerSample(exact_accumulation=True)], module, accumulate_grad_batches=2, limit_train_batches=2)
+    counted = {None: range(16), 0: range(8, 16), 1: range(8)}[without]
+    assert_equal(module, one_by_one([counted], bound=torch.inf)[0])
+
+
 def test_full_windows_are_bit_identical_with_exact_accumulation():
     def trained(*callbacks):
         settings = dict(accumulate_grad_batches=2, limit_train_batches=4)
@@ -226,6 +245,30 @@ def test_batches_whose_gradients_are_reset_have_weight_0(tmp_path):
     assert_equal(module, one_by_one([range(8), range(16, 22)])[0])
 
 
+def test_a_ledger_without_norms_records_samples_that_interact(tmp_path):
+    def trained(*callbacks):
+        module = Module("outputs", torch.float32)
+        module.net.insert(1, torch.nn.BatchNorm1d(7))
+        return flat(fitted(8, callbacks, module, dtype=torch.float32))
+
+    with_ledger = trained(PerSample(ledger=sw.Ledger(tmp_path, norms=False)))
+    assert torch.equal(with_ledger, trained(PerSample()))
+    assert torch.equal(with_ledger, trained())
+    table = sw.samples(tmp_path)
+    assert table["id"].to_pylist() == list(range(SAMPLES))
+    assert torch.tensor(table["norm"].to_pylist()).isnan().all()
+    assert min(table["loss"].to_pylist()) > 0
+
+
+def test_a_directory_with_rows_is_refused_before_the_first_update(tmp_path):
+    fitted(8, [PerSample(ledger=sw.Ledger(tmp_path))])
+    module = Module()
+    with pytest.raises(LedgerError, match="a new ledger must have a directory without parts"):
+        fitted(8, [PerSample(ledger=sw.Ledger())], module, default_root_dir=tmp_path)
+    assert torch.equal(flat(module), flat(network()))
+    assert sw.samples(tmp_path).num_rows == SAMPLES
+
+
 @pytest.mark.slow
 def test_a_fast_dev_run_records_nothing(tmp_path):
     fitted(8, [PerSample(ledger=sw.Ledger(tmp_path))], fast_dev_run=True)
@@ -326,6 +369,25 @@ def test_counts_of_another_shape_are_refused():
 
     with pytest.raises(LossesError, match=r"counts must have one value per sample, \(8,\); found \(3,\)"):
         fitted(8, [PerSample()], Counting())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("outputs", [], "outputs must be a tensor .* found a list of nothing"),
+        ("outputs", {"logits": torch.ones(8)}, "outputs must be a tensor .* found dict"),
+        ("counts", [1] * 8, r"counts must be a tensor \(B,\); found list"),
+        ("labels", [1] * 8, r"labels must be a tensor \(B,\); found list"),
+    ],
+)
+def test_values_that_are_not_tensors_are_refused(key, value, message):
+    class Wrong(Module):
+        def training_step(self, batch, batch_idx):
+            return {**super().training_step(batch, batch_idx), key: value}
+
+    with pytest.raises(LossesError, match=message):
+        fitted(8, [PerSample()], Wrong("outputs"))
 
 
 class Optimizers(Module):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 PREDICTION_COLUMNS = ("label", "prediction", "margin")
+IGNORE_INDEX = -100  # label that nn.CrossEntropyLoss leaves out by default
 
 
 def margins(logits: Tensor, labels: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samplewise.core.text import plural
 from samplewise.engine.backward import removed_afterwards
-from samplewise.engine.checks import wide_dtype
+from samplewise.engine.checks import is_traced, wide_dtype
 from samplewise.engine.graph import Edge, Node, edge_of, graph_alive, is_accumulate_grad, operation
 from samplewise.errors import GraphError, LossesError
 
@@ -34,20 +34,22 @@ def parts_of_loss(loss: Tensor, outputs: Outputs, wanted: Mapping[str, Tensor]) 
     another one, that dependence counts for the output that is closer to the loss.
     wanted: parameters by name; a path from the loss to one of them that does not pass an output is an error.
     """
-    tensors = _checked(loss, outputs)
+    tensors = checked_outputs(loss, outputs)
     stops = {edge: z for z in tensors for edge in _edges_of(z)}
     with graph_alive():
         reached = _reached(loss, stops, wanted)
         total: Tensor | None = None
-        for edge, c in zip(reached, _gradients_at(loss, reached), strict=True):
+        with _without_hooks(tensors):  # they are called in the pass through the parts
+            gradients = _gradients_at(loss, reached)
+        for edge, c in zip(reached, gradients, strict=True):
             part = _row_sums(c, stops[edge])
             total = part if total is None else total + part
     assert total is not None
     return total
 
 
-def _checked(loss: Tensor, outputs: Any) -> list[Tensor]:
-    """The outputs as a list, after a check of the arguments."""
+def checked_outputs(loss: Tensor, outputs: Any) -> list[Tensor]:
+    """Outputs that are attached to the graph, as a list. Raises LossesError for invalid arguments."""
     tensors = [outputs] if isinstance(outputs, Tensor) else outputs
     if not isinstance(tensors, (list, tuple)) or not all(isinstance(z, Tensor) for z in tensors) or not tensors:
         raise LossesError(
@@ -146,6 +148,19 @@ def _gradients_at(loss: Tensor, edges: Sequence[Edge]) -> list[Tensor]:
 
 
 @contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Context manager: backward passes in the block do not call the hooks that `register_hook` added to the tensors."""
+    kept = [(z._backward_hooks, dict(z._backward_hooks)) for z in tensors if z._backward_hooks]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
+
+
+@contextmanager
 def _paths_cut(edges: Sequence[Edge]) -> Iterator[None]:
     """Context manager: backward passes in the block do not continue below these edges. `torch.autograd.grad` reads the
     gradient at an edge before the hooks of its node are called.
@@ -163,10 +178,17 @@ def _paths_cut(edges: Sequence[Edge]) -> Iterator[None]:
 
 
 def _row_sums(c: Tensor, z: Tensor) -> Tensor:
-    """Sums (B,) of c * z over each row, in float32 for half precision, in which they could overflow."""
+    """Sums (B,) of c * z over each row, in float32 for half precision, in which they could overflow.
+
+    Elements that the loss does not depend on may be infinite, such as the logits of masked classes, and are left out.
+    """
     if z.is_complex():
         c = torch.view_as_real(c.to(z.dtype))
         z = torch.view_as_real(z)
     dtype = wide_dtype(z.dtype)
+    c = c.to(dtype)
     with torch.enable_grad():
-        return (c.to(dtype) * z.to(dtype)).reshape(len(z), -1).sum(1)
+        sums = (c * z.to(dtype)).reshape(len(z), -1).sum(1)
+        if is_traced(sums) or not sums.isnan().any():
+            return sums
+        return (c * z.to(dtype).masked_fill(c == 0, 0)).reshape(len(z), -1).sum(1)

@@ -152,7 +152,7 @@ class SavedTensorReader:
         return True
 
     def _placeholders(self, node: Node) -> list[Any]:
-        """What a checkpoint keeps in place of each tensor to read; None for tensors that are kept."""
+        """Placeholders that a checkpoint keeps for the tensors to read; None for tensors that are kept themselves."""
         return [_packed(raw) for raw in _flat(getattr(node, "_raw_saved_" + name) for name in self._names[node])]
 
 

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.core.batches import leaves
-from samplewise.core.predictions import PREDICTION_COLUMNS, prediction_columns
+from samplewise.core.predictions import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
 from samplewise.engine.checks import wide_dtype
 from samplewise.errors import BatchError, LossesError
 
-IGNORED = -100
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01}  # relative, of the sum of the losses; others: 1e-3
 
 
@@ -91,9 +90,11 @@ def _values(logits: Tensor, labels: Tensor, problem_type: str | None) -> KnownLo
 
 
 def _classes(logits: Tensor, labels: Tensor, smoothing: float) -> KnownLosses:
-    losses = F.cross_entropy(logits, labels.long(), ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
-    columns = prediction_columns(logits, labels, IGNORED, PREDICTION_COLUMNS)
-    return KnownLosses(losses, labels.ne(IGNORED).to(losses.dtype), columns)
+    losses = F.cross_entropy(
+        logits, labels.long(), ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=smoothing
+    )
+    columns = prediction_columns(logits, labels, IGNORE_INDEX, PREDICTION_COLUMNS)
+    return KnownLosses(losses, labels.ne(IGNORE_INDEX).to(losses.dtype), columns)
 
 
 def _tokens(logits: Tensor, labels: Tensor, shifted: bool, smoothing: float) -> KnownLosses | None:
@@ -101,14 +102,14 @@ def _tokens(logits: Tensor, labels: Tensor, shifted: bool, smoothing: float) -> 
     virtual = logits.shape[1] - labels.shape[1]  # tokens that prompt tuning puts before the text
     if virtual < 0:
         return None
-    labels = F.pad(labels, (virtual, 0), value=IGNORED)
+    labels = F.pad(labels, (virtual, 0), value=IGNORE_INDEX)
     if shifted:
-        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     losses = [
-        F.cross_entropy(z, y, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+        F.cross_entropy(z, y, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=smoothing)
         for z, y in zip(logits, labels.long(), strict=True)
     ]
-    return KnownLosses(torch.stack(losses), labels.ne(IGNORED).sum(1).to(logits.dtype))
+    return KnownLosses(torch.stack(losses), labels.ne(IGNORE_INDEX).sum(1).to(logits.dtype))
 
 
 class ModelLoss:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from samplewise.backward import BackwardResult
 from samplewise.core.batches import pick
-from samplewise.core.predictions import PREDICTION_COLUMNS, prediction_columns
 from samplewise.ledger.ledger import Ledger
 
-IGNORE_INDEX = -100  # of nn.CrossEntropyLoss
 
-
-class _Pass(NamedTuple):
+class RecordedPass(NamedTuple):
     """Results of one backward pass."""
 
     results: BackwardResult
-    columns: dict[Hashable, Any]  # entries of the batch that the ledger records, by key
+    batch: dict[Hashable, Any]  # entries of the batch that the ledger records, by key
     epoch: int
 
 
@@ -31,42 +29,55 @@ class Recorder:
 
     def __init__(self, ledger: Ledger | None):
         self.ledger = ledger
-        self._passes: list[_Pass] = []
+        self._passes: list[RecordedPass] = []
+
+    @property
+    def keys(self) -> list[Hashable]:
+        """Keys of the batch that the ledger reads; without a ledger, that of the ids of sw.Indexed."""
+        return ["id"] if self.ledger is None else list(dict.fromkeys(self.ledger.keys.values()))
+
+    @property
+    def id_key(self) -> Hashable:
+        return "id" if self.ledger is None else self.ledger.keys["id"]
+
+    @property
+    def needs_norms(self) -> bool:
+        return self.ledger is not None and self.ledger.norms
 
     def add(
         self,
         results: BackwardResult,
         batch: Any,
-        epoch: int,
+        epoch: int = 0,
         *,
         ids: Any = None,
-        logits: Tensor | None = None,
-        labels: Tensor | None = None,
+        columns: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Add one pass to the window.
 
         ids: ids of the samples; default: those in the batch
-        logits, labels: (B, classes) and (B,) of a classification, for the columns label, prediction and margin
+        columns: further columns, name -> (B,), such as label, prediction and margin; those that the ledger reads from
+        the batch are left out
         """
         if self.ledger is None:
             return
-        keys = self.ledger.keys
-        columns = {key: pick(batch, key) for name, key in keys.items() if name != "id" or ids is None}
+        entries = {key: pick(batch, key) for key in self.keys if ids is None or key != self.id_key}
         if ids is not None:
-            columns[keys["id"]] = ids
-        if logits is not None and labels is not None:
-            names = [name for name in PREDICTION_COLUMNS if name not in keys]
-            results.stats.columns = prediction_columns(logits, labels, IGNORE_INDEX, names)
-        self._passes.append(_Pass(results, columns, epoch))
+            entries[self.id_key] = ids
+        further = {name: values for name, values in (columns or {}).items() if name not in self.ledger.keys}
+        self._passes.append(RecordedPass(BackwardResult(replace(results.stats, columns=further)), entries, epoch))
 
-    def take(self) -> list[_Pass]:
+    def take(self) -> list[RecordedPass]:
         """Remove and return the passes of the window."""
         passes = self._passes
         self._passes = []
         return passes
 
-    def record(self, passes: list[_Pass], update: int, skipped: bool = False) -> None:
-        """Write the passes of an update to the ledger. Every rank must call it."""
+    def record(
+        self, passes: list[RecordedPass], update: int, *, skipped: bool = False, epoch: int | None = None
+    ) -> None:
+        """Write the passes of an update to the ledger. Every rank must call it. `epoch`: default that of each pass."""
         if self.ledger is not None:
             for each in passes:
-                self.ledger.record(each.results, each.columns, update=update, epoch=each.epoch, skipped=skipped)
+                number = each.epoch if epoch is None else epoch
+                self.ledger.record(each.results, each.batch, update=update, epoch=number, skipped=skipped)

@@ -260,14 +260,32 @@ class Ledger:
         if self._parts is None or self._resuming:
             self._open(self._run_directory(trainer), clear=self.directory is None)
 
-    def prepare(self, directory: str | Path, loader: Any = None, *, dry_run: bool = False) -> None:
-        """Set what a trainer sets, for the loop of another framework: the directory, if the ledger has none; the
-        loader, whose dataset has the items for previews; and dry_run=True, to record nothing.
+    def prepare(self, directory: str | Path, loader: Any = None, *, clear: bool = False, dry_run: bool = False) -> None:
+        """Open the ledger for the loop of another framework, as a trainer does, before the first update.
+
+        directory: run directory, used if the ledger has none of its own
+        loader: its dataset has the items for previews, and the names of classes and features
+        clear: remove the parts of an earlier training from the run directory, unless a state was loaded. Default: they
+        are an error, as always in a directory of the ledger's own
+        dry_run: record nothing
         """
         self._dry_run = dry_run
-        if self.directory is None:
-            self.directory = absolute(directory)
         self._use_dataset(loader)
+        if not dry_run and (self._parts is None or self._resuming):
+            self._open(self.directory or absolute(directory), clear=clear and self.directory is None)
+
+    def reset(self) -> None:
+        """Discard rows that have not been written, and a loaded state: the next training starts a new ledger."""
+        self._discard_rows()
+        self._parts = None
+        self._loaded_parts = 0
+        self._resuming = False
+
+    def set_previews(self, item: Callable[[Any], Any] | None, classes: list[str] | None) -> None:
+        """Set the function from id to item for previews, and the names of classes, unless the ledger has its own."""
+        if self.show is None:
+            self._item = item
+        self.names = Names(self.names.features, self.names.classes or classes)
 
     def _use_dataset(self, loader: Any) -> None:
         """Take items for previews, and names of features and classes, from the dataset of a loader."""

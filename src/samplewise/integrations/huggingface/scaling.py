@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.core.predictions import IGNORE_INDEX
 from samplewise.core.snapshot import snapshot
 from samplewise.distributed.group import current_group
 
-IGNORED = -100  # label that the losses of transformers leave out
 METRICS = ("_metrics", "_total_train_tokens")  # attributes that compute_loss of TRL changes
 
 logger = logging.getLogger("samplewise")
@@ -114,7 +114,7 @@ class Denominators:
             return None
         if "shift_labels" not in batch and getattr(self.trainer, "_loss_shifts_labels", False):
             labels = labels[..., 1:]
-        return labels.ne(IGNORED).reshape(len(labels), -1).sum(1)
+        return labels.ne(IGNORE_INDEX).reshape(len(labels), -1).sum(1)
 
 
 def _items_per_unit(batch: Any) -> int:

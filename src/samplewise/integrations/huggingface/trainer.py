@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from samplewise.backward import BackwardResult, backward, checked_chain
+from samplewise.backward import backward, checked_chain, without_norms
 from samplewise.errors import BatchError, GraphError, LossesError
 from samplewise.integrations.huggingface.ids import IdCollator, with_id_column, without_columns
 from samplewise.integrations.huggingface.outputs import OutputsHook, per_sample_outputs
-from samplewise.integrations.huggingface.recording import LedgerCallback, Recorder
+from samplewise.integrations.huggingface.recording import LedgerCallback, TrainerLedger
 from samplewise.integrations.huggingface.scaling import Denominators
 from samplewise.integrations.huggingface.support import check_supported
 from samplewise.integrations.mixin import check_comes_first
 from samplewise.integrations.model_outputs import KnownLosses, known_losses
 from samplewise.ledger.indexed import Indexed
 from samplewise.ledger.ledger import Ledger
-from samplewise.transforms.stats import SampleStats
 
 if TYPE_CHECKING:
     Base = Any  # a Trainer; known only in the class that uses the mixin
@@ -74,12 +72,12 @@ class PerSample(Base):
         self._chain = checked_chain(transforms)
         self._outputs_hook = OutputsHook()
         self._denominators = Denominators(self)
-        self._recorder = Recorder(ledger)
-        given = (*args, *kwargs.values())
-        self._recorder.indexed = next((each for each in given if isinstance(each, Indexed)), None)
+        indexed = next((each for each in (*args, *kwargs.values()) if isinstance(each, Indexed)), None)
+        self._ledger = TrainerLedger(ledger, indexed)
+        self._recorder = self._ledger.recorder
         super().__init__(*map(with_id_column, args), **{name: with_id_column(v) for name, v in kwargs.items()})
         check_supported(self)
-        self.add_callback(LedgerCallback(self._recorder))
+        self.add_callback(LedgerCallback(self._ledger))
 
     def per_sample_losses(self, outputs: Any, batch: Any) -> KnownLosses | None:
         """Losses of the samples of a batch, from the outputs of the model, for the ledger and for transforms.
@@ -101,15 +99,15 @@ class PerSample(Base):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         check_supported(self)
         self._announce_max_grad_norm()
-        self._recorder.begin(self)
+        self._ledger.begin(self)
         try:
             result = super().train(*args, **kwargs)
         except BaseException:
-            self._recorder.stop()
+            self._ledger.stop()
             raise
         finally:
             self._outputs_hook.remove()
-        self._recorder.finish()
+        self._ledger.finish()
         return result
 
     def get_train_dataloader(self) -> Any:
@@ -134,7 +132,7 @@ class PerSample(Base):
         """The training step of the Trainer, with per-sample gradients in place of its call of accelerator.backward."""
         batch = inputs
         inputs = without_columns(batch, self._extra_columns())
-        self._recorder.start_step(self.state.global_step)
+        self._ledger.start_step(self.state.global_step)
         scaled = self._denominators.prepare(model, inputs, num_items_in_batch)
         num_items = num_items_in_batch if scaled else None
         self._outputs_hook.watch(model, self.accelerator.unwrap_model)
@@ -144,7 +142,7 @@ class PerSample(Base):
             factor, denominator = self._denominators.of_batch(inputs, num_items, scaled)
             factors.append(factor)
             loss = loss if factor == 1 else loss * factor
-            self._recorder.add(self._backward(loss, model, batch, denominator), batch)
+            self._backward(loss, model, batch, denominator)
 
         with _replaced_backward(self.accelerator, replaced):
             loss = super().training_step(model, inputs, num_items)
@@ -162,33 +160,31 @@ class PerSample(Base):
         return [key for key in self._recorder.keys if key not in self._signature_columns]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        self._recorder.save()
+        self._ledger.save()
         return super()._save_checkpoint(*args, **kwargs)
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
         for callback in self.callback_handler.callbacks:  # the Trainer may have made a new object
             if isinstance(callback, LedgerCallback):
-                callback.recorder = self._recorder
+                callback.ledger = self._ledger
 
     # --- backward pass -----------------------------------------------------------------------------------------------
 
-    def _backward(self, loss: Tensor, model: nn.Module, batch: Any, denominator: float) -> BackwardResult:
-        """Backward pass of one batch, with transforms, and the results of its samples."""
+    def _backward(self, loss: Tensor, model: nn.Module, batch: Any, denominator: float) -> None:
+        """Backward pass of one batch, with transforms, and its results for the ledger."""
         rows = _rows(batch, self._recorder.id_key)
         known = self._known_losses(loss, batch, denominator)
         losses = None if known is None else known.losses
         counts = self._denominators.counts(batch) if known is None else known.counts
-        columns = None if known is None else known.columns
         if self._chain.samples.transforms or self._recorder.needs_norms:
             outputs = per_sample_outputs(self._outputs_hook.inner, rows)
             options = {"denominator": denominator, "losses": losses, "counts": counts, "batch": batch}
             result = backward(loss, model, outputs, self._chain, self.accelerator, **options)
         else:
             self.accelerator.backward(loss)
-            unknown = torch.full((rows,), torch.nan, device=loss.device)
-            result = BackwardResult(SampleStats(unknown if losses is None else losses, counts, raw_norms=unknown))
-        return BackwardResult(replace(result.stats, columns=columns))
+            result = without_norms(rows, loss.device, losses, counts)
+        self._recorder.add(result, batch, columns=None if known is None else known.columns)
 
     def _known_losses(self, loss: Tensor, batch: Any, denominator: float) -> KnownLosses | None:
         """Losses of the samples; NaN if they do not add up to the loss of the trainer."""

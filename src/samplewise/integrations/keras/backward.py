@@ -109,7 +109,7 @@ def compiled_losses(model: Any) -> list[Any]:
 
 
 def denominator(model: Any, samples: int, sample_weight: Any) -> float:
-    """What the reduction of the compiled loss divides the sum over samples by. If the model overrides `compute_loss`,
+    """Divisor of the sum over samples in the reduction of the compiled loss. If the model overrides `compute_loss`,
     the number of samples, as for a mean.
     """
     reductions = {each.loss.reduction for each in compiled_losses(model)} or {None}

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
-import torch
 from keras import tree
 from keras.src.saving.keras_saveable import KerasSaveable
 from torch import Tensor
 
-from samplewise.backward import BackwardResult
+from samplewise.backward import BackwardResult, without_norms
 from samplewise.errors import LedgerError
 from samplewise.integrations.keras.backward import (
     AdditionalLosses,
@@ -24,9 +23,9 @@ from samplewise.integrations.keras.backward import (
     losses_of_samples,
     transformed_backward,
 )
+from samplewise.integrations.recorder import Recorder
 from samplewise.ledger.ledger import Ledger
 from samplewise.transforms.chain import as_chain
-from samplewise.transforms.stats import SampleStats
 
 
 class Settings(KerasSaveable):
@@ -44,12 +43,13 @@ class Settings(KerasSaveable):
             )
         self.transforms = as_chain(transforms)
         self.ledger = ledger
+        self.recorder = Recorder(ledger)
         self.epoch = 0
         self.additional: AdditionalLosses | None = None  # set while the loss of a training step is computed
 
     @property
     def id_key(self) -> Hashable:
-        return "id" if self.ledger is None else self.ledger.keys["id"]
+        return self.recorder.id_key
 
     def check_ids(self, ids: Any) -> None:
         if self.ledger is not None and ids is None:
@@ -90,20 +90,17 @@ class Settings(KerasSaveable):
         that records norms.
         """
         run = BackwardPass(model.optimizer, loss, additional)
-        if self.transforms.transforms or (self.ledger is not None and self.ledger.norms):
+        if self.transforms.transforms or self.recorder.needs_norms:
             return transformed_backward(model, self.transforms, run, y, y_pred, sample_weight, batch)
         run.backward(loss)
         losses = None if self.ledger is None else losses_of_samples(model, y, y_pred)
-        samples = len(tree.flatten(y_pred)[0])
-        return BackwardResult(SampleStats(torch.full((samples,), torch.nan) if losses is None else losses))
+        return without_norms(len(tree.flatten(y_pred)[0]), loss.device, losses)
 
     def record(self, result: BackwardResult, model: Any, y: Any, y_pred: Any, batch: Any, update: BatchUpdate) -> None:
         """Record the samples of a batch in the ledger."""
         if self.ledger is not None:
-            stats = replace(result.stats, columns=columns_of_predictions(model, y, y_pred))
-            self.ledger.record(
-                BackwardResult(stats), batch, update=update.index, epoch=self.epoch, skipped=update.skipped
-            )
+            self.recorder.add(result, batch, self.epoch, columns=columns_of_predictions(model, y, y_pred))
+            self.recorder.record(self.recorder.take(), update.index, skipped=update.skipped)
 
     # --- state, saved by Keras with the weights ----------------------------------------------------------------------
 
@@ -139,9 +136,14 @@ def next_update(optimizer: Any, gradients: list[Tensor | None]) -> BatchUpdate:
 
 
 class _EpochCounter(keras.callbacks.Callback):
+    """Keeps the number of the epoch, and opens the ledger when other callbacks may have loaded its state."""
+
     def __init__(self, settings: Settings):
         super().__init__()
         self._settings = settings
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._settings.epoch = epoch
+        ledger = self._settings.ledger
+        if ledger is not None and ledger.directory is not None:
+            ledger.prepare(ledger.directory)

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from samplewise.backward import backward
+from samplewise.backward import backward, without_norms
 from samplewise.errors import GraphError
 from samplewise.integrations.lightning.module import (
     check_trainer,
@@ -99,23 +99,26 @@ class PerSample(Callback):
         self._returned = None
         denominator = returned.denominator
         if self.exact_accumulation:
-            loss = loss * self._window.add(denominator)
+            loss = loss * self._window.add(returned.count)
             denominator = self._window.unit
-        results = backward(
-            loss,
-            module,
-            returned.outputs,
-            self.transforms,
-            framework_backward(module, original),
-            denominator=denominator / factor,
-            losses=returned.losses,
-            counts=returned.counts,
-            batch=self._batch,
-        )
+        if self.transforms.transforms or self._recorder.needs_norms:
+            results = backward(
+                loss,
+                module,
+                returned.outputs,
+                self.transforms,
+                framework_backward(module, original),
+                denominator=denominator / factor,
+                losses=returned.losses,
+                counts=returned.counts,
+                batch=self._batch,
+            )
+        else:
+            original(loss)
+            results = without_norms(returned.samples, loss.device, returned.losses, returned.counts)
         self._ran = True
         epoch = module.trainer.current_epoch
-        predictions = {"logits": returned.logits, "labels": returned.labels}
-        self._recorder.add(results, self._batch, epoch, ids=returned.ids, **predictions)
+        self._recorder.add(results, self._batch, epoch, ids=returned.ids, columns=returned.columns)
 
     # --- hooks of the trainer --------------------------------------------------------------------------------------
 
@@ -163,7 +166,7 @@ class PerSample(Callback):
         def record_update() -> None:
             self._record_update = _do_nothing
             skipped = loss_scale(trainer) < scale  # a gradient scaler reduces its scale when it skips an update
-            self._recorder.record(passes, update, skipped)
+            self._recorder.record(passes, update, skipped=skipped)
 
         self._record_update = record_update
 

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from samplewise.engine.outputs import Outputs
+from samplewise.core.predictions import IGNORE_INDEX, PREDICTION_COLUMNS, prediction_columns
+from samplewise.engine.outputs import checked_outputs
 from samplewise.errors import LossesError
 
 
-class Returned(NamedTuple):
+@dataclass(frozen=True)
+class Returned:
     """Values returned by training_step, or passed to manual_backward."""
 
     loss: Tensor  # scalar
-    outputs: Outputs  # tensors that the loss was computed from
+    outputs: list[Tensor]  # tensors (B, ...) that the loss was computed from
     losses: Tensor | None  # (B,)
     counts: Tensor | None  # (B,)
-    logits: Tensor | None  # (B, classes)
-    labels: Tensor | None  # (B,)
+    columns: dict[str, Tensor] | None  # label, prediction and margin, (B,)
     ids: Any
 
     @property
+    def samples(self) -> int:
+        return len(self.outputs[0])
+
+    @property
+    def count(self) -> float:
+        """Number of samples, or sum of the counts."""
+        return self.samples if self.counts is None else float(self.counts.sum())
+
+    @property
     def denominator(self) -> float:
-        """What the sum of the losses is divided by: the number of samples, or the sum of the counts."""
-        if self.counts is not None:
-            return max(float(self.counts.sum()), 1.0)
-        return len(self.outputs if isinstance(self.outputs, Tensor) else self.outputs[0])
+        """Divisor of the sum of the losses: the count; 1 if it is 0."""
+        return self.count or 1.0
 
     def for_trainer(self, returned: Any) -> Any:
-        """What the trainer gets: a scalar loss, and the other entries without their graph."""
+        """Value for the trainer: a scalar loss, and the other entries without their graph."""
         if not isinstance(returned, Mapping):
             return self.loss
         others = {key: value.detach() if isinstance(value, Tensor) else value for key, value in returned.items()}
@@ -64,19 +74,32 @@ def parse(returned: Any, scale: float = 1.0) -> Returned:
             "reduction='none' and return them, or return the outputs of the model too. With manual optimization: "
             "self.manual_backward(losses), or self.manual_backward(loss, outputs=outputs)."
         )
-    samples = len(loss if loss.dim() else outputs if isinstance(outputs, Tensor) else outputs[0])
+    _check_tensors(given)
+    attached = [loss] if loss.dim() == 1 else checked_outputs(loss, outputs)
+    samples = len(attached[0])
     if counts is not None and tuple(counts.shape) != (samples,):
         raise LossesError(f"counts must have one value per sample, ({samples},); found {tuple(counts.shape)}.")
     labels = given.get("labels")
     if labels is not None and len(labels) != samples:
         raise LossesError(f"labels must have one row per sample, {samples}; found shape {tuple(labels.shape)}.")
     losses = given.get("losses")
-    logits = outputs if isinstance(outputs, Tensor) else None
+    columns = None
+    if isinstance(outputs, Tensor) and labels is not None:
+        columns = prediction_columns(outputs, labels, IGNORE_INDEX, PREDICTION_COLUMNS)
     if loss.dim() == 1:
         losses = loss.detach() / scale if scale != 1 else loss.detach()
-        outputs = loss
-        loss = loss.mean() if counts is None else loss.sum() / counts.sum().clamp(min=1)
-    return Returned(loss, outputs, losses, counts, logits, labels, given.get("id"))
+        loss = loss.mean() if counts is None else loss.sum() / _nonzero(counts.sum())
+    return Returned(loss, attached, losses, counts, columns, given.get("id"))
+
+
+def _check_tensors(given: Mapping[str, Any]) -> None:
+    for key in ("losses", "counts", "labels"):
+        if not isinstance(given.get(key), Tensor | None):
+            raise LossesError(f"{key} must be a tensor (B,); found {type(given[key]).__name__}.")
+
+
+def _nonzero(count: Tensor) -> Tensor:
+    return torch.where(count == 0, 1, count)
 
 
 def _description(loss: Any) -> str:

@@ -15,14 +15,14 @@ class AccumulationWindow:
     """
 
     def __init__(self) -> None:
-        self.unit = 0.0  # count of the first batch, mean over the ranks
+        self.unit = 0.0  # count of the first batch, mean over the ranks; 1 if it is 0
         self.total = 0.0  # counts so far, on this rank
 
     def add(self, count: float) -> float:
-        """Add a batch, and return the factor of its loss."""
+        """Add a batch, and return the factor of its loss. The loss of a batch with the count 0 is 0."""
         group = current_group()
         if not self.unit:
-            self.unit = group.all_reduce_scalars(count)[0] / group.size
+            self.unit = group.all_reduce_scalars(count)[0] / group.size or 1.0
         self.total += count
         return count / self.unit
 
@@ -31,7 +31,8 @@ class AccumulationWindow:
         if not self.unit:
             return
         group = current_group()
-        factor = batches * self.unit * group.size / group.all_reduce_scalars(self.total)[0]
+        total = group.all_reduce_scalars(self.total)[0] or 1.0
+        factor = batches * self.unit * group.size / total
         if factor != 1:
             for parameters in optimizer.param_groups:
                 for p in parameters["params"]:
