@@ -18,6 +18,7 @@ from samplewise.core.text import plural
 from samplewise.engine.backward import removed_afterwards
 from samplewise.engine.checks import is_traced, wide_dtype
 from samplewise.engine.graph import Edge, Node, edge_of, graph_alive, is_accumulate_grad, operation
+from samplewise.engine.pending_checks import read_at_once
 from samplewise.errors import GraphError, LossesError
 
 Outputs = Tensor | Sequence[Tensor]
@@ -188,7 +189,8 @@ def _row_sums(c: Tensor, z: Tensor) -> Tensor:
     dtype = wide_dtype(z.dtype)
     c = c.to(dtype)
     with torch.enable_grad():
-        sums = (c * z.to(dtype)).reshape(len(z), -1).sum(1)
-        if is_traced(sums) or not sums.isnan().any():
-            return sums
+        if read_at_once(c):
+            sums = (c * z.to(dtype)).reshape(len(z), -1).sum(1)
+            if is_traced(sums) or not sums.isnan().any():
+                return sums
         return (c * z.to(dtype).masked_fill(c == 0, 0)).reshape(len(z), -1).sum(1)
