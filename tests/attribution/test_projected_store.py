@@ -131,6 +131,7 @@ def test_a_crash_in_the_middle_of_an_append(tmp_path, monkeypatch, point, call):
     assert (tmp_path / "rows.f16").stat().st_size == 22 * 16 * 2
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_writes(tmp_path):
     script = f"""
 import os, torch

@@ -82,6 +82,7 @@ def commands(recipe):
     }
 
 
+@pytest.mark.slow
 @COMMANDS
 def test_a_full_disk_behind_standard_output(name, unbuffered, recipe, trained, full, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from spread_models import flat
 
@@ -16,6 +17,7 @@ def example(run, updates):
     return flat(namespace["train"](run, updates))
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_continues_with_another_number_of_ranks(two, three, tmp_path):
     expected = example(tmp_path / "alone", 3)
     two.run(example, tmp_path / "run", 2)

@@ -264,6 +264,7 @@ CARRIED = daily(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [*CARRIED, dict(samples=22), dict(samples=50)], ids=str)
 def test_a_window_that_ranks_have_begun_is_ended_by_as_many(options, two, tmp_path):
     """To the last bit. It may have samples of one rank only, and be open for several epochs."""

@@ -331,6 +331,7 @@ def undisturbed(tmp_path_factory):
 
 
 # In the middle of an epoch of four updates, at its end, and in the next one.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stop", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow), 6]
 )
@@ -482,6 +483,7 @@ def left_in_a_window(run, training=None, validation=None, tail="update"):
 
 
 # In the first window, in the middle, at the beginning of the second epoch; and in validation.
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples", "updates"), [((5,), 0), ((2,), None), ((4,), 4), ((None, 9), 4)])
 def test_a_rank_whose_loader_was_killed_along_with_it(samples, updates, two, tmp_path):
     """Nobody can end the window: all give it up, save, and come back to its first sample."""

@@ -57,6 +57,7 @@ def test_sharded_models(two, transforms, how):
     compare(two, transforms=transforms, how=how, samples=6, batch=4, max_grad_norm=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "plain", "fsdp", "sharded"])
 def test_audits_exchange_nothing(three, how):
     """Some ranks have nothing to audit in a window of two."""

@@ -31,6 +31,7 @@ def _run(options):
     return run(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transforms", ["plain", "clip", "weight by place"])
 @pytest.mark.parametrize(
     "options", [dict(samples=1, batch=2), dict(samples=6, batch=4, microbatch=2), dict(samples=None, batch=2)], ids=str

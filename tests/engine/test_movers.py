@@ -262,6 +262,7 @@ def losses_of(operation, place, reading, weight):
     return (rows.double() * other(rows).double()).sum(1).tanh()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every(2, MOVING))
 def test_claims_hold_in_every_layout(name):
     assert_claims_hold(name, product(range(3), range(4)))

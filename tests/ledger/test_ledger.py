@@ -296,6 +296,7 @@ def test_compiled_updates_record_the_columns_of_the_loss(tmp_path):
     assert len(found["margin"]) == 2 * N and not any(value != value for value in found["margin"])
 
 
+@pytest.mark.slow
 def test_compiled_updates(tmp_path):
     step = step_(samples=1, compile=True)
     found = recorded(tmp_path, step, loader())

@@ -603,6 +603,7 @@ IMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES)
 @pytest.mark.parametrize("tail", ["update", "drop", "carry"])
 @pytest.mark.parametrize("samples", daily([9, None, 40], [9]))

@@ -256,6 +256,7 @@ def test_in_a_thread(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs signals to process groups")
 @pytest.mark.parametrize("number", daily([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_a_signal_to_the_workers_too(tmp_path, number):

@@ -115,12 +115,8 @@ OPTIMIZERS = {
 }
 
 
-DAILY = ("adam",)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in OPTIMIZERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_same_parameters_and_state_after_500_updates(name):
     pair = Pair(net, OPTIMIZERS[name], samples=1)
     plain, quick = pair.run([data(UPDATES)])
@@ -522,6 +518,7 @@ class Recurrent(nn.Module):
         return self.layer(x[None])[0][0]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_goes_on(tmp_path):
     script = """
 import torch, warnings, samplewise as sw

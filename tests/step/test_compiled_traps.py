@@ -150,6 +150,7 @@ class Words(nn.Module):
 INDICES = [(9, 0), (0, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((10**9, 0), (-1, 0), (0, -1)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("word", "label"), INDICES)
 def test_an_index_out_of_range_raises_as_it_does_uncompiled(word, label):
     pair = Pair(Words, OPTIMIZERS["nesterov"], losses_of, samples=1)
@@ -294,6 +295,7 @@ def test_groups_are_added_and_differ():
     pair.assert_same()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", daily(["sgd", "adam"], ["adam"]))
 def test_parameters_in_bfloat16_over_many_updates(name):
     """Numbers of the formula are not rounded to it, as they are not uncompiled: 0.999 would be 1."""
@@ -327,6 +329,7 @@ def test_complex_parameters(name):
     pair.assert_same()
 
 
+@pytest.mark.slow
 def test_mixed_precision_rounds_as_uncompiled():
     def loss_fn(model, batch):
         return F.cross_entropy(model(batch[0].float()), batch[1], reduction="none").float()
@@ -341,6 +344,7 @@ def test_mixed_precision_rounds_as_uncompiled():
     pair.assert_same(tolerance=1e-3)
 
 
+@pytest.mark.slow
 def test_torch_rounds_to_bfloat16_elsewhere(monkeypatch):
     monkeypatch.setattr(inductor, "emulates_casts", lambda: False)
     monkeypatch.setattr("samplewise.step.compiled.programs.agrees", lambda *_, **options: False)
@@ -508,6 +512,7 @@ def test_norms_are_required_in_the_middle_of_a_batch():
     pair.assert_same()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", daily([1, 4], [1]))
 def test_a_batch_of_images_in_another_layout(samples):
     def model():
