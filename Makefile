@@ -99,6 +99,7 @@ bench: $(BENCH)
 	@$(PY) benchmarks/run.py
 	@$(PY) benchmarks/step.py
 	@$(PY) benchmarks/single.py
+	@$(PY) benchmarks/lora.py
 
 comparison: $(BENCH)
 	@$(PY) benchmarks/comparison.py
