@@ -33,7 +33,7 @@ from samplewise.cli.definitions import read_definitions
 from samplewise.core.batches import check_loader
 from samplewise.core.signatures import accepts
 from samplewise.errors import BatchError, LossesError, SamplewiseError
-from samplewise.integrations.model_outputs import ModelLoss, computes_its_loss
+from samplewise.integrations.transformers_losses import ModelLoss, computes_its_loss
 from samplewise.loop.events import Listeners
 from samplewise.step.config import check_scheduler
 from samplewise.transforms.chain import Chain, as_chain

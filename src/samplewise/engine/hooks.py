@@ -14,13 +14,14 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import HookState, backward_past, backward_to_leaves, has_hooks_of, hook_state
+from samplewise.engine.backward import backward_past, backward_to_leaves
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import random_signs
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph import Graph
 from samplewise.engine.plan import GradBuilder, Plan
+from samplewise.engine.registered_hooks import HookState, has_hooks_of, hook_state
 from samplewise.errors import GraphError
 
 PROJECTED = 16  # dimensions of the projections that are compared for sharded models

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from samplewise.core.text import plural
-from samplewise.engine.backward import removed_afterwards
 from samplewise.engine.checks import is_traced, wide_dtype
 from samplewise.engine.graph import Edge, Node, edge_of, graph_alive, is_accumulate_grad, operation
 from samplewise.engine.pending_checks import read_at_once
+from samplewise.engine.registered_hooks import removed_afterwards
 from samplewise.errors import GraphError, LossesError
 
 Outputs = Tensor | Sequence[Tensor]

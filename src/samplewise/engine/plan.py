@@ -18,15 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.distributed.sharded_parameters import unsharded
-from samplewise.engine.backward import (
-    UNVERIFIED,
-    HookState,
-    Stops,
-    has_hooks_of,
-    hook_state,
-    leave_out_forward_hooks,
-    stops_at,
-)
+from samplewise.engine.backward import Stops, stops_at
 from samplewise.engine.cut import Cut, find_cut, probed_cut
 from samplewise.engine.generic import GenericGrad, Pullback
 from samplewise.engine.grads.base import PerSampleGrad
@@ -35,6 +27,7 @@ from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad
 from samplewise.engine.independence import Constants, refuse_batch_norm, sample_data
 from samplewise.engine.parameter_side import carried, changing_operations, combined, paths_to_leaves
+from samplewise.engine.registered_hooks import UNVERIFIED, HookState, has_hooks_of, hook_state, leave_out_forward_hooks
 from samplewise.engine.rules import RULES, Rule, Use
 from samplewise.engine.rules.use import Operand
 from samplewise.engine.saved import SavedTensorReader, Versions

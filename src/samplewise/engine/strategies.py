@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from samplewise.distributed.sharded_parameters import unsharded
-from samplewise.engine.backward import backward_past, backward_to_leaves, foreign_hooks, watch_backward
+from samplewise.engine.backward import backward_past, backward_to_leaves, watch_backward
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
@@ -28,6 +28,7 @@ from samplewise.engine.graph import Graph, raise_graph_error
 from samplewise.engine.hooks import refuse_hooks_below_cut
 from samplewise.engine.plan import ExplainRow, GradBuilder, Planner, Quantity
 from samplewise.engine.reference import jacobian_rows
+from samplewise.engine.registered_hooks import foreign_hooks
 from samplewise.engine.saved import Versions
 from samplewise.errors import GraphError
 

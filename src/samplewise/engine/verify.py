@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import HookState, backward_past, has_hooks_of, hook_state, stops_at
+from samplewise.engine.backward import backward_past, stops_at
 from samplewise.engine.graph import Edge, EdgeKey, Graph
+from samplewise.engine.registered_hooks import HookState, has_hooks_of, hook_state
 from samplewise.engine.separation import REPEATS, is_deterministic, rounding, switched_weights
 from samplewise.engine.tags import Regular
 

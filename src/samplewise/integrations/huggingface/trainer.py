@@ -19,7 +19,7 @@ from samplewise.integrations.huggingface.recording import LedgerCallback, Traine
 from samplewise.integrations.huggingface.scaling import Denominators
 from samplewise.integrations.huggingface.support import check_supported
 from samplewise.integrations.mixin import check_comes_first
-from samplewise.integrations.model_outputs import KnownLosses, known_losses
+from samplewise.integrations.transformers_losses import KnownLosses, known_losses
 from samplewise.ledger.indexed import Indexed
 from samplewise.ledger.ledger import Ledger
 
