@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from samplewise.distributed.ddp import inner, is_replica, refuse_static_graph
-from samplewise.distributed.sharded_parameters import is_sharded
+from samplewise.distributed.ddp import is_replica, refuse_static_graph
 from samplewise.engine.backward import without_grads
-from samplewise.engine.checks import Parameters, check_is_tensor, named_parameters
-from samplewise.engine.gradients import Gradients, accumulate, gradients
+from samplewise.engine.checks import Parameters, check_is_tensor
+from samplewise.engine.gradients import Gradients, WantedParameters, accumulate, gradients_of_samples, wanted_parameters
 from samplewise.engine.outputs import Outputs
 from samplewise.engine.pending_checks import collected_in
 from samplewise.errors import (
@@ -98,11 +98,8 @@ def backward(
     check_is_tensor(loss, "sw.backward(loss, model)")
     chain = checked_chain(transforms)
     _check_denominator(denominator)
-    parameters = inner(model) if isinstance(model, nn.Module) else named_parameters(model)  # reads an iterator once
-    named = _whole_parameters(parameters)
-    refuse_static_graph(named.values())
-    ordinary = is_replica(named.values()) or (isinstance(parameters, nn.Module) and is_sharded(parameters))
-    _check_coefficients(chain, ordinary)
+    wanted = wanted_parameters(model)
+    two_passes = _needs_two_passes(wanted, chain)
     if outputs is None and losses is not None:
         raise LossesError("losses must be left out if the loss has one value per sample; found both.")
     own = loss if outputs is None else losses
@@ -110,12 +107,13 @@ def backward(
     framework = FrameworkPass(through, loss)
     try:
         with framework.own_passes():
-            g = gradients(framework.scaled(loss), parameters, outputs=outputs, strategy="twice" if ordinary else None)
+            strategy = "twice" if two_passes else None
+            g = gradients_of_samples(framework.scaled(loss), wanted, outputs, strategy=strategy)
             _check_values(chain, len(g), counts, batch)
             stats = SampleStats(_checked_losses(own, g, chain), counts, batch=batch)
-            directions = _directions(chain, named)
             if not chain.weighs:
                 framework.run(loss.sum(), g)
+            directions = _directions(chain, wanted.named)
             measure(g, stats, chain.samples, directions, norms=True, scale=framework.factor / denominator)
     except (NonFiniteLossError, NonFiniteGradientError):
         if not framework.skips_overflow:
@@ -127,7 +125,7 @@ def backward(
     if chain.weighs:
         with collected_in(g._checks):  # all values on an accelerator are checked in one host sync
             (stats,) = chain.samples.weigh([stats])
-        if ordinary:
+        if two_passes:
             framework.run((g._graph.losses * (one_per_sample(stats.weights) / framework.factor)).sum())
         else:
             with framework.own_passes():
@@ -181,25 +179,29 @@ def _check_values(chain: Chain, samples: int, counts: Tensor | None, batch: Any)
         raise TransformError(f"{reads} must get the batch; found none. Pass batch= to sw.backward.")
 
 
-def _whole_parameters(parameters: Parameters) -> dict[str, Tensor]:
-    """Parameters by name. Raises DistributedError for FullyShardedDataParallel, which flattens them."""
-    if isinstance(parameters, nn.Module):
-        for name, module in parameters.named_modules():
-            if type(module).__name__ == "FullyShardedDataParallel":
-                raise DistributedError(
-                    "a sharded model must be sharded with fully_shard (FSDP2); found FullyShardedDataParallel"
-                    f"{f' at {name!r}' if name else ''}. With Accelerate, set fsdp_version=2."
-                )
-    return named_parameters(parameters)
-
-
-def _check_coefficients(chain: Chain, ordinary: bool) -> None:
-    if ordinary and chain.samples.by_parameter:
+def _needs_two_passes(wanted: WantedParameters, chain: Chain) -> bool:
+    """True if gradients must come from an ordinary backward pass, in which torch sums them over the ranks."""
+    _refuse_flat_parameters(wanted.modules)
+    refuse_static_graph(wanted.named.values())
+    two_passes = wanted.sharded or is_replica(wanted.named.values())
+    if two_passes and chain.samples.by_parameter:
         raise TransformError(
             "transforms must give one coefficient per sample for a DistributedDataParallel or a sharded model, whose "
             f"gradients come from an ordinary backward pass; found one per parameter in {chain!r}. Leave out "
             "by='parameter', or use sw.Step."
         )
+    return two_passes
+
+
+def _refuse_flat_parameters(modules: Sequence[nn.Module]) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    for name, module in (named for model in modules for named in model.named_modules()):
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise DistributedError(
+                "a sharded model must be sharded with fully_shard (FSDP2); found FullyShardedDataParallel, which "
+                f"flattens parameters{f', at {name!r}' if name else ''}. With Accelerate, set fsdp_version=2."
+            )
 
 
 def _check_rows(name: str, values: Tensor | None, samples: int) -> None:

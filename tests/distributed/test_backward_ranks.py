@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from spread_models import TRANSFORMS, data, net
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -111,3 +111,16 @@ def test_a_static_graph_is_refused(two):
     )
     assert two.errors(grads, "static graph", True, "clip") == [message] * 2
     assert two.errors(grads, "static graph", False, "plain") == [message] * 2
+
+
+def flattened():
+    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+    sw.backward(model(data()[0]).square().mean(1), model)
+
+
+def test_fully_sharded_data_parallel_is_refused(two):
+    message = (
+        "DistributedError: a sharded model must be sharded with fully_shard (FSDP2); found FullyShardedDataParallel, "
+        "which flattens parameters. With Accelerate, set fsdp_version=2."
+    )
+    assert two.errors(flattened) == [message] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import index
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -76,31 +76,51 @@ def gradients(
             "create_graph=True needs a strategy that keeps gradients; found strategy='twice'. Use 'fused'."
         )
     check_is_tensor(losses, "sw.gradients(losses, model)")
-    parameters = inner(parameters) if isinstance(parameters, nn.Module) else parameters
-    modules = [parameters] if isinstance(parameters, nn.Module) else []
-    sharded = any(map(is_sharded, modules))
-    wanted = named_parameters(parameters)
+    if create_graph and outputs is not None:
+        raise ValueError(
+            "create_graph=True needs losses (B,), because the derivative of a scalar loss at its outputs is held "
+            "constant; found outputs. Pass the losses of the samples."
+        )
+    return gradients_of_samples(losses, wanted_parameters(parameters), outputs, create_graph, strategy, interacting)
+
+
+class WantedParameters(NamedTuple):
+    """Parameters to differentiate, by name, and the model that they belong to, if it is known."""
+
+    named: dict[str, Tensor]
+    modules: list[nn.Module]
+    sharded: bool  # whole parameters of a model sharded with `fully_shard`
+
+
+def wanted_parameters(parameters: Parameters) -> WantedParameters:
+    """Parameters as passed to `sw.gradients`. Those of a wrapped model have its own names."""
+    if not isinstance(parameters, nn.Module):
+        return WantedParameters(named_parameters(parameters), [], sharded=False)
+    model = inner(parameters)
+    return WantedParameters(named_parameters(model), [model], is_sharded(model))
+
+
+def gradients_of_samples(
+    losses: Tensor,
+    wanted: WantedParameters,
+    outputs: Outputs | None,
+    create_graph: bool = False,
+    strategy: str | None = None,
+    interacting: str = "refuse",
+) -> Gradients:
+    """As `gradients`, with parameters that are resolved already."""
     if outputs is not None:
-        _check_first_order(create_graph)
-        losses = parts_of_loss(losses, outputs, wanted)
+        losses = parts_of_loss(losses, outputs, wanted.named)
     elif isinstance(losses, Tensor) and losses.dim() == 0:
         raise LossesError(
             "losses must be 1-D, one value per sample; found a scalar. Compute them with reduction='none', without an "
             "average over the batch; or pass the tensor (B, ...) that the loss was computed from: "
             "sw.gradients(loss, model, outputs=logits)."
         )
-    g = gradients_of(losses, wanted, modules, create_graph, strategy, interacting, sharded)
+    g = gradients_of(losses, wanted.named, wanted.modules, create_graph, strategy, interacting, wanted.sharded)
     g._own = True
     g._of_scalar = outputs is not None
     return g
-
-
-def _check_first_order(create_graph: bool) -> None:
-    if create_graph:
-        raise ValueError(
-            "create_graph=True needs losses (B,), because the derivative of a scalar loss at its outputs is held "
-            "constant; found outputs. Pass the losses of the samples."
-        )
 
 
 def gradients_of(

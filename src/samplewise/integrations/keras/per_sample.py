@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
@@ -18,8 +18,13 @@ from samplewise.integrations.keras.settings import Settings, next_update
 from samplewise.integrations.mixin import check_comes_first
 from samplewise.ledger.ledger import Ledger
 
+if TYPE_CHECKING:
+    Base = Any  # a keras.Model; known only in the class that uses the mixin
+else:
+    Base = object
 
-class PerSample:
+
+class PerSample(Base):
     """Mixin for `keras.Model` with the torch backend: transforms of per-sample gradients, and a ledger, in `fit`.
 
         class Net(PerSample, keras.Model): ...         # or PerSample.of(model) for an existing model
@@ -65,20 +70,20 @@ class PerSample:
         """As `keras.Model.compile`, with transforms as in `sw.Step` and a ledger that has a directory."""
         _check_class(type(self))
         settings = Settings(transforms, ledger)
-        super().compile(*args, **kwargs)  # type: ignore[misc]
+        super().compile(*args, **kwargs)
         _refuse_jit(self)
         self._per_sample = settings
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         settings = self._checked_settings()
         _refuse_ranks()
-        arguments = inspect.signature(super().fit).bind(*args, **kwargs).arguments  # type: ignore[misc]
+        arguments = inspect.signature(super().fit).bind(*args, **kwargs).arguments
         arguments["callbacks"] = settings.with_epochs(arguments.get("callbacks"))
         if settings.ledger is None:
-            return super().fit(**arguments)  # type: ignore[misc]
+            return super().fit(**arguments)
         arguments["x"] = with_row_numbers(arguments.get("x"), settings.id_key)
         try:
-            history = super().fit(**arguments)  # type: ignore[misc]
+            history = super().fit(**arguments)
         except BaseException:
             settings.ledger.on_error()
             raise
@@ -112,10 +117,10 @@ class PerSample:
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def test_step(self, data: Any) -> Any:
-        return super().test_step(self._split(data).data)  # type: ignore[misc]
+        return super().test_step(self._split(data).data)
 
     def predict_step(self, data: Any) -> Any:
-        return super().predict_step(self._split(data).data)  # type: ignore[misc]
+        return super().predict_step(self._split(data).data)
 
     def _split(self, data: Any) -> SplitBatch:
         return self._splitter().split(data)
@@ -129,11 +134,11 @@ class PerSample:
             iterator = self._splitter().epoch(iterator)
         if data_batch is not None:
             data_batch = self._split(data_batch).data
-        super()._symbolic_build(iterator=iterator, data_batch=data_batch)  # type: ignore[misc]
+        super()._symbolic_build(iterator=iterator, data_batch=data_batch)
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         """Called by Keras with each loss of `add_loss` and of regularizers."""
-        total = super()._aggregate_additional_loss(loss)  # type: ignore[misc]
+        total = super()._aggregate_additional_loss(loss)
         settings = self._per_sample
         return total if settings is None or settings.additional is None else settings.additional.replace(total)
 
