@@ -76,7 +76,7 @@ def combined(forms: Sequence[PerSampleGrad], name: str, shared: dict[object, boo
     """
     outers = [form for form in forms if isinstance(form, FactoredGrad)]
     if len(outers) == len(forms) and len({outer.matrix for outer in outers}) == 1:
-        return FactoredGrad([term for outer in outers for term in outer.terms], forms[0].shape).compact()
+        return FactoredGrad([term for outer in outers for term in outer.terms], forms[0].shape)
     if all(isinstance(form, DenseGrad) for form in forms):
         return DenseGrad(SummedGrad(forms).rows(0, forms[0].samples))
     return as_blocks(forms, shared, name) or SummedGrad(forms)

@@ -332,10 +332,10 @@ class GradBuilder:
             if len(uses) < self.plan.uses[name]:
                 return True
             form = combined(self._uses.pop(name), name, self.plan.shared)
-        elif isinstance(form, FactoredGrad):
-            form = form.compact()
-            is_copied = isinstance(form, DenseGrad)
         if self.keep:
+            if isinstance(form, FactoredGrad):
+                form = form.compact()
+                is_copied = isinstance(form, DenseGrad)
             self.forms[name] = form
         self.results[name] = self.quantity(form, name)
         return not is_copied

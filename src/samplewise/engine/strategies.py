@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from samplewise.core.allocator import keep_freed_memory
 from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.backward import backward_past, backward_to_leaves, watch_backward
 from samplewise.engine.checks import is_traced
@@ -157,6 +158,7 @@ class BackwardStrategy:
 
     def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
         """Compute the quantity during a backward pass."""
+        keep_freed_memory()
         built = self._pass(quantity, keep)
         if built is None:
             self.plan = self.planner.plan_by_probe()

@@ -24,6 +24,15 @@ from samplewise.engine.grads.dense import DenseGrad
 CANCELLED = 1e-3
 # Samples of weight zero are left out of a sum if at most this fraction of the samples remains.
 ENOUGH_LEFT = 0.75
+# On the CPU, rows of at most this many times the size of the factors are kept in their place: they cost one product of
+# the size of the weight gradient, and their weighted sum is a single read, while pairs of tokens cost about half such a
+# product, and the weighted sum of factors a whole one.
+ROWS_PAY = 1.75
+# Rows of at most this fraction of the size of the factors give norms faster than pairs of tokens do.
+ROWS_PAY_FOR_NORMS = 0.75
+# Gram matrices of tokens are symmetric: from this many tokens on, they are computed in blocks of rows of this size, each
+# of them only from the diagonal on. Smaller blocks are too small for an efficient product.
+GRAM_BLOCK = 64
 
 
 class OneHot(NamedTuple):
@@ -154,14 +163,22 @@ class FactoredGrad(PerSampleGrad):
         return FactoredGrad([Term(_some(t.left, samples), _some(t.right, samples)) for t in self.terms], self.shape)
 
     def compact(self) -> PerSampleGrad:
-        """Rows if they need no more memory than the factors; then rows are also faster than pairs of tokens."""
-        return DenseGrad(self.rows(0, self.samples)) if self._has_small_rows() else self
+        """Rows if the norms and the weighted sum together are faster from rows; else these factors.
 
-    def _has_small_rows(self) -> bool:
+        On an accelerator, where memory is scarce, only if rows need no more memory than the factors.
+        """
+        on_cpu = _table(self.terms[0].left).device.type == "cpu"
+        if not self._rows_are_smaller_than(ROWS_PAY if on_cpu else 1):
+            return self
+        step = self.step if on_cpu else self.samples
+        return DenseGrad(*(self.rows(at, min(at + step, self.samples)) for at in range(0, self.samples, step)))
+
+    def _rows_are_smaller_than(self, multiple: float) -> bool:
+        """True if a row has at most `multiple` times as many elements as the factors of a sample."""
         stored = 0
         for left, right in self.terms:
             stored += _table(left).shape[1] * (_stored(left) + _stored(right))
-        return prod(self.shape) <= stored
+        return prod(self.shape) <= multiple * stored
 
     def rows(self, start: int, stop: int) -> Tensor:
         whole = self if stop - start == self.samples else self.some(slice(start, stop))
@@ -179,20 +196,21 @@ class FactoredGrad(PerSampleGrad):
         left, right = self.terms[0]
         if len(self.terms) == 1 and isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape[1] == 1:
             return flat_squared_norms(left.flatten(1)) * flat_squared_norms(right.flatten(1))
+        if self._rows_are_smaller_than(ROWS_PAY_FOR_NORMS):
+            return by_rows.squared_norms(self)
         return self._squared_norms_by_pairs(exactly)
 
     def _squared_norms_by_pairs(self, exactly: bool) -> Tensor:
-        pairs = []
+        pairs = PairSums()
         for n, p in enumerate(self.terms):
-            for q in self.terms[n:]:
-                multiple = 1 if p is q else 2
-                pairs.append(multiple * _inner(p.left, q.left, p.dtype) * _inner(p.right, q.right, p.dtype))
-        flat = pairs[0] if len(pairs) == 1 else torch.cat([p.flatten(1) for p in pairs], 1)
-        return checked_pairs(flat, (lambda samples: by_rows.squared_norms(self.some(samples))) if exactly else None)
+            _add_pairs_within(pairs, p)
+            for q in self.terms[n + 1 :]:
+                pairs.add(_inner(p.left, q.left, p.dtype), _inner(p.right, q.right, p.dtype), 2)
+        return pairs.checked((lambda samples: by_rows.squared_norms(self.some(samples))) if exactly else None)
 
     @property
     def may_cancel(self) -> bool:
-        return self.tokens > 1 and not self._looks_up and not self._has_small_rows()
+        return self.tokens > 1 and not self._looks_up and not self._rows_are_smaller_than(1)
 
     @property
     def _looks_up(self) -> bool:
@@ -200,7 +218,7 @@ class FactoredGrad(PerSampleGrad):
         return len(self.terms) == 1 and any(isinstance(factor, OneHot) for factor in self.terms[0])
 
     def scaled_norms(self) -> Tensor:
-        if self._has_small_rows():
+        if self._rows_are_smaller_than(1):
             return by_rows.all_scaled_norms(self)
         if self._looks_up:
             scale, divided = self._scaled()
@@ -229,12 +247,11 @@ class FactoredGrad(PerSampleGrad):
         dtype = self.terms[0].dtype
         if not isinstance(other, FactoredGrad) or self.matrix != other.matrix or other.terms[0].dtype != dtype:
             return by_rows.paired_dot(self, other)
-        pairs = []
+        pairs = PairSums()
         for p in self.terms:
             for q in other.terms:
-                pairs.append(_inner(p.left, q.left, dtype) * _inner(p.right, q.right, dtype))
-        flat = torch.cat([p.flatten(1) for p in pairs], 1)
-        return checked_pairs(flat, lambda samples: by_rows.paired_dot(self.some(samples), other.some(samples)))
+                pairs.add(_inner(p.left, q.left, dtype), _inner(p.right, q.right, dtype))
+        return pairs.checked(lambda samples: by_rows.paired_dot(self.some(samples), other.some(samples)))
 
     def gram(self, other: PerSampleGrad) -> Tensor:
         if (
@@ -328,20 +345,51 @@ def _samples_to_sum(weights: Tensor | None) -> Tensor | None:
     return nonzero if len(nonzero) <= ENOUGH_LEFT * len(weights) else None
 
 
-def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """Sum over pairs of tokens of each sample, (b, ...) -> (b,).
+class PairSums:
+    """Sums (b,) of products over pairs of tokens, and of their absolute values, which show if a sum has cancelled."""
 
-    Samples whose sum cancels are replaced by `exactly(samples)`; they are NaN if it is None, which needs no host sync.
-    In a traced pass, which cannot branch on values, they are NaN as well, so that the compiled update falls back to
-    another computation.
-    """
-    dims = tuple(range(1, pairs.dim()))
-    sums = pairs.sum(dims)
-    cancelled = sums.detach().abs() < CANCELLED * pairs.detach().abs().sum(dims)
-    if exactly is None or is_traced(sums):
-        return torch.where(cancelled, torch.nan, sums)
-    samples = cancelled.nonzero().flatten()
-    return sums.index_copy(0, samples, exactly(samples)) if len(samples) else sums
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+        self._sizes: list[Tensor] = []
+
+    def add(self, left: Tensor, right: Tensor, multiple: int = 1, once: int = 0) -> None:
+        """Add `multiple` times the sum of left * right, (b, t, s) each; the first `once` columns only once."""
+        pairs = left * right if left.requires_grad or right.requires_grad else left.mul_(right)
+        values = pairs.detach()
+        self._add(pairs, values, multiple)
+        if once:
+            self._add(pairs[:, :, :once], values[:, :, :once], 1 - multiple)
+
+    def _add(self, pairs: Tensor, values: Tensor, multiple: int) -> None:
+        self._sums.append(pairs.sum((1, 2)) * multiple)
+        self._sizes.append(torch.linalg.vector_norm(values, 1, (1, 2)) * multiple)
+
+    def checked(self, exactly: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """The sums (b,). Samples whose sum has cancelled are replaced by `exactly(samples)`; they are NaN if it is None,
+        which needs no host sync.
+
+        In a traced pass, which cannot branch on values, they are NaN as well, so that the compiled update falls back to
+        another computation.
+        """
+        sums = total(self._sums)
+        cancelled = sums.detach().abs() < CANCELLED * total(self._sizes)
+        if exactly is None or is_traced(sums):
+            return torch.where(cancelled, torch.nan, sums)
+        samples = cancelled.nonzero().flatten()
+        return sums.index_copy(0, samples, exactly(samples)) if len(samples) else sums
+
+
+def _add_pairs_within(pairs: PairSums, term: Term) -> None:
+    """Add the inner products of all pairs of tokens of a term: those above the diagonal twice, in blocks of rows."""
+    left, right = term
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor) or term.tokens < 2 * GRAM_BLOCK:
+        pairs.add(_inner(left, left, term.dtype), _inner(right, right, term.dtype))
+        return
+    count = min(4, term.tokens // GRAM_BLOCK)
+    step = -(-term.tokens // count)
+    for at in range(0, term.tokens, step):
+        grams = (torch.bmm(f[:, at : at + step], f[:, at:].transpose(1, 2)) for f in (left, right))
+        pairs.add(*grams, multiple=2, once=min(step, term.tokens - at))
 
 
 def _dot_term(term: Term, matrix: Tensor) -> Tensor:

@@ -2,9 +2,12 @@
 
 Rows are computed in one of two ways, chosen by size: as one grouped convolution for a chunk of samples, with one group
 per sample; or as the product of the unfolded input patches with the gradient. Patches of medium size are copied several
-times faster with channels last: rows then have channels last, too, and only results are permuted. If rows would be
-larger than patches and gradient together, norms are computed from pairs of positions and sums from the ordinary
-backward.
+times faster with channels last: rows then have channels last, too, and only results are permuted.
+
+If rows would be larger than patches and gradient together, the gradients are kept as factors. If there are few
+positions, or patches with a large stride, the factors are the patches and the gradient: one copy serves norms and sum,
+and its product is faster than a convolution of few positions. Otherwise norms are computed from shifted products of the
+input, and sums by the ordinary backward.
 
 Legend: b sample, n image of the sample, o and i output and input channel, p output position, k position in the kernel.
 """
@@ -23,7 +26,7 @@ from torch import Tensor
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, total
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import FactoredGrad, Term, checked_pairs, scaled
+from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, scaled
 from samplewise.engine.graph import Node, scalar
 from samplewise.engine.rules.use import Use, summed
 
@@ -31,6 +34,8 @@ from samplewise.engine.rules.use import Use, summed
 SMALL_PATCH = 64
 # Number of positions up to which patches fit the cache, and their product is faster than a grouped convolution.
 FEW_POSITIONS = 100
+# Number of positions from which shifted products of the input are faster than patches, and a convolution than a product.
+MANY_POSITIONS = 64
 # Patch size from which copying is the smaller part of the work, so that channels stay first.
 WIDE_PATCH = 512
 # Maximum number of elements in the temporaries of a chunk of samples.
@@ -67,6 +72,8 @@ def kernel(use: Use) -> PerSampleGrad | None:
     if rows is None or g.is_complex() or g.dim() != weight.dim():
         return None
     form = ConvolutionGrad(rows.gather(x), rows.gather(g), weight.detach(), _settings(use.node))
+    if form.prefers_factors and not form.prefers_shifts:
+        return form.factors()
     stored = form if form.prefers_factors else DenseGrad(*form.parts(0, form.samples))
     return ChannelsLastGrad(stored) if form.channels_last else stored
 
@@ -157,23 +164,38 @@ class ConvolutionGrad(PerSampleGrad):
         )[1]
 
     def _rows_by_patches(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        (term,) = self._factors(start, stop).terms
-        assert isinstance(term.left, Tensor) and isinstance(term.right, Tensor)
-        return torch.bmm(term.left.transpose(1, 2), term.right, out=out).view(stop - start, *self.shape)
-
-    def _factors(self, start: int, stop: int) -> FactoredGrad:
-        """Factors of the gradients: left (b, np, o), right (b, np, ik)."""
         x = self.x[start:stop]
-        g = self.g[start:stop]
         patches = _patches(x.flatten(0, 1), self.weight.shape[2:], self.settings, self.channels_last)
         right = patches.unflatten(0, x.shape[:2]).flatten(1, 2)
-        return FactoredGrad([Term(g.flatten(3).transpose(2, 3).flatten(1, 2), right)], self.shape)
+        left = self._by_position(self.g[start:stop]).transpose(1, 2)
+        return torch.bmm(left, right, out=out).view(stop - start, *self.shape)
+
+    def factors(self) -> FactoredGrad:
+        """Factors of the gradients: left (b, np, o), right (b, np, ik)."""
+        patches = _patches(self.x.flatten(0, 1), self.weight.shape[2:], self.settings, channels_last=True)
+        channels_first = patches.unflatten(2, (-1, self.weight.shape[1])).transpose(2, 3).flatten(2)
+        right = channels_first.unflatten(0, self.x.shape[:2]).flatten(1, 2)
+        return FactoredGrad([Term(self._by_position(self.g).contiguous(), right)], tuple(self.weight.shape))
+
+    def _by_position(self, g: Tensor) -> Tensor:
+        """The gradient (b, n, o, ...) as (b, np, o)."""
+        return g.flatten(3).transpose(2, 3).flatten(1, 2)
+
+    @property
+    def prefers_shifts(self) -> bool:
+        """True if `squared_norms` is faster than products of patches: one image per sample with many positions, and few
+        pairs of input positions. These must be fewer than half the pairs of output positions times the kernel's size.
+        """
+        padded = math.prod(s + 2 * p for s, p in zip(self.x.shape[3:], self.settings.padding, strict=True))
+        kernel = math.prod(self.weight.shape[2:])
+        is_large = self.positions >= MANY_POSITIONS and kernel > 1
+        return self.x.shape[1] == 1 and is_large and 2 * padded**2 < self.positions**2 * kernel
 
     def squared_norms(self, exactly: bool = True) -> Tensor:
         """As `PerSampleGrad.squared_norms`. exactly: if False, NaN for samples whose sum of pairs cancels."""
         step = max(1, CHUNK // (self.positions * self.patch))
-        make = self._norms_by_shifts if self._shifts_pay() else self._norms_by_patches
-        return torch.cat([make(at, min(at + step, self.samples), exactly) for at in range(0, self.samples, step)])
+        spans = [(at, min(at + step, self.samples)) for at in range(0, self.samples, step)]
+        return torch.cat([self._norms_by_shifts(at, end, exactly) for at, end in spans])
 
     @property
     def may_cancel(self) -> bool:
@@ -184,27 +206,15 @@ class ConvolutionGrad(PerSampleGrad):
         g, of_g = scaled(self.g)
         return by_rows.root(ConvolutionGrad(x, g, self.weight, self.settings).squared_norms(False)) * of_x * of_g
 
-    def _norms_by_patches(self, start: int, stop: int, exactly: bool) -> Tensor:
-        return self._factors(start, stop).squared_norms(exactly)
-
-    def _shifts_pay(self) -> bool:
-        """True if `_norms_by_shifts` is faster: one image per sample, and few pairs of input positions.
-
-        These must be fewer than half the pairs of output positions times the size of the kernel.
-        """
-        padded = math.prod(s + 2 * p for s, p in zip(self.x.shape[3:], self.settings.padding, strict=True))
-        kernel = math.prod(self.weight.shape[2:])
-        return self.x.shape[1] == 1 and kernel > 1 and 2 * padded**2 < self.positions**2 * kernel
-
     def _norms_by_shifts(self, start: int, stop: int, exactly: bool) -> Tensor:
         """Squared norms from inner products of patches, which are sums over kernel positions of input products."""
         x = _padded(self.x[start:stop, 0], self.settings)
         g = self.g[start:stop, 0].flatten(2)
         between = torch.bmm(x.flatten(2).transpose(1, 2), x.flatten(2)).view(len(x), *x.shape[2:], *x.shape[2:])
         patches = total(between[(slice(None), *window, *window)] for window in self._windows())
-        patches = patches.reshape(len(x), self.positions, self.positions)
-        pairs = patches * torch.bmm(g.transpose(1, 2), g)
-        return checked_pairs(pairs, (lambda samples: self._some_norms(samples + start)) if exactly else None)
+        pairs = PairSums()
+        pairs.add(patches.reshape(len(x), self.positions, self.positions), torch.bmm(g.transpose(1, 2), g))
+        return pairs.checked((lambda samples: self._some_norms(samples + start)) if exactly else None)
 
     def _windows(self) -> Iterator[tuple[slice, ...]]:
         """Yield, for each kernel position, the input positions it is multiplied with."""
