@@ -206,6 +206,12 @@ def finite_weights(weights: Tensor, what: str) -> None:
         )
 
 
+def are_moderate(weights: Iterable[Tensor | None]) -> bool:
+    """True if the weights of all samples are so small that a weighted sum of numbers below 1e19 cannot overflow."""
+    distinct = {id(w): w for w in weights if w is not None and not isinstance(w, FakeTensor)}
+    return all(torch.linalg.vector_norm(w.detach(), 1).item() < 1e12 for w in distinct.values())
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype for sums of values of this dtype: float32 for half precision."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

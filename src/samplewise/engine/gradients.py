@@ -17,6 +17,7 @@ from samplewise.engine.backward import accumulate_grad, notifying
 from samplewise.engine.checks import (
     Parameters,
     Weights,
+    are_moderate,
     check_attached,
     check_direction,
     check_is_tensor,
@@ -160,24 +161,32 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     if not isinstance(weights, Mapping) and (g._evaluator.strategy == "twice" or g._needs_autograd()):
         return g._ordinary_backward(per_name[g.names[0]], retain_graph, ready)
 
-    def quantity(form: PerSampleGrad, name: str) -> Tensor:
-        return form.sum(per_name[name])
-
     if g._sharded:  # each module is summed over ranks when the pass has left it
         with g._evaluator.context():
-            for _ in g._evaluator.release(lambda form, n: accumulate_grad(g._parameters[n], quantity(form, n))):
+            for _ in g._evaluator.release(lambda form, n: accumulate_grad(g._parameters[n], form.sum(per_name[n]))):
                 pass
         return None
+    bounded = g._norms.are_known and g._evaluator.strategy == "fused" and are_moderate(per_name.values())
+    g._norms.are_known = False  # this call releases the gradients from which they were computed
+    may_overflow: dict[str, Tensor] = {}
+
+    def quantity(form: PerSampleGrad, name: str) -> Tensor:
+        total = form.sum(per_name[name])
+        if not (bounded and form.is_bounded_by_norms):
+            may_overflow[name] = total
+        return total
+
     if ready is None:
         with g._evaluator.context():
             sums = dict(g._evaluator.release(quantity))
-        g._check_finite(sums)
+        g._check_finite(may_overflow)
         for name, total in sums.items():
             accumulate_grad(g._parameters[name], total.detach())
         return None
     with g._evaluator.context():
         for name, total in g._evaluator.release(quantity):
-            g._checks.add_tensors(finite_tensors, {name: total})
+            g._checks.add_tensors(finite_tensors, may_overflow)
+            may_overflow.clear()
             accumulate_grad(g._parameters[name], total)
             ready(g._parameters[name])
     g._settle()

@@ -29,15 +29,17 @@ class Norms:
         self._checks = checks
         self._squared: dict[str, Tensor] | None = None
         self._scaled: dict[str, Tensor] | None = None
+        self.are_known = False  # on the CPU: all norms are finite, and so are their squares
 
     def of_samples(self) -> Tensor:
         """Norms over all parameters, (B,)."""
         if not read_at_once(self._graph.losses):
             return self._from_scaled_parts()
         norms = root(total_of(self._graph, self._squares()))
-        if are_ordinary_norms(norms):
-            return norms
-        return self._with_faint_norms({"": finite_numbers(norms, "norm")})[""]
+        if not are_ordinary_norms(norms):
+            norms = self._with_faint_norms({"": finite_numbers(norms, "norm")})[""]
+        self.are_known = True
+        return norms
 
     def by_parameter(self) -> dict[str, Tensor]:
         """Parameter name -> norms (B,)."""

@@ -28,6 +28,8 @@ class PerSampleGrad(ABC):
 
     samples: int
     shape: tuple[int, ...]
+    # True if finite `squared_norms` imply that all terms of `sum` are at most the root of the largest number.
+    is_bounded_by_norms = False
 
     @cached_property
     def width(self) -> int:

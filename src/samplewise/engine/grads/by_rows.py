@@ -171,7 +171,7 @@ def _real_inner(rows: Tensor, other: Tensor) -> Tensor:
 
 def _paired_inner(rows: Tensor, other: Tensor) -> Tensor:
     """Inner product of row b of both matrices, (b,); for complex numbers the real part."""
-    products = torch.einsum("bp,bp->b", rows, other.conj())
+    products = (rows * other.conj()).sum(1)
     return products.real if products.is_complex() else products
 
 

@@ -13,6 +13,8 @@ from samplewise.engine.grads.by_rows import flat_squared_norms, weighted_sum
 class DenseGrad(RowwiseGrad):
     """Rows kept in memory, in one or several tensors of the same number of samples; the last may have fewer."""
 
+    is_bounded_by_norms = True
+
     def __init__(self, *parts: Tensor):
         self.shape = tuple(parts[0].shape[1:])
         self.step = parts[0].shape[0]

@@ -138,8 +138,17 @@ def _one_token(term: Term) -> bool:
     return term.tokens == 1 and isinstance(term.left, Tensor) and isinstance(term.right, Tensor)
 
 
+def rows_pay(width: int, stored: int, device: torch.device) -> bool:
+    """True if rows of `width` elements are to be kept in place of factors with `stored` elements per sample. On an
+    accelerator, where memory is scarce, only if they need no more of it.
+    """
+    return width <= (ROWS_PAY if device.type == "cpu" else 1) * stored
+
+
 class FactoredGrad(PerSampleGrad):
     """Per-sample gradients as a sum of terms, each a sum over tokens of outer products; rows are computed on demand."""
+
+    is_bounded_by_norms = True  # the squares of all tokens are among the summed pairs
 
     def __init__(self, terms: Sequence[Term], shape: tuple[int, ...]):
         left = terms[0].left
@@ -163,22 +172,20 @@ class FactoredGrad(PerSampleGrad):
         return FactoredGrad([Term(_some(t.left, samples), _some(t.right, samples)) for t in self.terms], self.shape)
 
     def compact(self) -> PerSampleGrad:
-        """Rows if the norms and the weighted sum together are faster from rows; else these factors.
-
-        On an accelerator, where memory is scarce, only if rows need no more memory than the factors.
-        """
-        on_cpu = _table(self.terms[0].left).device.type == "cpu"
-        if not self._rows_are_smaller_than(ROWS_PAY if on_cpu else 1):
+        """Rows if norms and weighted sum together are computed faster from them; else these factors."""
+        device = _table(self.terms[0].left).device
+        if not rows_pay(prod(self.shape), self._stored, device):
             return self
-        step = self.step if on_cpu else self.samples
+        step = self.step if device.type == "cpu" else self.samples
         return DenseGrad(*(self.rows(at, min(at + step, self.samples)) for at in range(0, self.samples, step)))
 
-    def _rows_are_smaller_than(self, multiple: float) -> bool:
-        """True if a row has at most `multiple` times as many elements as the factors of a sample."""
+    @property
+    def _stored(self) -> int:
+        """Number of elements of the factors of one sample."""
         stored = 0
         for left, right in self.terms:
             stored += _table(left).shape[1] * (_stored(left) + _stored(right))
-        return prod(self.shape) <= multiple * stored
+        return stored
 
     def rows(self, start: int, stop: int) -> Tensor:
         whole = self if stop - start == self.samples else self.some(slice(start, stop))
@@ -196,7 +203,7 @@ class FactoredGrad(PerSampleGrad):
         left, right = self.terms[0]
         if len(self.terms) == 1 and isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape[1] == 1:
             return flat_squared_norms(left.flatten(1)) * flat_squared_norms(right.flatten(1))
-        if self._rows_are_smaller_than(ROWS_PAY_FOR_NORMS):
+        if prod(self.shape) <= ROWS_PAY_FOR_NORMS * self._stored:
             return by_rows.squared_norms(self)
         return self._squared_norms_by_pairs(exactly)
 
@@ -210,7 +217,7 @@ class FactoredGrad(PerSampleGrad):
 
     @property
     def may_cancel(self) -> bool:
-        return self.tokens > 1 and not self._looks_up and not self._rows_are_smaller_than(1)
+        return self.tokens > 1 and not self._looks_up and not rows_pay(prod(self.shape), self._stored, _table(self.terms[0].left).device)
 
     @property
     def _looks_up(self) -> bool:
@@ -218,7 +225,7 @@ class FactoredGrad(PerSampleGrad):
         return len(self.terms) == 1 and any(isinstance(factor, OneHot) for factor in self.terms[0])
 
     def scaled_norms(self) -> Tensor:
-        if self._rows_are_smaller_than(1):
+        if rows_pay(prod(self.shape), self._stored, _table(self.terms[0].left).device):
             return by_rows.all_scaled_norms(self)
         if self._looks_up:
             scale, divided = self._scaled()
@@ -397,7 +404,7 @@ def _dot_term(term: Term, matrix: Tensor) -> Tensor:
     if isinstance(right, OneHot):
         left, right, matrix = right, left, matrix.T
     assert isinstance(right, Tensor)
-    return torch.einsum("bti,bti->b", _times(left, matrix.to(right.dtype)), right)
+    return (_times(left, matrix.to(right.dtype)) * right).sum((1, 2))
 
 
 def _joined(terms: Sequence[Term]) -> list[Term]:

@@ -1,8 +1,8 @@
 """Rules for convolutions of any dimension, stride, dilation and grouping, including transposed convolutions.
 
 Rows are computed in one of two ways, chosen by size: as one grouped convolution for a chunk of samples, with one group
-per sample; or as the product of the unfolded input patches with the gradient. Patches of medium size are copied several
-times faster with channels last: rows then have channels last, too, and only results are permuted.
+per sample; or as the product of the unfolded input patches with the gradient. Patches of at least medium size are
+copied several times faster with channels last: rows then have channels last, too, and only results are permuted.
 
 If rows would be larger than patches and gradient together, the gradients are kept as factors. If there are few
 positions, or patches with a large stride, the factors are the patches and the gradient: one copy serves norms and sum,
@@ -26,18 +26,18 @@ from torch import Tensor
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, total
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, scaled
+from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, rows_pay, scaled
 from samplewise.engine.graph import Node, scalar
 from samplewise.engine.rules.use import Use, summed
 
 # Patch size (elements under the kernel) below which a grouped convolution has too little work per group.
-SMALL_PATCH = 64
+SMALL_PATCH = 256
+# Patch size from which patches are copied faster with channels last.
+MEDIUM_PATCH = 64
 # Number of positions up to which patches fit the cache, and their product is faster than a grouped convolution.
 FEW_POSITIONS = 100
 # Number of positions from which shifted products of the input are faster than patches, and a convolution than a product.
 MANY_POSITIONS = 64
-# Patch size from which copying is the smaller part of the work, so that channels stay first.
-WIDE_PATCH = 512
 # Maximum number of elements in the temporaries of a chunk of samples.
 CHUNK = 2**20
 
@@ -93,6 +93,7 @@ class ConvolutionGrad(PerSampleGrad):
     gram = by_rows.gram
     sum_of_squares = by_rows.sum_of_squares
     project = by_rows.project
+    is_bounded_by_norms = True  # the squares of all positions are among the summed pairs
 
     def __init__(self, x: Tensor, g: Tensor, weight: Tensor, settings: ConvolutionSettings):
         self.x = x
@@ -106,9 +107,9 @@ class ConvolutionGrad(PerSampleGrad):
 
     @property
     def prefers_factors(self) -> bool:
-        """True if patches and gradient need less memory than rows."""
+        """True if patches and gradient are to be kept in place of rows."""
         stored = self.positions * (self.shape[0] + self.patch)
-        return self.settings.has_plain_patches and stored < self.width
+        return self.settings.has_plain_patches and not rows_pay(self.width, stored, self.x.device)
 
     @property
     def by_patches(self) -> bool:
@@ -118,7 +119,7 @@ class ConvolutionGrad(PerSampleGrad):
 
     @property
     def channels_last(self) -> bool:
-        return self.by_patches and SMALL_PATCH <= self.patch < WIDE_PATCH
+        return self.by_patches and self.patch >= MEDIUM_PATCH
 
     def rows(self, start: int, stop: int) -> Tensor:
         if not self.by_patches or torch.is_grad_enabled():
@@ -249,6 +250,7 @@ class ChannelsLastGrad(PerSampleGrad):
         self.shape = (o, i, *kernel)
         self.row_size = source.row_size
         self.step = source.step
+        self.is_bounded_by_norms = source.is_bounded_by_norms
         self.source = source
 
     def rows(self, start: int, stop: int) -> Tensor:
