@@ -141,7 +141,7 @@ def gradients_of(
     checks.add(finite_losses, losses)
     graph = Graph(losses, dict(wanted))
     graph.sharded = sharded
-    if graph.python_functions or not graph.leaves:
+    if graph.structure.functions or not graph.structure.leaves:
         graph.check_readable()
     if create_graph:
         graph.check_twice_differentiable()
@@ -233,7 +233,7 @@ class Gradients:
     @property
     def structure_hash(self) -> int:
         """Hash of the graph structure: equal for graphs of the same operations, connected in the same way."""
-        return self._graph.structure_hash
+        return self._graph.structure.hash
 
     def prepare(self) -> Gradients:
         """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns self."""
@@ -496,7 +496,7 @@ class Gradients:
         hooked = any(
             p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters.values()
         )
-        return hooked or self._sharded or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
+        return hooked or self._sharded or self._graph.structure.sparse
 
     def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool, ready: Ready | None) -> None:
         self.prepare()  # raises the errors of the analysis, such as SamplesInteractError

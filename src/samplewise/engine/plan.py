@@ -31,6 +31,7 @@ from samplewise.engine.registered_hooks import UNVERIFIED, HookState, has_hooks_
 from samplewise.engine.rules import RULES, Rule, Use
 from samplewise.engine.rules.use import Operand
 from samplewise.engine.saved import SavedTensorReader, Versions
+from samplewise.engine.structure import Structure
 from samplewise.engine.tags import Regular, Tag
 from samplewise.engine.verify import verify, verify_again
 from samplewise.errors import GraphError
@@ -134,7 +135,7 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         proven=cut.proven,
         data_entries=cut.data_entries,
         operations={at: graph.operations[graph.nodes[at]] for at in operands},
-        hooks_key=hash((graph.structure_hash, tuple(index[leaf] for leaf in graph.leaves))),
+        hooks_key=hash((graph.structure.hash, tuple(index[leaf] for leaf in graph.leaves))),
         gradients={graph.key(edge): gradient for edge, gradient in cut.gradients.items()},
     )
 
@@ -163,7 +164,7 @@ def _prove_complete(graph: Graph, uses: Iterable[str]) -> None:
 
 MOST_CACHED = 2**18  # nodes in the structures of all cached plans; the cache is cleared when it is full
 
-_plans: dict[tuple[object, ...], Plan] = {}  # proven plans by structure and shapes
+_plans: dict[tuple[Structure, str], Plan] = {}  # proven plans by structure and `interacting`
 
 
 def clear_cache() -> None:
@@ -171,7 +172,7 @@ def clear_cache() -> None:
     _plans.clear()
 
 
-def _remember(key: tuple[object, ...], plan: Plan, nodes: int) -> None:
+def _remember(key: tuple[Structure, str], plan: Plan, nodes: int) -> None:
     if (len(_plans) + 1) * nodes > MOST_CACHED:
         _plans.clear()
     _plans[key] = plan
@@ -194,7 +195,7 @@ class Planner:
         if self._plan is None:
             if not self.graph.sharded:  # `harmless_hooks` has those of sharded models
                 leave_out_forward_hooks(self.modules)
-            key = (self.graph.structure, self.graph.shapes, self.interacting)
+            key = (self.graph.structure, self.interacting)
             plan = _plans.get(key)
             if plan is None or not self._holds(plan):
                 plan = self._analyze(key)
@@ -231,7 +232,7 @@ class Planner:
         self.pending = set(map(self.graph.key, pending))
         plan.verified_hooks = UNVERIFIED if self.pending else hook_state(self.graph)
 
-    def _analyze(self, key: tuple[object, ...]) -> Plan:
+    def _analyze(self, key: tuple[Structure, str]) -> Plan:
         if self.interacting == "refuse":
             refuse_batch_norm(self.graph, self.modules)
         cut = find_cut(self.graph, self._constants(), self.interacting)
