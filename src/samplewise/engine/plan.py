@@ -31,7 +31,6 @@ from samplewise.engine.registered_hooks import UNVERIFIED, HookState, has_hooks_
 from samplewise.engine.rules import RULES, Rule, Use
 from samplewise.engine.rules.use import Operand
 from samplewise.engine.saved import SavedTensorReader, Versions
-from samplewise.engine.structure import Structure
 from samplewise.engine.tags import Regular, Tag
 from samplewise.engine.verify import verify, verify_again
 from samplewise.errors import GraphError
@@ -162,22 +161,6 @@ def _prove_complete(graph: Graph, uses: Iterable[str]) -> None:
         )
 
 
-MOST_CACHED = 2**18  # nodes in the structures of all cached plans; the cache is cleared when it is full
-
-_plans: dict[tuple[Structure, str], Plan] = {}  # proven plans by structure and `interacting`
-
-
-def clear_cache() -> None:
-    """Forget all plans. Needed only if ownership is derived differently from now on, as in tests."""
-    _plans.clear()
-
-
-def _remember(key: tuple[Structure, str], plan: Plan, nodes: int) -> None:
-    if (len(_plans) + 1) * nodes > MOST_CACHED:
-        _plans.clear()
-    _plans[key] = plan
-
-
 class Planner:
     """The plan of a graph, made or looked up when it is first needed.
 
@@ -195,10 +178,9 @@ class Planner:
         if self._plan is None:
             if not self.graph.sharded:  # `harmless_hooks` has those of sharded models
                 leave_out_forward_hooks(self.modules)
-            key = (self.graph.structure, self.interacting)
-            plan = _plans.get(key)
+            plan: Plan | None = self.graph.structure.plans.get(self.interacting)
             if plan is None or not self._holds(plan):
-                plan = self._analyze(key)
+                plan = self._analyze()
             self._plan = plan
         return self._plan
 
@@ -232,14 +214,14 @@ class Planner:
         self.pending = set(map(self.graph.key, pending))
         plan.verified_hooks = UNVERIFIED if self.pending else hook_state(self.graph)
 
-    def _analyze(self, key: tuple[Structure, str]) -> Plan:
+    def _analyze(self) -> Plan:
         if self.interacting == "refuse":
             refuse_batch_norm(self.graph, self.modules)
         cut = find_cut(self.graph, self._constants(), self.interacting)
         plan = make_plan(self.graph, cut)
         if cut.proven:
             self._set_pending(plan, cut.pending)
-            _remember(key, plan, len(self.graph.nodes))
+            self.graph.structure.plans[self.interacting] = plan
         return plan
 
     def _constants(self) -> Constants:

@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 Node = Any  # torch.autograd.graph.Node: attributes differ per operation and are unknown to type checkers
 Children = tuple[tuple[Node | None, int], ...]
 
-MOST_KEPT = 2**18  # nodes in all structures that are kept; all are forgotten when there are more
+MOST_KEPT = 2**17  # nodes in all structures that are kept; all are forgotten when there are more
 MOST_TRIED = 4  # structures that a graph is compared with before it is read in full
 
 _operations: dict[type, str] = {}
@@ -67,6 +67,7 @@ class Structure:
         self.leaves: dict[int, str] = {}  # position -> name of a wanted parameter
         self.functions: list[int] = []  # positions of Python functions
         self.sparse = False  # True if an embedding has sparse gradients
+        self.plans: dict[str, Any] = {}  # plans that `Planner` keeps for such graphs, by `interacting`
         for at, (kind, identity, settings, _) in enumerate(records):
             if kind is None:
                 self.functions.append(at)
@@ -204,7 +205,7 @@ def _read(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structu
 
 
 def forget_structures() -> None:
-    """Forget all structures. Graphs of a forgotten structure get a new one."""
+    """Forget all structures, and with them all plans."""
     global _kept
     _structures.clear()
     _recent.clear()
