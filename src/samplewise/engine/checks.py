@@ -247,6 +247,9 @@ def _check_names(given: Mapping[str, object], names: list[str], what: str) -> No
         raise ParameterError(f"{what} must have the names of the parameters as keys (see g.names); found {found}.")
 
 
+LARGE = 1e30  # sums of fewer than 1e8 such values do not overflow in float32
+
+
 def is_traced(tensor: Tensor) -> bool:
     """True for a tensor without values: its operations are only recorded, to be compiled."""
     return isinstance(tensor, FakeTensor)
@@ -287,14 +290,23 @@ def _non_finite(found: str) -> NonFiniteGradientError:
 
 
 def are_ordinary_norms(norms: Tensor) -> bool:
-    """True if all norms (b,) are finite and large enough that no squares have underflowed; always if traced.
+    """True if all norms (b,) are large enough that no squares have underflowed, and so small that their sum cannot
+    overflow; always if traced.
 
     One kernel and one host sync for both checks. In compiled updates a gradient too small to be squared counts as zero.
     """
     if isinstance(norms, FakeTensor):
         return True
     smallest, largest = torch.aminmax(norms.detach())  # NaN if an element is NaN
-    return smallest.item() >= faint_limit(norms.dtype) and largest.item() < math.inf
+    return smallest.item() >= faint_limit(norms.dtype) and largest.item() < LARGE
+
+
+def are_at_most_one(weights: Tensor) -> bool:
+    """True if no weight (b,) exceeds 1 in magnitude. Causes a host sync; False if traced."""
+    if isinstance(weights, FakeTensor):
+        return False
+    smallest, largest = torch.aminmax(weights.detach())
+    return smallest.item() >= -1 and largest.item() <= 1
 
 
 def faint_limit(dtype: torch.dtype) -> float:

@@ -171,7 +171,7 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     if ready is None:
         with g._evaluator.context():
             sums = dict(g._evaluator.release(quantity))
-        g._check_finite(sums)
+        g._check_finite({} if g._norms.bound_sums(weights) else sums)
         for name, total in sums.items():
             accumulate_grad(g._parameters[name], total.detach())
         return None

@@ -19,15 +19,24 @@ from torch import Tensor, nn
 
 from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.backward import Stops, stops_at
+from samplewise.engine.checks import is_traced
 from samplewise.engine.cut import Cut, find_cut, probed_cut
 from samplewise.engine.generic import GenericGrad, Pullback
 from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.bundled import bundled, is_small
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad
 from samplewise.engine.independence import Constants, refuse_batch_norm, sample_data
 from samplewise.engine.parameter_side import carried, changing_operations, combined, paths_to_leaves
-from samplewise.engine.registered_hooks import UNVERIFIED, HookState, has_hooks_of, hook_state, leave_out_forward_hooks
+from samplewise.engine.registered_hooks import (
+    UNVERIFIED,
+    HookState,
+    foreign_hooks,
+    has_hooks_of,
+    hook_state,
+    leave_out_forward_hooks,
+)
 from samplewise.engine.rules import RULES, Rule, Use
 from samplewise.engine.rules.use import Operand
 from samplewise.engine.saved import SavedTensorReader, Versions
@@ -252,6 +261,10 @@ class GradBuilder:
         self.results: dict[str, Any] = {}
         self.forms: dict[str, PerSampleGrad] = {}
         self._uses: dict[str, list[PerSampleGrad]] = {}  # of parameters with uses that are still to be added
+        # A hook or Python function may change the gradient in place during the pass, before its rows are copied.
+        in_place = bool(graph.structure.functions or foreign_hooks())
+        self._bundles = keep and not (differentiable or in_place or graph.sharded or is_traced(graph.losses))
+        self._small: dict[str, DenseGrad] = {}  # to be bundled after the pass
         reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
         self._reader = SavedTensorReader(reads, shared=not graph.sharded)
 
@@ -318,10 +331,22 @@ class GradBuilder:
         elif isinstance(form, FactoredGrad):
             form = form.compact()
             is_copied = isinstance(form, DenseGrad)
+        if self._bundles and isinstance(form, DenseGrad) and is_small(form):
+            self._small[name] = form
+            return False
+        self._finish(name, form)
+        return not is_copied
+
+    def _finish(self, name: str, form: PerSampleGrad) -> None:
         if self.keep:
             self.forms[name] = form
         self.results[name] = self.quantity(form, name)
-        return not is_copied
+
+    def finish(self) -> None:
+        """Bundle small representations, and compute the quantity of each. To be called after the pass."""
+        small = self._small
+        for name, form in bundled({name: small[name] for name in self.graph.wanted if name in small}).items():
+            self._finish(name, form)
 
     def _zeros(self, planned: OperandPlan) -> PerSampleGrad:
         entry = self.graph.edge(planned.entry)

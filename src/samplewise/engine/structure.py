@@ -140,12 +140,13 @@ class _Flat:
             return None
         if [(tuple(one.shape), one.dtype) for of_node in outputs for one in of_node] != self.outputs:
             return None
-        # Same connections: each position is one node, and no node has two positions.
-        index = dict(zip(nodes, range(len(nodes)), strict=True))
+        # Same connections: each position is one node, no node has two positions, and there are no others.
+        index: dict[Node, int | None] = dict(zip(nodes, range(len(nodes)), strict=True))
         if len(index) < len(nodes):
             return None
-        operands = [(index.get(child), slot) for of_node in below for child, slot in of_node]
-        return nodes if operands == self.operands else None
+        index[None] = None
+        connections = [(index.get(child, -1), slot) for of_node in below for child, slot in of_node]
+        return nodes if connections == self.operands else None
 
 
 _structures: dict[tuple[object, ...], Structure] = {}

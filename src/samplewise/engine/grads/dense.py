@@ -31,5 +31,10 @@ class DenseGrad(RowwiseGrad):
             return by_rows.squared_norms(self)
         return flat_squared_norms(self.parts[0].reshape(self.samples, -1))
 
+    def norms(self) -> Tensor:
+        if len(self.parts) > 1:
+            return super().norms()
+        return torch.linalg.vector_norm(self.parts[0].reshape(self.samples, -1), dim=1)
+
     def sum(self, weights: Tensor | None) -> Tensor:
         return weighted_sum(self.parts[0], weights) if len(self.parts) == 1 else by_rows.sum(self, weights)

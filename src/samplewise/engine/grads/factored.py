@@ -7,6 +7,7 @@ Legend: b sample, t and s token, o and i the two dimensions of the parameter, k 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
@@ -84,7 +85,7 @@ def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
 
 
 def _weighted(factor: Tensor, weights: Tensor | None) -> Tensor:
-    return factor if weights is None else factor * weights.to(factor.dtype)[:, None, None]
+    return factor if weights is None else factor * weights.to(factor.dtype).view(-1, 1, 1)
 
 
 def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
@@ -98,7 +99,7 @@ def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
         left = _weighted(left, weights)
     else:
         right = _weighted(right, weights)
-    return left.flatten(0, 1).T @ right.flatten(0, 1)
+    return torch.mm(left.flatten(0, 1).t(), right.flatten(0, 1))
 
 
 def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None) -> Tensor:
@@ -181,6 +182,13 @@ class FactoredGrad(PerSampleGrad):
             return flat_squared_norms(left.flatten(1)) * flat_squared_norms(right.flatten(1))
         return self._squared_norms_by_pairs(exactly)
 
+    def norms(self) -> Tensor:
+        left, right = self.terms[0]
+        if len(self.terms) == 1 and isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape[1] == 1:
+            of_left = torch.linalg.vector_norm(left, dim=(1, 2))
+            return of_left.mul_(torch.linalg.vector_norm(right, dim=(1, 2)))
+        return super().norms()
+
     def _squared_norms_by_pairs(self, exactly: bool) -> Tensor:
         pairs = []
         for n, p in enumerate(self.terms):
@@ -260,7 +268,10 @@ class FactoredGrad(PerSampleGrad):
         return self._sum(weights)
 
     def _sum(self, weights: Tensor | None) -> Tensor:
-        return total(_summed_term(term, weights) for term in self.terms).reshape(self.shape)
+        summed = _summed_term(self.terms[0], weights)
+        for term in self.terms[1:]:
+            summed = summed + _summed_term(term, weights)
+        return summed.view(self.shape) if summed.is_contiguous() else summed.reshape(self.shape)
 
     def sum_of_squares(self, centre: Tensor | None) -> Tensor:
         if centre is None and len(self.terms) == 1 and _one_token(self.terms[0]):
@@ -324,8 +335,23 @@ def _samples_to_sum(weights: Tensor | None) -> Tensor | None:
     """Samples with non-zero weight, if leaving out the others saves more than selecting them costs; else None."""
     if weights is None or weights.requires_grad or weights.device.type != "cpu" or is_traced(weights):
         return None  # on other devices, nonzero would be a host sync
-    nonzero = weights.nonzero().flatten()
-    return nonzero if len(nonzero) <= ENOUGH_LEFT * len(weights) else None
+    global _last_selection
+    if weights.is_inference():  # has no version
+        return _selected(weights)
+    last, version, selected = _last_selection
+    if last() is not weights or version != weights._version:
+        selected = _selected(weights)
+        _last_selection = (weakref.ref(weights), weights._version, selected)
+    return selected
+
+
+def _selected(weights: Tensor) -> Tensor | None:
+    nonzero = weights.nonzero()
+    return nonzero.flatten() if nonzero.shape[0] <= ENOUGH_LEFT * weights.shape[0] else None
+
+
+# Weights, their version, and the samples selected for them: all parameters are summed with the same weights.
+_last_selection: tuple[Callable[[], Tensor | None], int, Tensor | None] = (lambda: None, 0, None)
 
 
 def checked_pairs(pairs: Tensor, exactly: Callable[[Tensor], Tensor] | None) -> Tensor:
