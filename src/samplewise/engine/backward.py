@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ def _gradients(
         (torch.ones_like(graph.losses) if weights is None else weights,),
         True,
         create_graph,
-        tuple(GradientEdge(*edge) for edge in edges),
+        tuple(starmap(GradientEdge, edges)),
         True,
         accumulate_grad=False,
     )

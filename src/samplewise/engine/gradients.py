@@ -156,7 +156,8 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     """Accumulate the weighted sum into `.grad`, as in `Gradients.backward`. `ready` is called with each parameter as
     soon as its `.grad` is complete; if a later sum is not finite, the earlier ones are then in `.grad` already.
     """
-    per_name = weights_by_name(weights, g.names, g._graph.losses, g._checks.add)
+    bounded = g._norms.bound_sums(weights)
+    per_name = weights_by_name(weights, g.names, g._graph.losses, _no_check if bounded else g._checks.add)
     if not isinstance(weights, Mapping) and (g._evaluator.strategy == "twice" or g._needs_autograd()):
         return g._ordinary_backward(per_name[g.names[0]], retain_graph, ready)
 
@@ -171,7 +172,7 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     if ready is None:
         with g._evaluator.context():
             sums = dict(g._evaluator.release(quantity))
-        g._check_finite({} if g._norms.bound_sums(weights) else sums)
+        g._check_finite({} if bounded else sums)
         for name, total in sums.items():
             accumulate_grad(g._parameters[name], total.detach())
         return None
@@ -182,6 +183,10 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
             ready(g._parameters[name])
     g._settle()
     return None
+
+
+def _no_check(*arguments: object) -> None:
+    """Accept weights that are known to be finite."""
 
 
 def norms_during(g: Gradients, run: Callable[[], object]) -> None:
@@ -493,10 +498,10 @@ class Gradients:
 
     def _needs_autograd(self) -> bool:
         """True for hooks on parameters, sharded models and sparse gradients: these need an ordinary backward pass."""
-        hooked = any(
-            p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters.values()
-        )
-        return hooked or self._sharded or self._graph.structure.sparse
+        for p in self._parameters.values():
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                return True
+        return self._sharded or self._graph.structure.sparse
 
     def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool, ready: Ready | None) -> None:
         self.prepare()  # raises the errors of the analysis, such as SamplesInteractError

@@ -53,8 +53,10 @@ class Norms:
         return self._with_faint_norms(norms) if on_host else norms
 
     def bound_sums(self, weights: object) -> bool:
-        """True if a sum with these weights must be finite, because the norms are and no weight exceeds 1."""
-        return self._ordinary and isinstance(weights, Tensor) and are_at_most_one(weights)
+        """True if a sum with these weights (B,) must be finite, because the norms are and no weight exceeds 1."""
+        if not self._ordinary or not isinstance(weights, Tensor) or weights.dim() != 1:
+            return False
+        return weights.is_floating_point() and len(weights) > 0 and are_at_most_one(weights)
 
     def _parts(self, joint: bool) -> dict[str, Tensor]:
         """Norms (B,) of each parameter; with create_graph their squares, which are differentiable where they are zero.

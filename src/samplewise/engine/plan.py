@@ -298,8 +298,8 @@ class GradBuilder:
             is_kept = self._carry(planned, form) or is_kept
         if is_kept:
             # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
-            self.versions.record([tensor for name, tensor in saved.items() if not name.startswith("weight")])
-            self.versions.record(gradients.values())
+            read = [tensor for name, tensor in saved.items() if not name.startswith("weight")]
+            self.versions.record([*read, *gradients.values()])
 
     def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> bool:
         """Convert the representation of an operand into those of the parameters below it.

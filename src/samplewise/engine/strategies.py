@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -161,21 +162,21 @@ class BackwardStrategy:
         if not self.forms:
             return self._first(quantity, self.keep)
         self.versions.check()
-        return {name: self._of_kept(quantity, form, name) for name, form in self.forms.items()}
+        compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
+        return {name: compute(form, name) for name, form in self.forms.items()}
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
         if not self.forms:
             yield from self._first(quantity, keep=False).items()
         else:
             self.versions.check()
+            compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
             for name in list(self.forms):
-                yield name, self._of_kept(quantity, self.forms.pop(name), name)
+                yield name, compute(self.forms.pop(name), name)
 
     def _of_kept(self, quantity: Quantity, form: PerSampleGrad, name: str) -> Any:
-        graph = self.planner.graph
-        if not graph.sharded:
-            return quantity(form, name)
-        with unsharded([graph.wanted[name]]):
+        """The quantity of a parameter of a sharded model."""
+        with unsharded([self.planner.graph.wanted[name]]):
             return quantity(form, name)
 
     def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:

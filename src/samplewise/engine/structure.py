@@ -75,18 +75,12 @@ class Structure:
                 self.leaves[at] = identity
             if "_saved_sparse" in _setting_names.get(kind, ()):
                 self.sparse |= settings[_setting_names[kind].index("_saved_sparse")] is True
-        self._flat = _Flat(records, shapes)
+        self.flat = _Flat(records, shapes)
 
     @cached_property
     def hash(self) -> int:
         """Hash of operations, settings and connections; independent of shapes."""
         return hash((self.slot, self.records))
-
-    def nodes_of(self, root: Node, leaf_names: Mapping[int, str]) -> list[Node] | None:
-        """Nodes of the graph below `root`, in the order of this structure; None if the graph has another structure.
-        `leaf_names`: id of a parameter -> name.
-        """
-        return self._flat.nodes_of(root, leaf_names)
 
 
 class _Flat:
@@ -96,8 +90,7 @@ class _Flat:
         positions = range(len(records))
         self.kinds = [record.kind for record in records]
         self.functions = [at for at in positions if records[at].kind is None]
-        self.leaves = [at for at in positions if records[at].kind is ACCUMULATE_GRAD]
-        self.identities = [records[at].identity for at in (*self.functions, *self.leaves)]
+        self.identities = [(at, r.identity) for at, r in enumerate(records) if r.kind in (None, ACCUMULATE_GRAD)]
         self.settings = [
             (at, name, value)
             for at, record in enumerate(records)
@@ -113,6 +106,9 @@ class _Flat:
         self.paths = [paths[at] for at in positions[1:]]  # a consumer of each node, and the operand it is there
 
     def nodes_of(self, root: Node, leaf_names: Mapping[int, str]) -> list[Node] | None:
+        """Nodes of the graph below `root`, in the order of this structure; None if the graph has another structure.
+        `leaf_names`: id of a parameter -> name.
+        """
         nodes = [root]
         below = [root.next_functions]
         for at, number in self.paths:
@@ -127,10 +123,11 @@ class _Flat:
             kinds[at] = None if isinstance(nodes[at], BackwardCFunction) else kinds[at]
         if kinds != self.kinds:
             return None
-        identities: list[object] = [_function_identity(nodes[at]) for at in self.functions]
-        identities += [leaf_names.get(id(nodes[at].variable)) for at in self.leaves]
-        if identities != self.identities:
-            return None
+        for at, identity in self.identities:
+            node = nodes[at]
+            found = _function_identity(node) if kinds[at] is None else leaf_names.get(id(node.variable))
+            if found != identity:
+                return None
         for at, name, expected in self.settings:
             value = getattr(nodes[at], name)
             if (value if type(value) in _PLAIN else repr(value)) != expected:
@@ -159,7 +156,7 @@ def read_structure(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tupl
     key = (type(root), slot, *root._input_metadata[slot].shape)
     recent = _recent.get(key, ())
     for structure in recent:
-        nodes = structure.nodes_of(root, leaf_names)
+        nodes = structure.flat.nodes_of(root, leaf_names)
         if nodes is not None:
             break
     else:

@@ -60,10 +60,6 @@ def _size(factor: Factor) -> int:
     return factor.size if isinstance(factor, OneHot) else factor.shape[-1]
 
 
-def _stored(factor: Factor) -> int:
-    return 1 if isinstance(factor, OneHot) else factor.shape[-1]
-
-
 def _some(factor: Factor, samples: slice | Tensor) -> Factor:
     return OneHot(factor.positions[samples], factor.size) if isinstance(factor, OneHot) else factor[samples]
 
@@ -149,7 +145,8 @@ class FactoredGrad(PerSampleGrad):
         return _size(self.terms[0].left), _size(self.terms[0].right)
 
     def transposed(self) -> FactoredGrad:
-        return FactoredGrad([Term(t.right, t.left) for t in self.terms], self.matrix[::-1])
+        shape = self.shape if len(self.shape) == 2 else self.matrix
+        return FactoredGrad([Term(t.right, t.left) for t in self.terms], shape[::-1])
 
     def some(self, samples: slice | Tensor) -> FactoredGrad:
         return FactoredGrad([Term(_some(t.left, samples), _some(t.right, samples)) for t in self.terms], self.shape)
@@ -161,7 +158,9 @@ class FactoredGrad(PerSampleGrad):
     def _has_small_rows(self) -> bool:
         stored = 0
         for left, right in self.terms:
-            stored += _table(left).shape[1] * (_stored(left) + _stored(right))
+            width = 1 if isinstance(left, OneHot) else left.shape[2]
+            width += 1 if isinstance(right, OneHot) else right.shape[2]
+            stored += width * (left.positions if isinstance(left, OneHot) else left).shape[1]
         return prod(self.shape) <= stored
 
     def rows(self, start: int, stop: int) -> Tensor:
