@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import samplewise as sw
+from samplewise.engine import backward
 from samplewise.engine.reference import jacobian_rows
 
 
@@ -30,3 +31,16 @@ def assert_as_loop(losses, parameters, rtol=1e-9, atol=1e-12, **options):
     for name, expected in rows.items():
         torch.testing.assert_close(full[name], expected, rtol=rtol, atol=atol)
         torch.testing.assert_close(sums[name], expected.sum(0), rtol=rtol, atol=atol)
+
+
+def count_passes(monkeypatch):
+    """Return a list that gets an entry for each backward pass of the engine."""
+    passes = []
+    for owner, name in ((torch.autograd, "grad"), (backward, "_engine_run_backward")):
+
+        def counted(*args, run=getattr(owner, name), **options):
+            passes.append(1)
+            return run(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+    return passes

@@ -6,14 +6,15 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import backward, plan
+from samplewise.engine import backward, plan, structure
 from samplewise.engine.rules import RULES, Rule
+from samplewise.engine.structure import forget_structures
 from samplewise.testing.zoo import Net, noise
 
 
 @pytest.fixture(autouse=True)
-def _no_plans(monkeypatch):
-    monkeypatch.setattr(plan, "_plans", {})
+def _no_plans():
+    forget_structures()
 
 
 @pytest.fixture
@@ -109,17 +110,22 @@ def test_gradients_after_the_pass_and_during_it_are_bit_identical(strategy, crea
         assert torch.equal(found, results[1][name])
 
 
+def kept_plans():
+    return [one for kept in structure._structures.values() for one in kept.plans.values()]
+
+
 def test_the_number_of_plans_is_bounded(monkeypatch):
-    monkeypatch.setattr(plan, "MOST_CACHED", 40)
+    monkeypatch.setattr(structure, "MOST_KEPT", 40)
     layer = nn.Linear(4, 4).double()
     for samples in range(2, 20):
         sw.gradients(layer(noise(samples, 4).double()).square().sum(1), layer).norms()
-        assert len(plan._plans) <= 10
+        assert 1 <= len(kept_plans()) <= 10
+        assert sum(map(len, structure._recent.values())) <= 10
 
 
 def test_plans_hold_no_tensors(net):
     sw.gradients(losses_of(net), net).norms()
-    (kept,) = plan._plans.values()
+    (kept,) = kept_plans()
     assert not any(isinstance(value, torch.Tensor) for value in _values(kept))
 
 

@@ -6,7 +6,7 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import graph, saved
+from samplewise.engine import saved, structure
 from samplewise.engine.grads.indexed import VIEWS as VIEWS_OF_PARAMETERS
 from samplewise.engine.graph import Graph, operation
 from samplewise.engine.independence import BATCH_NORMS, REDUCTIONS
@@ -102,7 +102,7 @@ def test_functions_defined_in_every_forward_pass_leave_nothing_behind():
         return function.apply(layer(x)).square().sum(1)
 
     assert_as_loop(losses(), layer)
-    caches = graph._operations, graph._setting_names, saved._names
+    caches = structure._operations, structure._setting_names, structure._structures, saved._names
     sizes = [len(cache) for cache in caches]
     for _ in range(5):
         assert_as_loop(losses(), layer)

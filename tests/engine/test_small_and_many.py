@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from by_loop import assert_as_loop, norms_by_loop
+from by_loop import assert_as_loop, count_passes, norms_by_loop
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -101,13 +101,6 @@ def test_sample_data_like_a_buffer_in_shape_alone_still_interact():
     model = model.double()
     with pytest.raises(sw.SamplesInteractError):
         sw.gradients(model(noise(4, 6).double()).square().sum(1), model).norms()
-
-
-def count_passes(monkeypatch):
-    passes = []
-    kept = torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kwargs: passes.append(1) or kept(*args, **kwargs))
-    return passes
 
 
 def test_scalars_that_are_stacked_share_their_passes(monkeypatch):

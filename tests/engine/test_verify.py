@@ -7,15 +7,16 @@ from by_loop import assert_as_loop
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import layouts, plan, verify
+from samplewise.engine import layouts, verify
 from samplewise.engine.graph import Graph
+from samplewise.engine.structure import forget_structures
 from samplewise.testing.zoo import Net, noise
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch):
     monkeypatch.setattr(verify, "_records", {})
-    monkeypatch.setattr(plan, "_plans", {})
+    forget_structures()
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_rows_swapped_in_pairs_of_two_samples(wrong_flip):
     """With two samples a drawn code would be the same for both in one case of seven."""
     for seed in range(20):
         verify._records.clear()
-        plan.clear_cache()
+        forget_structures()
         torch.manual_seed(seed)
         model, x = two(flipped), noise(2, 4).double()
         assert_as_loop(model(x), model)

@@ -12,11 +12,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from samplewise.engine.graph import Edge, Graph, Node, numel
 from samplewise.engine.registered_hooks import foreign_hooks, removed_afterwards
@@ -41,14 +42,18 @@ def gradients_at(
 def _gradients(
     graph: Graph, edges: Sequence[tuple[Node, int]], weights: Tensor | None, create_graph: bool
 ) -> tuple[Tensor | None, ...]:
-    return torch.autograd.grad(
-        [GradientEdge(*graph.root)],
-        [GradientEdge(*edge) for edge in edges],
-        grad_outputs=[torch.ones_like(graph.losses) if weights is None else weights],
-        retain_graph=True,
-        create_graph=create_graph,
-        allow_unused=True,
+    # As torch.autograd.grad, without its checks of arguments, which take microseconds: retain_graph and allow_unused
+    # are True.
+    gradients: tuple[Tensor | None, ...] = _engine_run_backward(
+        (GradientEdge(*graph.root),),
+        (torch.ones_like(graph.losses) if weights is None else weights,),
+        True,
+        create_graph,
+        tuple(starmap(GradientEdge, edges)),
+        True,
+        accumulate_grad=False,
     )
+    return gradients
 
 
 class Stops(NamedTuple):

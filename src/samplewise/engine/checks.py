@@ -206,12 +206,6 @@ def finite_weights(weights: Tensor, what: str) -> None:
         )
 
 
-def are_moderate(weights: Iterable[Tensor | None]) -> bool:
-    """True if the weights of all samples are so small that a weighted sum of numbers below 1e19 cannot overflow."""
-    distinct = {id(w): w for w in weights if w is not None and not isinstance(w, FakeTensor)}
-    return all(torch.linalg.vector_norm(w.detach(), 1).item() < 1e12 for w in distinct.values())
-
-
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype for sums of values of this dtype: float32 for half precision."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
@@ -251,6 +245,9 @@ def _check_names(given: Mapping[str, object], names: list[str], what: str) -> No
     if unknown or missing:
         found = f"unknown {unknown[0]!r}" if unknown else f"no entry for {missing[0]!r}"
         raise ParameterError(f"{what} must have the names of the parameters as keys (see g.names); found {found}.")
+
+
+LARGE = 1e30  # sums of fewer than 1e8 such values do not overflow in float32
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -293,14 +290,23 @@ def _non_finite(found: str) -> NonFiniteGradientError:
 
 
 def are_ordinary_norms(norms: Tensor) -> bool:
-    """True if all norms (b,) are finite and large enough that no squares have underflowed; always if traced.
+    """True if all norms (b,) are large enough that no squares have underflowed, and so small that their sum cannot
+    overflow; always if traced.
 
     One kernel and one host sync for both checks. In compiled updates a gradient too small to be squared counts as zero.
     """
     if isinstance(norms, FakeTensor):
         return True
     smallest, largest = torch.aminmax(norms.detach())  # NaN if an element is NaN
-    return smallest.item() >= faint_limit(norms.dtype) and largest.item() < math.inf
+    return smallest.item() >= faint_limit(norms.dtype) and largest.item() < LARGE
+
+
+def are_at_most_one(weights: Tensor) -> bool:
+    """True if no weight (b,) exceeds 1 in magnitude. Causes a host sync; False if traced."""
+    if isinstance(weights, FakeTensor):
+        return False
+    smallest, largest = torch.aminmax(weights.detach())
+    return smallest.item() >= -1 and largest.item() <= 1
 
 
 def faint_limit(dtype: torch.dtype) -> float:

@@ -126,7 +126,7 @@ _seen_mixed: dict[int, frozenset[int]] = {}
 
 
 def _remember(graph: Graph, cut: Cut) -> None:
-    _seen_mixed[graph.structure_hash] = frozenset(i for i, node in enumerate(graph.nodes) if node in cut.side)
+    _seen_mixed[graph.structure.hash] = frozenset(i for i, node in enumerate(graph.nodes) if node in cut.side)
 
 
 @dataclass
@@ -140,7 +140,7 @@ class _Search:
     gradients: dict[Edge, Tensor] = field(default_factory=dict)
 
     def run(self) -> Cut:
-        self.mixed.update(self.graph.nodes[i] for i in _seen_mixed.get(self.graph.structure_hash, ()))
+        self.mixed.update(self.graph.nodes[i] for i in _seen_mixed.get(self.graph.structure.hash, ()))
         reach = 1
         while True:
             undecided = self._undecided()

@@ -17,7 +17,6 @@ from samplewise.engine.backward import accumulate_grad, notifying
 from samplewise.engine.checks import (
     Parameters,
     Weights,
-    are_moderate,
     check_attached,
     check_direction,
     check_is_tensor,
@@ -142,7 +141,7 @@ def gradients_of(
     checks.add(finite_losses, losses)
     graph = Graph(losses, dict(wanted))
     graph.sharded = sharded
-    if graph.python_functions or not graph.leaves:
+    if graph.structure.functions or not graph.structure.leaves:
         graph.check_readable()
     if create_graph:
         graph.check_twice_differentiable()
@@ -157,7 +156,8 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     """Accumulate the weighted sum into `.grad`, as in `Gradients.backward`. `ready` is called with each parameter as
     soon as its `.grad` is complete; if a later sum is not finite, the earlier ones are then in `.grad` already.
     """
-    per_name = weights_by_name(weights, g.names, g._graph.losses, g._checks.add)
+    bounded = g._norms.bound_sums(weights)
+    per_name = weights_by_name(weights, g.names, g._graph.losses, _no_check if bounded else g._checks.add)
     if not isinstance(weights, Mapping) and (g._evaluator.strategy == "twice" or g._needs_autograd()):
         return g._ordinary_backward(per_name[g.names[0]], retain_graph, ready)
 
@@ -166,8 +166,6 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
             for _ in g._evaluator.release(lambda form, n: accumulate_grad(g._parameters[n], form.sum(per_name[n]))):
                 pass
         return None
-    bounded = g._norms.are_known and g._evaluator.strategy == "fused" and are_moderate(per_name.values())
-    g._norms.are_known = False  # this call releases the gradients from which they were computed
     may_overflow: dict[str, Tensor] = {}
 
     def quantity(form: PerSampleGrad, name: str) -> Tensor:
@@ -191,6 +189,10 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
             ready(g._parameters[name])
     g._settle()
     return None
+
+
+def _no_check(*arguments: object) -> None:
+    """Accept weights that are known to be finite."""
 
 
 def norms_during(g: Gradients, run: Callable[[], object]) -> None:
@@ -242,7 +244,7 @@ class Gradients:
     @property
     def structure_hash(self) -> int:
         """Hash of the graph structure: equal for graphs of the same operations, connected in the same way."""
-        return self._graph.structure_hash
+        return self._graph.structure.hash
 
     def prepare(self) -> Gradients:
         """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns self."""
@@ -502,10 +504,10 @@ class Gradients:
 
     def _needs_autograd(self) -> bool:
         """True for hooks on parameters, sharded models and sparse gradients: these need an ordinary backward pass."""
-        hooked = any(
-            p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters.values()
-        )
-        return hooked or self._sharded or any(getattr(node, "_saved_sparse", False) for node in self._graph.nodes)
+        for p in self._parameters.values():
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                return True
+        return self._sharded or self._graph.structure.sparse
 
     def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool, ready: Ready | None) -> None:
         self.prepare()  # raises the errors of the analysis, such as SamplesInteractError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -11,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from samplewise.core.text import listed
+from samplewise.engine.structure import ACCUMULATE_GRAD, Children, read_structure
+from samplewise.engine.structure import Node as Node
+from samplewise.engine.structure import is_python_function as is_python_function
+from samplewise.engine.structure import operation as operation
 from samplewise.errors import GraphError
-
-Node = Any  # torch.autograd.graph.Node: attributes differ per operation and are unknown to type checkers
-
 
 class Edge(NamedTuple):
     """Output `slot` of the forward operation of `node`, where its gradient arrives in the backward pass."""
@@ -61,100 +60,45 @@ FUSED_ATTENTION = {
     "ScaledDotProductCudnnAttention",
 }
 
-_operations: dict[type, str] = {}
-
-
-def operation(node: Node) -> str:
-    """Name of the forward operation: 'Addmm' for AddmmBackward0, "Function 'Add'" for a Python autograd.Function.
-
-    The prefix separates Python functions, which can have any name, from the ATen operations in the tables of rules.
-    """
-    kind = type(node)
-    if kind not in _operations:
-        name = re.sub(r"Backward\d*$", "", node.name())
-        if is_python_function(node):
-            return f"Function {name!r}"  # not cached: a class defined inside forward is a new class in each call
-        _operations[kind] = name
-    return _operations[kind]
-
-
-def is_python_function(node: Node) -> bool:
-    """True for the node of a Python subclass of torch.autograd.Function."""
-    return isinstance(node, BackwardCFunction)
-
-
 def is_accumulate_grad(node: Node) -> bool:
     """True for the node of a leaf tensor, which has the tensor as `node.variable`."""
-    return type(node) is _ACCUMULATE_GRAD
-
-
-_ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
+    return type(node) is ACCUMULATE_GRAD
 
 
 class Graph:
     """All nodes between the losses and the leaves.
 
     `nodes`: topological order, consumers before their operands; `index` is the position of each node in it.
+    `structure`: one object for all graphs of the same operations, settings, connections, leaf names and shapes.
     `children`: for each node, the (node, output slot) of each operand, as in `next_functions`.
     `leaves`: nodes of the `wanted` parameters, with their names.
-    `structure`: operations, their settings and connections, and names of the leaves. Equal for graphs of the same
-        operations, connected in the same way.
-    `shapes`: shapes and dtypes of all outputs, in the order of `nodes`.
 
-    The constructor reads each node once. The properties below are computed only when a structure is analyzed.
+    The properties below are computed only when a structure is analyzed.
     """
 
     def __init__(self, losses: Tensor, wanted: Mapping[str, Tensor], goal: Node | None = None):
         # If the losses are a leaf tensor they have no grad_fn; a view has one.
         self.losses = losses if losses.grad_fn is not None else losses.view_as(losses)
         self.losses_version = self.losses._version
-        self.samples = len(losses)
+        self.samples = losses.shape[0]
         self.root = Edge(self.losses.grad_fn, self.losses.output_nr)
         self.wanted = wanted
         self.goal = goal
         self.sharded = False  # parameters have values only while a pass is in their module, see `unsharded`
-        self.children = _children(self.root.node)
-        self.nodes = list(reversed(self.children))
-        self.index = dict(zip(self.nodes, range(len(self.nodes)), strict=True))
-        self.leaves: dict[Node, str] = {}
-        self.python_functions: list[Node] = []
-        self._read_nodes()
-
-    def _read_nodes(self) -> None:
-        """Set `structure`, `shapes`, `leaves` and `python_functions` in one loop without calls per node."""
-        index = self.index
-        leaf_names = dict(zip(map(id, self.wanted.values()), self.wanted, strict=True))
-        structure: list[object] = [self.root.slot]
-        shapes: list[object] = []
-        for node in self.nodes:
-            operands = self.children[node]
-            kind = type(node)
-            settings = _setting_names.get(kind)
-            if settings is None:
-                settings = _find_setting_names(node)
-            if kind is _ACCUMULATE_GRAD:
-                name = leaf_names.get(id(node.variable))
-                structure += (kind, name)
-                if name is not None:
-                    self.leaves[node] = name
-            elif isinstance(node, BackwardCFunction):
-                self.python_functions.append(node)
-                structure += (operation(node), kind._forward_cls.__module__, len(operands))
-            else:
-                structure += (kind, len(operands))
-                for setting in settings:
-                    value = getattr(node, setting)
-                    structure.append(value if type(value) in _PLAIN else repr(value))
-            for child, slot in operands:
-                structure += (index.get(child), slot)
-            for output in node._input_metadata:
-                shapes += (tuple(output.shape), output.dtype)
-        self.structure = tuple(structure)
-        self.shapes = tuple(shapes)
+        leaf_names = dict(zip(map(id, wanted.values()), wanted, strict=True))
+        self.structure, self.nodes = read_structure(*self.root, leaf_names)
 
     @cached_property
-    def structure_hash(self) -> int:
-        return hash(self.structure)
+    def children(self) -> dict[Node, Children]:
+        return {node: node.next_functions for node in self.nodes}
+
+    @cached_property
+    def index(self) -> dict[Node, int]:
+        return dict(zip(self.nodes, range(len(self.nodes)), strict=True))
+
+    @cached_property
+    def leaves(self) -> dict[Node, str]:
+        return {self.nodes[at]: name for at, name in self.structure.leaves.items()}
 
     @cached_property
     def first_sequence_number(self) -> int:
@@ -242,7 +186,7 @@ class Graph:
 
     def check_readable(self) -> None:
         """Raise GraphError if the graph hides operations or contains none of the wanted parameters."""
-        functions = [type(node)._forward_cls for node in self.python_functions]
+        functions = [type(self.nodes[at])._forward_cls for at in self.structure.functions]
         if any(function.__module__.startswith("torch._functorch.") for function in functions):
             raise GraphError(
                 "the graph must consist of single operations; found a region made by torch.compile, which hides them. "
@@ -287,47 +231,6 @@ def raise_graph_error(error: RuntimeError) -> None:
             "the graph of the losses must still hold its saved tensors; found that it was freed. "
             "Compute quantities before losses.backward(), or call backward(retain_graph=True)."
         ) from error
-
-
-Children = tuple[tuple[Node | None, int], ...]
-
-
-def _children(root: Node) -> dict[Node, Children]:
-    """Operands of each node below `root`, in topological order, operands first.
-
-    The search is depth-first without recursion, because graphs of long RNNs are thousands of nodes deep. Each
-    `next_functions` is read once, because each read creates a new tuple.
-    """
-    finished: dict[Node, Children] = {}
-    seen = {root}
-    first = root.next_functions
-    stack = [(root, first, iter(first))]
-    while stack:
-        node, children, remaining = stack[-1]
-        for child, _ in remaining:
-            if child is not None and child not in seen:
-                seen.add(child)
-                below = child.next_functions
-                stack.append((child, below, iter(below)))
-                break
-        else:
-            finished[node] = children
-            stack.pop()
-    return finished
-
-
-_PLAIN = {int, bool, str, type(None)}  # types of settings that are compared as they are; others by their repr
-_setting_names: dict[type, tuple[str, ...]] = {}
-
-
-def _find_setting_names(node: Node) -> tuple[str, ...]:
-    """Names of a node's saved numbers except sizes. Cached by type; not for Python functions, which have none."""
-    kind = type(node)
-    if is_python_function(node):
-        return ()
-    saved = [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
-    _setting_names[kind] = tuple(name for name in saved if not hasattr(kind, "_raw" + name))
-    return _setting_names[kind]
 
 
 def scalar(node: Node, name: str) -> Any:

@@ -6,14 +6,15 @@ On an accelerator, which norms are too small is not known without a host sync: a
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
-from samplewise.engine.checks import are_ordinary_norms, faint_limit, finite_numbers
+from samplewise.engine.checks import are_at_most_one, are_ordinary_norms, faint_limit, finite_numbers, wide_dtype
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.bundled import BundledGrad
 from samplewise.engine.grads.by_rows import root
 from samplewise.engine.pending_checks import PendingChecks, read_at_once
 from samplewise.engine.strategies import QuantityEvaluator
@@ -27,31 +28,59 @@ class Norms:
         self._evaluator = evaluator
         self._graph = evaluator.graph
         self._checks = checks
-        self._squared: dict[str, Tensor] | None = None
+        self._known: dict[str, Tensor] | None = None
+        self._ordinary = False  # True if the norms of samples are known, and neither too small nor too large
+        self._joint = False  # True if parameters of a bundle have the norms of the bundle
         self._scaled: dict[str, Tensor] | None = None
-        self.are_known = False  # on the CPU: all norms are finite, and so are their squares
 
     def of_samples(self) -> Tensor:
         """Norms over all parameters, (B,)."""
         if not read_at_once(self._graph.losses):
             return self._from_scaled_parts()
-        norms = root(total_of(self._graph, self._squares()))
-        if not are_ordinary_norms(norms):
-            norms = self._with_faint_norms({"": finite_numbers(norms, "norm")})[""]
-        self.are_known = True
-        return norms
+        norms = self._total(self._parts(joint=True))
+        self._ordinary = are_ordinary_norms(norms)
+        if self._ordinary:
+            return norms
+        return self._with_faint_norms({"": finite_numbers(norms, "norm")})[""]
 
     def by_parameter(self) -> dict[str, Tensor]:
         """Parameter name -> norms (B,)."""
         on_host = read_at_once(self._graph.losses)
-        parts = {name: root(s) for name, s in self._squares().items()} if on_host else self._scaled_parts()
+        parts = self._parts(joint=False) if on_host else self._scaled_parts()
+        if on_host and self._evaluator.create_graph:
+            parts = {name: root(squares) for name, squares in parts.items()}
         norms = {name: parts[name] if name in parts else zeros(self._graph) for name in self._graph.wanted}
         return self._with_faint_norms(norms) if on_host else norms
 
-    def _squares(self) -> dict[str, Tensor]:
-        if self._squared is None:
-            self._squared = self._evaluator.evaluate(lambda form, _: form.squared_norms())
-        return self._squared
+    def bound_sums(self, weights: object) -> bool:
+        """True if a sum with these weights (B,) must be finite, because the norms are and no weight exceeds 1."""
+        if not self._ordinary or not isinstance(weights, Tensor) or weights.dim() != 1:
+            return False
+        return weights.is_floating_point() and len(weights) > 0 and are_at_most_one(weights)
+
+    def _parts(self, joint: bool) -> dict[str, Tensor]:
+        """Norms (B,) of each parameter; with create_graph their squares, which are differentiable where they are zero.
+        joint: the parameters of a bundle may have the norms of the bundle instead, as one tensor.
+        """
+        if self._known is None or (self._joint and not joint):
+            self._known = self._evaluator.evaluate(partial(self._of_form, joint, self._known or {}))
+        return self._known
+
+    def _of_form(self, joint: bool, known: dict[str, Tensor], form: PerSampleGrad, name: str) -> Tensor:
+        if self._evaluator.create_graph:
+            return form.squared_norms()
+        if isinstance(form, BundledGrad):
+            self._joint = joint
+            return form.bundle.norms if joint else form.norms()
+        return known[name] if name in known else form.norms()
+
+    def _total(self, parts: dict[str, Tensor]) -> Tensor:
+        """Norms (B,) over all parameters, in their order, not that of the backward pass, to be bit-reproducible."""
+        if self._evaluator.create_graph:
+            return root(total_of(self._graph, parts))
+        columns = {id(parts[name]): parts[name] for name in self._graph.wanted if name in parts}
+        norms = torch.linalg.vector_norm(torch.stack(list(columns.values()), 1), dim=1)
+        return norms.to(torch.promote_types(norms.dtype, wide_dtype(self._graph.losses.dtype)))
 
     def _with_faint_norms(self, norms: dict[str, Tensor]) -> dict[str, Tensor]:
         """Recompute norms whose squares are too small for their dtype. The name "" means all parameters together."""

@@ -19,15 +19,24 @@ from torch import Tensor, nn
 
 from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.backward import Stops, stops_at
+from samplewise.engine.checks import is_traced
 from samplewise.engine.cut import Cut, find_cut, probed_cut
 from samplewise.engine.generic import GenericGrad, Pullback
 from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.bundled import bundled, is_small
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad
 from samplewise.engine.independence import Constants, refuse_batch_norm, sample_data
 from samplewise.engine.parameter_side import carried, changing_operations, combined, paths_to_leaves
-from samplewise.engine.registered_hooks import UNVERIFIED, HookState, has_hooks_of, hook_state, leave_out_forward_hooks
+from samplewise.engine.registered_hooks import (
+    UNVERIFIED,
+    HookState,
+    foreign_hooks,
+    has_hooks_of,
+    hook_state,
+    leave_out_forward_hooks,
+)
 from samplewise.engine.rules import RULES, Rule, Use
 from samplewise.engine.rules.use import Operand
 from samplewise.engine.saved import SavedTensorReader, Versions
@@ -134,7 +143,7 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         proven=cut.proven,
         data_entries=cut.data_entries,
         operations={at: graph.operations[graph.nodes[at]] for at in operands},
-        hooks_key=hash((graph.structure_hash, tuple(index[leaf] for leaf in graph.leaves))),
+        hooks_key=hash((graph.structure.hash, tuple(index[leaf] for leaf in graph.leaves))),
         gradients={graph.key(edge): gradient for edge, gradient in cut.gradients.items()},
     )
 
@@ -161,22 +170,6 @@ def _prove_complete(graph: Graph, uses: Iterable[str]) -> None:
         )
 
 
-MOST_CACHED = 2**18  # nodes in the structures of all cached plans; the cache is cleared when it is full
-
-_plans: dict[tuple[object, ...], Plan] = {}  # proven plans by structure and shapes
-
-
-def clear_cache() -> None:
-    """Forget all plans. Needed only if ownership is derived differently from now on, as in tests."""
-    _plans.clear()
-
-
-def _remember(key: tuple[object, ...], plan: Plan, nodes: int) -> None:
-    if (len(_plans) + 1) * nodes > MOST_CACHED:
-        _plans.clear()
-    _plans[key] = plan
-
-
 class Planner:
     """The plan of a graph, made or looked up when it is first needed.
 
@@ -194,10 +187,9 @@ class Planner:
         if self._plan is None:
             if not self.graph.sharded:  # `harmless_hooks` has those of sharded models
                 leave_out_forward_hooks(self.modules)
-            key = (self.graph.structure, self.graph.shapes, self.interacting)
-            plan = _plans.get(key)
+            plan: Plan | None = self.graph.structure.plans.get(self.interacting)
             if plan is None or not self._holds(plan):
-                plan = self._analyze(key)
+                plan = self._analyze()
             self._plan = plan
         return self._plan
 
@@ -231,14 +223,14 @@ class Planner:
         self.pending = set(map(self.graph.key, pending))
         plan.verified_hooks = UNVERIFIED if self.pending else hook_state(self.graph)
 
-    def _analyze(self, key: tuple[object, ...]) -> Plan:
+    def _analyze(self) -> Plan:
         if self.interacting == "refuse":
             refuse_batch_norm(self.graph, self.modules)
         cut = find_cut(self.graph, self._constants(), self.interacting)
         plan = make_plan(self.graph, cut)
         if cut.proven:
             self._set_pending(plan, cut.pending)
-            _remember(key, plan, len(self.graph.nodes))
+            self.graph.structure.plans[self.interacting] = plan
         return plan
 
     def _constants(self) -> Constants:
@@ -269,6 +261,10 @@ class GradBuilder:
         self.results: dict[str, Any] = {}
         self.forms: dict[str, PerSampleGrad] = {}
         self._uses: dict[str, list[PerSampleGrad]] = {}  # of parameters with uses that are still to be added
+        # A hook or Python function may change the gradient in place during the pass, before its rows are copied.
+        in_place = bool(graph.structure.functions or foreign_hooks())
+        self._bundles = keep and not (differentiable or in_place or graph.sharded or is_traced(graph.losses))
+        self._small: dict[str, DenseGrad] = {}  # to be bundled after the pass
         reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
         self._reader = SavedTensorReader(reads, shared=not graph.sharded)
 
@@ -289,7 +285,7 @@ class GradBuilder:
     def _add(self, at: int, gradients: dict[int, Tensor]) -> None:
         node = self.graph.nodes[at]
         saved = self._reader.take(node)
-        is_kept = False
+        forms: list[PerSampleGrad] = []
         for planned in self.plan.operands[at]:
             form = None
             if gradients:
@@ -299,18 +295,19 @@ class GradBuilder:
                     form = GenericGrad(use, self.differentiable)
             else:
                 form = self._zeros(planned)
-            is_kept = self._carry(planned, form) or is_kept
-        if is_kept:
+            forms += self._carry(planned, form)
+        if self.keep and forms:
             # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
-            self.versions.record([tensor for name, tensor in saved.items() if not name.startswith("weight")])
-            self.versions.record(gradients.values())
+            read = [tensor for name, tensor in saved.items() if not name.startswith("weight")]
+            tensors = [*read, *gradients.values()]
+            if not all(isinstance(form, DenseGrad) and form.is_apart_from(tensors) for form in forms):
+                self.versions.record(tensors)
 
-    def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> bool:
-        """Convert the representation of an operand into those of the parameters below it.
-
-        Returns True if one of them is kept and may refer to the tensors of the operation.
+    def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> list[PerSampleGrad]:
+        """Convert the representation of an operand into those of the parameters below it. Returns those that may refer
+        to the tensors of the operation.
         """
-        is_kept = False
+        referring: list[PerSampleGrad] = []
         pullback: Pullback | None = None
         for route in planned.routes:
             converted = form
@@ -320,25 +317,38 @@ class GradBuilder:
                 pullback = self._pullback(planned, form) if pullback is None else pullback
                 indices = self._indices(planned) if route.looks_up else None
                 converted = carried(form, route.changing, pullback, route.number, indices, self.plan.orders)
-            is_kept = self._add_use(route.name, converted) or is_kept
-        return is_kept and self.keep
+            if not self._add_use(route.name, converted):
+                referring.append(converted)
+        return referring
 
     def _add_use(self, name: str, form: PerSampleGrad) -> bool:
-        """Add one use of a parameter; False if it was copied into rows, so that it need not stay unchanged."""
+        """Add one use of a parameter; True if it was copied into rows, so that it need not stay unchanged."""
         is_copied = False
         if self.plan.uses[name] > 1:
             uses = self._uses.setdefault(name, [])
             uses.append(form)
             if len(uses) < self.plan.uses[name]:
-                return True
+                return False
             form = combined(self._uses.pop(name), name, self.plan.shared)
+        if self.keep and isinstance(form, FactoredGrad):
+            form = form.compact()
+            is_copied = isinstance(form, DenseGrad)
+        if self._bundles and isinstance(form, DenseGrad) and is_small(form):
+            self._small[name] = form
+            return True
+        self._finish(name, form)
+        return is_copied
+
+    def _finish(self, name: str, form: PerSampleGrad) -> None:
         if self.keep:
-            if isinstance(form, FactoredGrad):
-                form = form.compact()
-                is_copied = isinstance(form, DenseGrad)
             self.forms[name] = form
         self.results[name] = self.quantity(form, name)
-        return not is_copied
+
+    def finish(self) -> None:
+        """Bundle small representations, and compute the quantity of each. To be called after the pass."""
+        small = self._small
+        for name, form in bundled({name: small[name] for name in self.graph.wanted if name in small}).items():
+            self._finish(name, form)
 
     def _zeros(self, planned: OperandPlan) -> PerSampleGrad:
         entry = self.graph.edge(planned.entry)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -57,20 +58,9 @@ class QuantityEvaluator:
         if not isinstance(source, BackwardStrategy) or source.ordinary is not None:
             run()
 
-    @contextmanager
-    def context(self) -> Iterator[None]:
+    def context(self) -> AbstractContextManager[None]:
         """Context of all computations: autocast off, grad mode on only with create_graph, one thread at a time."""
-        graph = self.graph
-        device = graph.losses.device.type
-        autocast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-        with self._lock, torch.set_grad_enabled(self.create_graph), autocast:
-            if graph.losses._version != graph.losses_version:
-                graph.check_losses_unchanged()
-            try:
-                yield
-            except RuntimeError as error:
-                raise_graph_error(error)
-                raise
+        return _Computing(self.graph, self._lock, self.create_graph)
 
     def analyze(self) -> None:
         """Make or look up the plan, so that its errors are raised here."""
@@ -111,6 +101,40 @@ class QuantityEvaluator:
         return RowsStrategy(source) if strategy == "full" else source
 
 
+class _Computing:
+    """Context manager of `QuantityEvaluator.context`. Not a generator: these take several microseconds."""
+
+    __slots__ = ("_autocast", "_grad_enabled", "_grad_was_enabled", "_graph", "_lock")
+
+    def __init__(self, graph: Graph, lock: AbstractContextManager[bool], grad_enabled: bool):
+        self._graph = graph
+        self._lock = lock
+        self._grad_enabled = grad_enabled
+        self._grad_was_enabled = True
+        self._autocast: torch.autocast | None = None
+
+    def __enter__(self) -> None:
+        graph = self._graph
+        self._lock.__enter__()
+        self._grad_was_enabled = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._grad_enabled)
+        device = graph.losses.device.type
+        if torch.is_autocast_enabled(device):
+            self._autocast = torch.autocast(device, enabled=False)
+            self._autocast.__enter__()
+        if graph.losses._version != graph.losses_version:
+            self.__exit__(None, None, None)
+            graph.check_losses_unchanged()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._autocast is not None:
+            self._autocast.__exit__(None, None, None)
+        torch.set_grad_enabled(self._grad_was_enabled)
+        self._lock.__exit__(None, None, None)
+        if isinstance(error, RuntimeError):
+            raise_graph_error(error)
+
+
 class GradStrategy(Protocol):
     """Interface of a strategy."""
 
@@ -139,21 +163,21 @@ class BackwardStrategy:
         if not self.forms:
             return self._first(quantity, self.keep)
         self.versions.check()
-        return {name: self._of_kept(quantity, form, name) for name, form in self.forms.items()}
+        compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
+        return {name: compute(form, name) for name, form in self.forms.items()}
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
         if not self.forms:
             yield from self._first(quantity, keep=False).items()
         else:
             self.versions.check()
+            compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
             for name in list(self.forms):
-                yield name, self._of_kept(quantity, self.forms.pop(name), name)
+                yield name, compute(self.forms.pop(name), name)
 
     def _of_kept(self, quantity: Quantity, form: PerSampleGrad, name: str) -> Any:
-        graph = self.planner.graph
-        if not graph.sharded:
-            return quantity(form, name)
-        with unsharded([graph.wanted[name]]):
+        """The quantity of a parameter of a sharded model."""
+        with unsharded([self.planner.graph.wanted[name]]):
             return quantity(form, name)
 
     def _first(self, quantity: Quantity, keep: bool) -> dict[str, Any]:
@@ -166,6 +190,7 @@ class BackwardStrategy:
             assert built is not None
         if foreign_hooks():
             refuse_hooks_below_cut(self.plan, self.planner.graph)
+        built.finish()
         self.versions = built.versions
         self.forms = built.forms
         return built.results

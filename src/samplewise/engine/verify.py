@@ -83,7 +83,7 @@ def _pending(graph: Graph, tags: Mapping[Edge, Regular], record: _Record) -> set
 
 
 def _key(graph: Graph, tags: Mapping[Edge, Regular]) -> int:
-    return hash((graph.structure_hash, tuple(map(graph.key, tags))))
+    return hash((graph.structure.hash, tuple(map(graph.key, tags))))
 
 
 def _compare(graph: Graph, tags: Mapping[Edge, Regular], repeats: int = min(REPEATS)) -> dict[Edge, set[int]] | None:

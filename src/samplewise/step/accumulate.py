@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from samplewise.core.snapshot import checksum, snapshot
+from samplewise.engine.checks import all_finite
 from samplewise.engine.gradients import Gradients
 from samplewise.engine.pending_checks import collecting
 from samplewise.step.forward import LossEvaluator
@@ -23,6 +24,9 @@ from samplewise.transforms.chain import Chain, Stage
 from samplewise.transforms.measure import measure
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of
+
+
+EXACT = (torch.float32, torch.float64)  # dtypes of losses whose weights may be divided by B
 
 
 class Accumulator(ABC):
@@ -86,7 +90,7 @@ class PlainAccumulator(Accumulator):
         gradients. Also returns whether they were divided: not in half precision, where 1/B would not be exact.
         """
         losses, counts = self.evaluator.losses(microbatch)
-        exact = losses.dtype in (torch.float32, torch.float64)
+        exact = losses.dtype in EXACT
         if exact:
             self.evaluator.add_mean(losses, counts)
         else:
@@ -114,6 +118,9 @@ class PerSampleAccumulator(Accumulator):
         self.knows_norms = record_norms or "norms" in chain.samples.needs
         self.exchanges = ranks.distributed and self.needs_window
         self._measures = chain.samples.measures or record_norms
+        in_order = chain.grouping is not None or ranks.distributed
+        self._needs_counts = in_order or "counts" in chain.samples.needs
+        self._needs_positions = in_order or chain.samples.uses_positions
         self._directions: dict[Reference, dict[str, Tensor]] | None = None
 
     def begin(self) -> None:
@@ -145,12 +152,14 @@ class PerSampleAccumulator(Accumulator):
         results. `positions`: of its samples in the window, or position of the first one.
         """
         losses, counts = self.evaluator.losses(microbatch)
-        if isinstance(positions, int):
-            positions = positions + torch.arange(len(losses))
         check_finite(losses, positions)
+        if isinstance(positions, int):
+            positions = positions + torch.arange(len(losses)) if self._needs_positions else None
+        if counts is None and self._needs_counts:
+            counts = torch.ones_like(losses)
         stats = SampleStats(
             losses=losses.detach(),
-            counts=torch.ones_like(losses) if counts is None else counts,
+            counts=counts,
             batch=microbatch,
             positions=positions,
             columns=self.evaluator.columns,
@@ -197,6 +206,18 @@ class WeightedAccumulator(PerSampleAccumulator):
             parts.append(stats.result())
             start += len(losses)
         return parts
+
+    def add_mean(self, microbatch: Any) -> tuple[SampleStats, bool]:
+        """As `PlainAccumulator.add_mean`. Divides only by the number of samples, not by counts."""
+        losses, g, stats = self.stats_of(microbatch, 0)
+        (stats,) = self.chain.samples.weigh([stats])
+        coefficients = stats.coefficients
+        countable = stats.counts is None and stats.shares is None and losses.dtype in EXACT
+        if countable and isinstance(coefficients, Tensor):
+            self._sum(microbatch, losses, g, coefficients / len(stats))
+            return stats.result(), True
+        self._sum(microbatch, losses, g, coefficients)
+        return stats.result(), False
 
     def _sum(self, microbatch: Any, losses: Tensor, g: Gradients | None, coefficients: PerSample | None) -> None:
         """Accumulate Σ c·g. One coefficient per sample needs only an ordinary backward pass."""
@@ -259,17 +280,17 @@ class WeightedAccumulator(PerSampleAccumulator):
             start = stop
 
 
-def check_finite(losses: Tensor, positions: Tensor) -> None:
-    """Raise NonFiniteLossError if a loss is not finite. `positions`: of the samples in the window."""
+def check_finite(losses: Tensor, positions: int | Tensor) -> None:
+    """Raise NonFiniteLossError if a loss is not finite. `positions`: of the samples in the window, or of the first."""
     losses = losses.detach()
     checks = collecting()
     if checks is not None:
         checks.add(refuse_nonfinite, losses, positions)
-    elif not bool(losses.isfinite().all()):
+    elif not all_finite(losses):
         refuse_nonfinite(losses, positions)
 
 
-def refuse_nonfinite(losses: Tensor, positions: Tensor) -> None:
+def refuse_nonfinite(losses: Tensor, positions: int | Tensor) -> None:
     """Raise NonFiniteLossError for the first non-finite loss."""
     problem = problem_of_losses(losses, positions)
     if problem is not None:

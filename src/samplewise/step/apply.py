@@ -269,7 +269,9 @@ class GradNorms:
         self._sharded = sharded
         self._copies = copies  # number of ranks that hold the same shard
         norms = torch._foreach_norm([*gradients, *others])
-        stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+        if len({norm.device for norm in norms}) > 1:
+            norms = [norm.to(norms[0].device) for norm in norms]
+        stacked = torch.stack(norms)
         self._all = self._over_ranks(stacked) if sharded else stacked
 
     def _over_ranks(self, norms: Tensor) -> Tensor:

@@ -13,12 +13,14 @@ from samplewise.transforms.stats import SampleStats, cat, denominator
 SKIP = "on_nonfinite='skip' skips such updates."
 
 
-def problem_of_losses(losses: Tensor, positions: Tensor | None = None) -> NonFiniteLossError | None:
-    """Error for the first non-finite loss; None if all are finite. `positions`: of the samples in the window."""
+def problem_of_losses(losses: Tensor, positions: int | Tensor = 0) -> NonFiniteLossError | None:
+    """Error for the first non-finite loss; None if all are finite. `positions`: of the samples in the window, or of the
+    first one.
+    """
     bad = (~losses.isfinite()).nonzero().flatten().tolist()
     if not bad:
         return None
-    position = bad[0] if positions is None else int(positions[bad[0]])
+    position = positions + bad[0] if isinstance(positions, int) else int(positions[bad[0]])
     return NonFiniteLossError(
         f"losses must be finite; found {losses[bad[0]].item()} at sample {position} of the window ({len(bad)} of "
         f"{len(losses)} samples). Nothing was updated. Check those samples and the learning rate; {SKIP}"

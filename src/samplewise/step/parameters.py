@@ -52,7 +52,13 @@ class TrainedParameters:
 
     def gradients(self) -> list[Tensor]:
         """All gradients in `.grad`: the values of sparse gradients, this rank's shard of sharded ones."""
-        return [self._dense(p) for p in self.owned.values() if p.grad is not None]
+        gradients = []
+        for p in self.owned.values():
+            gradient = p.grad
+            if gradient is not None:
+                usual = gradient.layout is torch.strided and not self._leaves
+                gradients.append(gradient if usual else self._dense(p))
+        return gradients
 
     def named_gradients(self) -> dict[str, Tensor]:
         """As `gradients`, by name."""

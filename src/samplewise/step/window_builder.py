@@ -290,13 +290,18 @@ class WindowBuilder:
     def _add_gradients(self, microbatches: Sequence[Any], whole: bool) -> list[SampleStats]:
         window = self.window
         accumulator = self._accumulator
-        if whole and isinstance(accumulator, PlainAccumulator) and not self._sums_only:
+        plain = isinstance(accumulator, PlainAccumulator)
+        divides = whole and not self._sums_only
+        if plain and divides:
             stats, window.divided = accumulator.add_mean(microbatches[0])
             return [stats]
         if not accumulator.needs_window:
             compiled = self.compiled_sums(microbatches[0])
             if compiled is not None:
                 return [compiled]
+            if divides and isinstance(accumulator, WeightedAccumulator):
+                stats, window.divided = accumulator.add_mean(microbatches[0])
+                return [stats]
         start = 0 if window.deferred else window.samples
         if self.size.automatic and not accumulator.exchanges:
             return self.size.retry(lambda some: accumulator.add(some, start), microbatches)

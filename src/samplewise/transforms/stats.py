@@ -40,7 +40,8 @@ class SampleStats:
     @property
     def norms(self) -> Tensor:
         """(B,) gradient norms, times the coefficients so far."""
-        return _over_parameters(_times(self.raw_norms, self.coefficients))
+        norms = _over_parameters(_times(self.raw_norms, self.coefficients))
+        return norms if self.coefficients is None else norms.abs()
 
     @property
     def norms_by_parameter(self) -> dict[str, Tensor]:
@@ -243,7 +244,7 @@ def _cat_columns(parts: Sequence[SampleStats]) -> dict[str, Tensor] | None:
 def _over_parameters(norms: PerSample) -> Tensor:
     """Norm of the whole gradient, from norms of its parameters."""
     if isinstance(norms, Tensor):
-        return norms.abs()
+        return norms
     return torch.stack(list(norms.values())).square().sum(0).sqrt()
 
 

@@ -1,6 +1,7 @@
 """Interface of the representations of one parameter's per-sample gradients.
 
     DenseGrad      rows (b, *shape): for small parameters, or if rows are smaller than their factors (`dense`)
+    BundledGrad    rows of a small parameter, in one matrix with those of other parameters (`bundled`)
     FactoredGrad   factors of outer products (`factored`)
     IndexedGrad    rows of an operand that was viewed before use (`indexed`)
     SummedGrad     sum of several representations, for a parameter with several uses
@@ -53,6 +54,10 @@ class PerSampleGrad(ABC):
     @abstractmethod
     def squared_norms(self) -> Tensor:
         """Squared L2 norm of each sample's gradient, (b,)."""
+
+    def norms(self) -> Tensor:
+        """L2 norm of each sample's gradient, (b,), not differentiable where it is zero."""
+        return self.squared_norms().sqrt()
 
     @property
     def may_cancel(self) -> bool:

@@ -117,11 +117,13 @@ def _against(rows: Tensor, other: HasRows, step: int) -> Tensor:
 
 
 def sum(form: HasRows, weights: Tensor | None) -> Tensor:
-    total: Tensor | int = 0
+    total: Tensor | None = None
     for part, rows in chunks(form):
-        total = total + weighted_sum(rows, None if weights is None else weights[part])
-    assert isinstance(total, Tensor)
-    return total
+        here = rows.new_ones(len(rows)) if weights is None else weights[part].to(rows.dtype)
+        flat = _flat(rows).T
+        total = flat @ here if total is None else total.addmv_(flat, here)
+    assert total is not None
+    return total.view(form.shape)
 
 
 def sum_of_squares(form: HasRows, centre: Tensor | None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -21,17 +23,28 @@ class DenseGrad(RowwiseGrad):
         self.samples = self.step if len(parts) == 1 else sum(map(len, parts))
         self.parts = parts
 
+    def is_apart_from(self, tensors: Iterable[object]) -> bool:
+        """True if the rows share no memory with any of these tensors."""
+        own = {part.untyped_storage()._cdata for part in self.parts}
+        return not any(isinstance(t, Tensor) and t.untyped_storage()._cdata in own for t in tensors)
+
     def rows(self, start: int, stop: int) -> Tensor:
         first = start // self.step
         last = max(start, stop - 1) // self.step
         if first == last:
             return self.parts[first][start - first * self.step : stop - first * self.step]
-        return torch.cat(self.parts)[start:stop]
+        first_row = first * self.step
+        return torch.cat(self.parts[first : last + 1])[start - first_row : stop - first_row]
 
     def squared_norms(self) -> Tensor:
         if len(self.parts) > 1:
             return by_rows.squared_norms(self)
         return flat_squared_norms(self.parts[0].reshape(self.samples, -1))
+
+    def norms(self) -> Tensor:
+        if len(self.parts) > 1:
+            return super().norms()
+        return torch.linalg.vector_norm(self.parts[0].reshape(self.samples, -1), dim=1)
 
     def sum(self, weights: Tensor | None) -> Tensor:
         return weighted_sum(self.parts[0], weights) if len(self.parts) == 1 else by_rows.sum(self, weights)

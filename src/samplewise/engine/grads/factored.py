@@ -7,6 +7,7 @@ Legend: b sample, t and s token, o and i the two dimensions of the parameter, k 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
@@ -28,6 +29,9 @@ ENOUGH_LEFT = 0.75
 # the size of the weight gradient, and their weighted sum is a single read, while pairs of tokens cost about half such a
 # product, and the weighted sum of factors a whole one.
 ROWS_PAY = 1.75
+# Maximum number of elements of one tensor of kept rows: the allocator keeps the memory of smaller tensors when they are
+# freed, see `core.allocator`.
+LARGEST_PART = 2**22
 # Rows of at most this fraction of the size of the factors give norms faster than pairs of tokens do.
 ROWS_PAY_FOR_NORMS = 0.75
 # Gram matrices of tokens are symmetric: from this many tokens on, they are computed in blocks of rows of this size, each
@@ -68,10 +72,6 @@ def _size(factor: Factor) -> int:
     return factor.size if isinstance(factor, OneHot) else factor.shape[-1]
 
 
-def _stored(factor: Factor) -> int:
-    return 1 if isinstance(factor, OneHot) else factor.shape[-1]
-
-
 def _some(factor: Factor, samples: slice | Tensor) -> Factor:
     return OneHot(factor.positions[samples], factor.size) if isinstance(factor, OneHot) else factor[samples]
 
@@ -93,7 +93,7 @@ def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
 
 
 def _weighted(factor: Tensor, weights: Tensor | None) -> Tensor:
-    return factor if weights is None else factor * weights.to(factor.dtype)[:, None, None]
+    return factor if weights is None else factor * weights.to(factor.dtype).view(-1, 1, 1)
 
 
 def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
@@ -107,7 +107,7 @@ def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
         left = _weighted(left, weights)
     else:
         right = _weighted(right, weights)
-    return left.flatten(0, 1).T @ right.flatten(0, 1)
+    return torch.mm(left.flatten(0, 1).t(), right.flatten(0, 1))
 
 
 def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None) -> Tensor:
@@ -166,7 +166,8 @@ class FactoredGrad(PerSampleGrad):
         return _size(self.terms[0].left), _size(self.terms[0].right)
 
     def transposed(self) -> FactoredGrad:
-        return FactoredGrad([Term(t.right, t.left) for t in self.terms], self.matrix[::-1])
+        shape = self.shape if len(self.shape) == 2 else self.matrix
+        return FactoredGrad([Term(t.right, t.left) for t in self.terms], shape[::-1])
 
     def some(self, samples: slice | Tensor) -> FactoredGrad:
         return FactoredGrad([Term(_some(t.left, samples), _some(t.right, samples)) for t in self.terms], self.shape)
@@ -176,7 +177,7 @@ class FactoredGrad(PerSampleGrad):
         device = _table(self.terms[0].left).device
         if not rows_pay(prod(self.shape), self._stored, device):
             return self
-        step = self.step if device.type == "cpu" else self.samples
+        step = max(1, LARGEST_PART // prod(self.shape)) if device.type == "cpu" else self.samples
         return DenseGrad(*(self.rows(at, min(at + step, self.samples)) for at in range(0, self.samples, step)))
 
     @property
@@ -184,7 +185,9 @@ class FactoredGrad(PerSampleGrad):
         """Number of elements of the factors of one sample."""
         stored = 0
         for left, right in self.terms:
-            stored += _table(left).shape[1] * (_stored(left) + _stored(right))
+            width = 1 if isinstance(left, OneHot) else left.shape[2]
+            width += 1 if isinstance(right, OneHot) else right.shape[2]
+            stored += width * (left.positions if isinstance(left, OneHot) else left).shape[1]
         return stored
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -206,6 +209,13 @@ class FactoredGrad(PerSampleGrad):
         if prod(self.shape) <= ROWS_PAY_FOR_NORMS * self._stored:
             return by_rows.squared_norms(self)
         return self._squared_norms_by_pairs(exactly)
+
+    def norms(self) -> Tensor:
+        left, right = self.terms[0]
+        if len(self.terms) == 1 and isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape[1] == 1:
+            of_left = torch.linalg.vector_norm(left, dim=(1, 2))
+            return of_left.mul_(torch.linalg.vector_norm(right, dim=(1, 2)))
+        return super().norms()
 
     def _squared_norms_by_pairs(self, exactly: bool) -> Tensor:
         pairs = PairSums()
@@ -284,7 +294,10 @@ class FactoredGrad(PerSampleGrad):
         return self._sum(weights)
 
     def _sum(self, weights: Tensor | None) -> Tensor:
-        return total(_summed_term(term, weights) for term in self.terms).reshape(self.shape)
+        summed = _summed_term(self.terms[0], weights)
+        for term in self.terms[1:]:
+            summed = summed + _summed_term(term, weights)
+        return summed.view(self.shape) if summed.is_contiguous() else summed.reshape(self.shape)
 
     def sum_of_squares(self, centre: Tensor | None) -> Tensor:
         if centre is None and len(self.terms) == 1 and _one_token(self.terms[0]):
@@ -348,8 +361,23 @@ def _samples_to_sum(weights: Tensor | None) -> Tensor | None:
     """Samples with non-zero weight, if leaving out the others saves more than selecting them costs; else None."""
     if weights is None or weights.requires_grad or weights.device.type != "cpu" or is_traced(weights):
         return None  # on other devices, nonzero would be a host sync
-    nonzero = weights.nonzero().flatten()
-    return nonzero if len(nonzero) <= ENOUGH_LEFT * len(weights) else None
+    global _last_selection
+    if weights.is_inference():  # has no version
+        return _selected(weights)
+    last, version, selected = _last_selection
+    if last() is not weights or version != weights._version:
+        selected = _selected(weights)
+        _last_selection = (weakref.ref(weights), weights._version, selected)
+    return selected
+
+
+def _selected(weights: Tensor) -> Tensor | None:
+    nonzero = weights.nonzero()
+    return nonzero.flatten() if nonzero.shape[0] <= ENOUGH_LEFT * weights.shape[0] else None
+
+
+# Weights, their version, and the samples selected for them: all parameters are summed with the same weights.
+_last_selection: tuple[Callable[[], Tensor | None], int, Tensor | None] = (lambda: None, 0, None)
 
 
 class PairSums:

@@ -11,7 +11,6 @@ from torch import Tensor
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
-from samplewise.engine.graph import scalar
 from samplewise.engine.rules.use import Use, summed
 from samplewise.engine.tags import RowGather
 
@@ -43,16 +42,16 @@ def mm_right(use: Use) -> PerSampleGrad | None:
 
 
 def addmm_bias(use: Use) -> PerSampleGrad | None:
-    beta = scalar(use.node, "beta")
+    beta = use.node._saved_beta
     return summed(use, use.gradient if beta == 1 else use.gradient * beta)
 
 
 def addmm_left(use: Use) -> PerSampleGrad | None:
-    return left_operand(use, "mat2", scalar(use.node, "alpha"))
+    return left_operand(use, "mat2", use.node._saved_alpha)
 
 
 def addmm_right(use: Use) -> PerSampleGrad | None:
-    return right_operand(use, "mat1", scalar(use.node, "alpha"))
+    return right_operand(use, "mat1", use.node._saved_alpha)
 
 
 def mv_vector(use: Use) -> PerSampleGrad | None:

@@ -1,0 +1,93 @@
+"""Rows of several small parameters side by side in one matrix: one operation computes a quantity of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.grads.by_rows import weighted_sum
+from samplewise.engine.grads.dense import DenseGrad
+
+SMALL = 2**14  # largest number of elements of the rows of one parameter: copying more takes longer than it saves
+
+
+def is_small(form: object) -> bool:
+    """True if the rows of this representation may be copied into a bundle."""
+    return isinstance(form, DenseGrad) and len(form.parts) == 1 and form.parts[0].numel() <= SMALL
+
+
+def bundled(forms: Mapping[str, DenseGrad]) -> dict[str, DenseGrad]:
+    """The same gradients, with those of one dtype and device in one matrix."""
+    kinds: dict[object, list[str]] = {}
+    for name, form in forms.items():
+        kinds.setdefault((form.parts[0].dtype, form.parts[0].device), []).append(name)
+    together = dict(forms)
+    for names in kinds.values():
+        if len(names) > 1:
+            bundle = _Bundle([forms[name].parts[0] for name in names])
+            together.update((name, BundledGrad(bundle, number)) for number, name in enumerate(names))
+    return together
+
+
+class _Bundle:
+    """Matrix (b, sum of widths) of the rows of several parameters."""
+
+    def __init__(self, rows: list[Tensor]):
+        samples = rows[0].shape[0]
+        self.shapes = [tuple(each.shape[1:]) for each in rows]
+        flat = [each.reshape(samples, -1) for each in rows]
+        self.widths = [each.shape[1] for each in flat]
+        self.matrix = torch.cat(flat, 1)
+        self._sums: dict[int, Tensor] = {}  # by parameter, those that were not returned yet
+        self._weights: tuple[Tensor | None, int] = (None, 0)  # of these sums, and their version
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """Norms (b,) over all parameters."""
+        return torch.linalg.vector_norm(self.matrix, dim=1)
+
+    def columns(self, number: int) -> Tensor:
+        return self.matrix.narrow(1, sum(self.widths[:number]), self.widths[number])
+
+    def sum(self, number: int, weights: Tensor | None) -> Tensor:
+        """Weighted sum of the rows of one parameter. Those of all others are computed with it, if none of them is left
+        from another call.
+        """
+        if weights is not None and weights.is_inference():  # has no version
+            return self._own_sum(number, weights)
+        version = 0 if weights is None else weights._version
+        if not self._sums:
+            total = weighted_sum(self.matrix, weights)
+            self._sums = dict(enumerate(total.split(self.widths)))
+            self._weights = (weights, version)
+        of, of_version = self._weights
+        if of is not weights or of_version != version or number not in self._sums:
+            return self._own_sum(number, weights)
+        return self._sums.pop(number).view(self.shapes[number])
+
+    def _own_sum(self, number: int, weights: Tensor | None) -> Tensor:
+        return weighted_sum(self.columns(number), weights).view(self.shapes[number])
+
+
+class BundledGrad(DenseGrad):
+    """Rows of one parameter of a bundle."""
+
+    def __init__(self, bundle: _Bundle, number: int):
+        self.bundle = bundle
+        self.number = number
+        self.shape = bundle.shapes[number]
+        self.samples = bundle.matrix.shape[0]
+        self.step = self.samples
+
+    @cached_property
+    def parts(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return (self.bundle.columns(self.number).view(self.samples, *self.shape),)
+
+    def sum(self, weights: Tensor | None) -> Tensor:
+        return self.bundle.sum(self.number, weights)
+
+    def describe(self) -> str:
+        return DenseGrad.__name__.lower()
