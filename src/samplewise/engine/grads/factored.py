@@ -25,18 +25,15 @@ from samplewise.engine.grads.dense import DenseGrad
 CANCELLED = 1e-3
 # Samples of weight zero are left out of a sum if at most this fraction of the samples remains.
 ENOUGH_LEFT = 0.75
-# On the CPU, rows of at most this many times the size of the factors are kept in their place: they cost one product of
-# the size of the weight gradient, and their weighted sum is a single read, while pairs of tokens cost about half such a
-# product, and the weighted sum of factors a whole one.
-ROWS_PAY = 1.75
 # Maximum number of elements of one tensor of kept rows: the allocator keeps the memory of smaller tensors when they are
 # freed, see `core.allocator`.
 LARGEST_PART = 2**22
 # Rows of at most this fraction of the size of the factors give norms faster than pairs of tokens do.
 ROWS_PAY_FOR_NORMS = 0.75
-# Gram matrices of tokens are symmetric: from this many tokens on, they are computed in blocks of rows of this size, each
-# of them only from the diagonal on. Smaller blocks are too small for an efficient product.
-GRAM_BLOCK = 64
+# Gram matrices of tokens are symmetric. From this many tokens on, they are computed in four blocks of columns, each
+# from the diagonal on: products of many rows with few columns are efficient, those of few rows are not. Matrix kernels
+# are fastest for multiples of 16 columns.
+MANY_TOKENS = 48
 
 
 class OneHot(NamedTuple):
@@ -138,13 +135,6 @@ def _one_token(term: Term) -> bool:
     return term.tokens == 1 and isinstance(term.left, Tensor) and isinstance(term.right, Tensor)
 
 
-def rows_pay(width: int, stored: int, device: torch.device) -> bool:
-    """True if rows of `width` elements are to be kept in place of factors with `stored` elements per sample. On an
-    accelerator, where memory is scarce, only if they need no more of it.
-    """
-    return width <= (ROWS_PAY if device.type == "cpu" else 1) * stored
-
-
 class FactoredGrad(PerSampleGrad):
     """Per-sample gradients as a sum of terms, each a sum over tokens of outer products; rows are computed on demand."""
 
@@ -173,12 +163,14 @@ class FactoredGrad(PerSampleGrad):
         return FactoredGrad([Term(_some(t.left, samples), _some(t.right, samples)) for t in self.terms], self.shape)
 
     def compact(self) -> PerSampleGrad:
-        """Rows if norms and weighted sum together are computed faster from them; else these factors."""
-        device = _table(self.terms[0].left).device
-        if not rows_pay(prod(self.shape), self._stored, device):
+        """Rows if they need no more memory than the factors; then rows are also faster than pairs of tokens."""
+        if not self._has_small_rows():
             return self
-        step = max(1, LARGEST_PART // prod(self.shape)) if device.type == "cpu" else self.samples
+        step = max(1, LARGEST_PART // prod(self.shape))
         return DenseGrad(*(self.rows(at, min(at + step, self.samples)) for at in range(0, self.samples, step)))
+
+    def _has_small_rows(self) -> bool:
+        return prod(self.shape) <= self._stored
 
     @property
     def _stored(self) -> int:
@@ -227,7 +219,7 @@ class FactoredGrad(PerSampleGrad):
 
     @property
     def may_cancel(self) -> bool:
-        return self.tokens > 1 and not self._looks_up and not rows_pay(prod(self.shape), self._stored, _table(self.terms[0].left).device)
+        return self.tokens > 1 and not self._looks_up and not self._has_small_rows()
 
     @property
     def _looks_up(self) -> bool:
@@ -235,7 +227,7 @@ class FactoredGrad(PerSampleGrad):
         return len(self.terms) == 1 and any(isinstance(factor, OneHot) for factor in self.terms[0])
 
     def scaled_norms(self) -> Tensor:
-        if rows_pay(prod(self.shape), self._stored, _table(self.terms[0].left).device):
+        if self._has_small_rows():
             return by_rows.all_scaled_norms(self)
         if self._looks_up:
             scale, divided = self._scaled()
@@ -388,20 +380,20 @@ class PairSums:
         self._sizes: list[Tensor] = []
 
     def add(self, left: Tensor, right: Tensor, multiple: int = 1, once: int = 0) -> None:
-        """Add `multiple` times the sum of left * right, (b, t, s) each; the first `once` columns only once."""
+        """Add `multiple` times the sum of left * right, (b, t, s) each; the first `once` rows only once."""
         pairs = left * right if left.requires_grad or right.requires_grad else left.mul_(right)
         values = pairs.detach()
         self._add(pairs, values, multiple)
         if once:
-            self._add(pairs[:, :, :once], values[:, :, :once], 1 - multiple)
+            self._add(pairs[:, :once], values[:, :once], 1 - multiple)
 
     def _add(self, pairs: Tensor, values: Tensor, multiple: int) -> None:
         self._sums.append(pairs.sum((1, 2)) * multiple)
         self._sizes.append(torch.linalg.vector_norm(values, 1, (1, 2)) * multiple)
 
     def checked(self, exactly: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """The sums (b,). Samples whose sum has cancelled are replaced by `exactly(samples)`; they are NaN if it is None,
-        which needs no host sync.
+        """The sums (b,). Samples whose sum has cancelled are replaced by `exactly(samples)`; they are NaN if it is
+        None, which needs no host sync.
 
         In a traced pass, which cannot branch on values, they are NaN as well, so that the compiled update falls back to
         another computation.
@@ -415,15 +407,14 @@ class PairSums:
 
 
 def _add_pairs_within(pairs: PairSums, term: Term) -> None:
-    """Add the inner products of all pairs of tokens of a term: those above the diagonal twice, in blocks of rows."""
+    """Add the inner products of all pairs of tokens of a term: those below the diagonal twice, in blocks of columns."""
     left, right = term
-    if not isinstance(left, Tensor) or not isinstance(right, Tensor) or term.tokens < 2 * GRAM_BLOCK:
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor) or term.tokens < MANY_TOKENS:
         pairs.add(_inner(left, left, term.dtype), _inner(right, right, term.dtype))
         return
-    count = min(4, term.tokens // GRAM_BLOCK)
-    step = -(-term.tokens // count)
+    step = 16 * -(-term.tokens // 64)
     for at in range(0, term.tokens, step):
-        grams = (torch.bmm(f[:, at : at + step], f[:, at:].transpose(1, 2)) for f in (left, right))
+        grams = (torch.bmm(f[:, at:], f[:, at : at + step].transpose(1, 2)) for f in (left, right))
         pairs.add(*grams, multiple=2, once=min(step, term.tokens - at))
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, total
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, rows_pay, scaled
+from samplewise.engine.grads.factored import FactoredGrad, PairSums, Term, scaled
 from samplewise.engine.graph import Node, scalar
 from samplewise.engine.rules.use import Use, summed
 
@@ -36,8 +36,11 @@ SMALL_PATCH = 256
 MEDIUM_PATCH = 64
 # Number of positions up to which patches fit the cache, and their product is faster than a grouped convolution.
 FEW_POSITIONS = 100
-# Number of positions from which shifted products of the input are faster than patches, and a convolution than a product.
+# Number of positions from which shifted products of the input are faster than patches, and a convolution faster than
+# a product.
 MANY_POSITIONS = 64
+# Rows of up to this many times the size of patches and gradient are kept: they give norms and sum faster.
+ROWS_PAY = 1.75
 # Maximum number of elements in the temporaries of a chunk of samples.
 CHUNK = 2**20
 
@@ -107,9 +110,9 @@ class ConvolutionGrad(PerSampleGrad):
 
     @property
     def prefers_factors(self) -> bool:
-        """True if patches and gradient are to be kept in place of rows."""
+        """True if patches and gradient need so much less memory than rows that they are kept instead."""
         stored = self.positions * (self.shape[0] + self.patch)
-        return self.settings.has_plain_patches and not rows_pay(self.width, stored, self.x.device)
+        return self.settings.has_plain_patches and self.width > ROWS_PAY * stored
 
     @property
     def by_patches(self) -> bool:
@@ -145,7 +148,8 @@ class ConvolutionGrad(PerSampleGrad):
         count = stop - start
         x = x.transpose(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
         g = g.transpose(0, 1).reshape(g.shape[1], -1, *g.shape[3:])
-        rows = self._kernel_gradient(x, g, self.weight.repeat(count, *(1,) * (self.weight.dim() - 1)), count)
+        only_shape = self.weight.new_empty(count * self.weight.shape[0], *self.weight.shape[1:])
+        rows = self._kernel_gradient(x, g, only_shape, count)
         return rows.view(count, *self.shape)
 
     def _kernel_gradient(self, x: Tensor, g: Tensor, weight: Tensor, multiple: int) -> Tensor:
