@@ -24,8 +24,8 @@ from samplewise.engine.registered_hooks import foreign_hooks, removed_afterwards
 
 Arrived = Callable[[int, dict[int, Tensor]], None]
 
-# Gradients with at most this many elements in total fit the CPU cache: a pass may return them all at its end.
-FITS_CACHE = 2**18
+# Gradients with at most this many elements in total stay in the CPU caches: a pass may return them all at its end.
+FITS_CACHE = 2**20
 
 
 def gradients_at(

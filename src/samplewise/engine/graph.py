@@ -19,6 +19,7 @@ from samplewise.engine.structure import is_python_function as is_python_function
 from samplewise.engine.structure import operation as operation
 from samplewise.errors import GraphError
 
+
 class Edge(NamedTuple):
     """Output `slot` of the forward operation of `node`, where its gradient arrives in the backward pass."""
 
@@ -59,6 +60,7 @@ FUSED_ATTENTION = {
     "ScaledDotProductEfficientAttention",
     "ScaledDotProductCudnnAttention",
 }
+
 
 def is_accumulate_grad(node: Node) -> bool:
     """True for the node of a leaf tensor, which has the tensor as `node.variable`."""

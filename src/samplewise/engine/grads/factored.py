@@ -192,8 +192,8 @@ class FactoredGrad(PerSampleGrad):
         pairs = []
         for n, p in enumerate(self.terms):
             for q in self.terms[n:]:
-                multiple = 1 if p is q else 2
-                pairs.append(multiple * _inner(p.left, q.left, p.dtype) * _inner(p.right, q.right, p.dtype))
+                products = _inner(p.left, q.left, p.dtype) * _inner(p.right, q.right, p.dtype)
+                pairs.append(products if p is q else 2 * products)
         flat = pairs[0] if len(pairs) == 1 else torch.cat([p.flatten(1) for p in pairs], 1)
         return checked_pairs(flat, (lambda samples: by_rows.squared_norms(self.some(samples))) if exactly else None)
 
@@ -263,10 +263,7 @@ class FactoredGrad(PerSampleGrad):
     def sum(self, weights: Tensor | None) -> Tensor:
         weighted = _samples_to_sum(weights)
         if weighted is not None and weights is not None:
-            return self.some(weighted)._sum(weights[weighted])
-        return self._sum(weights)
-
-    def _sum(self, weights: Tensor | None) -> Tensor:
+            return self.some(weighted).sum(weights[weighted])
         summed = _summed_term(self.terms[0], weights)
         for term in self.terms[1:]:
             summed = summed + _summed_term(term, weights)
