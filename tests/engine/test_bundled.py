@@ -67,6 +67,11 @@ def test_sums_are_not_remembered(net):
         weights.mul_(-3)
 
 
+def test_a_sum_with_weights_of_zero(net):
+    found = sw.gradients(losses_of(net), net).sum(torch.zeros(5).double())
+    assert not any(total.any() for total in found.values())
+
+
 def test_sums_of_some_parameters_before_others(net):
     """Weights of each parameter differ, also between calls of which not all sums were used."""
     g = sw.gradients(losses_of(net), net)
