@@ -24,8 +24,10 @@ from samplewise.engine.registered_hooks import foreign_hooks, removed_afterwards
 
 Arrived = Callable[[int, dict[int, Tensor]], None]
 
-# Gradients with at most this many elements in total fit the CPU cache: a pass may return them all at its end.
-FITS_CACHE = 2**18
+# Gradients with at most this many elements in total, and in one tensor, stay in the CPU caches: a pass may return them
+# all at its end.
+FITS_CACHE = 2**20
+ONE_FITS_CACHE = 2**17
 
 
 def gradients_at(
@@ -62,6 +64,7 @@ class Stops(NamedTuple):
     slots: dict[int, list[int]]  # output slots that receive a gradient, by node, consumers first
     ends: frozenset[int]  # nodes with none of the others below them: autograd does not run them
     elements: int  # number of elements of all gradients
+    largest: int  # number of elements of the largest gradient
 
 
 def stops_at(graph: Graph, nodes: Iterable[Node]) -> Stops:
@@ -72,9 +75,10 @@ def stops_at(graph: Graph, nodes: Iterable[Node]) -> Stops:
         if node in chosen or node in above:
             above.update(consumer for consumer, _ in graph.consumers.get(node, ()))
     ordered = [node for node in graph.nodes if node in chosen]
-    elements = sum(numel(Edge(node, slot).shape) for node in ordered for slot in graph.used_slots(node))
+    sizes = [numel(Edge(node, slot).shape) for node in ordered for slot in graph.used_slots(node)]
     slots = {graph.index[node]: graph.used_slots(node) for node in ordered}
-    return Stops(slots, frozenset(graph.index[node] for node in ordered if node not in above), elements)
+    ends = frozenset(graph.index[node] for node in ordered if node not in above)
+    return Stops(slots, ends, sum(sizes), max(sizes, default=0))
 
 
 def backward_past(
@@ -91,7 +95,8 @@ def backward_past(
     others during it, while they are in the CPU cache.
     """
     # A prehook sees changes by earlier prehooks of the same node, the result of the pass does not.
-    if not during and stops.elements <= FITS_CACHE and not foreign_hooks():
+    fits = stops.elements <= FITS_CACHE and stops.largest <= ONE_FITS_CACHE
+    if fits and not during and not foreign_hooks():
         _pass_on_afterwards(graph, stops, arrived, weights, create_graph)
     else:
         _pass_on_during(graph, stops, arrived, weights, create_graph)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cmath
-import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any

@@ -177,7 +177,9 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     if ready is None:
         with g._evaluator.context():
             sums = dict(g._evaluator.release(quantity))
-        g._check_finite(may_overflow)
+        if may_overflow:
+            g._checks.add_tensors(finite_tensors, may_overflow)
+        g._settle()
         for name, total in sums.items():
             accumulate_grad(g._parameters[name], total.detach())
         return None
@@ -245,6 +247,10 @@ class Gradients:
     def structure_hash(self) -> int:
         """Hash of the graph structure: equal for graphs of the same operations, connected in the same way."""
         return self._graph.structure.hash
+
+    def is_planned(self) -> bool:
+        """Look up the plan of such graphs; False if this graph must be analyzed, with possible errors and warnings."""
+        return self._graph.samples == 1 or self._evaluator.find_plan()
 
     def prepare(self) -> Gradients:
         """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns self."""

@@ -184,14 +184,20 @@ class Planner:
         self._plan: Plan | None = None
 
     def plan(self) -> Plan:
-        if self._plan is None:
-            if not self.graph.sharded:  # `harmless_hooks` has those of sharded models
-                leave_out_forward_hooks(self.modules)
-            plan: Plan | None = self.graph.structure.plans.get(self.interacting)
-            if plan is None or not self._holds(plan):
-                plan = self._analyze()
-            self._plan = plan
+        if self._plan is None and not self.find():
+            self._plan = self._analyze()
+        assert self._plan is not None
         return self._plan
+
+    def find(self) -> bool:
+        """Look up the plan; False if there is none for such graphs, or if it does not hold for this one."""
+        if not self.graph.sharded:  # `harmless_hooks` has those of sharded models
+            leave_out_forward_hooks(self.modules)
+        plan: Plan | None = self.graph.structure.plans.get(self.interacting)
+        if plan is None or not self._holds(plan):
+            return False
+        self._plan = plan
+        return True
 
     def plan_by_probe(self) -> Plan:
         """Replace the plan by one that does not depend on derived ownership."""

@@ -67,6 +67,11 @@ class QuantityEvaluator:
         with self.context():
             self._planner.plan()
 
+    def find_plan(self) -> bool:
+        """Look up the plan; False if the graph must be analyzed."""
+        with self.context():
+            return self._planner.find()
+
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         """Return quantity(form, name) for each parameter in the graph, by name. Must be called inside `context`."""
         return self._chosen(self.strategy).evaluate(quantity)

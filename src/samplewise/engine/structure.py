@@ -1,7 +1,7 @@
 """Structure of an autograd graph: operations, their settings and connections, and shapes, without its tensors.
 
-`read_structure` returns one `Structure` for all graphs that are equal in these. A graph is first compared, node by node,
-with the structures that were read last; only a graph that differs from all of them is read in full.
+`read_structure` returns one `Structure` for all graphs that are equal in these. A graph is first compared with the
+structures that were read last; only a graph that differs from all of them is read in full.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _read(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structu
     records = []
     shapes = []
     for node in nodes:
-        kind = type(node)
+        kind: type | None = type(node)
         identity: object = None
         if kind is ACCUMULATE_GRAD:
             identity = leaf_names.get(id(node.variable))

@@ -25,7 +25,6 @@ from samplewise.transforms.measure import measure
 from samplewise.transforms.reference import Reference
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, rows_of
 
-
 EXACT = (torch.float32, torch.float64)  # dtypes of losses whose weights may be divided by B
 
 
@@ -153,15 +152,16 @@ class PerSampleAccumulator(Accumulator):
         """
         losses, counts = self.evaluator.losses(microbatch)
         check_finite(losses, positions)
-        if isinstance(positions, int):
-            positions = positions + torch.arange(len(losses)) if self._needs_positions else None
+        in_window = positions if isinstance(positions, Tensor) else None
+        if isinstance(positions, int) and self._needs_positions:
+            in_window = positions + torch.arange(len(losses))
         if counts is None and self._needs_counts:
             counts = torch.ones_like(losses)
         stats = SampleStats(
             losses=losses.detach(),
             counts=counts,
             batch=microbatch,
-            positions=positions,
+            positions=in_window,
             columns=self.evaluator.columns,
         )
         g = None
@@ -214,7 +214,7 @@ class WeightedAccumulator(PerSampleAccumulator):
         coefficients = stats.coefficients
         countable = stats.counts is None and stats.shares is None and losses.dtype in EXACT
         if countable and isinstance(coefficients, Tensor):
-            self._sum(microbatch, losses, g, coefficients / len(stats))
+            self._sum(microbatch, losses, g, coefficients / losses.shape[0])
             return stats.result(), True
         self._sum(microbatch, losses, g, coefficients)
         return stats.result(), False

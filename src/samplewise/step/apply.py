@@ -268,10 +268,10 @@ class GradNorms:
         self._unit: float | Tensor = 1.0
         self._sharded = sharded
         self._copies = copies  # number of ranks that hold the same shard
-        norms = torch._foreach_norm([*gradients, *others])
+        norms: Sequence[Tensor] = torch._foreach_norm([*gradients, *others])
         if len({norm.device for norm in norms}) > 1:
             norms = [norm.to(norms[0].device) for norm in norms]
-        stacked = torch.stack(norms)
+        stacked = torch.stack(list(norms))
         self._all = self._over_ranks(stacked) if sharded else stacked
 
     def _over_ranks(self, norms: Tensor) -> Tensor:

@@ -161,6 +161,8 @@ class LossEvaluator:
 
 def _prepared(g: Gradients) -> Gradients:
     """Prepare `g`; raise also if samples may interact, where the engine only warns."""
+    if g.is_planned():
+        return g
     with warnings.catch_warnings():
         warnings.simplefilter("error", SamplesMayInteractWarning)
         return g.prepare()

@@ -290,9 +290,8 @@ class WindowBuilder:
     def _add_gradients(self, microbatches: Sequence[Any], whole: bool) -> list[SampleStats]:
         window = self.window
         accumulator = self._accumulator
-        plain = isinstance(accumulator, PlainAccumulator)
         divides = whole and not self._sums_only
-        if plain and divides:
+        if divides and isinstance(accumulator, PlainAccumulator):
             stats, window.divided = accumulator.add_mean(microbatches[0])
             return [stats]
         if not accumulator.needs_window:

@@ -59,9 +59,9 @@ class Stage:
         for t in self.transforms:
             if t.window:
                 coefficients = split_values(call(t, concatenate(parts)), [len(p) for p in parts])
+                parts = [p.scaled(c, t.renormalises) for p, c in zip(parts, coefficients, strict=True)]
             else:
-                coefficients = [t(p) for p in parts]
-            parts = [p.scaled(c, t.renormalises) for p, c in zip(parts, coefficients, strict=True)]
+                parts = [p.scaled(t(p), t.renormalises) for p in parts]
         return parts
 
 

@@ -21,28 +21,42 @@ def is_small(form: object) -> bool:
 
 def bundled(forms: Mapping[str, DenseGrad]) -> dict[str, DenseGrad]:
     """The same gradients, with those of one dtype and device in one matrix."""
-    kinds: dict[object, list[str]] = {}
+    together: dict[str, DenseGrad] = {}
+    bundles: dict[object, _Bundle] = {}
     for name, form in forms.items():
-        kinds.setdefault((form.parts[0].dtype, form.parts[0].device), []).append(name)
-    together = dict(forms)
-    for names in kinds.values():
-        if len(names) > 1:
-            bundle = _Bundle([forms[name].parts[0] for name in names])
-            together.update((name, BundledGrad(bundle, number)) for number, name in enumerate(names))
+        rows = form.parts[0]
+        bundle = bundles.get((rows.dtype, rows.device))
+        if bundle is None:
+            bundle = bundles[rows.dtype, rows.device] = _Bundle(form.samples)
+        together[name] = BundledGrad(bundle, bundle.add(rows))
+    for bundle in bundles.values():
+        bundle.complete()
     return together
 
 
 class _Bundle:
     """Matrix (b, sum of widths) of the rows of several parameters."""
 
-    def __init__(self, rows: list[Tensor]):
-        samples = rows[0].shape[0]
-        self.shapes = [tuple(each.shape[1:]) for each in rows]
-        flat = [each.reshape(samples, -1) for each in rows]
-        self.widths = [each.shape[1] for each in flat]
-        self.matrix = torch.cat(flat, 1)
+    def __init__(self, samples: int):
+        self.samples = samples
+        self.shapes: list[tuple[int, ...]] = []
+        self.widths: list[int] = []
+        self._rows: list[Tensor] = []
         self._sums: dict[int, Tensor] = {}  # by parameter, those that were not returned yet
         self._weights: tuple[Tensor | None, int] = (None, 0)  # of these sums, and their version
+
+    def add(self, rows: Tensor) -> int:
+        """Add the rows (b, *shape) of a parameter; return its number."""
+        self.shapes.append(tuple(rows.shape[1:]))
+        flat = rows.reshape(self.samples, -1)
+        self.widths.append(flat.shape[1])
+        self._rows.append(flat)
+        return len(self._rows) - 1
+
+    def complete(self) -> None:
+        """Copy the rows into the matrix: from now on, the tensors they came from may change."""
+        self.matrix = torch.cat(self._rows, 1)
+        self._rows.clear()
 
     @cached_property
     def norms(self) -> Tensor:
@@ -79,7 +93,7 @@ class BundledGrad(DenseGrad):
         self.bundle = bundle
         self.number = number
         self.shape = bundle.shapes[number]
-        self.samples = bundle.matrix.shape[0]
+        self.samples = bundle.samples
         self.step = self.samples
 
     @cached_property

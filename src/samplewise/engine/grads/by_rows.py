@@ -181,4 +181,5 @@ def weighted_sum(rows: Tensor, weights: Tensor | None) -> Tensor:
     """Sum over b of weights[b] times row b; None means weights of one."""
     if weights is None:
         return rows.sum(0)
-    return (_flat(rows).T @ weights.to(rows.dtype)).view(rows.shape[1:])
+    flat = rows.reshape(rows.shape[0], -1)
+    return torch.mv(flat.t(), weights.to(rows.dtype)).view(rows.shape[1:])

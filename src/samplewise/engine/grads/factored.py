@@ -281,13 +281,12 @@ class FactoredGrad(PerSampleGrad):
 
     def sum(self, weights: Tensor | None) -> Tensor:
         weighted = _samples_to_sum(weights)
+        terms = self.terms
         if weighted is not None and weights is not None:
-            return self.some(weighted)._sum(weights[weighted])
-        return self._sum(weights)
-
-    def _sum(self, weights: Tensor | None) -> Tensor:
-        summed = _summed_term(self.terms[0], weights)
-        for term in self.terms[1:]:
+            terms = self.some(weighted).terms
+            weights = weights[weighted]
+        summed = _summed_term(terms[0], weights)
+        for term in terms[1:]:
             summed = summed + _summed_term(term, weights)
         return summed.view(self.shape) if summed.is_contiguous() else summed.reshape(self.shape)
 

@@ -1,0 +1,127 @@
+"""Gradients of small parameters are computed together, and are the same as if each were computed alone."""
+
+import pytest
+import torch
+from by_loop import assert_as_loop, rows_by_loop
+from torch import nn
+
+import samplewise as sw
+from samplewise.engine import plan
+from samplewise.engine.grads.bundled import BundledGrad
+from samplewise.errors import NonFiniteGradientError
+
+X = torch.linspace(-2, 2, 20).double().sin().view(5, 4)
+
+
+@pytest.fixture
+def net():
+    layers = (nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3), nn.PReLU(), nn.Linear(3, 2))
+    return nn.Sequential(*layers).double()
+
+
+def losses_of(net):
+    return net(X).square().sum(1)
+
+
+def expected_sums(net, weights):
+    return {name: torch.tensordot(weights, rows, 1) for name, rows in rows_by_loop(losses_of(net), net).items()}
+
+
+def assert_sums(found, expected):
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total)
+
+
+def test_small_parameters_share_a_matrix(net, monkeypatch):
+    monkeypatch.setattr(plan, "foreign_hooks", lambda: 0)  # other tests may have registered some
+    g = sw.gradients(losses_of(net), net)
+    forms = g._evaluator.forms()
+    bundles = {id(form.bundle) for form in forms.values() if isinstance(form, BundledGrad)}
+    assert len(bundles) == 1
+    assert sum(isinstance(form, BundledGrad) for form in forms.values()) > 4
+    assert_as_loop(losses_of(net), net)
+
+
+def test_norms_of_parameters_before_and_after_those_of_samples(net):
+    rows = rows_by_loop(losses_of(net), net)
+    expected = {name: row.reshape(5, -1).norm(dim=1) for name, row in rows.items()}
+    for order in ((None, "parameter", None), ("parameter", None, "parameter")):
+        g = sw.gradients(losses_of(net), net)
+        for by in order:
+            if by is None:
+                torch.testing.assert_close(g.norms(), torch.stack(list(expected.values())).norm(dim=0))
+            else:
+                assert_sums(g.norms(by=by), expected)
+
+
+def test_sums_are_not_remembered(net):
+    """Neither changed weights nor changed results have an effect on the next sum."""
+    g = sw.gradients(losses_of(net), net)
+    weights = torch.tensor([1.0, 0.5, 2.0, 3.0, 0.0]).double()
+    for _ in range(2):
+        found = g.sum(weights)
+        assert_sums(found, expected_sums(net, weights))
+        for total in found.values():
+            total.fill_(9)
+        assert_sums(g.sum(weights), expected_sums(net, weights))
+        weights.mul_(-3)
+
+
+def test_a_sum_with_weights_of_zero(net):
+    found = sw.gradients(losses_of(net), net).sum(torch.zeros(5).double())
+    assert not any(total.any() for total in found.values())
+
+
+def test_sums_of_some_parameters_before_others(net):
+    """Weights of each parameter differ, also between calls of which not all sums were used."""
+    g = sw.gradients(losses_of(net), net)
+    first = torch.arange(5).double()
+    forms = g._evaluator.forms()
+    forms["0.bias"].sum(first)
+    other = first.cos()
+    for name, weights in zip(g.names, [first, other] * len(g.names), strict=False):
+        torch.testing.assert_close(forms[name].sum(weights), expected_sums(net, weights)[name])
+    by_name = {name: torch.full((5,), k + 1.0).double() for k, name in enumerate(g.names)}
+    found = g.sum(by_name)
+    for name, weights in by_name.items():
+        torch.testing.assert_close(found[name], expected_sums(net, weights)[name])
+
+
+def test_gradients_of_several_dtypes():
+    layers = nn.ModuleList([nn.Linear(4, 4).double(), nn.Linear(4, 4)])
+    for strategy in ("fused", "twice"):
+        losses = layers[1](layers[0](X).tanh().float()).square().sum(1)
+        assert_as_loop(losses, layers, rtol=1e-5, atol=1e-6, strategy=strategy)
+
+
+def test_weights_that_were_made_in_inference_mode(net):
+    g = sw.gradients(losses_of(net), net)
+    with torch.inference_mode():
+        weights = torch.arange(5).double()
+    assert_sums(g.sum(weights), expected_sums(net, torch.arange(5).double()))
+
+
+def test_gradients_accumulate_in_place(net):
+    g = sw.gradients(losses_of(net), net)
+    weights = torch.linspace(0, 1, 5).double()
+    for _ in range(2):
+        g.backward(weights)
+    for name, total in expected_sums(net, weights).items():
+        torch.testing.assert_close(net.get_parameter(name).grad, 2 * total)
+    net.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for p in net.parameters())
+
+
+def test_a_sum_that_overflows_although_norms_are_finite():
+    """Weights above 1 may overflow; weights of at most 1 cannot."""
+    layer = nn.Linear(3, 2)
+    x = torch.full((4, 3), 1e10)
+    losses = (layer(x) * 1e5).sum(1)
+    g = sw.gradients(losses, layer)
+    assert g.norms().isfinite().all()
+    g.backward(torch.ones(4))
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    g = sw.gradients((layer(x) * 1e5).sum(1), layer)
+    g.norms()
+    with pytest.raises(NonFiniteGradientError):
+        g.backward(torch.full((4,), 1e30))
