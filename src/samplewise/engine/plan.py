@@ -306,8 +306,10 @@ class GradBuilder:
             # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
             read = [tensor for name, tensor in saved.items() if not name.startswith("weight")]
             tensors = [*read, *gradients.values()]
-            if not all(isinstance(form, DenseGrad) and form.is_apart_from(tensors) for form in forms):
-                self.versions.record(tensors)
+            for form in forms:
+                if not (isinstance(form, DenseGrad) and form.is_apart_from(tensors)):
+                    self.versions.record(tensors)
+                    break
 
     def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> list[PerSampleGrad]:
         """Convert the representation of an operand into those of the parameters below it. Returns those that may refer

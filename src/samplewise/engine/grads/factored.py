@@ -25,6 +25,10 @@ from samplewise.engine.grads.dense import DenseGrad
 CANCELLED = 1e-3
 # Samples of weight zero are left out of a sum if at most this fraction of the samples remains.
 ENOUGH_LEFT = 0.75
+# Rows of up to this many times the size of the factors give norms and weighted sum faster than the factors do. They are
+# kept only if they have few elements, to save memory.
+ROWS_PAY = 1.75
+FEW_ELEMENTS = 2**20
 # Maximum number of elements of one tensor of kept rows: the allocator keeps the memory of smaller tensors when they are
 # freed, see `core.allocator`.
 LARGEST_PART = 2**22
@@ -163,16 +167,17 @@ class FactoredGrad(PerSampleGrad):
         return FactoredGrad([Term(_some(t.left, samples), _some(t.right, samples)) for t in self.terms], self.shape)
 
     def compact(self) -> PerSampleGrad:
-        """Rows if they need no more memory than the factors; then rows are also faster than pairs of tokens."""
-        if not self._has_small_rows():
+        """Rows if they need no more memory than the factors, or little; then rows are faster than pairs of tokens."""
+        width = prod(self.shape)
+        few = self.samples * width <= FEW_ELEMENTS
+        if width > (ROWS_PAY if few else 1) * self._stored():
             return self
-        step = max(1, LARGEST_PART // prod(self.shape))
+        step = max(1, LARGEST_PART // max(width, 1))
         return DenseGrad(*(self.rows(at, min(at + step, self.samples)) for at in range(0, self.samples, step)))
 
     def _has_small_rows(self) -> bool:
-        return prod(self.shape) <= self._stored
+        return prod(self.shape) <= self._stored()
 
-    @property
     def _stored(self) -> int:
         """Number of elements of the factors of one sample."""
         stored = 0
@@ -198,7 +203,7 @@ class FactoredGrad(PerSampleGrad):
         left, right = self.terms[0]
         if len(self.terms) == 1 and isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape[1] == 1:
             return flat_squared_norms(left.flatten(1)) * flat_squared_norms(right.flatten(1))
-        if prod(self.shape) <= ROWS_PAY_FOR_NORMS * self._stored:
+        if prod(self.shape) <= ROWS_PAY_FOR_NORMS * self._stored():
             return by_rows.squared_norms(self)
         return self._squared_norms_by_pairs(exactly)
 
@@ -413,8 +418,8 @@ def _add_pairs_within(pairs: PairSums, term: Term) -> None:
         return
     step = 16 * -(-term.tokens // 64)
     for at in range(0, term.tokens, step):
-        grams = (torch.bmm(f[:, at:], f[:, at : at + step].transpose(1, 2)) for f in (left, right))
-        pairs.add(*grams, multiple=2, once=min(step, term.tokens - at))
+        of_left, of_right = (torch.bmm(f[:, at:], f[:, at : at + step].transpose(1, 2)) for f in (left, right))
+        pairs.add(of_left, of_right, multiple=2, once=min(step, term.tokens - at))
 
 
 def _dot_term(term: Term, matrix: Tensor) -> Tensor:
