@@ -27,8 +27,8 @@ def measure(workload: str, contender: str, job: str, threads: int) -> int:
 
 def peak_above_start(workload: str, contender: str, job: str, threads: int) -> int:
     import torch
+    from catalogue import build
     from peers import CONTENDERS
-    from workloads import build
 
     torch.set_num_threads(threads)
     work = build(workload)

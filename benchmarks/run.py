@@ -18,10 +18,11 @@ from dataclasses import replace
 import memory
 import timing
 import torch
+from catalogue import WORKLOADS, build
 from peers import PEERS, Contender, Plain, Samplewise
 from results import JOBS, Cells, Result, failed, jobs_of
 from timing import Timing
-from workloads import WORKLOADS, build
+from workloads import MEDIUM_NETS
 
 Columns = dict[str, Cells]  # by workload
 
@@ -50,7 +51,7 @@ def parse() -> argparse.Namespace:
     unknown = [name for name in options.workloads if name not in WORKLOADS]
     if unknown:
         parser.error(f"a workload must be one of {', '.join(WORKLOADS)}; found {unknown[0]}.")
-    options.workloads = options.workloads or list(WORKLOADS)
+    options.workloads = options.workloads or list(MEDIUM_NETS)
     return options
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+from catalogue import build
 from torch import Tensor, nn
-from workloads import Workload, build, classification
+from workloads import Workload, classification
 
 import samplewise as sw
 
