@@ -1,7 +1,7 @@
 """Five networks of real size with random weights, as workloads of the benchmark.
 
-Dropout is zero, so that all methods compute the same gradients. ResNet-18 and ViT-S follow the rule of workloads.py: one
-module per parameter, and position ids of shape (B, T).
+Dropout is zero, so that all methods compute the same gradients. ResNet-18 and ViT-S follow the rule of workloads.py:
+one module per parameter, and position ids of shape (B, T).
 """
 
 from collections.abc import Callable
