@@ -1,0 +1,186 @@
+"""Tables of one pass: norms, clipped sums and rows of per-sample gradients, relative to a plain step.
+
+A plain step is a forward pass and `losses.mean().backward()`. Every result is first compared with that of the loop over
+single samples. Time is measured interleaved in one process, peak memory in a process each.
+"""
+
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import memory
+import torch
+from catalogue import TITLES, build
+from peers import PEERS, Contender, Loop, OpacusGhost, OpacusHooks, Plain, Samplewise, Vmap
+from real_nets import REAL_NETS
+from results import JOBS, Cells, Judge, Result, failed, jobs_of
+from tables import Options, Table
+from timing import Call, interleaved, seconds
+from workloads import MEDIUM_NETS, Workload
+
+Columns = dict[str, Cells]  # by workload
+Entry = tuple[type[Contender], str]  # contender and job
+OURS: list[Entry] = [(Samplewise, job) for job in ("norms", "clipped_sum", "clipped_sum_twice")]
+
+
+def medium(options: Options) -> Iterator[Table]:
+    contenders = [Samplewise, *(PEERS if options.peers else [])]
+    entries = [(contender, job) for contender in contenders for job in jobs_of(contender)]
+    yield from tables("medium", options.choose(MEDIUM_NETS), OURS if options.quick else entries, options)
+
+
+def real(options: Options) -> Iterator[Table]:
+    peers = [(contender, "clipped_sum") for contender in (Vmap, OpacusHooks, OpacusGhost, Loop) if options.peers]
+    yield from tables("real", options.choose(REAL_NETS), [*OURS, *peers], options)
+
+
+def tables(key: str, names: list[str], entries: list[Entry], options: Options) -> Iterator[Table]:
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        timings = {name: time(build(name), entries, options.rounds) for name in names}
+        yield from time_tables(f"{key}-{threads}", timings, options.caption(threads))
+    if options.memory:
+        threads = options.threads[-1]
+        yield from memory_tables(f"{key}-memory", {name: t.cells for name, t in timings.items()}, threads)
+
+
+# ----------------------------------------------------------------------------------------------------- time
+
+
+@dataclass(frozen=True)
+class Timing:
+    plain_ms: float
+    cells: Cells
+    walk: Result  # as a share of a plain step
+
+
+def time(work: Workload, entries: list[Entry], rounds: int) -> Timing:
+    plain = Plain(work).step
+    plain(), plain()
+    cells, calls = warm_up(work, entries)
+    series = interleaved(work.name, plain, calls, rounds)
+    cells |= {entry: Result(found.ratio) for entry, found in series.items()}
+    for (contender, job), result in cells.items():
+        why = f"  ({result.why})" if result.why else ""
+        print(f"{work.name}: {contender.name}, {JOBS[job]}: {result}{why}", file=sys.stderr)
+    plain_times = [s for found in series.values() for s in found.plain] or [seconds(plain) for _ in range(rounds)]
+    ordered = {entry: cells[entry] for entry in entries}
+    return Timing(1e3 * statistics.median(plain_times), ordered, walk_share(work, plain, rounds))
+
+
+def warm_up(work: Workload, entries: list[Entry]) -> tuple[Cells, dict[Entry, Call]]:
+    """Cells of the contenders that fail or are wrong, and the calls to measure for the others."""
+    judge = Judge(work)
+    built: dict[type[Contender], Contender] = {}
+    cells: Cells = {}
+    calls: dict[Entry, Call] = {}
+    for contender, job in entries:
+        try:
+            if contender not in built:
+                built[contender] = contender(work)
+            call = getattr(built[contender], job)
+            verdict = judge.verdict(job, call())
+        except Exception as error:  # the other contenders are still measured
+            verdict = failed(error)
+        if verdict is None:
+            calls[contender, job] = call
+        else:
+            cells[contender, job] = verdict
+    return cells, calls
+
+
+def walk_share(work: Workload, plain: Call, rounds: int) -> Result:
+    try:
+        walk = Samplewise(work).walk
+        walk(), walk()
+        times = [(walk(), seconds(plain)) for _ in range(rounds)]
+    except Exception as error:
+        return failed(error)
+    return Result(statistics.median(walk / plain for walk, plain in times))
+
+
+def time_tables(key: str, timings: dict[str, Timing], caption: str) -> Iterator[Table]:
+    columns = {name: t.cells for name, t in timings.items()}
+    plain = ["plain step, ms", "", *(f"{t.plain_ms:.0f}" for t in timings.values())]
+    walk = ["walk and plan", Samplewise.name, *(percent(t.walk) for t in timings.values())]
+    title = f"Time as a multiple of one plain step ({key})"
+    caption = f"Multiples of a plain step (forward and backward pass). {caption}"
+    yield Table(key, title, [header(columns), *all_rows(columns), plain, walk], caption, reasons(columns))
+    if any(contender is not Samplewise for contender in contenders_of(columns)):
+        short = [row for job in JOBS for row in [*job_rows(columns, job, [Samplewise]), *best_peer_row(columns, job)]]
+        yield Table(f"{key}-short", f"{title}, summary", [header(columns), *short, plain], caption)
+
+
+# --------------------------------------------------------------------------------------------------- memory
+
+
+def memory_tables(key: str, timed: Columns, threads: int) -> Iterator[Table]:
+    plain = {name: memory.measure(name, Plain.__name__, "step", threads) for name in timed}
+    columns = {name: memory_of(name, timed[name], threads, plain[name]) for name in timed}
+    rows = [*all_rows(columns), ["plain step, MB", "", *(f"{bytes_ / 1e6:.0f}" for bytes_ in plain.values())]]
+    caption = "Peak memory above that before the step, as a multiple of the plain step's; a process each."
+    yield Table(key, f"Peak memory as a multiple of one plain step's ({key})", [header(columns), *rows], caption)
+
+
+def memory_of(name: str, timed: Cells, threads: int, plain: int) -> Cells:
+    """Peak memory of every contender and job that could be timed."""
+    cells = {key: replace(result, why="") for key, result in timed.items()}  # printed below the other table
+    for contender, job in (key for key, result in timed.items() if result.value is not None):
+        try:
+            result = Result(memory.measure(name, contender.__name__, job, threads) / plain)
+        except Exception as error:
+            result = failed(error)
+        cells[contender, job] = result
+        print(f"{name}: memory of {contender.name}, {JOBS[job]}: {result} {result.why}", file=sys.stderr)
+    return cells
+
+
+# ----------------------------------------------------------------------------------------------------- rows
+
+
+def header(columns: Columns) -> list[str]:
+    return ["", "", *(TITLES[name] for name in columns)]
+
+
+def all_rows(columns: Columns) -> list[list[str]]:
+    return [row for job in JOBS for row in job_rows(columns, job, contenders_of(columns))]
+
+
+def job_rows(columns: Columns, job: str, contenders: list[type[Contender]]) -> list[list[str]]:
+    measured = {entry for cells in columns.values() for entry in cells}
+    found = [c for c in contenders if (c, job) in measured]
+    return [[JOBS[job], c.name, *(str(cells[c, job]) for cells in columns.values())] for c in found]
+
+
+def best_peer_row(columns: Columns, job: str) -> list[list[str]]:
+    if not any(j == job and c is not Samplewise for cells in columns.values() for c, j in cells):
+        return []
+    return [[JOBS[job], "*best other*", *(best_peer(cells, job) for cells in columns.values())]]
+
+
+def contenders_of(columns: Columns) -> list[type[Contender]]:
+    present = {c for cells in columns.values() for c, _ in cells}
+    return [c for c in [Samplewise, *PEERS] if c in present]
+
+
+def best_peer(cells: Cells, job: str) -> str:
+    peers = {c: r.value for (c, j), r in cells.items() if j == job and c is not Samplewise and r.value is not None}
+    if not peers:
+        return "none"
+    best = min(peers, key=lambda c: peers[c])
+    return f"{Result(peers[best])} {best.name}"
+
+
+def percent(share: Result) -> str:
+    return str(share) if share.value is None else f"{share.value:.1%}"
+
+
+def reasons(columns: Columns) -> tuple[str, ...]:
+    """Reasons for cells without a number: the first one of each contender and workload."""
+    found: dict[str, str] = {}
+    for name, cells in columns.items():
+        for (contender, _), result in cells.items():
+            if result.why:
+                found.setdefault(f"{contender.name} on {name}", f"{result.word} ({result.why[:160]})")
+    return tuple(f"{where}: {what}" for where, what in found.items())

@@ -1,0 +1,64 @@
+"""Markdown tables, printed and written into documents."""
+
+import os
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of all tables."""
+
+    rounds: int
+    threads: list[int]
+    nets: list[str]  # empty: all networks of the table
+    peers: bool = True
+    memory: bool = True
+    quick: bool = False
+
+    def choose(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not self.nets or name in self.nets]
+
+    def caption(self, threads: int) -> str:
+        count = f"{threads} thread{'' if threads == 1 else 's'}"
+        return f"torch {torch.__version__}, float32, {count}, medians of {self.rounds} rounds; {processor()}."
+
+
+def processor() -> str:
+    """Model and number of the processors that this process may use."""
+    found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{found[1] if found else platform.machine()}, {len(os.sched_getaffinity(0))} logical cores"
+
+
+@dataclass(frozen=True)
+class Table:
+    """`key` names the place of the table in documents: between `<!-- KEY -->` and `<!-- /KEY -->`."""
+
+    key: str
+    title: str
+    rows: list[list[str]]  # the first one is the header
+    caption: str = ""
+    notes: tuple[str, ...] = ()  # one list item each, printed but not written
+
+    @property
+    def markdown(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        head, *body = ("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in self.rows)
+        rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+        return "\n".join([head, rule, *body, *(["", self.caption] if self.caption else [])])
+
+    def __str__(self) -> str:
+        return "\n".join(["", f"### {self.title}", "", self.markdown, "", *(f"- {note}" for note in self.notes)])
+
+
+def write(table: Table, path: Path) -> bool:
+    """Replace the text between the markers of the table; False if the document has none."""
+    text = path.read_text()
+    place = re.compile(rf"(?<=<!-- {table.key} -->\n).*?(?=\n<!-- /{table.key} -->)", re.DOTALL)
+    path.write_text(place.sub(lambda _: f"\n{table.markdown}\n", text))
+    return bool(place.search(text))
