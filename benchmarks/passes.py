@@ -109,12 +109,8 @@ def time_tables(key: str, timings: dict[str, Timing], caption: str) -> Iterator[
     columns = {name: t.cells for name, t in timings.items()}
     plain = ["plain step, ms", "", *(f"{t.plain_ms:.0f}" for t in timings.values())]
     walk = ["walk and plan", Samplewise.name, *(percent(t.walk) for t in timings.values())]
-    title = f"Time as a multiple of one plain step ({key})"
     caption = f"Multiples of a plain step (forward and backward pass). {caption}"
-    yield Table(key, title, [header(columns), *all_rows(columns), plain, walk], caption, reasons(columns))
-    if any(contender is not Samplewise for contender in contenders_of(columns)):
-        short = [row for job in JOBS for row in [*job_rows(columns, job, [Samplewise]), *best_peer_row(columns, job)]]
-        yield Table(f"{key}-short", f"{title}, summary", [header(columns), *short, plain], caption)
+    yield from long_and_short(key, f"Time as a multiple of one plain step ({key})", columns, [plain, walk], caption)
 
 
 # --------------------------------------------------------------------------------------------------- memory
@@ -123,9 +119,9 @@ def time_tables(key: str, timings: dict[str, Timing], caption: str) -> Iterator[
 def memory_tables(key: str, timed: Columns, threads: int) -> Iterator[Table]:
     plain = {name: memory.measure(name, Plain.__name__, "step", threads) for name in timed}
     columns = {name: memory_of(name, timed[name], threads, plain[name]) for name in timed}
-    rows = [*all_rows(columns), ["plain step, MB", "", *(f"{bytes_ / 1e6:.0f}" for bytes_ in plain.values())]]
+    used = ["plain step, MB", "", *(f"{bytes_ / 1e6:.0f}" for bytes_ in plain.values())]
     caption = "Peak memory above that before the step, as a multiple of the plain step's; a process each."
-    yield Table(key, f"Peak memory as a multiple of one plain step's ({key})", [header(columns), *rows], caption)
+    yield from long_and_short(key, f"Peak memory as a multiple of one plain step's ({key})", columns, [used], caption)
 
 
 def memory_of(name: str, timed: Cells, threads: int, plain: int) -> Cells:
@@ -144,12 +140,18 @@ def memory_of(name: str, timed: Cells, threads: int, plain: int) -> Cells:
 # ----------------------------------------------------------------------------------------------------- rows
 
 
+def long_and_short(key: str, title: str, columns: Columns, ends: list[list[str]], caption: str) -> Iterator[Table]:
+    """Table of all contenders and, if there are peers, one of samplewise and the best of them."""
+    contenders = contenders_of(columns)
+    rows = [row for job in JOBS for row in job_rows(columns, job, contenders)]
+    yield Table(key, title, [header(columns), *rows, *ends], caption, reasons(columns))
+    if contenders != [Samplewise]:
+        rows = [row for job in JOBS for row in [*job_rows(columns, job, [Samplewise]), *best_peer_row(columns, job)]]
+        yield Table(f"{key}-short", f"{title}, summary", [header(columns), *rows, *ends], caption)
+
+
 def header(columns: Columns) -> list[str]:
     return ["", "", *(TITLES[name] for name in columns)]
-
-
-def all_rows(columns: Columns) -> list[list[str]]:
-    return [row for job in JOBS for row in job_rows(columns, job, contenders_of(columns))]
 
 
 def job_rows(columns: Columns, job: str, contenders: list[type[Contender]]) -> list[list[str]]:

@@ -87,8 +87,8 @@ def show(name: str, options: Options, documents: list[Path]) -> bool:
     try:
         for table in TABLES[name](options):
             print(table, flush=True)
-            for document in documents:
-                write(table, document)
+            places = [str(document) for document in documents if write(table, document)]
+            print(f"{table.key}: written to {', '.join(places) or 'no document'}", file=sys.stderr)
     except Exception:  # the other tables are still measured
         traceback.print_exc()
         return False

@@ -59,6 +59,7 @@ class Table:
 def write(table: Table, path: Path) -> bool:
     """Replace the text between the markers of the table; False if the document has none."""
     text = path.read_text()
-    place = re.compile(rf"(?<=<!-- {table.key} -->\n).*?(?=\n<!-- /{table.key} -->)", re.DOTALL)
-    path.write_text(place.sub(lambda _: f"\n{table.markdown}\n", text))
-    return bool(place.search(text))
+    place = re.compile(rf"(<!-- {table.key} -->\n).*?(<!-- /{table.key} -->)", re.DOTALL)
+    written, places = place.subn(lambda found: f"{found[1]}\n{table.markdown}\n\n{found[2]}", text)
+    path.write_text(written)
+    return places > 0
