@@ -70,7 +70,7 @@ WORKS = {
     "cnn-by-hand": Work("the same, JAX with products", "cnn by hand", cnn, (1, 28, 28), 1e-3, 0.9, 100),
     "transformer": Work("transformer, d 64, T 32, Adam", "transformer", Transformer, (32, 64), 1e-4, None, 50),
 }
-QUICK = ("linear", "mlp", "cnn")
+QUICK = ("linear", "mlp")
 COLUMNS = {
     "plain_loop": "plain loop",
     "over": "`step.over`",
