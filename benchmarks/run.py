@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--flush-denormal", action="store_true", help="treat numbers below 1e-38 as zero, as JAX does")
+    parser.add_argument("--flush-denormal", action="store_true", help="of the table single: 1e-38 and less is zero")
     parser.add_argument("--write", nargs="+", type=Path, default=[], metavar="FILE", help="for example docs/speed.md")
     arguments = parser.parse_args()
     for kind, found, known in [("table", arguments.tables, TABLES), ("net", arguments.nets, {**WORKLOADS, **WORKS})]:

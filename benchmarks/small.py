@@ -1,24 +1,30 @@
 """Table of clipped updates of small networks: SGD without momentum, relative to the textbook update without clipping.
 
-One thread and one process: in every round each loop makes the same number of updates, next to a textbook loop of its
-own. The movement of the parameters is first compared with that of a loop over single samples.
+One thread, and a process for each row, because methods in one process change each other's times by up to a third: in
+every round one loop of the method runs next to one textbook loop. The movement of the parameters is first compared with
+that of a loop over single samples.
+
+python small.py ROW ROUNDS WORKLOAD ... prints the numbers of one row as JSON.
 """
 
 import copy
+import json
 import statistics
 import sys
-import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 
+import isolated
 import torch
 from catalogue import TITLES, build
 from peers import Contender, Loop, OpacusHooks, Vmap, total_norm
 from results import TOLERANCE, Result, failed
 from small_nets import SMALL_NETS
 from tables import Options, Table
-from timing import Call, interleaved
+from timing import interleaved
 from torch import Tensor
 from workloads import Workload
 
@@ -164,38 +170,41 @@ PEERS: Rows = {
 
 
 def small(options: Options) -> Iterator[Table]:
-    torch.set_num_threads(1)
-    rows = OURS | (PEERS if options.peers else {})
-    columns = {name: measure(build(name), rows, options.rounds) for name in options.choose(SMALL_NETS)}
-    header = ["", *(TITLES[name] for name in columns)]
-    body = [[row, *(str(cells[row]) for _, cells in columns.values())] for row in rows]
-    plain = ["textbook update, µs", *(f"{1e6 * seconds:.0f}" for seconds, _ in columns.values())]
-    reasons = [f"{row}: {cells[row].why}" for _, cells in columns.values() for row in rows if cells[row].why]
+    names = options.choose(SMALL_NETS)
+    rows = {row: cells_of(row, names, options.rounds) for row in OURS | (PEERS if options.peers else {})}
+    header = ["", *(TITLES[name] for name in names)]
+    body = [[row, *(str(cell) for _, cell in cells)] for row, cells in rows.items()]
+    plain = [min(seconds for seconds, _ in column) for column in zip(*rows.values(), strict=True)]
+    reasons = [f"{row}: {cell.why}" for row, cells in rows.items() for _, cell in cells if cell.why]
     caption = f"Clipped updates as multiples of a textbook update without clipping. {options.caption(threads=1)}"
     title = "Clipped updates of small networks as a multiple of a textbook update"
-    yield Table("small", title, [header, *body, plain], caption, tuple(reasons))
+    last = ["textbook update, µs", *(f"{1e6 * seconds:.0f}" for seconds in plain)]
+    yield Table("small", title, [header, *body, last], caption, tuple(reasons))
 
 
-def measure(work: Workload, rows: Rows, rounds: int) -> tuple[float, dict[str, Result]]:
-    """Seconds of a textbook update, and the ratio of each row to it."""
-    expected = movement(ByPeer(work, Loop))
-    cells: dict[str, Result] = {}
-    calls: dict[str, Call] = {}
-    for name, kind in rows.items():
-        started = time.perf_counter()
-        try:
-            updates = kind(work)
-            apart = abs(movement(updates) / expected - 1)
-            calls[name] = updates
-            cells[name] = Result() if apart <= TOLERANCE else Result(word="wrong", why=f"off by {apart:.1%}")
-        except Exception as error:  # the other rows are still measured
-            cells[name] = failed(error)
-        print(f"{work.name}: {name}, first updates {time.perf_counter() - started:.1f} s", file=sys.stderr)
+def cells_of(row: str, names: list[str], rounds: int) -> list[tuple[float, Result]]:
+    """Seconds of a textbook update and the cell of each network, measured in a new process."""
+    found = isolated.call(__file__, row, rounds, *names)
+    cells = [(seconds, Result(**cell)) for seconds, cell in found]
+    print(f"small: {row}: {', '.join(str(cell) for _, cell in cells)}", file=sys.stderr)
+    return cells
+
+
+def measure(work: Workload, row: str, rounds: int) -> tuple[float, Result]:
+    """Seconds of a textbook update, and the ratio of the row's updates to it."""
     plain = Textbook(work)
     plain()
-    series = interleaved(work.name, plain, {n: call for n, call in calls.items() if not cells[n].word}, rounds)
-    cells |= {name: Result(found.ratio) for name, found in series.items()}
-    return statistics.median(s for found in series.values() for s in found.plain) / UPDATES, cells
+    expected = movement(ByPeer(work, Loop))
+    cell = None
+    try:
+        updates = (OURS | PEERS)[row](work)
+        apart = abs(movement(updates) / expected - 1)
+        if apart > TOLERANCE:
+            cell = Result(word="wrong", why=f"off by {apart:.1%}")
+    except Exception as error:  # the other networks are still measured
+        cell = failed(error)
+    series = interleaved(work.name, plain, {row: plain if cell else updates}, rounds)[row]
+    return statistics.median(series.plain) / UPDATES, cell or Result(series.ratio)
 
 
 def movement(updates: Updates) -> float:
@@ -204,3 +213,14 @@ def movement(updates: Updates) -> float:
     updates()
     after = [p.detach() for p in updates.parameters()]
     return float(total_norm([a - b for a, b in zip(after, before, strict=True)]))
+
+
+def main(row: str, rounds: str, *names: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = [measure(build(name), row, int(rounds)) for name in names]
+    print(json.dumps([(seconds, asdict(cell)) for seconds, cell in found]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
