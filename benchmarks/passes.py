@@ -34,10 +34,8 @@ def medium(options: Options) -> Iterator[Table]:
 
 def real(options: Options) -> Iterator[Table]:
     peers = [(contender, "clipped_sum") for contender in (Vmap, OpacusHooks, OpacusGhost, Loop) if options.peers]
-    if options.quick:
-        yield from tables("real", options.choose(QUICK_NETS), QUICK, options)
-    else:
-        yield from tables("real", options.choose(REAL_NETS), [*OURS, *peers], options)
+    entries = QUICK if options.quick else [*OURS, *peers]
+    yield from tables("real", options.choose(REAL_NETS, QUICK_NETS), entries, options)
 
 
 def tables(key: str, names: list[str], entries: list[Entry], options: Options) -> Iterator[Table]:

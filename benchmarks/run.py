@@ -22,16 +22,19 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
-from catalogue import WORKLOADS
+from compiled import NETS as COMPILED_NETS
 from compiled import compiled
 from passes import medium, real
+from real_nets import REAL_NETS
 from single import WORKS, single
 from small import small
+from small_nets import SMALL_NETS
 from tables import Options, Table, write
+from workloads import MEDIUM_NETS
 
 TABLES: dict[str, Callable[[Options], Iterator[Table]]] = {
     "small": small,
@@ -39,6 +42,13 @@ TABLES: dict[str, Callable[[Options], Iterator[Table]]] = {
     "real": real,
     "single": single,
     "compiled": compiled,
+}
+NETS: dict[str, Collection[str]] = {
+    "small": SMALL_NETS,
+    "medium": MEDIUM_NETS,
+    "real": REAL_NETS,
+    "single": WORKS,
+    "compiled": COMPILED_NETS,
 }
 QUICK = ("small", "real", "single")
 
@@ -57,8 +67,8 @@ def main() -> None:
         memory=arguments.memory and not quick,
         quick=quick,
     )
-    names = arguments.tables or (QUICK if quick else TABLES)
-    complete = [show(name, options, arguments.write) for name in names]
+    chosen = [name for name in arguments.tables or (QUICK if quick else TABLES) if options.choose(NETS[name])]
+    complete = [show(name, options, arguments.write) for name in chosen]
     sys.exit(not all(complete))
 
 
@@ -75,7 +85,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--flush-denormal", action="store_true", help="of the table single: 1e-38 and less is zero")
     parser.add_argument("--write", nargs="+", type=Path, default=[], metavar="FILE", help="for example docs/speed.md")
     arguments = parser.parse_args()
-    for kind, found, known in [("table", arguments.tables, TABLES), ("net", arguments.nets, {**WORKLOADS, **WORKS})]:
+    nets = dict.fromkeys(name for names in NETS.values() for name in names)
+    for kind, found, known in [("table", arguments.tables, TABLES), ("net", arguments.nets, nets)]:
         if unknown := [name for name in found if name not in known]:
             parser.error(f"a {kind} must be one of {', '.join(known)}; found {unknown[0]}.")
     return arguments
@@ -87,8 +98,9 @@ def show(name: str, options: Options, documents: list[Path]) -> bool:
     try:
         for table in TABLES[name](options):
             print(table, flush=True)
-            places = [str(document) for document in documents if write(table, document)]
-            print(f"{table.key}: written to {', '.join(places) or 'no document'}", file=sys.stderr)
+            for document in documents:
+                if write(table, document):
+                    print(f"{table.key}: written to {document}", file=sys.stderr)
     except Exception:  # the other tables are still measured
         traceback.print_exc()
         return False

@@ -21,18 +21,25 @@ class Options:
     memory: bool = True
     quick: bool = False
 
-    def choose(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if not self.nets or name in self.nets]
+    def choose(self, names: Iterable[str], quick: Iterable[str] | None = None) -> list[str]:
+        """Chosen networks of `names`; by default all, or those of `quick` in a quick run."""
+        if not self.nets:
+            return list(quick if self.quick and quick is not None else names)
+        return [name for name in names if name in self.nets]
 
     def caption(self, threads: int) -> str:
-        count = f"{threads} thread{'' if threads == 1 else 's'}"
-        return f"torch {torch.__version__}, float32, {count}, medians of {self.rounds} rounds; {processor()}."
+        counts = f"{plural(threads, 'thread')}, medians of {plural(self.rounds, 'round')}"
+        return f"torch {torch.__version__}, float32, {counts}; {processor()}."
 
 
 def processor() -> str:
     """Model and number of the processors that this process may use."""
     found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return f"{found[1] if found else platform.machine()}, {len(os.sched_getaffinity(0))} logical cores"
+    return f"{found[1] if found else platform.machine()}, {plural(len(os.sched_getaffinity(0)), 'logical core')}"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)
