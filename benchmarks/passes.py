@@ -1,18 +1,25 @@
 """Tables of one pass: norms, clipped sums and rows of per-sample gradients, relative to a plain step.
 
 A plain step is a forward pass and `losses.mean().backward()`. Every result is first compared with that of the loop over
-single samples. Time is measured interleaved in one process, peak memory in a process each.
+single samples. Each contender has a process of its own, because methods in one process change each other's times, up to
+several times; in it, each call is made next to a plain step.
+
+python passes.py WORKLOAD CONTENDER THREADS ROUNDS JOB ... prints the times of one contender as JSON.
 """
 
+import json
 import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import isolated
 import memory
 import torch
 from catalogue import TITLES, build
-from peers import PEERS, Contender, Loop, OpacusGhost, OpacusHooks, Plain, Samplewise, Vmap
+from peers import CONTENDERS, PEERS, Contender, Loop, OpacusGhost, OpacusHooks, Plain, Samplewise, Vmap
 from real_nets import REAL_NETS
 from results import JOBS, Cells, Judge, Result, failed, jobs_of
 from tables import Options, Table
@@ -40,8 +47,7 @@ def real(options: Options) -> Iterator[Table]:
 
 def tables(key: str, names: list[str], entries: list[Entry], options: Options) -> Iterator[Table]:
     for threads in options.threads:
-        torch.set_num_threads(threads)
-        timings = {name: time(build(name), entries, options.rounds) for name in names}
+        timings = {name: time(name, entries, threads, options.rounds) for name in names}
         yield from time_tables(f"{key}-{threads}", timings, options.caption(threads))
     if options.memory:
         threads = options.threads[-1]
@@ -58,39 +64,62 @@ class Timing:
     walk: Result  # as a share of a plain step
 
 
-def time(work: Workload, entries: list[Entry], rounds: int) -> Timing:
+def time(name: str, entries: list[Entry], threads: int, rounds: int) -> Timing:
+    """Times of all entries, with a new process for each contender."""
+    cells: Cells = {}
+    plain_ms: list[float] = []
+    walk = Result()
+    for contender in dict.fromkeys(contender for contender, _ in entries):
+        jobs = [job for other, job in entries if other is contender]
+        try:
+            found = isolated.call(__file__, name, contender.__name__, threads, rounds, *jobs)
+        except Exception as error:  # the other contenders are still measured
+            cells |= {(contender, job): failed(error) for job in jobs}
+            continue
+        cells |= {(contender, job): Result(**found["cells"][job]) for job in jobs}
+        plain_ms.append(found["plain_ms"])
+        if contender is Samplewise:
+            walk = Result(**found["walk"])
+        for job in jobs:
+            result = cells[contender, job]
+            print(f"{name}: {contender.name}, {JOBS[job]}: {result} {result.why}", file=sys.stderr)
+    return Timing(statistics.median(plain_ms), cells, walk)
+
+
+def time_contender(name: str, contender: str, threads: str, rounds: str, *jobs: str) -> dict[str, Any]:
+    """Times of one contender, measured in this process."""
+    torch.set_num_threads(int(threads))
+    work = build(name)
     plain = Plain(work).step
     plain(), plain()
-    cells, calls = warm_up(work, entries)
-    series = interleaved(work.name, plain, calls, rounds)
-    cells |= {entry: Result(found.ratio) for entry, found in series.items()}
-    for (contender, job), result in cells.items():
-        why = f"  ({result.why})" if result.why else ""
-        print(f"{work.name}: {contender.name}, {JOBS[job]}: {result}{why}", file=sys.stderr)
-    plain_times = [s for found in series.values() for s in found.plain] or [seconds(plain) for _ in range(rounds)]
+    cells, calls = warm_up(work, CONTENDERS[contender], jobs)
+    series = interleaved(name, plain, calls, int(rounds))
+    cells |= {job: Result(found.ratio) for job, found in series.items()}
+    plain_times = [s for found in series.values() for s in found.plain] or [seconds(plain)]
     plain_seconds = statistics.median(plain_times)
-    ordered = {entry: cells[entry] for entry in entries}
-    return Timing(1e3 * plain_seconds, ordered, walk_share(work, plain_seconds, rounds))
+    walk = walk_share(work, plain_seconds, int(rounds)) if contender == Samplewise.__name__ else Result()
+    shown = {job: asdict(cell) for job, cell in cells.items()}
+    return {"plain_ms": 1e3 * plain_seconds, "cells": shown, "walk": asdict(walk)}
 
 
-def warm_up(work: Workload, entries: list[Entry]) -> tuple[Cells, dict[Entry, Call]]:
-    """Cells of the contenders that fail or are wrong, and the calls to measure for the others."""
+def warm_up(
+    work: Workload, contender: type[Contender], jobs: Iterable[str]
+) -> tuple[dict[str, Result], dict[str, Call]]:
+    """Cells of the jobs that fail or are wrong, and the calls to measure for the others."""
     judge = Judge(work)
-    built: dict[type[Contender], Contender] = {}
-    cells: Cells = {}
-    calls: dict[Entry, Call] = {}
-    for contender, job in entries:
+    cells: dict[str, Result] = {}
+    calls: dict[str, Call] = {}
+    for job in jobs:
         try:
-            if contender not in built:
-                built[contender] = contender(work)
-            call = getattr(built[contender], job)
+            call = getattr(contender(work), job)
             verdict = judge.verdict(job, call())
-        except Exception as error:  # the other contenders are still measured
+            call()  # the second call may still verify or allocate more than later ones
+        except Exception as error:  # the other jobs are still measured
             verdict = failed(error)
         if verdict is None:
-            calls[contender, job] = call
+            calls[job] = call
         else:
-            cells[contender, job] = verdict
+            cells[job] = verdict
     return cells, calls
 
 
@@ -190,3 +219,8 @@ def reasons(columns: Columns) -> tuple[str, ...]:
             if result.why:
                 found.setdefault(f"{contender.name} on {name}", f"{result.word} ({result.why[:160]})")
     return tuple(f"{where}: {what}" for where, what in found.items())
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps(time_contender(*sys.argv[1:])))
