@@ -44,7 +44,7 @@ def resnet18_model() -> nn.Module:
     for channels_in, channels_out in [(64, 64), (64, 128), (128, 256), (256, 512)]:
         stride = 1 if channels_in == channels_out else 2
         blocks += [BasicBlock(channels_in, channels_out, stride), BasicBlock(channels_out, channels_out, 1)]
-    stem = [convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    stem = [convolution(3, 64, 3, 1), nn.ReLU()]  # of small images, without pooling
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, IMAGENET_CLASSES)]
     return nn.Sequential(*stem, *blocks, *head)
 
@@ -102,7 +102,7 @@ def logits_next_token(outputs: Any, tokens: Tensor) -> Tensor:
 
 def resnet18() -> Workload:
     images, labels = torch.randn(16, 3, 64, 64), torch.randint(IMAGENET_CLASSES, (16,))
-    return Workload("resnet18", resnet18_model(), images, labels, classification, clip=86.5)
+    return Workload("resnet18", resnet18_model(), images, labels, classification, clip=70.3)
 
 
 def vit() -> Workload:
