@@ -28,7 +28,9 @@ help:
 	@echo 'make test-torch  run the tests with another torch version, for example TORCH=2.8.0'
 	@echo 'make lint        run ruff, mypy and import-linter'
 	@echo 'make format      format the code and apply automatic fixes with ruff'
-	@echo 'make bench       run the benchmarks against Opacus, BackPACK, torch.func and a plain loop'
+	@echo 'make bench       run the benchmarks against Opacus, BackPACK, torch.func, JAX and a plain loop (two hours)'
+	@echo 'make bench QUICK=1'
+	@echo '                 run the benchmarks of samplewise alone, in less than three minutes'
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
 	@echo 'make docs        generate docs/reference.md from the docstrings, and docs/picture.png if its script is newer'
 	@echo 'make clean       remove the virtual environments and all caches'
@@ -95,11 +97,12 @@ format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# `make bench QUICK=1` takes less than three minutes after the installation. `make bench WRITE=1` replaces the tables in
+# the documents.
 bench: $(BENCH)
-	@$(PY) benchmarks/run.py
-	@$(PY) benchmarks/step.py
-	@$(PY) benchmarks/single.py
-	@$(PY) benchmarks/lora.py
+	@$(PY) benchmarks/run.py $(if $(QUICK),--quick) $(if $(WRITE),--write docs/speed.md README.md)
+	@$(if $(QUICK),,$(PY) benchmarks/step.py)
+	@$(if $(QUICK),,$(PY) benchmarks/lora.py)
 
 comparison: $(BENCH)
 	@$(PY) benchmarks/comparison.py

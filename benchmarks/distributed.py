@@ -13,9 +13,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from catalogue import build
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workloads import Workload, build
+from workloads import Workload
 
 import samplewise as sw
 

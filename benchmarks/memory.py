@@ -7,35 +7,37 @@ import ctypes
 import gc
 import json
 import re
-import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+
+import isolated
 
 CALLS = 2  # including the first call, which must fit into memory, too
 
 
 def measure(workload: str, contender: str, job: str, threads: int) -> int:
     """Peak memory in bytes, measured in a new process."""
-    command = [sys.executable, __file__, workload, contender, job, str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
-    return int(json.loads(done.stdout))
+    return int(isolated.call(__file__, workload, contender, job, threads))
 
 
-def peak_above_start(workload: str, contender: str, job: str, threads: int) -> int:
+def peak_of_job(workload: str, contender: str, job: str, threads: int) -> int:
     import torch
+    from catalogue import build
     from peers import CONTENDERS
-    from workloads import build
 
     torch.set_num_threads(threads)
     work = build(workload)
     # A run with two samples loads the kernels and starts the threads without raising the measured peak.
     few = replace(work, inputs=work.inputs[:2], targets=work.targets[:2])
     getattr(CONTENDERS[contender](few), job)()
-    call = getattr(CONTENDERS[contender](work), job)
+    return peak_above_start(getattr(CONTENDERS[contender](work), job))
+
+
+def peak_above_start(call: Callable[[], object]) -> int:
+    """Peak resident memory in bytes during calls, minus the resident memory before them."""
     release_free_memory()
     start = resident("VmRSS")
     forget_peak()
@@ -63,4 +65,4 @@ def resident(field: str) -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print(json.dumps(peak_above_start(*sys.argv[1:4], threads=int(sys.argv[4]))))
+    print(json.dumps(peak_of_job(*sys.argv[1:4], threads=int(sys.argv[4]))))

@@ -155,9 +155,7 @@ class Samplewise(Contender):
         """Seconds from the losses to the plan: everything before the engine's backward pass."""
         losses = self.losses()
         start = time.perf_counter()
-        g = self.gradients(losses, self.model)
-        with torch.no_grad():
-            g._plan()
+        self.gradients(losses, self.model).prepare()
         return time.perf_counter() - start
 
 

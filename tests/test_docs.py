@@ -240,6 +240,23 @@ def test_our_row_of_the_training_loops_is_true(benchmark):
     assert ours == ["samplewise", *(word.replace("NonFiniteLossError", "error") for word in found)]
 
 
+# ------------------------------------------------------------------------------------------------------------- speed
+
+
+def test_a_benchmark_table_replaces_the_one_in_the_document(benchmark, tmp_path):
+    tables, page = benchmark("tables.py"), tmp_path / "page.md"
+    page.write_text("before\n<!-- small -->\nold\n<!-- /small -->\nafter\n<!-- small-2 -->\nkept\n<!-- /small-2 -->\n")
+    table = tables["Table"]("small", "Title", [["", "MLP"], ["ours", "0.5"]], caption="One thread.")
+    for _ in range(2):  # the second time replaces what the first time wrote
+        assert tables["write"](table, page)
+    assert page.read_text().startswith(
+        "before\n<!-- small -->\n\n|      | MLP |\n|------|-----|\n| ours | 0.5 |\n\nOne thread."
+    )
+    assert page.read_text().endswith("\n\n<!-- /small -->\nafter\n<!-- small-2 -->\nkept\n<!-- /small-2 -->\n")
+    assert "old" not in page.read_text()
+    assert not tables["write"](tables["Table"]("single", "Title", [[""]]), page)
+
+
 # --------------------------------------------------------------------------------------------------------- reference
 
 

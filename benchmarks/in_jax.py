@@ -1,4 +1,4 @@
-"""The workloads of single.py in JAX: weights (out, in) with the same names as in torch, and plain jax.grad.
+"""The networks of small_nets.py in JAX: weights (out, in) with the same names as in torch, and plain jax.grad.
 
 One thread: XLA reads its flags at import, so this module must import it first.
 """
@@ -145,7 +145,7 @@ class Loops:
         self._scan = jax.jit(lambda carry, samples: lax.scan(update, carry, samples), donate_argnums=0)
         self.carries = {}
         for name in ("steps", "scan"):
-            p = {name: array(parameter.detach()) for name, parameter in model.named_parameters()}
+            p = arrays(model)
             self.carries[name] = p, optimizer.begin(p)
 
     def steps(self) -> None:
@@ -160,6 +160,38 @@ class Loops:
 
     def parameters(self, loop: str) -> dict[str, Any]:
         return {name: numpy.array(value) for name, value in self.carries[loop][0].items()}
+
+
+class Clipped:
+    """Updates with clipped per-sample gradients of one batch by jit(vmap(grad)) and SGD without momentum."""
+
+    def __init__(self, kind: str, model: nn.Module, x: Tensor, y: Tensor, lr: float, clip: float):
+        self.x, self.y = array(x), array(y)
+        self.p = arrays(model)
+
+        def loss(p: Arrays, x: Any, y: Any) -> Any:
+            return cross_entropy(FORWARDS[kind](p, x), y)
+
+        def update(p: Arrays, x: Any, y: Any) -> Arrays:
+            rows = jax.vmap(jax.grad(loss), (None, 0, 0))(p, x, y)
+            norms = jnp.sqrt(sum((row.reshape(len(x), -1) ** 2).sum(1) for row in rows.values()))
+            weights = jnp.minimum(1, clip / norms) / len(x)
+            return {name: old - lr * jnp.tensordot(weights, rows[name], 1) for name, old in p.items()}
+
+        self._update = jax.jit(update, donate_argnums=0)
+
+    def updates(self, count: int) -> None:
+        for _ in range(count):
+            self.p = self._update(self.p, self.x, self.y)
+        jax.block_until_ready(self.p)
+
+    def parameters(self) -> dict[str, Any]:
+        return {name: numpy.array(value) for name, value in self.p.items()}
+
+
+def arrays(model: nn.Module) -> Arrays:
+    """Copies of all parameters, by name."""
+    return {name: array(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def array(tensor: Tensor) -> Any:
