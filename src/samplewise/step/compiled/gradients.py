@@ -38,6 +38,8 @@ class CompiledGradients:
             return "transforms that need the whole window are compiled only in a single process"
         if self._compiled:
             return "compiled"
+        if self.programs.slower:
+            return next(iter(self.programs.slower.values()))
         return f"not compiled yet, after {plural(self.builder.counters.updates, 'update')}"
 
     def _add(self, microbatch: Any) -> SampleStats | None:
@@ -68,5 +70,5 @@ class CompiledGradients:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.eager.load_state_dict(state)
-        self.programs.load([], None)
+        self.programs.load_state_dict(self.eager.state_dict())
         self._compiled = False

@@ -87,6 +87,8 @@ class CompiledUpdates:
             return self.programs.gave_up
         if self._compiled:
             return "compiled"
+        if self.programs.slower:
+            return next(iter(self.programs.slower.values()))
         if self.config.compile == "auto" and self.builder.config.samples != 1:
             return "compile='auto' compiles only steps with samples=1"
         return f"not compiled yet, after {plural(self.builder.counters.updates, 'update')}"
@@ -105,10 +107,10 @@ class CompiledUpdates:
         return updates >= 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"known": list(self.programs.known), "given_up": self.programs.gave_up}
+        return self.programs.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.programs.load(list(state["known"]), state["given_up"])
+        self.programs.load_state_dict(state)
         self._compiled = False
 
     # --- running compiled code -------------------------------------------------------------------------------------
