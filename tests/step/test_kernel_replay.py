@@ -102,7 +102,8 @@ def test_beta_and_alpha():
     assert call.numbers == (0.5, -2.0) and other.numbers == (1.0, 1.0)
     assert others.seen > 0  # the clone
     given[0].zero_()
-    values = library_calls.Handles().of(given)
+    handles = library_calls.Handles()
+    values = handles.of(given)
     source = f"""
     #include <stdint.h>
     extern "C" int32_t run(void* function, void** given) {{

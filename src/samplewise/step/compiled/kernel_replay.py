@@ -116,9 +116,9 @@ def record(
     module = inductor.wrapper_module(run)
     kernels = {name: kernel for name, kernel in vars(module).items() if isinstance(kernel, Kernel)} if module else {}
     calls: list[Call] = []
-    with _replaced(module, {name: _noting(kernel, calls) for name, kernel in kernels.items()}):
-        with LibraryCalls(calls) as others:
-            results = run([*bound, *batch])
+    noting = {name: _noting(kernel, calls) for name, kernel in kernels.items()}
+    with _replaced(module, noting), LibraryCalls(calls) as others:
+        results = run([*bound, *batch])
     given = [thing for _, things in calls for thing in things]
     fit = calls and not others.seen and all(isinstance(thing, Tensor) for thing in given)
     fit = fit and _can_be_fed(calls, results, batch) and _intermediate_bytes(given, [*bound, *batch]) <= LARGE

@@ -29,7 +29,7 @@ from samplewise.step.compiled.optim_formulas import formula_of
 from samplewise.step.compiled.program import Program
 from samplewise.step.compiled.rehearsal import Rehearsal
 from samplewise.step.compiled.tracing import Tensors, trace_backward
-from samplewise.step.compiled.trial import refuse_library_bound, refuse_slower
+from samplewise.step.compiled.trial import count_library_calls, refuse_library_bound, refuse_slower
 from samplewise.step.compiled.update_fn import CompiledUpdate
 from samplewise.step.compiled.verify import agrees
 from samplewise.step.config import StepConfig
@@ -179,8 +179,10 @@ class Programs:
             return None
         self._check_settings(size)
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
+        rehearsal = self._rehearsal(example)
+        calls = count_library_calls(rehearsal)
         if shape not in self._tried:
-            refuse_library_bound(self._rehearsal(example))
+            refuse_library_bound(calls, rehearsal)
         notice = f"compiling an update of {plural(size, 'sample')} ..."
         with self.evaluator.trained.without_grads(), notify_if_slow(self.notify, notice), _quietly():
             guards, tensors, update = self._traced(cursor, size, example, record_norms)

@@ -6,6 +6,7 @@ Updates of a trial are undone, so that it has no effect on the training besides 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -28,9 +29,31 @@ CLOSE = 0.3  # relative difference up to which a result is close
 GAIN = 0.03  # relative gain from which compiled updates are used: smaller ones are within the noise
 
 
-def refuse_library_bound(rehearsal: Rehearsal) -> None:
-    """Raise DoesNotPay before anything is compiled, if that would take long and library calls take most of the time of
-    an update.
+class LibraryCalls(TorchDispatchMode):
+    """Number of dispatched `operations`, and `seconds` spent in those for which compiled code calls a library, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.seconds = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        kwargs = kwargs or {}
+        if not is_library_call(function, args):
+            return function(*args, **kwargs)
+        started = perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.seconds += perf_counter() - started
+
+
+def count_library_calls(rehearsal: Rehearsal) -> LibraryCalls:
+    """Count the library calls of an uncompiled update.
+
+    Autograd records some operations differently while operations are intercepted, as in tracing: `reshape` as a view.
+    The engine verifies the structure of a graph with passes once, which it could not do in tracing; it does so here.
     """
     calls = LibraryCalls()
 
@@ -38,11 +61,19 @@ def refuse_library_bound(rehearsal: Rehearsal) -> None:
         with calls:
             rehearsal.uncompiled()
 
+    with rehearsal.without_grads(), suppress(SamplewiseError):  # raised if the update is not finite
+        rehearsal.undone(counted)
+    return calls
+
+
+def refuse_library_bound(calls: LibraryCalls, rehearsal: Rehearsal) -> None:
+    """Raise DoesNotPay before anything is compiled, if that would take long and library calls take most of the time of
+    an update.
+    """
+    if calls.operations < MANY:
+        return
     try:
         with rehearsal.without_grads():
-            rehearsal.undone(counted)
-            if calls.operations < MANY:
-                return
             share = calls.seconds / rehearsal.undone(lambda: seconds(rehearsal.uncompiled))
     except SamplewiseError:
         return  # this update is not finite
@@ -78,23 +109,3 @@ def seconds(run: Callable[[], Any]) -> float:
     started = perf_counter()
     run()
     return perf_counter() - started
-
-
-class LibraryCalls(TorchDispatchMode):
-    """Number of dispatched `operations`, and `seconds` spent in those for which compiled code calls a library, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = 0
-        self.seconds = 0.0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += 1
-        kwargs = kwargs or {}
-        if not is_library_call(function, args):
-            return function(*args, **kwargs)
-        started = perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.seconds += perf_counter() - started
