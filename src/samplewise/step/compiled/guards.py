@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from operator import eq
 from typing import Any
 
@@ -42,6 +43,9 @@ LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 LARGE = 100  # entries; for larger containers only the length is compared
 
 
+_eras = count(1)  # values of `era`, all different
+
+
 class Guards:
     """Guards of all programs of a step. `hold()` takes a few microseconds and runs after user code may have run."""
 
@@ -50,6 +54,7 @@ class Guards:
         self._hooks = [*GLOBAL_HOOKS, *(getattr(m, name) for m in self._modules for name in HOOKS)]
         if any(self._hooks):
             raise CannotCompile("modules have hooks")
+        self.era = 0  # identifies the hyperparameters of the optimizer
         self._fixed = Expression()
         self._hyperparameters = Expression()
         self._guard_modules()
@@ -129,15 +134,19 @@ class Guards:
                 self._fixed.add("{}[0][0] == {}[1][0]", (first, other))
         self._settings = settings
         self._set = settings()
+        self.era = next(_eras)
 
     def hold(self) -> bool:
-        """Test that nothing has changed that requires recompilation."""
-        same = self._fixed.identical() or self._fixed.holds()
-        return same and (self._hyperparameters.identical() or self._settings() == self._set)
-
-    def hyperparameters_changed(self) -> bool:
-        """Test whether the optimizer's hyperparameters may have changed since the last call."""
-        return not self._hyperparameters.identical() and self._hyperparameters.update_values()
+        """Test that nothing has changed that requires recompilation. If hyperparameters of the optimizer may have
+        changed, `era` gets another value.
+        """
+        if not (self._fixed.identical() or self._fixed.holds()):
+            return False
+        if self._hyperparameters.identical():
+            return True
+        self._hyperparameters.update_values()
+        self.era = next(_eras)
+        return bool(self._settings() == self._set)
 
     @contextmanager
     def restored_after_tracing(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ from samplewise.step.compiled.optim_formulas import formula_of
 from samplewise.step.compiled.program import Program
 from samplewise.step.compiled.rehearsal import Rehearsal
 from samplewise.step.compiled.tracing import Tensors, trace_backward
-from samplewise.step.compiled.trial import count_library_calls, refuse_library_bound, refuse_slower
+from samplewise.step.compiled.trial import count_operations, refuse_library_bound, refuse_slower
 from samplewise.step.compiled.update_fn import CompiledUpdate
 from samplewise.step.compiled.verify import agrees
 from samplewise.step.config import StepConfig
@@ -61,7 +61,6 @@ class Programs:
         self._guards: Guards | None = None
         self._changes = 0
         self._full = False
-        self._fresh = False  # a program was compiled since the last call of `hyperparameters_changed`
         self._settings = self._compiled_settings()  # at the last call of _settings_hold
 
     @property
@@ -96,11 +95,10 @@ class Programs:
 
     # --- guards ----------------------------------------------------------------------------------------------------
 
-    def hyperparameters_changed(self) -> bool:
-        """Test whether the optimizer's hyperparameters may have changed since the last call."""
-        fresh = self._fresh or self._guards is None
-        self._fresh = False
-        return (self._guards is not None and self._guards.hyperparameters_changed()) or fresh
+    @property
+    def era(self) -> int:
+        """Identifies the hyperparameters of the optimizer at the last call of `guards_hold` or `get`."""
+        return 0 if self._guards is None else self._guards.era
 
     def _compiled_settings(self) -> tuple[Any, ...]:
         """Settings that are part of the compiled code."""
@@ -179,18 +177,28 @@ class Programs:
             return None
         self._check_settings(size)
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
-        rehearsal = self._rehearsal(example)
-        calls = count_library_calls(rehearsal)
-        if shape not in self._tried:
-            refuse_library_bound(calls, rehearsal)
+        guards = self._new_guards()
+        with guards.restored_after_tracing(), _quietly():
+            self._rehearse(example, shape)
         notice = f"compiling an update of {plural(size, 'sample')} ..."
         with self.evaluator.trained.without_grads(), notify_if_slow(self.notify, notice), _quietly():
-            guards, tensors, update = self._traced(cursor, size, example, record_norms)
+            tensors, update = self._traced(guards, cursor, size, example, record_norms)
             program = Program(update, tensors, example)
         guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
         self._guards = guards
-        self._fresh = True
         return program
+
+    def _new_guards(self) -> Guards:
+        chain = self.config.transforms
+        functions = [self.evaluator.loss_fn, *(t.answer for t in chain.samples.transforms)]
+        return Guards(self.evaluator.modules, functions, self.applier.optimizer)
+
+    def _rehearse(self, example: Any, shape: str) -> None:
+        """Compute the update before it is traced. Raises DoesNotPay if it would not be faster compiled."""
+        rehearsal = self._rehearsal(example)
+        operations = count_operations(rehearsal)
+        if shape not in self._tried:
+            refuse_library_bound(rehearsal, operations)
 
     def _rehearsal(self, example: Any) -> Rehearsal:
         return Rehearsal(
@@ -227,13 +235,11 @@ class Programs:
         )
 
     def _traced(
-        self, cursor: BatchCursor, size: int, example: Any, record_norms: bool
-    ) -> tuple[Guards, Tensors, CompiledUpdate]:
+        self, guards: Guards, cursor: BatchCursor, size: int, example: Any, record_norms: bool
+    ) -> tuple[Tensors, CompiledUpdate]:
         evaluator = self.evaluator
         optimizer = self.applier.optimizer
         chain = self.config.transforms
-        functions = [evaluator.loss_fn, *(t.answer for t in chain.samples.transforms)]
-        guards = Guards(evaluator.modules, functions, optimizer)
         tensors = Tensors.of(evaluator)
         accumulator = WeightedAccumulator(evaluator, chain, record_norms, self.builder.ranks, self.builder.size)
         with guards.restored_after_tracing():
@@ -248,7 +254,7 @@ class Programs:
             max_grad_norm=self.config.max_grad_norm if self.whole else None,
             checks=self.config.checks_finite,
         )
-        return guards, tensors, update
+        return tensors, update
 
     def _check_settings(self, size: int) -> None:
         """Raise CannotCompile for settings that are not supported or not faster when compiled."""

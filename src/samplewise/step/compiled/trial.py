@@ -30,7 +30,7 @@ GAIN = 0.03  # relative gain from which compiled updates are used: smaller ones 
 
 
 class LibraryCalls(TorchDispatchMode):
-    """Number of dispatched `operations`, and `seconds` spent in those for which compiled code calls a library, too."""
+    """Number of dispatched `operations`, and seconds spent in those for which compiled code calls a library, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,39 +49,46 @@ class LibraryCalls(TorchDispatchMode):
             self.seconds += perf_counter() - started
 
 
-def count_library_calls(rehearsal: Rehearsal) -> LibraryCalls:
-    """Count the library calls of an uncompiled update.
+def count_operations(rehearsal: Rehearsal) -> int:
+    """Number of operations of an uncompiled update.
 
     Autograd records some operations differently while operations are intercepted, as in tracing: `reshape` as a view.
     The engine verifies the structure of a graph with passes once, which it could not do in tracing; it does so here.
     """
     calls = LibraryCalls()
-
-    def counted() -> None:
-        with calls:
-            rehearsal.uncompiled()
-
-    with rehearsal.without_grads(), suppress(SamplewiseError):  # raised if the update is not finite
-        rehearsal.undone(counted)
-    return calls
+    with suppress(SamplewiseError):  # raised if the update is not finite
+        _intercepted(rehearsal, calls, rehearsal.uncompiled)
+    return calls.operations
 
 
-def refuse_library_bound(calls: LibraryCalls, rehearsal: Rehearsal) -> None:
+def refuse_library_bound(rehearsal: Rehearsal, operations: int) -> None:
     """Raise DoesNotPay before anything is compiled, if that would take long and library calls take most of the time of
     an update.
     """
-    if calls.operations < MANY:
+    if operations < MANY:
         return
+    calls = LibraryCalls()
     try:
-        with rehearsal.without_grads():
-            share = calls.seconds / rehearsal.undone(lambda: seconds(rehearsal.uncompiled))
+        taken = _intercepted(rehearsal, calls, lambda: seconds(rehearsal.uncompiled))
     except SamplewiseError:
         return  # this update is not finite
+    share = calls.seconds / taken
     if share >= LIBRARY:
         raise DoesNotPay(
             f"library calls, such as matrix products, take {share:.0%} of the time of an uncompiled update, and "
             "compiling would not make them faster"
         )
+
+
+def _intercepted(rehearsal: Rehearsal, calls: LibraryCalls, run: Callable[[], Any]) -> Any:
+    """Return run() while `calls` intercepts operations, and undo the update that it computes."""
+
+    def update() -> Any:
+        with calls:
+            return run()
+
+    with rehearsal.without_grads():
+        return rehearsal.undone(update)
 
 
 def refuse_slower(program: Program, rehearsal: Rehearsal, start: int) -> None:

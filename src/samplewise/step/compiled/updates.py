@@ -45,7 +45,7 @@ class CompiledUpdates:
         self.applier = eager.applier
         self.programs = Programs(eager, whole=True)
         self.slow_compile_notice = self.programs.slow_compile_notice
-        self._era = 0  # incremented when the optimizer's hyperparameters change
+        self._era = 0  # of `_rates`
         self._rates = self.applier.rates()
         self._compiled = False  # whether an update was compiled
 
@@ -130,16 +130,18 @@ class CompiledUpdates:
 
     def _one_by_one(self, cursor: BatchCursor) -> Iterator[CompiledWindow]:
         """Run compiled updates one by one, until the batch is used up or the next update must be uncompiled."""
-        size = self.builder.config.samples or cursor.left
-        end = cursor.rows or 0
-        settings = self._settings
+        builder = self.builder
+        config = builder.config
+        norms = builder.record_norms
+        size = config.samples or cursor.left
+        last = (cursor.rows or 0) - size
         program = self.programs.get(cursor, size)
-        while program is not None and cursor.consumed + size <= end and not self._audit_due():
+        while program is not None and cursor.consumed <= last and not (config.audit and self._audit_due()):
             window = self._run(program, cursor)
             if window is None:
                 return
             yield window
-            if self._settings != settings or not self.programs.guards_hold():
+            if builder.config is not config or builder.record_norms != norms or not self.programs.guards_hold():
                 return
 
     def _blocks(self, cursor: BatchCursor) -> Iterator[CompiledWindow]:
@@ -149,19 +151,15 @@ class CompiledUpdates:
         program = self.programs.get(cursor, size)
         scheduler = self.applier.scheduler
         several = program is not None and program.can_make_many and scheduler is None and not self.config.audit
+        may_change = scheduler is not None or (program is not None and program.update.buckets is None)
         while program is not None and cursor.consumed + size <= end and not self._audit_due():
             wanted = min((end - cursor.consumed) // size, CHUNK) if several else 1
             window = self._run_many(program, cursor, wanted) if wanted > 1 else self._run(program, cursor)
             if window is None:
                 return
             yield window
-            if window.updates < wanted or (scheduler is not None and not self.programs.guards_hold()):
+            if window.updates < wanted or (may_change and not self.programs.guards_hold()):
                 return
-
-    @property
-    def _settings(self) -> tuple[int, bool]:
-        """Identifies what the caller may change between two updates."""
-        return id(self.config), self.builder.record_norms
 
     def _audit_due(self) -> bool:
         """True if the next update is audited, which compiled code cannot do."""
@@ -169,25 +167,26 @@ class CompiledUpdates:
 
     def _run(self, program: Program, cursor: BatchCursor) -> CompiledWindow | None:
         started = perf_counter()
-        if self.programs.hyperparameters_changed():
-            self._era += 1
+        era = self.programs.era
+        if era != self._era:
+            self._era = era
             self._rates = self.applier.rates()
         if program.copies:
             program.copy_again()
         start = cursor.consumed
-        results = program(start, self._era)
+        results = program(start, era)
         if results is None:
             return None
         if program.update.buckets is None:
             program.write_gradients(results)
             self.applier.optimizer.step()
+        rates = self._rates
         if self.applier.scheduler is not None:
             self.applier.scheduler.step()
         cursor.skip(program.update.samples)
         stats = program.stats(results)
-        rates = self._rates
-        seconds = perf_counter() - started
-        return CompiledWindow(stats, program.count, 1, program.norm(), rates, seconds, self._columns(cursor, start))
+        columns = self._columns(cursor, start) if self.builder.columns else []
+        return CompiledWindow(stats, program.count, 1, program.norm(), rates, perf_counter() - started, columns)
 
     def _run_many(self, program: Program, cursor: BatchCursor, updates: int) -> CompiledWindow | None:
         started = perf_counter()
@@ -199,13 +198,11 @@ class CompiledUpdates:
         cursor.skip(made * program.update.samples)
         samples = program.count * made
         stats = program.stats(results)
-        seconds = perf_counter() - started
-        return CompiledWindow(stats, samples, made, program.norm(), rates, seconds, self._columns(cursor, start))
+        columns = self._columns(cursor, start) if self.builder.columns else []
+        return CompiledWindow(stats, samples, made, program.norm(), rates, perf_counter() - started, columns)
 
     def _columns(self, cursor: BatchCursor, start: int) -> list[BatchColumns]:
         """Batch columns of the rows consumed since row `start`."""
         builder = self.builder
-        if not builder.columns:
-            return []
         rows = slice(start, cursor.consumed)
         return [record_columns(cursor.batch, builder.columns, builder.counters.epochs, rows)]
