@@ -163,5 +163,5 @@ def test_ranks_may_differ_in_what_they_compile(two):
     for first, second, _, state in ranks:
         assert_same(alone[0], first)
         assert_same(alone[1], second)
-        assert state["compiling"] == {"known": [], "given_up": None, "slower": {}}
+        assert state["compiling"] == {"known": [], "given_up": None, "slower": {}, "parts": {}}
     assert [found[2] for found in ranks] == ["compiled", "modules have hooks"]

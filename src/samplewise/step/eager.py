@@ -53,7 +53,7 @@ class EagerUpdates:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"known": [], "given_up": None, "slower": {}}
+        return {"known": [], "given_up": None, "slower": {}, "parts": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check the state; uncompiled updates use none of it."""

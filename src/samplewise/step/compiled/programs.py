@@ -175,7 +175,7 @@ class Programs:
     def _compile(self, cursor: BatchCursor, size: int, record_norms: bool, shape: str) -> Program | None:
         if not self._admitted(shape):
             return None
-        self._check_settings(size)
+        self._check_settings()
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
         guards = self._new_guards()
         with guards.restored_after_tracing(), _quietly():
@@ -256,15 +256,14 @@ class Programs:
         )
         return tensors, update
 
-    def _check_settings(self, size: int) -> None:
+    def _check_settings(self) -> None:
         """Raise CannotCompile for settings that are not supported or not faster when compiled."""
         modules = [m for root in self.evaluator.modules for m in root.modules()]
         chain = self.config.transforms
-        microbatch = self.builder.size
         reasons = {
             "the parameters are not in CPU memory": self.evaluator.trained.device.type != "cpu",
             "there is a loss scale": self.evaluator.precision.scales,
-            "a window is computed in microbatches": microbatch.automatic or (microbatch.size or size) < size,
+            "the size of microbatches is automatic": self.builder.size.automatic,
             "transforms group samples, use references or add noise": bool(
                 chain.grouping or chain.samples.references or (chain.on_sum and self.whole)
             ),

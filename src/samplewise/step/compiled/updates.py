@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
+from samplewise.core.batches import length
 from samplewise.core.text import plural
 from samplewise.step.batch_columns import BatchColumns, record_columns
+from samplewise.step.compiled.gradients import CompiledGradients
 from samplewise.step.compiled.kernel_replay import CHUNK
 from samplewise.step.compiled.program import Program
 from samplewise.step.compiled.programs import Programs
@@ -20,6 +23,7 @@ from samplewise.step.window import BatchCursor, Window
 from samplewise.transforms.stats import SampleStats
 
 AUTO_AFTER = 1000  # one-sample updates before "auto" compiles: training is then likely to last
+PART_AFTER = 3  # microbatches of one size before the gradients of further ones are compiled: many sizes occur once
 
 
 class CompiledWindow(NamedTuple):
@@ -35,7 +39,9 @@ class CompiledWindow(NamedTuple):
 
 
 class CompiledUpdates:
-    """Updates made by compiled code where possible, and by `eager` otherwise."""
+    """Updates made by compiled code where possible, and by `eager` otherwise. If a window consists of several
+    microbatches, or noise is added to the sum, the gradients of each microbatch are compiled: see `parts`.
+    """
 
     def __init__(self, eager: EagerUpdates):
         builder = eager.builder
@@ -44,7 +50,9 @@ class CompiledUpdates:
         self.evaluator = builder.evaluator
         self.applier = eager.applier
         self.programs = Programs(eager, whole=True)
-        self.slow_compile_notice = self.programs.slow_compile_notice
+        self.parts = CompiledGradients(eager)
+        self.builder.compiled_sums = self._add_part
+        self._seen: dict[str, int] = {}  # number of microbatches by size
         self._era = 0  # of `_rates`
         self._rates = self.applier.rates()
         self._compiled = False  # whether an update was compiled
@@ -61,7 +69,7 @@ class CompiledUpdates:
         builder.ranks.check_group()
         builder.cursor = cursor
         while builder.cursor is not None:
-            if not builder.window.open and self._due():
+            if not builder.window.open and self._due(cursor):
                 yield from self._compiled_windows(cursor, blocks)
             window = builder.next_window()
             if window is not None:
@@ -83,18 +91,21 @@ class CompiledUpdates:
 
     @property
     def status(self) -> str:
-        if self.programs.gave_up is not None:
-            return self.programs.gave_up
-        if self._compiled:
+        both = (self.programs, self.parts.programs)
+        gave_up = [programs.gave_up for programs in both if programs.gave_up is not None]
+        if gave_up:
+            return gave_up[0]
+        if self._compiled or self.parts.compiled:
             return "compiled"
-        if self.programs.slower:
-            return next(iter(self.programs.slower.values()))
+        slower = [reason for programs in both for reason in programs.slower.values()]
+        if slower:
+            return slower[0]
         if self.config.compile == "auto" and self.builder.config.samples != 1:
             return "compile='auto' compiles only steps with samples=1"
         return f"not compiled yet, after {plural(self.builder.counters.updates, 'update')}"
 
-    def _due(self) -> bool:
-        """True if the next update should be compiled.
+    def _due(self, cursor: BatchCursor) -> bool:
+        """True if the next update should be compiled as a whole.
 
         The first update never is: it is checked for mistakes and creates the optimizer state. With "auto": only
         one-sample updates, after AUTO_AFTER of them.
@@ -104,13 +115,43 @@ class CompiledUpdates:
         updates = self.builder.counters.updates
         if self.config.compile == "auto":
             return updates >= AUTO_AFTER and self.builder.config.samples == 1
-        return updates >= 1
+        return updates >= 1 and not self._in_parts(self.builder.config.samples or cursor.left)
+
+    def _in_parts(self, size: int) -> bool:
+        """Test whether the settings prevent that one program makes an update of `size` samples."""
+        return bool(self.config.transforms.on_sum) or 0 < (self.builder.size.size or 0) < size
+
+    def _add_part(self, microbatch: Any) -> SampleStats | None:
+        """As `CompiledGradients.add`, for microbatches that are not a whole window, after PART_AFTER of their size."""
+        window = self.builder.window
+        if self.programs.gave_up is not None or window.config.transforms.samples.uses_positions:
+            return None
+        size = length(microbatch) or 0
+        wanted = window.config.samples or size + (0 if self.builder.cursor is None else self.builder.cursor.left)
+        whole = not window.samples and size == wanted and not self._in_parts(size)
+        if whole or self.config.compile is not True or self.builder.counters.updates == 0:
+            return None
+        seen = self._seen.get(str(size), 0)
+        if seen < PART_AFTER:
+            self._seen[str(size)] = seen + 1
+            return None
+        return self.parts.add(microbatch)
+
+    @contextmanager
+    def slow_compile_notice(self, notify: Callable[[str], None]) -> Iterator[None]:
+        with self.programs.slow_compile_notice(notify), self.parts.slow_compile_notice(notify):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
-        return self.programs.state_dict()
+        parts = {**self.parts.programs.state_dict(), "seen": dict(self._seen)}
+        return {**self.programs.state_dict(), "parts": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.programs.load_state_dict(state)
+        parts = state.get("parts") or self.eager.state_dict()
+        self.parts.programs.load_state_dict(parts)
+        self._seen = dict(parts.get("seen", {}))
+        self.parts.compiled = False
         self._compiled = False
 
     # --- running compiled code -------------------------------------------------------------------------------------
