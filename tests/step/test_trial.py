@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -149,6 +150,29 @@ def test_a_window_that_is_not_finite_is_not_tried(timed):
     assert measured == []
     step(BATCH)
     assert len(measured) == 2 * trial.ROUNDS and step.compiled == "compiled"
+
+
+def test_tensors_that_the_loss_function_changes_are_restored():
+    calls, drawn = torch.zeros(()), torch.Generator().manual_seed(0)
+
+    def loss_fn(model, batch):
+        calls.add_(1)
+        return (model(batch[0]) - batch[1]).square().sum(1) * torch.rand((), generator=drawn)
+
+    found = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, compile=compile, audit=False)
+        calls.zero_()
+        drawn.manual_seed(0)
+        step(BATCH)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", sw.TrainingWarning)  # not compiled
+            step(BATCH), step(BATCH)
+        found.append([calls.clone(), drawn.get_state(), *model.parameters()])
+    assert step.compiled not in ("compiled", "not compiled yet, after 3 updates")
+    assert_same(*found)
 
 
 # --- library calls ----------------------------------------------------------------------------------------------------

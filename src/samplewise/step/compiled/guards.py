@@ -84,7 +84,10 @@ class Guards:
         for container in containers:
             self._fixed.contents(container)
         self._kept = [ContainerSnapshot(container) for container in (*map(vars, self._modules), *containers)]
-        self._generators = generators_in([*values, *(item for each in containers for item in items_of(each))])
+        values += [item for each in containers for item in items_of(each)]
+        self._generators = generators_in(values)
+        self._torch_generators = [value for value in values if isinstance(value, torch.Generator)]
+        self._tensors = [value for value in values if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
         self._fixed.add("any({})", self._hooks)
         self._fixed.names(autocast=torch.is_autocast_enabled, autocast_type=torch.get_autocast_dtype)
         self._fixed.add("autocast('cpu') and autocast_type('cpu')")
@@ -150,7 +153,7 @@ class Guards:
 
     @contextmanager
     def restored_after_tracing(self) -> Iterator[None]:
-        """Restore RNG states, containers and variables after tracing.
+        """Restore RNG states, containers, variables and their tensors after tracing, or after calls of the model.
 
         Raises CannotCompile if the model changed its attributes or drew random numbers from Python or NumPy.
         """
@@ -160,6 +163,8 @@ class Guards:
         restore = random_state()
         drawn = [read() for read, _ in generators]
         then = [variable.read() for variable in self._variables]
+        states = [generator.get_state() for generator in self._torch_generators]
+        contents = [tensor.detach().clone() for tensor in self._tensors]
         try:
             yield
             if str(drawn) != str([read() for read, _ in generators]):
@@ -174,6 +179,11 @@ class Guards:
                 kept.restore()
             for variable, value in zip(self._variables, then, strict=True):
                 variable.write(value)
+            for generator, state in zip(self._torch_generators, states, strict=True):
+                generator.set_state(state)
+            for tensor, content in zip(self._tensors, contents, strict=True):
+                if not torch.equal(tensor.detach(), content):
+                    tensor.detach().copy_(content)
 
 
 SAME = """
