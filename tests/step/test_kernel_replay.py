@@ -125,6 +125,6 @@ def test_handles_are_deleted(monkeypatch):
     assert len(set(made)) == 2
     del handles
     gc.collect()
-    assert deleted == made
+    assert set(made) <= set(deleted)  # others may be those of programs of earlier tests
     monkeypatch.undo()
-    inductor.delete_tensor_handles(library_calls.DELETE, made)
+    inductor.delete_tensor_handles(library_calls.DELETE, deleted)
