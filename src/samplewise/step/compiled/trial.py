@@ -20,8 +20,8 @@ from samplewise.step.compiled.program import Program
 from samplewise.step.compiled.rehearsal import Rehearsal
 
 # Compiling took 20 to 45 ms per operation, and replaces all but library calls. Both limits were chosen by looking at a
-# few networks: a ResNet and a ViT of reduced depth, which spend more than half of their time in library calls, were 20 %
-# slower to 5 % faster when compiled; small networks below that were twice as fast or more.
+# few networks: a ResNet and a ViT of reduced depth, which spend more than half of their time in library calls, were
+# 20 % slower to 5 % faster when compiled; small networks below that were twice as fast or more.
 MANY = 500  # operations from which an update is compiled only if library calls take less than LIBRARY of its time
 LIBRARY = 0.5
 ROUNDS = 3  # pairs of updates that are timed, and as many as MOST if the result is close
