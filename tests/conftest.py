@@ -57,6 +57,15 @@ def _each_graph_is_compiled_once():
     inductor.compile_graph = compile_graph
 
 
+@pytest.fixture(autouse=True)
+def _compiled_code_is_used(monkeypatch):
+    """Use compiled updates whatever their speed, so that no test depends on time; test_trial.py tests the trial."""
+    from samplewise.step.compiled import programs
+
+    monkeypatch.setattr(programs, "refuse_library_bound", lambda *_: None)
+    monkeypatch.setattr(programs, "refuse_slower", lambda *_: None)
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """Run traced updates node by node: Inductor takes seconds."""

@@ -10,7 +10,7 @@ from samplewise.step.step import Step
 
 FASTER = CompileGain(1, eager=600.0, compiled=200.0)
 EQUAL = CompileGain(16, eager=700.0, compiled=700.0)
-REASON = "a window is computed in microbatches"
+REASON = "the size of microbatches is automatic"
 
 
 @pytest.mark.parametrize(

@@ -93,9 +93,10 @@ def test_compile_option_is_passed_to_the_step(recipe, monkeypatch, option, mode)
 
 
 def test_warning_if_updates_cannot_be_compiled(recipe):
-    """Microbatches cannot be compiled."""
-    with pytest.warns(TrainingWarning, match="updates stay uncompiled: a window is computed in microbatches. Training"):
-        result = command("train", recipe(HEALTHY), "--compile", "--microbatch", 7)
+    """Microbatches of an automatic size cannot be compiled."""
+    said = "updates stay uncompiled: the size of microbatches is automatic. Training"
+    with pytest.warns(TrainingWarning, match=said):
+        result = command("train", recipe(HEALTHY), "--compile", "--microbatch", "auto")
     assert result.stdout.startswith("1 epoch is done: 3 updates in all\n")
     assert result.exit_code == 0
 

@@ -79,8 +79,8 @@ class Step(CheckedAttributes):
     precision: None (no autocast by the step), "32", "bf16-mixed", or "16-mixed" with a loss scale.
     compile: False (default); True compiles forward pass, backward pass, transforms and the optimizer's update into one
     graph, from the second update on; "auto" does so only if updates have one sample, after 1,000 updates. If
-    compilation is not possible, the step continues uncompiled, and `step.compiled` gives the reason. With several
-    ranks, True compiles the gradients of each rank, without their sum over ranks and the optimizer.
+    compilation is not possible or not faster, the step continues uncompiled, and `step.compiled` gives the reason. With
+    several ranks, or windows of several microbatches, True compiles the gradients, without their sum and the optimizer.
     strategy: how several processes share the model. "ddp": each rank has the whole model, initialized from rank 0;
     a DistributedDataParallel is recognised without `strategy`. "fsdp": each rank keeps a shard of every parameter, see
     sw.fsdp; leave `strategy` out for a model that is already sharded. `samples` counts the samples of all ranks.

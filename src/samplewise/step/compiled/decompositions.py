@@ -32,14 +32,20 @@ def mm(a: Tensor, b: Tensor) -> Any:
         return _row_times(a, b)
     if b.shape[1] == 1:
         return _row_times(b.t(), a.t()).t()
-    if a.numel() * b.shape[1] <= SMALL_PRODUCT:
-        return (a.unsqueeze(2) * b).sum(1)
-    return NotImplemented
+    return (a.unsqueeze(2) * b).sum(1) if _is_small(a, b) else NotImplemented
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Any:
     """Separate the bias, so that its addition is fused into the next operation."""
     return bias + a @ b if beta == alpha == 1 else NotImplemented
+
+
+def _is_small(a: Tensor, b: Tensor) -> bool:
+    return a.numel() * b.shape[1] <= SMALL_PRODUCT
+
+
+def _has_vector(a: Tensor, b: Tensor) -> bool:
+    return a.shape[0] == 1 or a.shape[1] == 1 or b.shape[1] == 1
 
 
 def _row_times(row: Tensor, matrix: Tensor) -> Tensor:
@@ -177,3 +183,23 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
 }
+
+
+# --- library calls ----------------------------------------------------------------------------------------------------
+
+LIBRARY_CALLS: dict[Any, Any] = {
+    aten.mm.default: lambda a, b: not (_has_vector(a, b) or _is_small(a, b)),
+    aten.addmm.default: lambda _, a, b: not (_has_vector(a, b) or _is_small(a, b)),
+    aten.bmm.default: lambda a, b: True,
+    aten.baddbmm.default: lambda _, a, b: True,
+    aten.convolution.default: lambda x, weight, *rest: not _is_one_small_image(x, weight, rest[4], rest[6]),
+    aten.convolution_backward.default: lambda g, x, weight, *rest: not _is_one_small_image(x, weight, rest[4], rest[6]),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, *_: not _is_short(q, k, 0.0),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda g, q, k, *_: not _is_short(q, k, 0.0),
+}
+
+
+def is_library_call(function: Any, args: Sequence[Any]) -> bool:
+    """Test whether uncompiled and compiled code both call a library for this operation."""
+    test = LIBRARY_CALLS.get(function)
+    return test is not None and test(*args)

@@ -1,7 +1,15 @@
-"""Exception for updates that cannot be compiled."""
+"""Exceptions for updates that are not compiled; caught inside the step.
+
+CannotCompile
+└── DoesNotPay
+"""
 
 from __future__ import annotations
 
 
 class CannotCompile(Exception):
-    """An update cannot be compiled. The message is a short clause with the reason; caught inside the step."""
+    """An update cannot be compiled. The message is a short clause with the reason."""
+
+
+class DoesNotPay(CannotCompile):
+    """Updates of some shape are not faster when compiled. The message is a short clause with the reason."""

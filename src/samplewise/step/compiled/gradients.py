@@ -1,5 +1,6 @@
-"""Compiled gradients of several ranks: the forward pass, per-sample quantities, weights and the weighted sum of a
-microbatch are compiled. The sum over ranks and the optimizer are not, so that ranks may differ in what they compile.
+"""Compiled gradients: the forward pass, per-sample quantities, weights and the weighted sum of a microbatch are
+compiled. The sum over microbatches and ranks, noise and the optimizer are not, so that ranks may differ in what they
+compile.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class CompiledGradients:
         self.apply = eager.apply
         self.programs = Programs(eager, whole=False)
         self.slow_compile_notice = self.programs.slow_compile_notice
-        self.builder.compiled_sums = self._add
-        self._compiled = False  # whether gradients were compiled
+        self.builder.compiled_sums = self.add
+        self.compiled = False  # whether gradients were compiled
 
     def fill(self, cursor: BatchCursor, blocks: bool) -> Iterator[Window]:
         return self.eager.fill(cursor, blocks)
@@ -36,11 +37,13 @@ class CompiledGradients:
             return self.programs.gave_up
         if self.builder.defers:
             return "transforms that need the whole window are compiled only in a single process"
-        if self._compiled:
+        if self.compiled:
             return "compiled"
+        if self.programs.slower:
+            return next(iter(self.programs.slower.values()))
         return f"not compiled yet, after {plural(self.builder.counters.updates, 'update')}"
 
-    def _add(self, microbatch: Any) -> SampleStats | None:
+    def add(self, microbatch: Any) -> SampleStats | None:
         """Add the gradient sums of a microbatch to `.grad`, and return its per-sample results. None: nothing was done,
         and the microbatch must be computed uncompiled, as those of the first update, which is checked for mistakes.
         """
@@ -59,7 +62,7 @@ class CompiledGradients:
             return None
         for name, gradient in program.separate_gradients(results).items():
             accumulate_grad(evaluator.trained.named[name], gradient)
-        self._compiled = True
+        self.compiled = True
         return program.stats(results)
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,5 +71,5 @@ class CompiledGradients:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.eager.load_state_dict(state)
-        self.programs.load([], None)
-        self._compiled = False
+        self.programs.load_state_dict(self.eager.state_dict())
+        self.compiled = False

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from operator import eq
 from typing import Any
 
@@ -42,6 +43,9 @@ LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 LARGE = 100  # entries; for larger containers only the length is compared
 
 
+_eras = count(1)  # values of `era`, all different
+
+
 class Guards:
     """Guards of all programs of a step. `hold()` takes a few microseconds and runs after user code may have run."""
 
@@ -50,6 +54,7 @@ class Guards:
         self._hooks = [*GLOBAL_HOOKS, *(getattr(m, name) for m in self._modules for name in HOOKS)]
         if any(self._hooks):
             raise CannotCompile("modules have hooks")
+        self.era = 0  # identifies the hyperparameters of the optimizer
         self._fixed = Expression()
         self._hyperparameters = Expression()
         self._guard_modules()
@@ -79,7 +84,10 @@ class Guards:
         for container in containers:
             self._fixed.contents(container)
         self._kept = [ContainerSnapshot(container) for container in (*map(vars, self._modules), *containers)]
-        self._generators = generators_in([*values, *(item for each in containers for item in items_of(each))])
+        values += [item for each in containers for item in items_of(each)]
+        self._generators = generators_in(values)
+        self._torch_generators = [value for value in values if isinstance(value, torch.Generator)]
+        self._tensors = [value for value in values if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
         self._fixed.add("any({})", self._hooks)
         self._fixed.names(autocast=torch.is_autocast_enabled, autocast_type=torch.get_autocast_dtype)
         self._fixed.add("autocast('cpu') and autocast_type('cpu')")
@@ -129,19 +137,23 @@ class Guards:
                 self._fixed.add("{}[0][0] == {}[1][0]", (first, other))
         self._settings = settings
         self._set = settings()
+        self.era = next(_eras)
 
     def hold(self) -> bool:
-        """Test that nothing has changed that requires recompilation."""
-        same = self._fixed.identical() or self._fixed.holds()
-        return same and (self._hyperparameters.identical() or self._settings() == self._set)
-
-    def hyperparameters_changed(self) -> bool:
-        """Test whether the optimizer's hyperparameters may have changed since the last call."""
-        return not self._hyperparameters.identical() and self._hyperparameters.update_values()
+        """Test that nothing has changed that requires recompilation. If hyperparameters of the optimizer may have
+        changed, `era` gets another value.
+        """
+        if not (self._fixed.identical() or self._fixed.holds()):
+            return False
+        if self._hyperparameters.identical():
+            return True
+        self._hyperparameters.update_values()
+        self.era = next(_eras)
+        return bool(self._settings() == self._set)
 
     @contextmanager
     def restored_after_tracing(self) -> Iterator[None]:
-        """Restore RNG states, containers and variables after tracing.
+        """Restore RNG states, containers, variables and their tensors after tracing, or after calls of the model.
 
         Raises CannotCompile if the model changed its attributes or drew random numbers from Python or NumPy.
         """
@@ -151,6 +163,8 @@ class Guards:
         restore = random_state()
         drawn = [read() for read, _ in generators]
         then = [variable.read() for variable in self._variables]
+        states = [generator.get_state() for generator in self._torch_generators]
+        contents = [tensor.detach().clone() for tensor in self._tensors]
         try:
             yield
             if str(drawn) != str([read() for read, _ in generators]):
@@ -165,6 +179,11 @@ class Guards:
                 kept.restore()
             for variable, value in zip(self._variables, then, strict=True):
                 variable.write(value)
+            for generator, state in zip(self._torch_generators, states, strict=True):
+                generator.set_state(state)
+            for tensor, content in zip(self._tensors, contents, strict=True):
+                if not torch.equal(tensor.detach(), content):
+                    tensor.detach().copy_(content)
 
 
 SAME = """

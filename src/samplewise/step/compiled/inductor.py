@@ -13,11 +13,15 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import BuiltinFunctionType, ModuleType
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+
+from samplewise.step.compiled.joined_kernels import joined_kernels
 
 Flat = Callable[..., Sequence[Tensor]]
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -36,8 +40,15 @@ def trace(function: Flat, inputs: Sequence[Tensor], ours: Decompositions) -> fx.
 
 
 def trace_functional(function: Flat, inputs: Sequence[Tensor], ours: Decompositions) -> fx.GraphModule:
-    """Trace a function without autograd to a functional graph; in-place changes of inputs come last."""
-    return trace(torch.func.functionalize(function, remove="mutations"), inputs, ours)
+    """Trace a function without autograd to a functional graph; in-place changes of inputs come last. Equal operations
+    of forward and backward pass become one.
+    """
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    found = trace(torch.func.functionalize(function, remove="mutations"), inputs, ours)
+    found.graph = fx_graph_cse(found.graph)
+    found.recompile()
+    return found
 
 
 @contextmanager
@@ -58,17 +69,33 @@ def wrapper_module(compiled: Compiled) -> ModuleType | None:
     return sys.modules.get(compiled.__module__ if owner is None else type(owner).__module__)
 
 
-def is_kernel(thing: Any) -> bool:
-    """Test for a kernel from a library compiled by Inductor, as found in its wrapper module."""
-    return type(thing) is BuiltinFunctionType and thing.__name__ == "kernel" and hasattr(thing.__self__, "__file__")
+@cache
+def libtorch_function(symbol: str) -> int | None:
+    """Address of a C function of libtorch; None if it is not found."""
+    folder = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib", "torch_cpu.dll"):
+        if (folder / name).exists():
+            found = getattr(ctypes.CDLL(str(folder / name)), symbol, None)
+            return None if found is None else ctypes.cast(found, ctypes.c_void_p).value
+    return None
 
 
-def address_of(kernel: Any) -> int:
-    """Address of the kernel's C function."""
-    library = ctypes.CDLL(kernel.__self__.__file__)
-    found = ctypes.cast(library.kernel, ctypes.c_void_p).value
-    assert found is not None
-    return found
+def tensor_handles(tensors: Sequence[Tensor]) -> list[int]:
+    """New handles of tensors for C functions of libtorch, which the caller deletes."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype = ctypes.c_void_p
+    pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    made = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+    return [pointer(capsule, None) for capsule in made]
+
+
+def delete_tensor_handles(symbol: str, handles: Sequence[int]) -> None:
+    """Delete handles with the C function `symbol`."""
+    address = libtorch_function(symbol)
+    assert address is not None
+    delete = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(address)
+    for handle in handles:
+        delete(handle)
 
 
 def load_c(source: str) -> Any:
@@ -89,19 +116,21 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int)
     """Compile a graph to a function of a list of tensors; their dtypes and shapes are fixed and not checked."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     settings = {
         "cpp.threads": threads,
         "size_asserts": False,
         "emulate_precision_casts": True,  # round to bfloat16 where the uncompiled model does
         "realize_reads_threshold": 16,  # a new state has two readers and must not be materialized for that
-        "compile_threads": 1,  # there is one graph to compile; no process pool
+        "compile_threads": 1,  # no process pool: `joined_kernels` compiles in threads
         "fallback_random": True,  # dropout draws the same numbers as uncompiled
     }
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # graphs without a ShapeEnv are not cached
     fakes = [mode.from_tensor(tensor) for tensor in inputs]
-    with config.patch(settings), tracing(TracingContext(mode)):
+    with config.patch(settings), tracing(TracingContext(mode)), joined_kernels(AsyncCompile, load_c):
         found: Any = compile_fx_inner(graph, fakes)
     return found.current_callable

@@ -1,8 +1,9 @@
 """Replay of the kernels of a compiled update from a loop in C.
 
 Inductor's wrapper is Python code: for every call it allocates intermediate tensors and reads the address of each. A
-small update takes longer there than in its kernels. One call is therefore recorded, with its kernels and the addresses
-of their arguments, and a loop in C runs the following updates. This is valid while all tensors keep their addresses.
+small update takes longer there than in its kernels. One call is therefore recorded, with its kernels and library calls
+and the addresses of their arguments, and a loop in C runs the following updates. This is valid while all tensors keep
+their addresses.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.step.compiled import inductor
+from samplewise.step.compiled.joined_kernels import Kernel
+from samplewise.step.compiled.library_calls import Handles, LibraryCall, as_library_call
 from samplewise.step.compiled.raw_view import raw_view
 
 CHUNK = 256  # maximum number of updates in one call, without checking guards in between
+LARGE = 2**24  # bytes of intermediate tensors, which are not reused within an update, up to which it is recorded
 
-Call = tuple[Any, tuple[Tensor, ...]]  # a kernel and its arguments
+Call = tuple[Kernel | LibraryCall, tuple[Tensor, ...]]  # a kernel or library call and its arguments
 
 
 class KernelReplay:
@@ -35,10 +39,11 @@ class KernelReplay:
         self._calls = calls
         self._results = results
         self._small = small
-        self._drive = inductor.load_c(_source([len(given) for _, given in calls])).drive
+        self._drive = inductor.load_c(_source(calls)).drive
         self._drive.restype = ctypes.c_int64
         self._drive.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
-        self._arguments = [(ctypes.c_void_p * len(given))(*(t.data_ptr() for t in given)) for _, given in calls]
+        self._handles = Handles()
+        self._arguments = [(ctypes.c_void_p * len(given))(*self._values(kind, given)) for kind, given in calls]
         self._holes = []  # arguments that are tensors of the batch
         for arguments, (_, given) in zip(self._arguments, calls, strict=True):
             for k, tensor in enumerate(given):
@@ -48,15 +53,17 @@ class KernelReplay:
         self._columns: list[Tensor] = []
         self._job = self._make_job()
 
+    def _values(self, kind: Kernel | LibraryCall, given: Sequence[Tensor]) -> list[int]:
+        """Arguments of a call: addresses for a kernel, handles for a library call."""
+        return self._handles.of(given) if isinstance(kind, LibraryCall) else [t.data_ptr() for t in given]
+
     def _make_job(self) -> Any:
         start, flag, numbers = self._small
         count = len(self._results)
         self._sizes = (ctypes.c_int64 * count)(*(t.nbytes for t in self._results))
         self._found = (ctypes.c_void_p * count)(*(t.data_ptr() for t in self._results))
         self._kept = (ctypes.c_void_p * count)()
-        self._kernels = (ctypes.c_void_p * len(self._calls))(
-            *(inductor.address_of(kernel) for kernel, _ in self._calls)
-        )
+        self._kernels = (ctypes.c_void_p * len(self._calls))(*(kind.address for kind, _ in self._calls))
         self._given = (ctypes.c_void_p * len(self._calls))(*map(ctypes.addressof, self._arguments))
         job = Job()
         job.start = start.data_ptr()
@@ -103,30 +110,42 @@ class Job(ctypes.Structure):
 def record(
     run: inductor.Compiled, bound: Sequence[Tensor], batch: Sequence[Tensor]
 ) -> tuple[list[Call], Sequence[Tensor]] | None:
-    """Run once and return the kernel calls and the results; None if `run` does anything besides calling kernels."""
+    """Run once and return the calls and the results; None if `run` does anything besides calling kernels and matrix
+    products of libraries, or has large intermediate tensors.
+    """
     module = inductor.wrapper_module(run)
-    kernels = {name: kernel for name, kernel in vars(module).items() if inductor.is_kernel(kernel)} if module else {}
+    kernels = {name: kernel for name, kernel in vars(module).items() if isinstance(kernel, Kernel)} if module else {}
     calls: list[Call] = []
-    with _replaced(module, {name: _noting(kernel, calls) for name, kernel in kernels.items()}), Nothing() as others:
+    noting = {name: _noting(kernel, calls) for name, kernel in kernels.items()}
+    with _replaced(module, noting), LibraryCalls(calls) as others:
         results = run([*bound, *batch])
     given = [thing for _, things in calls for thing in things]
     fit = calls and not others.seen and all(isinstance(thing, Tensor) for thing in given)
-    return (calls, results) if fit and _can_be_fed(given, results, batch) else None
+    fit = fit and _can_be_fed(calls, results, batch) and _intermediate_bytes(given, [*bound, *batch]) <= LARGE
+    return (calls, results) if fit else None
 
 
-def _can_be_fed(given: Sequence[Tensor], results: Sequence[Tensor], batch: Sequence[Tensor]) -> bool:
+def _can_be_fed(calls: Sequence[Call], results: Sequence[Tensor], batch: Sequence[Tensor]) -> bool:
     """Test whether the recorded batch can be replaced and results can be copied.
 
-    Arguments and results must not be views of the batch's memory, and results must be contiguous.
+    Arguments and results must not be views of the batch's memory, library calls must not read the batch, and results
+    must be contiguous.
     """
     memory = {t.untyped_storage().data_ptr() for t in batch}
     known = {id(t) for t in batch}
-    strays = [t for t in given if id(t) not in known] + list(results)
-    fed = not any(t.untyped_storage().data_ptr() in memory for t in strays)
+    strays = [t for kind, given in calls for t in given if isinstance(kind, LibraryCall) or id(t) not in known]
+    fed = not any(t.untyped_storage().data_ptr() in memory for t in (*strays, *results))
     return fed and all(t.is_contiguous() for t in results)
 
 
-def _noting(kernel: Any, calls: list[Call]) -> Callable[..., None]:
+def _intermediate_bytes(given: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+    """Memory of arguments that are not inputs."""
+    known = {t.untyped_storage().data_ptr() for t in inputs}
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
+    return sum(size for address, size in sizes.items() if address not in known)
+
+
+def _noting(kernel: Kernel, calls: list[Call]) -> Callable[..., None]:
     def called(*given: Tensor) -> None:
         calls.append((kernel, given))
         kernel(*given)
@@ -146,25 +165,34 @@ def _replaced(module: Any, others: dict[str, Any]) -> Iterator[None]:
             setattr(module, name, original)
 
 
-class Nothing(TorchDispatchMode):
-    """Count dispatched torch operations, which a recording cannot contain."""
+class LibraryCalls(TorchDispatchMode):
+    """Add matrix products to `calls`; count other dispatched operations, which a recording cannot contain."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: list[Call]) -> None:
         super().__init__()
+        self.calls = calls
         self.seen = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += 1
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        call = as_library_call(function, args, kwargs)
+        if call is None:
+            self.seen += 1
+        else:
+            self.calls.append(call)
+        return function(*args, **kwargs)
 
 
-def _source(arities: Sequence[int]) -> str:
-    """C++ source of the loop over updates; kernel k takes `arities[k]` arguments."""
-    calls = []
-    for k, arity in enumerate(arities):
-        types, values = ", ".join(["void*"] * arity), ", ".join(f"given[{k}][{a}]" for a in range(arity))
-        calls.append(f"((void (*)({types}))job->kernels[{k}])({values});")
-    return SOURCE.replace("CALLS", "\n            ".join(calls))
+def _source(calls: Sequence[Call]) -> str:
+    """C++ source of the loop over updates."""
+    lines = []
+    for k, (kind, given) in enumerate(calls):
+        function, values = f"job->kernels[{k}]", [f"given[{k}][{a}]" for a in range(len(given))]
+        if isinstance(kind, LibraryCall):
+            lines.append(f"if ({kind.source(function, values)}) return u;")
+        else:
+            lines.append(f"((void (*)({', '.join(['void*'] * len(given))})){function})({', '.join(values)});")
+    return SOURCE.replace("CALLS", "\n            ".join(lines))
 
 
 SOURCE = r"""

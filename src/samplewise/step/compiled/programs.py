@@ -1,7 +1,7 @@
 """Programs of a step: compile them for the structure and shape of their samples, guard and verify them.
 
-Before a program is used for the first time, its results are compared with those of uncompiled code. When a program
-cannot be made, the step continues uncompiled; with compile=True it warns once.
+Before a program is used for the first time, its results and its speed are compared with those of uncompiled code. When
+a program cannot be made, the step continues uncompiled; with compile=True it warns once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from samplewise.errors import TrainingWarning
 from samplewise.step.accumulate import WeightedAccumulator
 from samplewise.step.compiled import inductor
 from samplewise.step.compiled.batch_signature import has_rows, signature
-from samplewise.step.compiled.errors import CannotCompile
+from samplewise.step.compiled.errors import CannotCompile, DoesNotPay
 from samplewise.step.compiled.guards import Guards
 from samplewise.step.compiled.optim_buckets import OptimBuckets
 from samplewise.step.compiled.optim_formulas import formula_of
 from samplewise.step.compiled.program import Program
+from samplewise.step.compiled.rehearsal import Rehearsal
 from samplewise.step.compiled.tracing import Tensors, trace_backward
+from samplewise.step.compiled.trial import count_operations, refuse_library_bound, refuse_slower
 from samplewise.step.compiled.update_fn import CompiledUpdate
 from samplewise.step.compiled.verify import agrees
 from samplewise.step.config import StepConfig
@@ -41,7 +43,8 @@ CHANGES = 8  # maximum number of recompilations after changes of the model or th
 class Programs:
     """Compiled programs by the signature of their samples. `whole`: a program makes a whole update; otherwise it
     computes the gradient sums of a microbatch. `gave_up`: why nothing is compiled any more; `known`: sample shapes
-    admitted for compilation.
+    admitted for compilation; `slower`: those among them that stay uncompiled, because compiled updates are not faster,
+    with the reason.
     """
 
     def __init__(self, eager: EagerUpdates, whole: bool):
@@ -52,11 +55,12 @@ class Programs:
         self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         self.gave_up: str | None = None
         self.known: list[str] = []
+        self.slower: dict[str, str] = {}
+        self._tried: set[str] = set()  # shapes whose programs are faster
         self.found: dict[Any, Program | None] = {}
         self._guards: Guards | None = None
         self._changes = 0
         self._full = False
-        self._fresh = False  # a program was compiled since the last call of `hyperparameters_changed`
         self._settings = self._compiled_settings()  # at the last call of _settings_hold
 
     @property
@@ -73,10 +77,15 @@ class Programs:
         finally:
             self.notify = before
 
-    def load(self, known: list[str], gave_up: str | None) -> None:
-        """Discard all programs, and restore what is known about shapes."""
-        self.known = known
-        self.gave_up = gave_up
+    def state_dict(self) -> dict[str, Any]:
+        return {"known": list(self.known), "given_up": self.gave_up, "slower": dict(self.slower)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Discard all programs, and restore what is known about shapes: they are not tried again."""
+        self.known = list(state["known"])
+        self.gave_up = state["given_up"]
+        self.slower = dict(state.get("slower", {}))
+        self._tried = set(self.known)
         self.found = {}
         self._guards = None
 
@@ -86,11 +95,10 @@ class Programs:
 
     # --- guards ----------------------------------------------------------------------------------------------------
 
-    def hyperparameters_changed(self) -> bool:
-        """Test whether the optimizer's hyperparameters may have changed since the last call."""
-        fresh = self._fresh or self._guards is None
-        self._fresh = False
-        return (self._guards is not None and self._guards.hyperparameters_changed()) or fresh
+    @property
+    def era(self) -> int:
+        """Identifies the hyperparameters of the optimizer at the last call of `guards_hold` or `get`."""
+        return 0 if self._guards is None else self._guards.era
 
     def _compiled_settings(self) -> tuple[Any, ...]:
         """Settings that are part of the compiled code."""
@@ -133,23 +141,29 @@ class Programs:
         try:
             shape = signature(cursor.batch, cursor.rows), size
             key = *shape, record_norms, predictions
-            if not self._settings_hold() or (self.found and not self.guards_hold()):
+            if not self._settings_hold() or (self._guards is not None and not self.guards_hold()):
                 return None
             if key not in self.found:
-                self.found[key] = self._compile(cursor, size, record_norms) if self._admitted(repr(shape)) else None
+                self.found[key] = self._compile(cursor, size, record_norms, repr(shape))
             program = self.found[key]
             if program is not None:
                 program.feed(cursor.batch)
-                program.verified = program.verified or self._agrees(program, cursor, size)
+                program.verified = program.verified or self._accepts(program, cursor, size, repr(shape))
+        except DoesNotPay as reason:
+            self.found[key] = None
+            self._stay_uncompiled(repr(shape), size, str(reason))
+            return None
         except Exception as problem:  # raised by tracing or compiling; nothing has been changed
             self._give_up(_first_line(problem))
             return None
         return program if program is not None and program.verified else None
 
     def _admitted(self, shape: str) -> bool:
-        """Test whether this sample shape is compiled: at most SHAPES different ones are."""
+        """Test whether this sample shape is compiled: at most SHAPES different ones are, without those that are not
+        faster when compiled.
+        """
         if shape in self.known:
-            return True
+            return shape not in self.slower
         if len(self.known) == SHAPES:
             if not self._full:
                 self._warn(f"at most {SHAPES} sample shapes are compiled; found another shape, which stays uncompiled")
@@ -158,29 +172,58 @@ class Programs:
         self.known.append(shape)
         return True
 
-    def _compile(self, cursor: BatchCursor, size: int, record_norms: bool) -> Program:
-        self._check_settings(size)
+    def _compile(self, cursor: BatchCursor, size: int, record_norms: bool, shape: str) -> Program | None:
+        if not self._admitted(shape):
+            return None
+        self._check_settings()
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
+        guards = self._new_guards()
+        with guards.restored_after_tracing(), _quietly():
+            self._rehearse(example, shape)
         notice = f"compiling an update of {plural(size, 'sample')} ..."
         with self.evaluator.trained.without_grads(), notify_if_slow(self.notify, notice), _quietly():
-            guards, tensors, update = self._traced(cursor, size, example, record_norms)
+            tensors, update = self._traced(guards, cursor, size, example, record_norms)
             program = Program(update, tensors, example)
         guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
         self._guards = guards
-        self._fresh = True
         return program
 
-    def _agrees(self, program: Program, cursor: BatchCursor, size: int) -> bool:
-        """Verify the program on the next update. False: not decided, for example because the update is not finite."""
-        example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
-        accumulator = self.builder.make_accumulator()
+    def _new_guards(self) -> Guards:
+        chain = self.config.transforms
+        functions = [self.evaluator.loss_fn, *(t.answer for t in chain.samples.transforms)]
+        return Guards(self.evaluator.modules, functions, self.applier.optimizer)
+
+    def _rehearse(self, example: Any, shape: str) -> None:
+        """Compute the update before it is traced. Raises DoesNotPay if it would not be faster compiled."""
+        rehearsal = self._rehearsal(example)
+        operations = count_operations(rehearsal)
+        if shape not in self._tried:
+            refuse_library_bound(rehearsal, operations)
+
+    def _rehearsal(self, example: Any) -> Rehearsal:
+        return Rehearsal(
+            self.builder.make_accumulator(),
+            self.evaluator,
+            self.applier,
+            self.config,
+            example,
+            whole=self.whole,
+            formula=formula_of(self.applier.optimizer) is not None,
+        )
+
+    def _accepts(self, program: Program, cursor: BatchCursor, size: int, shape: str) -> bool:
+        """Verify the program on the next update, and that it is faster. False: not decided, for example because the
+        update is not finite.
+        """
         start = cursor.consumed
-        with self.evaluator.trained.without_grads():
-            same = agrees(
-                program, accumulator, self.evaluator, self.applier, self.config, example, start, mean=self.whole
-            )
+        rehearsal = self._rehearsal(cut(cursor.batch, start, start + size, cursor.rows))
+        with rehearsal.without_grads():
+            same = agrees(program, rehearsal, start)
         if same is False:
             raise CannotCompile(self._why_different())
+        if same and shape not in self._tried:
+            refuse_slower(program, rehearsal, start)
+            self._tried.add(shape)
         return same is True
 
     def _why_different(self) -> str:
@@ -192,13 +235,11 @@ class Programs:
         )
 
     def _traced(
-        self, cursor: BatchCursor, size: int, example: Any, record_norms: bool
-    ) -> tuple[Guards, Tensors, CompiledUpdate]:
+        self, guards: Guards, cursor: BatchCursor, size: int, example: Any, record_norms: bool
+    ) -> tuple[Tensors, CompiledUpdate]:
         evaluator = self.evaluator
         optimizer = self.applier.optimizer
         chain = self.config.transforms
-        functions = [evaluator.loss_fn, *(t.answer for t in chain.samples.transforms)]
-        guards = Guards(evaluator.modules, functions, optimizer)
         tensors = Tensors.of(evaluator)
         accumulator = WeightedAccumulator(evaluator, chain, record_norms, self.builder.ranks, self.builder.size)
         with guards.restored_after_tracing():
@@ -213,17 +254,16 @@ class Programs:
             max_grad_norm=self.config.max_grad_norm if self.whole else None,
             checks=self.config.checks_finite,
         )
-        return guards, tensors, update
+        return tensors, update
 
-    def _check_settings(self, size: int) -> None:
+    def _check_settings(self) -> None:
         """Raise CannotCompile for settings that are not supported or not faster when compiled."""
         modules = [m for root in self.evaluator.modules for m in root.modules()]
         chain = self.config.transforms
-        microbatch = self.builder.size
         reasons = {
             "the parameters are not in CPU memory": self.evaluator.trained.device.type != "cpu",
             "there is a loss scale": self.evaluator.precision.scales,
-            "a window is computed in microbatches": microbatch.automatic or (microbatch.size or size) < size,
+            "the size of microbatches is automatic": self.builder.size.automatic,
             "transforms group samples, use references or add noise": bool(
                 chain.grouping or chain.samples.references or (chain.on_sum and self.whole)
             ),
@@ -241,6 +281,10 @@ class Programs:
         self.found = {}
         self._guards = None
         self._warn(f"updates stay uncompiled: {reason}")
+
+    def _stay_uncompiled(self, shape: str, size: int, reason: str) -> None:
+        self.slower[shape] = reason
+        self.notify(f"updates of {plural(size, 'sample')} stay uncompiled: {reason}")
 
     def _warn(self, what: str) -> None:
         if self.config.compile is True:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
+from samplewise.core.batches import length
 from samplewise.core.text import plural
 from samplewise.step.batch_columns import BatchColumns, record_columns
+from samplewise.step.compiled.gradients import CompiledGradients
 from samplewise.step.compiled.kernel_replay import CHUNK
 from samplewise.step.compiled.program import Program
 from samplewise.step.compiled.programs import Programs
@@ -20,6 +23,7 @@ from samplewise.step.window import BatchCursor, Window
 from samplewise.transforms.stats import SampleStats
 
 AUTO_AFTER = 1000  # one-sample updates before "auto" compiles: training is then likely to last
+PART_AFTER = 3  # microbatches of one size before the gradients of further ones are compiled: many sizes occur once
 
 
 class CompiledWindow(NamedTuple):
@@ -35,7 +39,9 @@ class CompiledWindow(NamedTuple):
 
 
 class CompiledUpdates:
-    """Updates made by compiled code where possible, and by `eager` otherwise."""
+    """Updates made by compiled code where possible, and by `eager` otherwise. If a window consists of several
+    microbatches, or noise is added to the sum, the gradients of each microbatch are compiled: see `parts`.
+    """
 
     def __init__(self, eager: EagerUpdates):
         builder = eager.builder
@@ -44,8 +50,10 @@ class CompiledUpdates:
         self.evaluator = builder.evaluator
         self.applier = eager.applier
         self.programs = Programs(eager, whole=True)
-        self.slow_compile_notice = self.programs.slow_compile_notice
-        self._era = 0  # incremented when the optimizer's hyperparameters change
+        self.parts = CompiledGradients(eager)
+        self.builder.compiled_sums = self._add_part
+        self._seen: dict[str, int] = {}  # number of microbatches by size
+        self._era = 0  # of `_rates`
         self._rates = self.applier.rates()
         self._compiled = False  # whether an update was compiled
 
@@ -61,7 +69,7 @@ class CompiledUpdates:
         builder.ranks.check_group()
         builder.cursor = cursor
         while builder.cursor is not None:
-            if not builder.window.open and self._due():
+            if not builder.window.open and self._due(cursor):
                 yield from self._compiled_windows(cursor, blocks)
             window = builder.next_window()
             if window is not None:
@@ -83,16 +91,21 @@ class CompiledUpdates:
 
     @property
     def status(self) -> str:
-        if self.programs.gave_up is not None:
-            return self.programs.gave_up
-        if self._compiled:
+        both = (self.programs, self.parts.programs)
+        gave_up = [programs.gave_up for programs in both if programs.gave_up is not None]
+        if gave_up:
+            return gave_up[0]
+        if self._compiled or self.parts.compiled:
             return "compiled"
+        slower = [reason for programs in both for reason in programs.slower.values()]
+        if slower:
+            return slower[0]
         if self.config.compile == "auto" and self.builder.config.samples != 1:
             return "compile='auto' compiles only steps with samples=1"
         return f"not compiled yet, after {plural(self.builder.counters.updates, 'update')}"
 
-    def _due(self) -> bool:
-        """True if the next update should be compiled.
+    def _due(self, cursor: BatchCursor) -> bool:
+        """True if the next update should be compiled as a whole.
 
         The first update never is: it is checked for mistakes and creates the optimizer state. With "auto": only
         one-sample updates, after AUTO_AFTER of them.
@@ -102,13 +115,43 @@ class CompiledUpdates:
         updates = self.builder.counters.updates
         if self.config.compile == "auto":
             return updates >= AUTO_AFTER and self.builder.config.samples == 1
-        return updates >= 1
+        return updates >= 1 and not self._in_parts(self.builder.config.samples or cursor.left)
+
+    def _in_parts(self, size: int) -> bool:
+        """Test whether the settings prevent that one program makes an update of `size` samples."""
+        return bool(self.config.transforms.on_sum) or 0 < (self.builder.size.size or 0) < size
+
+    def _add_part(self, microbatch: Any) -> SampleStats | None:
+        """As `CompiledGradients.add`, for microbatches that are not a whole window, after PART_AFTER of their size."""
+        window = self.builder.window
+        if self.programs.gave_up is not None or window.config.transforms.samples.uses_positions:
+            return None
+        size = length(microbatch) or 0
+        wanted = window.config.samples or size + (0 if self.builder.cursor is None else self.builder.cursor.left)
+        whole = not window.samples and size == wanted and not self._in_parts(size)
+        if whole or self.config.compile is not True or self.builder.counters.updates == 0:
+            return None
+        seen = self._seen.get(str(size), 0)
+        if seen < PART_AFTER:
+            self._seen[str(size)] = seen + 1
+            return None
+        return self.parts.add(microbatch)
+
+    @contextmanager
+    def slow_compile_notice(self, notify: Callable[[str], None]) -> Iterator[None]:
+        with self.programs.slow_compile_notice(notify), self.parts.slow_compile_notice(notify):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
-        return {"known": list(self.programs.known), "given_up": self.programs.gave_up}
+        parts = {**self.parts.programs.state_dict(), "seen": dict(self._seen)}
+        return {**self.programs.state_dict(), "parts": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.programs.load(list(state["known"]), state["given_up"])
+        self.programs.load_state_dict(state)
+        parts = state.get("parts") or self.eager.state_dict()
+        self.parts.programs.load_state_dict(parts)
+        self._seen = dict(parts.get("seen", {}))
+        self.parts.compiled = False
         self._compiled = False
 
     # --- running compiled code -------------------------------------------------------------------------------------
@@ -128,16 +171,18 @@ class CompiledUpdates:
 
     def _one_by_one(self, cursor: BatchCursor) -> Iterator[CompiledWindow]:
         """Run compiled updates one by one, until the batch is used up or the next update must be uncompiled."""
-        size = self.builder.config.samples or cursor.left
-        end = cursor.rows or 0
-        settings = self._settings
+        builder = self.builder
+        config = builder.config
+        norms = builder.record_norms
+        size = config.samples or cursor.left
+        last = (cursor.rows or 0) - size
         program = self.programs.get(cursor, size)
-        while program is not None and cursor.consumed + size <= end and not self._audit_due():
+        while program is not None and cursor.consumed <= last and not (config.audit and self._audit_due()):
             window = self._run(program, cursor)
             if window is None:
                 return
             yield window
-            if self._settings != settings or not self.programs.guards_hold():
+            if builder.config is not config or builder.record_norms != norms or not self.programs.guards_hold():
                 return
 
     def _blocks(self, cursor: BatchCursor) -> Iterator[CompiledWindow]:
@@ -147,19 +192,15 @@ class CompiledUpdates:
         program = self.programs.get(cursor, size)
         scheduler = self.applier.scheduler
         several = program is not None and program.can_make_many and scheduler is None and not self.config.audit
+        may_change = scheduler is not None or (program is not None and program.update.buckets is None)
         while program is not None and cursor.consumed + size <= end and not self._audit_due():
             wanted = min((end - cursor.consumed) // size, CHUNK) if several else 1
             window = self._run_many(program, cursor, wanted) if wanted > 1 else self._run(program, cursor)
             if window is None:
                 return
             yield window
-            if window.updates < wanted or (scheduler is not None and not self.programs.guards_hold()):
+            if window.updates < wanted or (may_change and not self.programs.guards_hold()):
                 return
-
-    @property
-    def _settings(self) -> tuple[int, bool]:
-        """Identifies what the caller may change between two updates."""
-        return id(self.config), self.builder.record_norms
 
     def _audit_due(self) -> bool:
         """True if the next update is audited, which compiled code cannot do."""
@@ -167,25 +208,26 @@ class CompiledUpdates:
 
     def _run(self, program: Program, cursor: BatchCursor) -> CompiledWindow | None:
         started = perf_counter()
-        if self.programs.hyperparameters_changed():
-            self._era += 1
+        era = self.programs.era
+        if era != self._era:
+            self._era = era
             self._rates = self.applier.rates()
         if program.copies:
             program.copy_again()
         start = cursor.consumed
-        results = program(start, self._era)
+        results = program(start, era)
         if results is None:
             return None
         if program.update.buckets is None:
             program.write_gradients(results)
             self.applier.optimizer.step()
+        rates = self._rates
         if self.applier.scheduler is not None:
             self.applier.scheduler.step()
         cursor.skip(program.update.samples)
         stats = program.stats(results)
-        rates = self._rates
-        seconds = perf_counter() - started
-        return CompiledWindow(stats, program.count, 1, program.norm(), rates, seconds, self._columns(cursor, start))
+        columns = self._columns(cursor, start) if self.builder.columns else []
+        return CompiledWindow(stats, program.count, 1, program.norm(), rates, perf_counter() - started, columns)
 
     def _run_many(self, program: Program, cursor: BatchCursor, updates: int) -> CompiledWindow | None:
         started = perf_counter()
@@ -197,13 +239,11 @@ class CompiledUpdates:
         cursor.skip(made * program.update.samples)
         samples = program.count * made
         stats = program.stats(results)
-        seconds = perf_counter() - started
-        return CompiledWindow(stats, samples, made, program.norm(), rates, seconds, self._columns(cursor, start))
+        columns = self._columns(cursor, start) if self.builder.columns else []
+        return CompiledWindow(stats, samples, made, program.norm(), rates, perf_counter() - started, columns)
 
     def _columns(self, cursor: BatchCursor, start: int) -> list[BatchColumns]:
         """Batch columns of the rows consumed since row `start`."""
         builder = self.builder
-        if not builder.columns:
-            return []
         rows = slice(start, cursor.consumed)
         return [record_columns(cursor.batch, builder.columns, builder.counters.epochs, rows)]

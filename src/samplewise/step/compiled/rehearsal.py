@@ -1,0 +1,95 @@
+"""Rehearsal of an update: it is computed uncompiled or by a program, and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.core.snapshot import snapshot
+from samplewise.step.accumulate import Accumulator
+from samplewise.step.apply import UpdateApplier
+from samplewise.step.compiled.program import Program
+from samplewise.step.config import StepConfig
+from samplewise.step.forward import LossEvaluator
+from samplewise.step.window import Window
+
+
+class Rehearsal:
+    """The update of one microbatch, any number of times from the same state. `whole`: with the division of the gradient
+    sums and, if `formula`, with the optimizer's step; otherwise the gradient sums only.
+
+    `undo` restores parameters, optimizer state, buffers and RNG.
+    """
+
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        evaluator: LossEvaluator,
+        applier: UpdateApplier,
+        config: StepConfig,
+        microbatch: Any,
+        *,
+        whole: bool,
+        formula: bool,
+    ):
+        self.accumulator = accumulator
+        self.evaluator = evaluator
+        self.applier = applier
+        self.config = config
+        self.microbatch = microbatch
+        self.whole = whole
+        self.steps = whole and formula
+        state: list[Tensor] = []
+        for kept in getattr(applier.optimizer, "state", {}).values():
+            state += [t for t in kept.values() if isinstance(t, Tensor)]
+        self._touched = [*evaluator.trained.named.values(), *state]
+        self._before = [t.detach().clone() for t in self._touched]
+        self._restore_model = snapshot(*evaluator.modules)
+
+    def without_grads(self) -> AbstractContextManager[None]:
+        """Context manager: `.grad` is None inside and is restored on exit."""
+        return self.evaluator.trained.without_grads()
+
+    def uncompiled(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """Compute the update uncompiled; return the losses, and what it has changed or its gradients."""
+        trained = self.evaluator.trained
+        trained.clear()
+        self.accumulator.begin()
+        with torch.enable_grad():
+            parts = self.accumulator.add([self.microbatch], 0)
+        if self.whole:
+            self.applier.prepare(Window(self.config, parts=parts, samples=len(parts[0])))
+        if self.steps:
+            self.applier.optimizer.step()
+        return parts[0].losses, self._touched if self.steps else trained.gradients()
+
+    def compiled(self, program: Program, start: int) -> tuple[Tensor, Sequence[Tensor]] | None:
+        """Compute the update from row `start` by a program; None if it is not finite."""
+        results = program(start, era=-2)
+        if results is None:
+            return None
+        found = self._touched if self.steps else list(program.gradients(results).values())
+        return program.stats(results).losses, found
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        self._restore_model()
+        for tensor, then in zip(self._touched, self._before, strict=True):
+            tensor.copy_(then)
+        self.evaluator.trained.clear()
+
+    def origin(self, found: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Values before the update of what it has changed; zeros for gradients."""
+        return self._before if self.steps else [torch.zeros_like(t) for t in found]
+
+    @torch.no_grad()
+    def undone(self, update: Callable[[], Any]) -> Any:
+        """Return update(), and undo it."""
+        try:
+            return update()
+        finally:
+            self.undo()
