@@ -172,6 +172,9 @@ def weights_by_name(
 ) -> Mapping[str, Tensor | None]:
     """Return the weights of each parameter, like the losses (B,), or None for weights of one. A number is the weight of
     all samples. Checks shapes; calls check(finite_weights, weights, description), which checks the values.
+
+    The tensors are new objects in each call, so that what is computed once for a tensor of weights is not used after
+    its values have changed.
     """
     if weights is None:
         return dict.fromkeys(names)
@@ -192,7 +195,7 @@ def _as_weights(weights: object, losses: Tensor, what: str, check: Callable[...,
         )
     _check_device(weights, losses.device, what, "losses")
     check(finite_weights, weights, what)
-    return weights
+    return weights.view_as(weights) if weights.requires_grad else weights.detach()
 
 
 def finite_weights(weights: Tensor, what: str) -> None:

@@ -101,8 +101,10 @@ class Pullback:
         self.key = key  # of the entry, equal in all graphs of one structure
         self.leaves = leaves
         self.differentiable = differentiable
-        self._rows: tuple[tuple[int, int], list[Tensor]] | None = None
-        self._sums: tuple[Tensor | None, list[Tensor]] | None = None
+        self._rows: list[Tensor] = []  # of the last samples
+        self._key: object = None  # these samples, and the versions of their rows, which the caller may change
+        self._sums: dict[int, Tensor] = {}  # by parameter, those that were not returned yet
+        self._weights: Tensor | None = None  # of these sums
 
     @cached_property
     def width(self) -> int:
@@ -111,15 +113,20 @@ class Pullback:
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
         """Rows (stop - start, *shape) of each parameter."""
-        if self._rows is None or self._rows[0] != (start, stop):
-            self._rows = ((start, stop), self._make_rows(self.source.rows(start, stop)))
-        return self._rows[1]
+        if self._key != (start, stop, self._versions()):
+            self._rows = self._make_rows(self.source.rows(start, stop))
+            self._key = (start, stop, self._versions())
+        return self._rows
 
-    def sums(self, weights: Tensor | None) -> list[Tensor]:
-        """Weighted sum over samples, for each parameter."""
-        if self._sums is None or self._sums[0] is not weights:
-            self._sums = (weights, self._pull_back(self.source.sum(weights)))
-        return self._sums[1]
+    def _versions(self) -> list[int]:
+        return [0 if rows.is_inference() else rows._version for rows in self._rows]
+
+    def sum(self, number: int, weights: Tensor | None) -> Tensor:
+        """Weighted sum over samples of one parameter. Those of the others are computed with it."""
+        if self._weights is not weights or number not in self._sums:
+            self._sums = dict(enumerate(self._pull_back(self.source.sum(weights))))
+            self._weights = weights
+        return self._sums.pop(number)
 
     def _make_rows(self, rows: Tensor) -> list[Tensor]:
         if self.source.width >= len(rows) or rows.is_complex():
@@ -151,7 +158,7 @@ class PulledBackGrad(RowwiseGrad):
         return self.pullback.rows(start, stop)[self.number]
 
     def sum(self, weights: Tensor | None) -> Tensor:
-        return self.pullback.sums(weights)[self.number]
+        return self.pullback.sum(self.number, weights)
 
     def describe(self) -> str:
         return f"{self.pullback.source.describe()}, through {operation(self.pullback.entry.node)}"

@@ -414,7 +414,10 @@ class Gradients:
     # --- rows ------------------------------------------------------------------------------------------------------
 
     def full(self) -> dict[str, Tensor]:
-        """Gradients of all samples, name -> (B, *shape). To save memory, use `chunks` for a few samples at a time."""
+        """Gradients of all samples, name -> (B, *shape). To save memory, use `chunks` for a few samples at a time.
+
+        Rows may share memory with the gradients kept here: after an in-place change, other methods raise GraphError.
+        """
         return self[0 : len(self)]
 
     def chunks(self, samples: int) -> Iterator[dict[str, Tensor]]:
@@ -459,6 +462,7 @@ class Gradients:
             form = self._evaluator.forms().get(name)
             if form is None or start == stop:
                 return p.new_zeros(stop - start, *p.shape)
+            self._evaluator.expose(name, form)
             return form.rows(start, stop).to(p.dtype)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:

@@ -49,7 +49,7 @@ class Norms:
         parts = self._parts(joint=False) if on_host else self._scaled_parts()
         if on_host and self._evaluator.create_graph:
             parts = {name: root(squares) for name, squares in parts.items()}
-        norms = {name: parts[name] if name in parts else zeros(self._graph) for name in self._graph.wanted}
+        norms = {name: parts[name].clone() if name in parts else zeros(self._graph) for name in self._graph.wanted}
         return self._with_faint_norms(norms) if on_host else norms
 
     def bound_sums(self, weights: object) -> bool:

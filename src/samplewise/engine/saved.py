@@ -75,10 +75,10 @@ class Versions:
                 if isinstance(tensor, Tensor) and not tensor.is_inference():
                     self._versions.append((tensor, tensor._version))
 
-    def check(self) -> None:
+    def check(self, message: str = MODIFIED) -> None:
         for tensor, version in self._versions:
             if tensor._version != version:
-                raise GraphError(MODIFIED)
+                raise GraphError(message)
 
 
 class SavedTensorReader:

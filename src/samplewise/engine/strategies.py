@@ -35,6 +35,12 @@ from samplewise.engine.saved import Versions
 from samplewise.errors import GraphError
 
 
+ROWS_MODIFIED = (
+    "rows of per-sample gradients must not change before the last use of the gradients; found rows modified in place. "
+    "Write rows = rows * 2 instead of rows *= 2, or compute all quantities before the change."
+)
+
+
 class QuantityEvaluator:
     """Quantities of the per-sample gradients of one graph, computed with one strategy, in one thread at a time."""
 
@@ -44,6 +50,7 @@ class QuantityEvaluator:
         self.create_graph = create_graph
         self._planner = planner
         self._strategies: dict[str, GradStrategy] = {}
+        self._exposed: dict[str, Versions] = {}  # of kept tensors whose views the caller has, by parameter
         self._lock = threading.RLock()
 
     def during(self, run: Callable[[], object], compute: Callable[[], object]) -> None:
@@ -74,19 +81,33 @@ class QuantityEvaluator:
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         """Return quantity(form, name) for each parameter in the graph, by name. Must be called inside `context`."""
+        self._check_exposed()
         return self._chosen(self.strategy).evaluate(quantity)
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
         """Pairs (name, quantity(form, name)) in the order of the backward pass; kept gradients are dropped one by one.
         Must be used up inside `context`.
         """
+        self._check_exposed()
+        self._exposed.clear()
         return self._chosen(self.strategy).release(quantity)
 
     def forms(self) -> dict[str, PerSampleGrad]:
         """All representations at once, by name. Rows and pairs of samples need them kept."""
         strategy = "fused" if self.strategy == "twice" else self.strategy
         with self.context():
+            self._check_exposed()
             return self._chosen(strategy).evaluate(lambda form, _: form)
+
+    def expose(self, name: str, form: PerSampleGrad) -> None:
+        """Note that the caller gets rows of a parameter: a later change of kept ones is an error."""
+        if name not in self._exposed:
+            self._exposed[name] = Versions()
+            self._exposed[name].record(form.kept)
+
+    def _check_exposed(self) -> None:
+        for versions in self._exposed.values():
+            versions.check(ROWS_MODIFIED)
 
     def explain(self) -> list[ExplainRow]:
         with self.context():

@@ -51,6 +51,11 @@ class PerSampleGrad(ABC):
     def rows(self, start: int, stop: int) -> Tensor:
         """Gradients of samples start to stop - 1, (stop - start, *shape)."""
 
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """Tensors that results of `rows` may be views of. They must not change."""
+        return ()
+
     @abstractmethod
     def squared_norms(self) -> Tensor:
         """Squared L2 norm of each sample's gradient, (b,)."""
@@ -88,7 +93,9 @@ class PerSampleGrad(ABC):
 
     @abstractmethod
     def sum(self, weights: Tensor | None) -> Tensor:
-        """Sum over b of weights[b] times row b, in the parameter's shape; None means weights of one."""
+        """Sum over b of weights[b] times row b, in the parameter's shape; None means weights of one. The caller may
+        change the result. Weights with other values must be another tensor object, see `weights_by_name`.
+        """
 
     @abstractmethod
     def sum_of_squares(self, centre: Tensor | None) -> Tensor:

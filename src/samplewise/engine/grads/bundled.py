@@ -43,7 +43,7 @@ class _Bundle:
         self.widths: list[int] = []
         self._rows: list[Tensor] = []
         self._sums: dict[int, Tensor] = {}  # by parameter, those that were not returned yet
-        self._weights: tuple[Tensor | None, int] = (None, 0)  # of these sums, and their version
+        self._weights: Tensor | None = None  # of these sums
 
     def add(self, rows: Tensor) -> int:
         """Add the rows (b, *shape) of a parameter; return its number."""
@@ -70,20 +70,14 @@ class _Bundle:
         """Weighted sum of the rows of one parameter. Those of all others are computed with it, if none of them is left
         from another call.
         """
-        if weights is not None and weights.is_inference():  # has no version
-            return self._own_sum(number, weights)
-        version = 0 if weights is None else weights._version
         if not self._sums:
-            total = weighted_sum(self.matrix, weights)
-            self._sums = dict(enumerate(total.split(self.widths)))
-            self._weights = (weights, version)
-        of, of_version = self._weights
-        if of is not weights or of_version != version or number not in self._sums:
-            return self._own_sum(number, weights)
-        return self._sums.pop(number).view(self.shapes[number])
-
-    def _own_sum(self, number: int, weights: Tensor | None) -> Tensor:
-        return weighted_sum(self.columns(number), weights).view(self.shapes[number])
+            self._sums = dict(enumerate(weighted_sum(self.matrix, weights).split(self.widths)))
+            self._weights = weights
+        if self._weights is weights and number in self._sums:
+            total = self._sums.pop(number)
+        else:
+            total = weighted_sum(self.columns(number), weights)
+        return total.view(self.shapes[number])
 
 
 class BundledGrad(DenseGrad):

@@ -28,6 +28,10 @@ class DenseGrad(RowwiseGrad):
         own = {part.untyped_storage()._cdata for part in self.parts}
         return not any(isinstance(t, Tensor) and t.untyped_storage()._cdata in own for t in tensors)
 
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        return tuple(self.parts)
+
     def rows(self, start: int, stop: int) -> Tensor:
         first = start // self.step
         last = max(start, stop - 1) // self.step

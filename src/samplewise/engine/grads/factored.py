@@ -358,12 +358,10 @@ def _samples_to_sum(weights: Tensor | None) -> Tensor | None:
     if weights is None or weights.requires_grad or weights.device.type != "cpu" or is_traced(weights):
         return None  # on other devices, nonzero would be a host sync
     global _last_selection
-    if weights.is_inference():  # has no version
-        return _selected(weights)
-    last, version, selected = _last_selection
-    if last() is not weights or version != weights._version:
+    last, selected = _last_selection
+    if last() is not weights:
         selected = _selected(weights)
-        _last_selection = (weakref.ref(weights), weights._version, selected)
+        _last_selection = (weakref.ref(weights), selected)
     return selected
 
 
@@ -372,8 +370,8 @@ def _selected(weights: Tensor) -> Tensor | None:
     return nonzero.flatten() if nonzero.shape[0] <= ENOUGH_LEFT * weights.shape[0] else None
 
 
-# Weights, their version, and the samples selected for them: all parameters are summed with the same weights.
-_last_selection: tuple[Callable[[], Tensor | None], int, Tensor | None] = (lambda: None, 0, None)
+# Weights, and the samples selected for them: all parameters are summed with the same tensor of weights.
+_last_selection: tuple[Callable[[], Tensor | None], Tensor | None] = (lambda: None, None)
 
 
 class PairSums:

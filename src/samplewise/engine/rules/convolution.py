@@ -260,6 +260,10 @@ class ChannelsLastGrad(PerSampleGrad):
     def rows(self, start: int, stop: int) -> Tensor:
         return self.source.rows(start, stop).movedim(-1, 2)
 
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        return self.source.kept
+
     def squared_norms(self) -> Tensor:
         return self.source.squared_norms()
 
