@@ -1,0 +1,106 @@
+"""Layers that are large enough for blocks of Gram matrices, for rows in several tensors and for factors of patches."""
+
+import pytest
+import torch
+from by_loop import assert_as_loop, rows_by_loop
+from torch import nn
+
+import samplewise as sw
+from samplewise.engine.grads import factored
+from samplewise.engine.grads.factored import FactoredGrad, Term
+from samplewise.testing.zoo import noise as noise_in_float32
+
+TOKENS = [47, 48, 63, 64, 65, 100, 129, 197, 256]
+
+
+def noise(*shape):
+    return noise_in_float32(*shape).double()
+
+
+def factors(tokens, samples=3):
+    return noise(samples, tokens, 90), noise(samples, tokens, 110)
+
+
+def grad_of(left, right):
+    return FactoredGrad([Term(left, right)], (left.shape[2], right.shape[2]))
+
+
+def rows_of(left, right):
+    return torch.einsum("bto,bti->boi", left, right)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_norms_from_blocks_of_the_gram_matrix(tokens):
+    left, right = factors(tokens)
+    expected = rows_of(left, right).flatten(1).square().sum(1)
+    torch.testing.assert_close(grad_of(left, right)._squared_norms_by_pairs(True), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [64, 100])
+def test_blocks_are_differentiable(tokens):
+    left, right = (f.requires_grad_() for f in factors(tokens))
+    expected = torch.autograd.grad(rows_of(left, right).square().sum((1, 2)).sqrt().sum(), (left, right))
+    norms = grad_of(left, right)._squared_norms_by_pairs(True).sqrt()
+    torch.testing.assert_close(torch.autograd.grad(norms.sum(), (left, right)), expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("tokens", [64, 128])
+def test_a_sample_that_cancels_between_blocks(tokens):
+    left, right = factors(tokens)
+    half = tokens // 2
+    left[1, half:] = -left[1, :half]
+    right[1, half:] = right[1, :half]
+    left[1, 0] += 1e-6
+    expected = rows_of(left, right).flatten(1).square().sum(1)
+    grad = grad_of(left, right)
+    torch.testing.assert_close(grad._squared_norms_by_pairs(True), expected, rtol=1e-8, atol=0)
+    assert grad._squared_norms_by_pairs(False).isnan().tolist() == [False, True, False]
+
+
+def test_factors_are_not_changed():
+    left, right = factors(64)
+    before = left.clone(), right.clone()
+    grad_of(left, right)._squared_norms_by_pairs(True)
+    torch.testing.assert_close((left, right), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["fused", "twice"])
+@pytest.mark.parametrize("part", [1, 1000, 2**22])
+def test_rows_in_several_tensors(monkeypatch, strategy, part):
+    monkeypatch.setattr(factored, "LARGEST_PART", part)
+    layer, x, weights = nn.Linear(12, 14).double(), noise(5, 60, 12), noise(5)
+    losses = layer(x).square().sum((1, 2))
+    assert_as_loop(losses, layer, strategy=strategy)
+    rows = rows_by_loop(losses, layer)
+    g = sw.gradients(losses, layer, strategy=strategy)
+    torch.testing.assert_close(g.sum(weights), {n: torch.einsum("b,b...->...", weights, r) for n, r in rows.items()})
+    torch.testing.assert_close(g[1:4], {name: r[1:4] for name, r in rows.items()})
+    torch.testing.assert_close(g.sum_of_squares(), {name: r.square().sum(0) for name, r in rows.items()})
+    torch.testing.assert_close(g.dot({name: r[0] for name, r in rows.items()}), g.gram()[0])
+
+
+CONVOLUTIONS = {
+    "1d": (lambda: nn.Conv1d(32, 64, 3, padding=1), (32, 4)),
+    "2d": (lambda: nn.Conv2d(32, 64, 3, padding=1), (32, 2, 2)),
+    "2d, oblong": (lambda: nn.Conv2d(32, 64, (3, 2), stride=(2, 1), padding=(1, 0)), (32, 4, 3)),
+    "2d, dilated": (lambda: nn.Conv2d(32, 64, 3, stride=2, padding=2, dilation=2), (32, 3, 4)),
+    "3d": (lambda: nn.Conv3d(16, 48, 2), (16, 2, 2, 3)),
+    "1x1": (lambda: nn.Conv2d(64, 96, 1), (64, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, "channels last"])
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolutions_of_few_positions(case, memory_format, images):
+    make, shape = CONVOLUTIONS[case]
+    layer, x, weights = make().double(), noise(4 * images, *shape), noise(4)
+    if memory_format == "channels last":
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    losses = layer(x).tanh().flatten(1).square().sum(1).view(4, images).sum(1)
+    g = sw.gradients(losses, layer)
+    assert "factors" in g.explain()
+    assert_as_loop(losses, layer)
+    sums = {name: torch.einsum("b,b...->...", weights, r) for name, r in rows_by_loop(losses, layer).items()}
+    g.norms()
+    torch.testing.assert_close(g.sum(weights), sums)
