@@ -62,6 +62,13 @@ class Tensors:
             here = {name: new[id(tensor)] for module, name, tensor in self.occurrences if module is root}
             stack.enter_context(inductor.parameters_replaced(root, here))
 
+    def check_replaced(self, trained: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Raise CannotCompile if a module has other tensors than these: the graph would not contain the change."""
+        roots = dict.fromkeys(module for module, _, _ in self.occurrences)
+        now = {id(t) for root in roots for t in (*root.parameters(), *root.buffers())}
+        if now - {id(t) for t in (*trained, *others)}:
+            raise CannotCompile("the model replaces a buffer in the forward pass, instead of changing it in place")
+
 
 @dataclass
 class Backward:
@@ -114,6 +121,7 @@ def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatc
         with ExitStack() as stack:
             tensors.replaced(stack, list(wanted.values()), others)
             stats, gradients = _computed(accumulator, wanted, example, mean)
+            tensors.check_replaced(list(wanted.values()), others)
         found = {name: values for name in RESULTS if (values := getattr(stats, name)) is not None}
         dicts = {name: values for name, values in found.items() if isinstance(values, dict)}
         columns = {name: values for name, values in found.items() if name not in dicts}
