@@ -92,6 +92,23 @@ def test_a_graph_like_the_last_one_is_not_read_again(monkeypatch):
     assert _structure(PROGRAMS["twice"], model) is first
 
 
+def test_classes_defined_in_each_call_are_not_kept():
+    model = net(lambda m, x: None)
+    for _ in range(3):
+
+        class Negative(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, losses):
+                return -losses
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return -gradient
+
+        assert_as_loop(Negative.apply(PROGRAMS["twice"](model, x())), {"a": model.a.weight})
+    assert len(structure._recent) == 1
+
+
 CHANGES = {
     "dropout": (lambda m: m.drop.train(), lambda m: m.drop.eval()),
     "dropout rate": (lambda m: setattr(m.drop, "p", 0.1), lambda m: setattr(m.drop, "p", 0.6)),

@@ -153,7 +153,8 @@ _kept = 0  # nodes in `_structures`
 
 def read_structure(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structure, list[Node]]:
     """Structure of the graph below output `slot` of `root`, and its nodes. `leaf_names`: id of a parameter -> name."""
-    key = (type(root), slot, *root._input_metadata[slot].shape)
+    kind = None if is_python_function(root) else type(root)  # a class defined inside forward is new in each call
+    key = (kind, slot, *root._input_metadata[slot].shape)
     recent = _recent.get(key, ())
     for structure in recent:
         nodes = structure.flat.nodes_of(root, leaf_names)
