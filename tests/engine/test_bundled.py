@@ -7,6 +7,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine import plan
+from samplewise.engine.gradients import accumulate
 from samplewise.engine.grads.bundled import BundledGrad
 from samplewise.errors import NonFiniteGradientError
 
@@ -40,6 +41,17 @@ def test_small_parameters_share_a_matrix(net, monkeypatch):
     assert len(bundles) == 1
     assert sum(isinstance(form, BundledGrad) for form in forms.values()) > 4
     assert_as_loop(losses_of(net), net)
+
+
+def test_small_parameters_are_released_before_large_ones(monkeypatch):
+    """So that an all-reduce of a large parameter and a bias can start while other large ones are summed."""
+    monkeypatch.setattr(plan, "foreign_hooks", lambda: 0)
+    layers = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 300)).double()
+    g = sw.gradients(losses_of(layers), layers)
+    g.norms()
+    order = []
+    accumulate(g, None, retain_graph=True, ready=lambda p: order.append(p.dim()))
+    assert order == [1, 1, 2, 2]
 
 
 def test_norms_of_parameters_before_and_after_those_of_samples(net):

@@ -355,8 +355,11 @@ class GradBuilder:
     def finish(self) -> None:
         """Bundle small representations, and compute the quantity of each. To be called after the pass."""
         small = self._small
+        large = self.forms
+        self.forms = {}
         for name, form in bundled({name: small[name] for name in self.graph.wanted if name in small}).items():
             self._finish(name, form)
+        self.forms.update(large)  # small ones come first: every bucket of an all-reduce waits for some of them
 
     def _zeros(self, planned: OperandPlan) -> PerSampleGrad:
         entry = self.graph.edge(planned.entry)

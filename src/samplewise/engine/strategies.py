@@ -34,7 +34,6 @@ from samplewise.engine.registered_hooks import foreign_hooks
 from samplewise.engine.saved import Versions
 from samplewise.errors import GraphError
 
-
 ROWS_MODIFIED = (
     "rows of per-sample gradients must not change before the last use of the gradients; found rows modified in place. "
     "Write rows = rows * 2 instead of rows *= 2, or compute all quantities before the change."
