@@ -66,6 +66,17 @@ def test_norms_of_parameters_before_and_after_those_of_samples(net):
                 assert_sums(g.norms(by=by), expected)
 
 
+def test_norms_of_parameters_that_are_bundled_no_more(net, monkeypatch):
+    """A hook that is registered between two passes prevents bundles in the second one."""
+    rows = rows_by_loop(losses_of(net), net)
+    monkeypatch.setattr(plan, "foreign_hooks", lambda: 0)
+    g = sw.gradients(losses_of(net), net)
+    g.norms()
+    g.backward()
+    monkeypatch.setattr(plan, "foreign_hooks", lambda: 1)
+    assert_sums(g.norms(by="parameter"), {name: row.reshape(5, -1).norm(dim=1) for name, row in rows.items()})
+
+
 def test_sums_are_not_remembered(net):
     """Neither changed weights nor changed results have an effect on the next sum."""
     g = sw.gradients(losses_of(net), net)

@@ -30,7 +30,7 @@ class Norms:
         self._checks = checks
         self._known: dict[str, Tensor] | None = None
         self._ordinary = False  # True if the norms of samples are known, and neither too small nor too large
-        self._joint = False  # True if parameters of a bundle have the norms of the bundle
+        self._joint: set[str] = set()  # parameters of a bundle that have the norms of the bundle
         self._scaled: dict[str, Tensor] | None = None
 
     def of_samples(self) -> Tensor:
@@ -63,15 +63,17 @@ class Norms:
         joint: the parameters of a bundle may have the norms of the bundle instead, as one tensor.
         """
         if self._known is None or (self._joint and not joint):
-            self._known = self._evaluator.evaluate(partial(self._of_form, joint, self._known or {}))
+            known = {name: norms for name, norms in (self._known or {}).items() if name not in self._joint}
+            self._joint.clear()
+            self._known = self._evaluator.evaluate(partial(self._of_form, joint, known))
         return self._known
 
     def _of_form(self, joint: bool, known: dict[str, Tensor], form: PerSampleGrad, name: str) -> Tensor:
         if self._evaluator.create_graph:
             return form.squared_norms()
-        if isinstance(form, BundledGrad):
-            self._joint = joint
-            return form.bundle.norms if joint else form.norms()
+        if joint and isinstance(form, BundledGrad):
+            self._joint.add(name)
+            return form.bundle.norms
         return known[name] if name in known else form.norms()
 
     def _total(self, parts: dict[str, Tensor]) -> Tensor:
