@@ -457,3 +457,13 @@ def test_refusals_leave_the_losses_usable():
     refuses(sw.SamplesInteractError, "mean", losses, model)
     losses.sum().backward()
     assert model.f.weight.grad is not None
+
+
+def test_gradients_in_inference_mode():
+    """Neither these fail nor later ones, also if a hook was registered since the last call."""
+    model = nn.Linear(3, 2).double()
+    losses = model(torch.eye(3).double()).square().sum(1)
+    torch.ones(1, requires_grad=True).register_hook(lambda g: None)
+    with torch.inference_mode():
+        inside = sw.gradients(losses, model).norms()
+    torch.testing.assert_close(inside.clone(), sw.gradients(losses, model).norms())

@@ -57,8 +57,8 @@ def hook_state(graph: Graph) -> HookState:
     if is_traced(graph.losses):
         return HookState(count)
     if getattr(_last_seen, "count", 0) != count:
-        _last_seen.count = count
         _last_seen.sequence = _next_sequence_number()
+        _last_seen.count = count
     if count and graph.first_sequence_number < _last_seen.sequence:
         return HookState(count, next(_unlike_others))
     return HookState(count)
@@ -77,7 +77,7 @@ _unlike_others = itertools.count(1)
 
 
 def _next_sequence_number() -> int:
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         node: Node = torch.zeros((), requires_grad=True).view(()).grad_fn
     return node._sequence_nr()
 
