@@ -127,4 +127,12 @@ def test_handles_are_deleted(monkeypatch):
     gc.collect()
     assert set(made) <= set(deleted)  # others may be those of programs of earlier tests
     monkeypatch.undo()
-    inductor.delete_tensor_handles(library_calls.DELETE, deleted)
+    inductor.delete_tensor_handles(inductor.libtorch_function(library_calls.DELETE), deleted)
+
+
+def test_handles_are_deleted_without_another_look_up(monkeypatch):
+    handles = library_calls.Handles()
+    handles.of([torch.zeros(2)])
+    monkeypatch.setattr(inductor, "libtorch_function", lambda symbol: None)
+    del handles
+    gc.collect()  # an error here would be a warning, and fail the test

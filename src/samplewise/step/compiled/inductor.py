@@ -89,10 +89,8 @@ def tensor_handles(tensors: Sequence[Tensor]) -> list[int]:
     return [pointer(capsule, None) for capsule in made]
 
 
-def delete_tensor_handles(symbol: str, handles: Sequence[int]) -> None:
-    """Delete handles with the C function `symbol`."""
-    address = libtorch_function(symbol)
-    assert address is not None
+def delete_tensor_handles(address: int, handles: Sequence[int]) -> None:
+    """Delete handles with the C function at an address."""
     delete = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(address)
     for handle in handles:
         delete(handle)

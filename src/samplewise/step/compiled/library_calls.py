@@ -62,13 +62,11 @@ class Handles:
 
     def __init__(self) -> None:
         self._made: list[int] = []
-        weakref.finalize(self, _delete, self._made)
+        delete = inductor.libtorch_function(DELETE)
+        if delete is not None:  # otherwise `as_library_call` finds none
+            weakref.finalize(self, inductor.delete_tensor_handles, delete, self._made)
 
     def of(self, tensors: Sequence[Tensor]) -> list[int]:
         made = inductor.tensor_handles(tensors)
         self._made += made
         return made
-
-
-def _delete(handles: list[int]) -> None:
-    inductor.delete_tensor_handles(DELETE, handles)
