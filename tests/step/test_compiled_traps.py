@@ -379,8 +379,14 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         more = getattr(self, "more", 1.0)
-        h = self.layer(x) * self.config.scale + self.config.more["shift"]
-        return h * self.factors[0] * self.factors[1] * self.mask * more + self.bias
+        h = self.layer(x) * self.config.scale * (1 + self.config.more["shift"])
+        h = h * self.factors[0] * self.factors[1] * self.mask * more + self.bias
+        return h * self.power * self.table["factor"]
+
+
+def scaled():
+    """A model with a class of its own."""
+    return type("OwnScaled", (Scaled,), {"power": 1.0, "table": {"factor": 1.0}})()
 
 
 CHANGES = {
@@ -396,13 +402,15 @@ CHANGES = {
     "buffer replaced": lambda m: m.register_buffer("bias", m.bias + 1),
     "buffer in place": lambda m: m.bias.add_(1),
     "forward": lambda m: setattr(m, "forward", lambda x: m.layer(x) * 2),
+    "attribute of the class": lambda m: setattr(type(m), "power", 0.5),
+    "entry of a dict of the class": lambda m: m.table.update(factor=0.5),
 }
 
 
 @any_backend
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_the_model_looks_at_is_changed(change):
-    pair = going(make=Scaled)
+    pair = going(make=scaled)
     meddled(pair, lambda step: CHANGES[change](step.model))
     pair.assert_same()
 

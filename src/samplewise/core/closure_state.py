@@ -28,7 +28,7 @@ DEPTH = 4  # maximum nesting of containers
 
 
 class Variable(NamedTuple):
-    """Reference to a closure variable or a dict entry (a global variable or an attribute)."""
+    """Reference to a closure variable, a dict entry (a global variable or an attribute) or an attribute of a class."""
 
     holder: Any
     name: str
@@ -36,14 +36,21 @@ class Variable(NamedTuple):
     @property
     def where(self) -> str:
         """Python expression that reads the variable, with {} for the holder."""
-        return "{}.cell_contents" if isinstance(self.holder, CellType) else f"{{}}[{self.name!r}]"
+        if isinstance(self.holder, CellType):
+            return "{}.cell_contents"
+        return ("vars({})" if isinstance(self.holder, type) else "{}") + f"[{self.name!r}]"
 
     def read(self) -> Any:
-        return self.holder.cell_contents if isinstance(self.holder, CellType) else self.holder[self.name]
+        if isinstance(self.holder, CellType):
+            return self.holder.cell_contents
+        return (vars(self.holder) if isinstance(self.holder, type) else self.holder)[self.name]
 
     def write(self, value: Any) -> None:
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = value
+        elif isinstance(self.holder, type):
+            if vars(self.holder).get(self.name) is not value:
+                setattr(self.holder, self.name, value)
         else:
             self.holder[self.name] = value
 
@@ -58,10 +65,20 @@ def variables_of(functions: Iterable[Any]) -> list[Variable]:
 
 def methods_of(modules: Iterable[nn.Module]) -> list[Any]:
     """Methods of the modules' user-defined classes, without __init__."""
-    kinds: dict[type, None] = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
-    ours = [kind for kind in kinds if not is_library_class(kind) and kind is not object]
+    ours = _user_classes(modules)
     own = [(name, method) for kind in ours for name, method in vars(kind).items() if name != "__init__"]
     return [method for _, method in own if inspect.isfunction(method)]
+
+
+def class_attributes_of(modules: Iterable[nn.Module]) -> list[Variable]:
+    """References to the attributes and methods of the modules' user-defined classes, without those of the language."""
+    ours = _user_classes(modules)
+    return [Variable(kind, name) for kind in ours for name in vars(kind) if not name.startswith(("__", "_abc_"))]
+
+
+def _user_classes(modules: Iterable[nn.Module]) -> list[type]:
+    kinds: dict[type, None] = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+    return [kind for kind in kinds if not is_library_class(kind) and kind is not object]
 
 
 def looked_up(function: Any, depth: int = 3) -> Iterator[Variable]:

@@ -25,6 +25,7 @@ from samplewise.core.batches import PLAIN
 from samplewise.core.closure_state import (
     ContainerSnapshot,
     all_identical,
+    class_attributes_of,
     containers_in,
     generators_in,
     is_library_class,
@@ -75,7 +76,7 @@ class Guards:
 
     def _guard_functions(self, functions: Sequence[Any]) -> None:
         """Guard closures, globals and containers used by functions and modules, hooks, autocast and torch settings."""
-        self._variables = variables_of(functions)
+        self._variables = [*variables_of(functions), *class_attributes_of(self._modules)]
         for variable in self._variables:
             self._fixed.add(variable.where, variable.holder)
         values = [variable.read() for variable in self._variables]
