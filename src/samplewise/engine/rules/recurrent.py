@@ -37,13 +37,12 @@ def _weights(use: Use, activation: Callable[[], Tensor]) -> PerSampleGrad | None
     rows = _sequences(use)
     if rows is None:
         return None
-    left, right = (_tokens(rows, x) for x in (_gate_gradient(use), activation()))
-    return FactoredGrad([Term(left, right)], use.shape)
+    return FactoredGrad([Term(_gate_gradient(use, rows), _tokens(rows, activation()))], use.shape)
 
 
 def biases(use: Use) -> PerSampleGrad | None:
     rows = _sequences(use)
-    return None if rows is None else DenseGrad(_tokens(rows, _gate_gradient(use)).sum(1))
+    return None if rows is None else DenseGrad(_gate_gradient(use, rows).sum(1))
 
 
 def _tokens(rows: RowGather, x: Tensor) -> Tensor:
@@ -77,11 +76,12 @@ def _earlier(states: Tensor, first: Tensor) -> Tensor:
     return torch.cat([first.reshape(1, *states.shape[1:]), states[:-1]])
 
 
-def _gate_gradient(use: Use) -> Tensor:
-    """Gradient of the gates before their activations, (t, n, 4h), computed once for all four operands."""
+def _gate_gradient(use: Use, rows: RowGather) -> Tensor:
+    """Gradient of the gates before their activations, by sample and token, computed once for all four operands."""
     if "gate gradient" not in use.saved:
-        use.saved["gate gradient"] = _through_time(use)
-    return use.saved["gate gradient"]
+        use.saved["gate gradient"] = _tokens(rows, _through_time(use))
+    gradient: Tensor = use.saved["gate gradient"]
+    return gradient
 
 
 def _through_time(use: Use) -> Tensor:
