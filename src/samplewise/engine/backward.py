@@ -4,6 +4,9 @@
 pass, and keeps none of them; `watch_backward` does so during an ordinary pass to the parameters. `pull_back` continues
 from an edge to the parameters below it. `backward_to_leaves` passes the gradients of parameters to a callback, one by
 one.
+
+A callback may return a function that returns the gradients of the node's operands. `backward_past` then continues
+from them and does not run the node, if the pass can be divided there: see `parts`.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from samplewise.engine.graph import Edge, Graph, Node, numel
+from samplewise.engine.parts import Part, divided
 from samplewise.engine.registered_hooks import foreign_hooks, removed_afterwards
 
-Arrived = Callable[[int, dict[int, Tensor]], None]
+OperandGradients = Callable[[], Mapping[int, Tensor] | None]  # by operand position; None if the node must be run
+Arrived = Callable[[int, dict[int, Tensor]], OperandGradients | None]
 
 # Gradients with at most this many elements in total, and in one tensor, stay in the CPU caches: a pass may return them
 # all at its end.
@@ -37,18 +42,37 @@ def gradients_at(
 
     `weights` (b,) default to ones. The graph is retained.
     """
-    gradients = _gradients(graph, edges, weights, create_graph)
+    gradients = _gradients(_Roots.of(graph, weights), edges, create_graph)
     return [edge.zeros() if g is None else g for edge, g in zip(edges, gradients, strict=True)]
 
 
-def _gradients(
-    graph: Graph, edges: Sequence[tuple[Node, int]], weights: Tensor | None, create_graph: bool
-) -> tuple[Tensor | None, ...]:
+class _Roots(NamedTuple):
+    """Edges from which a backward pass starts, and the gradients there."""
+
+    edges: list[tuple[Node, int]]
+    gradients: list[Tensor]
+
+    @classmethod
+    def of(cls, graph: Graph, weights: Tensor | None) -> _Roots:
+        """The losses, with weights (b,) that default to ones."""
+        return cls([graph.root], [torch.ones_like(graph.losses) if weights is None else weights])
+
+    def extend(self, node: Node, gradients: Mapping[int, Tensor], of_operands: Mapping[int, Tensor] | None) -> None:
+        """Add the operands of a node, or the node itself with the gradients of its outputs if `of_operands` is None."""
+        if of_operands is None:
+            self.edges.extend((node, slot) for slot in gradients)
+            self.gradients.extend(gradients.values())
+        else:
+            self.edges.extend(node.next_functions[position] for position in of_operands)
+            self.gradients.extend(of_operands.values())
+
+
+def _gradients(roots: _Roots, edges: Sequence[tuple[Node, int]], create_graph: bool) -> tuple[Tensor | None, ...]:
     # As torch.autograd.grad, without its checks of arguments, which take microseconds: retain_graph and allow_unused
     # are True.
     gradients: tuple[Tensor | None, ...] = _engine_run_backward(
-        (GradientEdge(*graph.root),),
-        (torch.ones_like(graph.losses) if weights is None else weights,),
+        tuple(starmap(GradientEdge, roots.edges)),
+        tuple(roots.gradients),
         True,
         create_graph,
         tuple(starmap(GradientEdge, edges)),
@@ -65,10 +89,14 @@ class Stops(NamedTuple):
     ends: frozenset[int]  # nodes with none of the others below them: autograd does not run them
     elements: int  # number of elements of all gradients
     largest: int  # number of elements of the largest gradient
+    whole: Part  # all stops
+    parts: tuple[Part, ...]  # the same stops, if the pass is divided at nodes that need not be run
 
 
-def stops_at(graph: Graph, nodes: Iterable[Node]) -> Stops:
-    """Return the stops of a pass that reads the gradients at `nodes`."""
+def stops_at(graph: Graph, nodes: Iterable[Node], replaceable: Iterable[Node] = ()) -> Stops:
+    """Return the stops of a pass that reads the gradients at `nodes`. Those of them in `replaceable` need not be run,
+    because the callback returns the gradients of their operands.
+    """
     chosen = set(nodes)
     above = set[Node]()
     for node in reversed(graph.nodes):
@@ -78,7 +106,10 @@ def stops_at(graph: Graph, nodes: Iterable[Node]) -> Stops:
     sizes = [numel(Edge(node, slot).shape) for node in ordered for slot in graph.used_slots(node)]
     slots = {graph.index[node]: graph.used_slots(node) for node in ordered}
     ends = frozenset(graph.index[node] for node in ordered if node not in above)
-    return Stops(slots, ends, sum(sizes), max(sizes, default=0))
+    run = chosen | above
+    (whole,) = divided(graph, slots, ends, run, ())
+    parts = divided(graph, slots, ends, run, [node for node in replaceable if node in above])
+    return Stops(slots, ends, sum(sizes), max(sizes, default=0), whole, parts)
 
 
 def backward_past(
@@ -95,11 +126,14 @@ def backward_past(
     others during it, while they are in the CPU cache.
     """
     # A prehook sees changes by earlier prehooks of the same node, the result of the pass does not.
+    unchanged = not during and not foreign_hooks()
     fits = stops.elements <= FITS_CACHE and stops.largest <= ONE_FITS_CACHE
-    if fits and not during and not foreign_hooks():
+    if unchanged and len(stops.parts) > 1 and not (create_graph or graph.sharded):
+        _pass_on_during(graph, stops, stops.parts, arrived, weights, create_graph)
+    elif unchanged and fits:
         _pass_on_afterwards(graph, stops, arrived, weights, create_graph)
     else:
-        _pass_on_during(graph, stops, arrived, weights, create_graph)
+        _pass_on_during(graph, stops, (stops.whole,), arrived, weights, create_graph)
 
 
 def _pass_on_afterwards(
@@ -113,7 +147,7 @@ def _pass_on_afterwards(
         order.append((stop in stops.ends, 0 if stop in stops.ends else -nodes[stop]._sequence_nr(), stop))
     order.sort()
     edges = [(nodes[stop], slot) for _, _, stop in order for slot in stops.slots[stop]]
-    gradients = iter(_gradients(graph, edges, weights, create_graph))
+    gradients = iter(_gradients(_Roots.of(graph, weights), edges, create_graph))
     for is_end, _, stop in order:
         here = {}
         for slot in stops.slots[stop]:
@@ -125,15 +159,27 @@ def _pass_on_afterwards(
         arrived(stop, here)
 
 
-def _pass_on_during(graph: Graph, stops: Stops, arrived: Arrived, weights: Tensor | None, create_graph: bool) -> None:
-    ends = [stop for stop in stops.slots if stop in stops.ends]
-    edges = [Edge(graph.nodes[stop], slot) for stop in ends for slot in stops.slots[stop]]
+def _pass_on_during(
+    graph: Graph,
+    stops: Stops,
+    parts: Iterable[Part],
+    arrived: Arrived,
+    weights: Tensor | None,
+    create_graph: bool,
+) -> None:
     viewer = _Viewer(stops, arrived, create_graph)
-    with viewer.watching(graph, set(stops.slots) - stops.ends):
-        gradients = iter(gradients_at(graph, edges, weights, create_graph))
-    for stop in ends:
-        here = {slot: next(gradients) for slot in stops.slots[stop]}
-        viewer.show(stop, [here.get(slot) for slot in range(max(here) + 1)])
+    roots = _Roots.of(graph, weights)
+    for part in parts:
+        edges = [Edge(graph.nodes[stop], slot) for stop in part.ends for slot in stops.slots[stop]]
+        with viewer.watching(graph, part.inside):
+            gradients = _gradients(roots, edges, create_graph)
+        at_ends = iter([edge.zeros() if g is None else g for edge, g in zip(edges, gradients, strict=True)])
+        roots = _Roots([], [])
+        for stop in part.ends:
+            here = {slot: next(at_ends) for slot in stops.slots[stop]}
+            of_operands = viewer.show(stop, [here.get(slot) for slot in range(max(here) + 1)])
+            if stop not in stops.ends:
+                roots.extend(graph.nodes[stop], here, of_operands and of_operands())
 
 
 def watch_backward(graph: Graph, stops: Stops, arrived: Arrived, run: Callable[[], object]) -> bool:
@@ -141,7 +187,7 @@ def watch_backward(graph: Graph, stops: Stops, arrived: Arrived, run: Callable[[
     slot: gradient}) for each stop in it. Returns True if the pass has reached all stops.
     """
     viewer = _Viewer(stops, arrived, create_graph=False)
-    with viewer.watching(graph, set(stops.slots)), torch.enable_grad():
+    with viewer.watching(graph, stops.slots), torch.enable_grad():
         run()
     return not viewer.remaining
 
@@ -161,18 +207,24 @@ class _Viewer:
         """Context manager: shows the gradients of backward passes in the block at these nodes."""
         with (
             _one_pass_at_a_time(graph.losses.device),
-            removed_afterwards([graph.nodes[stop].register_prehook(partial(self.show, stop)) for stop in hooked]),
+            removed_afterwards([graph.nodes[stop].register_prehook(partial(self._hook, stop)) for stop in hooked]),
         ):
             yield
 
-    def show(self, stop: int, gradients: Sequence[Tensor | None]) -> None:
+    def _hook(self, stop: int, gradients: Sequence[Tensor | None]) -> None:
+        self.show(stop, gradients)  # autograd would take a returned value for other gradients
+
+    def show(self, stop: int, gradients: Sequence[Tensor | None]) -> OperandGradients | None:
         # A node may run again before the hooks are removed: in a nested call, or in the pass of another thread. The
         # autograd engine runs CPU nodes in the thread that started the pass.
         if stop in self.remaining and (threading.get_ident() == self.thread or not _on_cpu(gradients)):
             self.remaining.remove(stop)
             slots = self.stops.slots[stop]
             with torch.set_grad_enabled(self.create_graph):
-                self.arrived(stop, {s: g for s in slots if s < len(gradients) and (g := gradients[s]) is not None})
+                return self.arrived(
+                    stop, {s: g for s in slots if s < len(gradients) and (g := gradients[s]) is not None}
+                )
+        return None
 
 
 _device_passes = threading.Lock()

@@ -10,15 +10,16 @@ was verified, gradients that could not verify it because they were zero, and sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samplewise.distributed.sharded_parameters import unsharded
-from samplewise.engine.backward import Stops, stops_at
+from samplewise.engine.backward import OperandGradients, Stops, stops_at
 from samplewise.engine.checks import is_traced
 from samplewise.engine.cut import Cut, find_cut, probed_cut
 from samplewise.engine.generic import GenericGrad, Pullback
@@ -37,7 +38,7 @@ from samplewise.engine.registered_hooks import (
     hook_state,
     leave_out_forward_hooks,
 )
-from samplewise.engine.rules import RULES, Rule, Use
+from samplewise.engine.rules import OPERAND_RULES, RULES, OperandRule, Rule, Use
 from samplewise.engine.rules.use import Operand
 from samplewise.engine.saved import SavedTensorReader, Versions
 from samplewise.engine.tags import Regular, Tag
@@ -92,6 +93,7 @@ class Plan:
     proven: bool  # True: ownership derived from shapes; False: probed
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
     operations: dict[int, str]  # by node at the cut
+    operand_rules: dict[int, OperandRule]  # of nodes that need not be run, by node at the cut
     hooks_key: int  # identifies structure and parameters in `hooks`
     verified_hooks: HookState = UNVERIFIED  # of the graph for which the ownership was verified at all edges
     orders: dict[object, str] = field(default_factory=dict)  # of the elements of viewed parameters, see `re_indexed`
@@ -133,8 +135,10 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
             if route.looks_up:
                 reads.setdefault(planned.entry[0], {})["indices"] = None
     _prove_complete(graph, uses)
+    operations = {at: graph.operations[graph.nodes[at]] for at in operands}
+    operand_rules = _operand_rules(operations, reads)
     return Plan(
-        stops=stops_at(graph, [graph.nodes[at] for at in operands]),
+        stops=stops_at(graph, [graph.nodes[at] for at in operands], [graph.nodes[at] for at in operand_rules]),
         operands=operands,
         reads={at: tuple(names) for at, names in reads.items()},
         uses=uses,
@@ -142,7 +146,8 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         tags={graph.key(edge): tag for edge, tag in cut.tags.items()},
         proven=cut.proven,
         data_entries=cut.data_entries,
-        operations={at: graph.operations[graph.nodes[at]] for at in operands},
+        operations=operations,
+        operand_rules=operand_rules,
         hooks_key=hash((graph.structure.hash, tuple(index[leaf] for leaf in graph.leaves))),
         gradients={graph.key(edge): gradient for edge, gradient in cut.gradients.items()},
     )
@@ -159,6 +164,12 @@ def _plan_operand(graph: Graph, cut: Cut, node: Node, position: int, rule: Rule 
     tags = {slot: cut.tags[Edge(node, slot)] for slot in graph.used_slots(node)}
     operand = Operand(position, entry.shape, graph.samples, tags)
     return OperandPlan(operand, rule, graph.key(entry), tuple(graph.index[leaf] for leaf, _ in paths), tuple(routes))
+
+
+def _operand_rules(operations: Mapping[int, str], reads: Mapping[int, Mapping[str, None]]) -> dict[int, OperandRule]:
+    """Rules for the gradients of operands, of nodes whose saved tensors are read by other rules in any case."""
+    rules = {at: OPERAND_RULES[name] for at, name in operations.items() if name in OPERAND_RULES}
+    return {at: rule for at, rule in rules.items() if set(rule.reads) <= set(reads[at])}
 
 
 def _prove_complete(graph: Graph, uses: Iterable[str]) -> None:
@@ -279,16 +290,18 @@ class GradBuilder:
         """True if it reads tensors of checkpointed blocks: during a pass, so that the pass can use them, too."""
         return self._reader.recomputes
 
-    def add(self, at: int, gradients: dict[int, Tensor]) -> None:
-        """Convert the gradients (by output slot) of the node at position `at`."""
+    def add(self, at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
+        """Convert the gradients (by output slot) of the node at position `at`. If the node need not be run, a function
+        is returned that computes the gradients of its operands.
+        """
         if self.graph.sharded:
             leaves = [self.graph.nodes[leaf].variable for planned in self.plan.operands[at] for leaf in planned.leaves]
             with unsharded(leaves):  # a pass may have left their module
                 self._add(at, gradients)
-        else:
-            self._add(at, gradients)
+            return None
+        return self._add(at, gradients)
 
-    def _add(self, at: int, gradients: dict[int, Tensor]) -> None:
+    def _add(self, at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
         node = self.graph.nodes[at]
         saved = self._reader.take(node)
         forms: list[PerSampleGrad] = []
@@ -310,6 +323,8 @@ class GradBuilder:
                 if not (isinstance(form, DenseGrad) and form.is_apart_from(tensors)):
                     self.versions.record(tensors)
                     break
+        rule = self.plan.operand_rules.get(at)
+        return partial(rule.gradients, use) if rule is not None and gradients else None
 
     def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> list[PerSampleGrad]:
         """Convert the representation of an operand into those of the parameters below it. Returns those that may refer

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from samplewise.core.allocator import keep_freed_memory
 from samplewise.distributed.sharded_parameters import unsharded
-from samplewise.engine.backward import backward_past, backward_to_leaves, watch_backward
+from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves, watch_backward
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
@@ -234,9 +234,9 @@ class BackwardStrategy:
             return builder
         nonzero: list[Tensor] = []  # whether gradients that could not verify their ownership so far are non-zero
 
-        def arrived(at: int, gradients: dict[int, Tensor]) -> None:
+        def arrived(at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
             nonzero.extend(_is_not_zero(g) for slot, g in gradients.items() if (at, slot) in pending)
-            builder.add(at, gradients)
+            return builder.add(at, gradients)
 
         receive = arrived if pending else builder.add
         run = self.ordinary

@@ -1,9 +1,12 @@
 """Table of rules: (operation, operand position) -> rule for the per-sample gradients of that operand.
 
+`OPERAND_RULES`: operation -> rule for the gradients of its operands, so that a backward pass need not run it.
+
 Uses without a rule, and uses for which the rule returns None, are computed by `generic`: the same values, slower.
 """
 
 from samplewise.engine.rules import convolution, elementwise, embedding, normalization, products, recurrent
+from samplewise.engine.rules.use import OperandRule as OperandRule
 from samplewise.engine.rules.use import Rule as Rule
 from samplewise.engine.rules.use import Use as Use
 
@@ -37,4 +40,8 @@ RULES: dict[tuple[str, int], Rule] = {
     ("MkldnnRnnLayer", 3): Rule(recurrent.biases, recurrent.READS),
     ("MkldnnRnnLayer", 4): Rule(recurrent.biases, recurrent.READS),
     ("PreluKernel", 1): Rule(elementwise.prelu_slope, ("self",)),
+}
+
+OPERAND_RULES: dict[str, OperandRule] = {
+    "MkldnnRnnLayer": OperandRule(recurrent.operands, recurrent.READS),
 }

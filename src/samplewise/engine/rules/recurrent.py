@@ -10,6 +10,7 @@ Legend: t step, n sequence, h hidden unit; the gates are in the order input, for
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.graph import scalar
-from samplewise.engine.rules.use import Use
+from samplewise.engine.rules.use import HALF_PRECISION, Use
 from samplewise.engine.tags import RegularGather, RowGather, sequences_of
 
 LSTM = 2
@@ -76,16 +77,40 @@ def _earlier(states: Tensor, first: Tensor) -> Tensor:
     return torch.cat([first.reshape(1, *states.shape[1:]), states[:-1]])
 
 
+def operands(use: Use) -> dict[int, Tensor] | None:
+    """Gradients of the input and of the first states. The kernel is left out, which would compute them again together
+    with the gradients of the weights.
+    """
+    if _sequences(use) is None or use.saved["input"].dtype in HALF_PRECISION:
+        return None
+    gates, dh, dc = _through_time(use)
+    x = _in_order(use, (gates @ use.saved["weight0"]).transpose(0, 1))
+    found = {0: x, 5: dh.view(use.saved["hx_"].shape), 6: dc.view(use.saved["cx_"].shape)}
+    return {at: gradient for at, gradient in found.items() if use.node.next_functions[at][0] is not None}
+
+
 def _gate_gradient(use: Use, rows: RowGather) -> Tensor:
-    """Gradient of the gates before their activations, by sample and token, computed once for all four operands."""
-    if "gate gradient" not in use.saved:
-        use.saved["gate gradient"] = _tokens(rows, _through_time(use))
-    gradient: Tensor = use.saved["gate gradient"]
-    return gradient
+    """Gradient of the gates before their activations, by sample and token."""
+    return rows.gather(_through_time(use).gates).flatten(1, 2)
 
 
-def _through_time(use: Use) -> Tensor:
-    """Backpropagation through time: gradient of the gates before their activations, (t, n, 4h)."""
+class Through(NamedTuple):
+    """Gradients of the gates before their activations (n, t, 4h), and of the first states (n, h)."""
+
+    gates: Tensor
+    dh: Tensor
+    dc: Tensor
+
+
+def _through_time(use: Use) -> Through:
+    """Backpropagation through time, computed once for all operands."""
+    if "through time" not in use.saved:
+        use.saved["through time"] = _backpropagated(use)
+    through: Through = use.saved["through time"]
+    return through
+
+
+def _backpropagated(use: Use) -> Through:
     x, w_in, w_hidden, b_in, b_hidden, h0, c0, states = (use.saved[name] for name in READS)
     x = _in_order(use, x)
     states = _in_order(use, states)
@@ -99,24 +124,27 @@ def _through_time(use: Use) -> Tensor:
     bounded = cells[1:].tanh()
     # Derivatives for all steps: of the cell with respect to three gates, and of the output with respect to the fourth
     # gate and the cell. (The kernels compute grad * s * (1 - s) and grad * (1 - t * t) without temporaries.)
-    sigmoid_slope = torch.ops.aten.sigmoid_backward
-    tanh_slope = torch.ops.aten.tanh_backward
-    cell_to_gates = torch.stack([sigmoid_slope(c, i), sigmoid_slope(cells[:-1], f), tanh_slope(i, c)], 2)
-    output_to_gate = sigmoid_slope(bounded, o)
-    output_to_cell = tanh_slope(o, bounded)
-    arriving = _in_order(use, use.gradients[0]) if 0 in use.gradients else torch.zeros_like(states)
+    result = torch.empty(sequences, steps, 4, hidden, dtype=x.dtype, device=x.device)
+    to_gates = result.transpose(0, 1).unbind(2)
+    sigmoid_slope = torch.ops.aten.sigmoid_backward.grad_input
+    tanh_slope = torch.ops.aten.tanh_backward.grad_input
+    sigmoid_slope(c, i, grad_input=to_gates[0])
+    sigmoid_slope(cells[:-1], f, grad_input=to_gates[1])
+    tanh_slope(i, c, grad_input=to_gates[2])
+    sigmoid_slope(bounded, o, grad_input=to_gates[3])
+    output_to_cell = torch.ops.aten.tanh_backward(o, bounded)
     dh = use.gradients[1].reshape(sequences, hidden) if 1 in use.gradients else torch.zeros_like(states[0])
     dc = use.gradients[2].reshape(sequences, hidden) if 2 in use.gradients else torch.zeros_like(states[0])
-    result = torch.empty(steps, sequences, 4 * hidden, dtype=x.dtype, device=x.device)
+    arriving = _in_order(use, use.gradients[0]) if 0 in use.gradients else torch.zeros_like(states)
     for t in range(steps - 1, -1, -1):
         dh = arriving[t] + dh
         dc = torch.addcmul(dc, dh, output_to_cell[t])
-        at = result[t].view(sequences, 4, hidden)
-        torch.mul(dc[:, None], cell_to_gates[t], out=at[:, :3])
-        torch.mul(dh, output_to_gate[t], out=at[:, 3])
+        at = result[:, t]
+        at[:, :3].mul_(dc[:, None])
+        at[:, 3].mul_(dh)
         dc = dc * f[t]
-        dh = result[t] @ w_hidden
-    return result
+        dh = at.flatten(1) @ w_hidden
+    return Through(result.flatten(2), dh, dc)
 
 
 def _cells(gain: Tensor, forget: Tensor, first: Tensor) -> Tensor:

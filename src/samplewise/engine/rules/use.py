@@ -103,6 +103,15 @@ class Rule(NamedTuple):
     reads: tuple[str, ...] = ()  # names of the saved tensors it needs
 
 
+class OperandRule(NamedTuple):
+    """Function that computes the gradients of operands (by position), of all samples together, from what other rules of
+    the node have computed, so that the node need not be run; or returns None if it must be run.
+    """
+
+    gradients: Callable[[Use], dict[int, Tensor] | None]
+    reads: tuple[str, ...] = ()  # names of the saved tensors it needs
+
+
 def accumulable(x: Tensor) -> Tensor:
     """Convert float16 and bfloat16 to float32, so that sums keep precision; other dtypes are unchanged."""
     return x.float() if x.dtype in HALF_PRECISION else x
