@@ -7,7 +7,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise.engine.grads import factored
-from samplewise.engine.grads.factored import FactoredGrad, Term
+from samplewise.engine.grads.factored import FactoredGrad, OneHot, Term
 from samplewise.testing.zoo import noise as noise_in_float32
 
 TOKENS = [47, 48, 63, 64, 65, 100, 129, 197, 256]
@@ -77,6 +77,32 @@ def test_rows_in_several_tensors(monkeypatch, strategy, part):
     torch.testing.assert_close(g[1:4], {name: r[1:4] for name, r in rows.items()})
     torch.testing.assert_close(g.sum_of_squares(), {name: r.square().sum(0) for name, r in rows.items()})
     torch.testing.assert_close(g.dot({name: r[0] for name, r in rows.items()}), g.gram()[0])
+
+
+@pytest.mark.parametrize("first", ["head", "embedding"])
+@pytest.mark.parametrize("weights", [None, [0.5, -2.0, 3.0], [0.0, 0.0, 2.0]])
+def test_sum_of_an_embedding_tied_to_the_head(weights, first):
+    head, embedding = noise(3, 10, 40), noise(3, 12, 7)
+    inputs, positions = noise(3, 10, 7), torch.arange(36).view(3, 12) % 5
+    terms = [Term(head, inputs), Term(OneHot(positions, 40), embedding)]
+    grad = FactoredGrad(terms if first == "head" else terms[::-1], (40, 7))
+    before = [t.clone() for t in (head, embedding, inputs)]
+    w = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+    rows = rows_of(head, inputs) + rows_of(nn.functional.one_hot(positions, 40).double(), embedding)
+    expected = rows.sum(0) if w is None else torch.einsum("b,boi->oi", w, rows)
+    torch.testing.assert_close(grad.sum(w), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad.transposed().sum(w), expected.T, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close([head, embedding, inputs], before, rtol=0, atol=0)
+
+
+def test_sum_of_a_tied_embedding_is_differentiable():
+    table, tokens = noise(9, 4).requires_grad_(), torch.arange(12).view(3, 4) % 9
+    losses = (nn.functional.embedding(tokens, table) @ table.T).tanh().square().sum((1, 2))
+    weights = noise(3)
+    rows = torch.stack([torch.autograd.grad(one, table, create_graph=True)[0] for one in losses])
+    expected = torch.autograd.grad(torch.einsum("b,boi->oi", weights, rows).sin().sum(), table, retain_graph=True)
+    summed = sw.gradients(losses, {"table": table}, create_graph=True).sum(weights)["table"]
+    torch.testing.assert_close(torch.autograd.grad(summed.sin().sum(), table), expected, rtol=1e-10, atol=1e-12)
 
 
 CONVOLUTIONS = {

@@ -111,10 +111,21 @@ def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
     return torch.mm(left.flatten(0, 1).t(), right.flatten(0, 1))
 
 
-def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None) -> Tensor:
+def _added_term(summed: Tensor, term: Term, weights: Tensor | None) -> Tensor:
+    """Sum (o, i) of other terms plus that of one more, which is added in place if it is that of an embedding: such
+    tables are large.
+    """
+    left, right = term
+    if isinstance(left, OneHot) and isinstance(right, Tensor) and right.dtype == summed.dtype:
+        return _scatter_sum(left, right, weights, summed)
+    return summed + _summed_term(term, weights)
+
+
+def _scatter_sum(hot: OneHot, values: Factor, weights: Tensor | None, into: Tensor | None = None) -> Tensor:
     assert isinstance(values, Tensor)
     flat = _weighted(values, weights).flatten(0, 1)
-    return flat.new_zeros(hot.size, flat.shape[1]).index_add_(0, hot.positions.flatten(), flat)
+    table = flat.new_zeros(hot.size, flat.shape[1]) if into is None else into
+    return table.index_add_(0, hot.positions.flatten(), flat)
 
 
 def _term_rows(term: Term) -> Tensor:
@@ -137,6 +148,10 @@ def _scatter_rows(rows: Tensor, hot: OneHot, values: Tensor) -> Tensor:
 
 def _one_token(term: Term) -> bool:
     return term.tokens == 1 and isinstance(term.left, Tensor) and isinstance(term.right, Tensor)
+
+
+def _looked_up(term: Term) -> bool:
+    return isinstance(term.left, OneHot)
 
 
 class FactoredGrad(PerSampleGrad):
@@ -189,7 +204,7 @@ class FactoredGrad(PerSampleGrad):
 
     def rows(self, start: int, stop: int) -> Tensor:
         whole = self if stop - start == self.samples else self.some(slice(start, stop))
-        first, *others = sorted(whole.terms, key=lambda t: isinstance(t.left, OneHot))
+        first, *others = sorted(whole.terms, key=_looked_up)
         rows = _term_rows(first)
         for term in others:  # rows are large: those of an embedding tied to the head are added in place
             if isinstance(term.left, OneHot) and isinstance(term.right, Tensor) and rows.is_contiguous():
@@ -290,9 +305,10 @@ class FactoredGrad(PerSampleGrad):
         if weighted is not None and weights is not None:
             terms = self.some(weighted).terms
             weights = weights[weighted]
-        summed = _summed_term(terms[0], weights)
-        for term in terms[1:]:
-            summed = summed + _summed_term(term, weights)
+        first, *others = sorted(terms, key=_looked_up) if len(terms) > 1 else terms
+        summed = _summed_term(first, weights)
+        for term in others:
+            summed = _added_term(summed, term, weights)
         return summed.view(self.shape) if summed.is_contiguous() else summed.reshape(self.shape)
 
     def sum_of_squares(self, centre: Tensor | None) -> Tensor:
