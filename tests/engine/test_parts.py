@@ -25,6 +25,19 @@ def first_states(m, x):
     return out[:, 1:] + h[0][:, None] * c[0][:, None]
 
 
+def step_by_step(m, x):
+    states = None
+    for one in m.enter(x).unbind(1):
+        out, states = m.f(one[:, None], states)
+    return out
+
+
+def same_states(m, x):
+    entered = m.enter(x)
+    states = (entered[None, :, 0], entered[None, :, 1])
+    return m.g(m.f(entered, states)[0], states)[0]
+
+
 # model, number of kernels that the backward pass of a quantity runs
 DIVIDED = {
     "one layer": (lambda: Net(lambda m, x: m.f(m.enter(x))[0], enter=nn.Linear(6, 6), f=lstm()), 0),
@@ -49,6 +62,8 @@ DIVIDED = {
         lambda: Net(lambda m, x: m.g(add_to(m.enter(x), m.f))[0], enter=nn.Linear(6, 6), f=lstm(), g=lstm()),
         1,
     ),
+    "one call per step": (lambda: Net(step_by_step, enter=nn.Linear(6, 6), f=lstm()), 4),
+    "states used by two layers": (lambda: Net(same_states, enter=nn.Linear(6, 6), f=lstm(), g=lstm()), 1),
     "first layer": (lambda: Net(lambda m, x: m.f(x)[0], f=lstm()), 0),
 }
 

@@ -107,8 +107,8 @@ def stops_at(graph: Graph, nodes: Iterable[Node], replaceable: Iterable[Node] = 
     slots = {graph.index[node]: graph.used_slots(node) for node in ordered}
     ends = frozenset(graph.index[node] for node in ordered if node not in above)
     run = chosen | above
-    (whole,) = divided(graph, slots, ends, run, ())
-    parts = divided(graph, slots, ends, run, [node for node in replaceable if node in above])
+    (whole,) = divided(graph, slots, ends, run, set())
+    parts = divided(graph, slots, ends, run, above.intersection(replaceable))
     return Stops(slots, ends, sum(sizes), max(sizes, default=0), whole, parts)
 
 

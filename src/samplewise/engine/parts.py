@@ -4,7 +4,7 @@ operands. The next part starts from these gradients.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from samplewise.engine.graph import Graph, Node
@@ -18,36 +18,33 @@ class Part(NamedTuple):
 
 
 def divided(
-    graph: Graph, stops: Collection[int], ends: Set[int], nodes: Set[Node], skipped: Iterable[Node]
+    graph: Graph, stops: Iterable[int], ends: Set[int], nodes: Set[Node], skipped: Set[Node]
 ) -> tuple[Part, ...]:
     """Parts of a pass through `nodes` that ends at the stops in `ends`, divided at the `skipped` nodes where possible:
-    gradients must reach the nodes below those that a part skips through these alone.
+    all gradients that reach the next parts must come from the nodes that a part skips.
     """
-    parts = []
-    rest = set(nodes)
-    left = list(skipped)
-    while left:
-        first = _without_others_above(graph, left)
-        lower = (set(graph.below(first)) & rest) - first
-        upper = rest - lower
-        if any(consumer in upper - first for node in lower for consumer, _ in graph.consumers[node]):
-            break
-        parts.append(_part(graph, stops, ends | {graph.index[node] for node in first}, upper))
-        rest = lower
-        left = [node for node in left if node in lower]
-    parts.append(_part(graph, stops, ends, rest))
-    return tuple(parts)
+    levels, last = _levels(graph, nodes, skipped)
+    inside: list[list[int]] = [[] for _ in range(last + 1)]
+    outside: list[list[int]] = [[] for _ in range(last + 1)]
+    for stop in stops:
+        node = graph.nodes[stop]
+        part = min(levels[node], last)
+        is_end = stop in ends or (node in skipped and part < last)
+        (outside if is_end else inside)[part].append(stop)
+    return tuple(Part(tuple(run), tuple(not_run)) for run, not_run in zip(inside, outside, strict=True))
 
 
-def _without_others_above(graph: Graph, nodes: Iterable[Node]) -> set[Node]:
-    """Those of the nodes that are not below another one."""
-    chosen = set(nodes)
-    lower = set[Node]()
-    for node in chosen:
-        lower.update(set(graph.below([node])) - {node})
-    return chosen - lower
-
-
-def _part(graph: Graph, stops: Collection[int], ends: Set[int], nodes: Set[Node]) -> Part:
-    here = [stop for stop in stops if graph.nodes[stop] in nodes]
-    return Part(tuple(stop for stop in here if stop not in ends), tuple(stop for stop in here if stop in ends))
+def _levels(graph: Graph, nodes: Set[Node], skipped: Set[Node]) -> tuple[dict[Node, int], int]:
+    """Largest number of skipped nodes on a path from the losses to each node, and the number up to which levels can be
+    parts: from there on, some node has gradients from several levels.
+    """
+    levels: dict[Node, int] = {}
+    last = len(skipped)
+    for node in graph.nodes:
+        if node in nodes:
+            consumers = (consumer for consumer, _ in graph.consumers.get(node, ()) if consumer in nodes)
+            sources = [levels[consumer] + (consumer in skipped) for consumer in consumers]
+            levels[node] = max(sources, default=0)
+            if sources and min(sources) < levels[node]:
+                last = min(last, min(sources))
+    return levels, min(last, max(levels.values(), default=0))
