@@ -260,7 +260,8 @@ def pull_back(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentia
 def accumulate_grad(p: Tensor, gradient: Tensor) -> None:
     """Add a gradient to `p.grad`, in place if `p.grad` exists, as autograd does."""
     if p.grad is None:
-        gradient = gradient.to(p.dtype)
+        if gradient.dtype is not p.dtype:
+            gradient = gradient.to(p.dtype)
         # Later calls add in place, which an expanded tensor does not support.
         p.grad = gradient.clone() if 0 in gradient.stride() else gradient
     elif p.grad.layout is torch.strided and not p.grad.requires_grad:
