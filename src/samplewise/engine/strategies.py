@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import _set_grad_enabled  # without the context manager of torch.set_grad_enabled, which costs microseconds
+from torch._C import _set_grad_enabled  # torch.set_grad_enabled takes microseconds
 
 from samplewise.core.allocator import keep_freed_memory
 from samplewise.distributed.sharded_parameters import unsharded
