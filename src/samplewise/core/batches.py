@@ -27,7 +27,7 @@ PLAIN = (str, bytes, int, float, bool, type(None))
 def _is_list_of_values(batch: Any) -> bool:
     """Test for a list or tuple of plain values, the form in which a data loader returns strings."""
     sequence = isinstance(batch, list) or (isinstance(batch, tuple) and not hasattr(batch, "_fields"))
-    return sequence and bool(batch) and all(isinstance(item, PLAIN) for item in batch)
+    return sequence and bool(batch) and isinstance(batch[0], PLAIN) and all(isinstance(item, PLAIN) for item in batch)
 
 
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -39,7 +39,7 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_leaves(item, change) for item in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(map_leaves(item, change) for item in batch)
+        return type(batch)([map_leaves(item, change) for item in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         new = copy.copy(batch)  # a copy, because calling __init__ would process the data a second time
         for field in dataclasses.fields(batch):

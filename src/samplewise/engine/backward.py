@@ -32,7 +32,7 @@ Arrived = Callable[[int, dict[int, Tensor]], OperandGradients | None]
 # Gradients with at most this many elements in total, and in one tensor, stay in the CPU caches: a pass may return them
 # all at its end.
 FITS_CACHE = 2**20
-ONE_FITS_CACHE = 2**17
+ONE_FITS_CACHE = 2**18
 
 
 def gradients_at(
@@ -312,7 +312,8 @@ def pull_back(gradient: Tensor, entry: Edge, leaves: Sequence[Edge], differentia
 def accumulate_grad(p: Tensor, gradient: Tensor) -> None:
     """Add a gradient to `p.grad`, in place if `p.grad` exists, as autograd does."""
     if p.grad is None:
-        gradient = gradient.to(p.dtype)
+        if gradient.dtype is not p.dtype:
+            gradient = gradient.to(p.dtype)
         # Later calls add in place, which an expanded tensor does not support.
         p.grad = gradient.clone() if 0 in gradient.stride() else gradient
     elif p.grad.layout is torch.strided and not p.grad.requires_grad:

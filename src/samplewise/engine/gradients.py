@@ -181,7 +181,7 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
             g._checks.add_tensors(finite_tensors, may_overflow)
         g._settle()
         for name, total in sums.items():
-            accumulate_grad(g._parameters[name], total.detach())
+            accumulate_grad(g._parameters[name], total.detach() if total.requires_grad else total)
         return None
     with g._evaluator.context():
         for name, total in g._evaluator.release(quantity):

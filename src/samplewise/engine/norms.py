@@ -82,7 +82,8 @@ class Norms:
             return root(total_of(self._graph, parts))
         columns = {id(parts[name]): parts[name] for name in self._graph.wanted if name in parts}
         norms = torch.linalg.vector_norm(torch.stack(list(columns.values()), 1), dim=1)
-        return norms.to(torch.promote_types(norms.dtype, wide_dtype(self._graph.losses.dtype)))
+        dtype = torch.promote_types(norms.dtype, wide_dtype(self._graph.losses.dtype))
+        return norms if norms.dtype is dtype else norms.to(dtype)
 
     def _with_faint_norms(self, norms: dict[str, Tensor]) -> dict[str, Tensor]:
         """Recompute norms whose squares are too small for their dtype. The name "" means all parameters together."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C import _set_grad_enabled  # torch.set_grad_enabled takes microseconds
 
 from samplewise.core.allocator import keep_freed_memory
 from samplewise.distributed.sharded_parameters import unsharded
@@ -142,7 +143,7 @@ class _Computing:
         graph = self._graph
         self._lock.__enter__()
         self._grad_was_enabled = torch.is_grad_enabled()
-        torch.set_grad_enabled(self._grad_enabled)
+        _set_grad_enabled(self._grad_enabled)
         device = graph.losses.device.type
         if torch.is_autocast_enabled(device):
             self._autocast = torch.autocast(device, enabled=False)
@@ -154,7 +155,7 @@ class _Computing:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._autocast is not None:
             self._autocast.__exit__(None, None, None)
-        torch.set_grad_enabled(self._grad_was_enabled)
+        _set_grad_enabled(self._grad_was_enabled)
         self._lock.__exit__(None, None, None)
         if isinstance(error, RuntimeError):
             raise_graph_error(error)

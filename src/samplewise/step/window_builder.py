@@ -320,7 +320,7 @@ class WindowBuilder:
         """Count samples and microbatches; `size` is the expected number of samples, None if unknown."""
         samples = 0
         for part in parts:
-            samples += len(part.losses)
+            samples += part.losses.shape[0]
         if size is not None and samples != size:
             raise LossesError(
                 "loss_fn must return one loss per sample if batches are cut; found "

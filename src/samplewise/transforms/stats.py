@@ -35,7 +35,7 @@ class SampleStats:
     columns: dict[str, Tensor] | None = None  # columns returned by the loss function; not used by transforms
 
     def __len__(self) -> int:
-        return len(self.losses)
+        return self.losses.shape[0]
 
     @property
     def norms(self) -> Tensor:
@@ -76,7 +76,17 @@ class SampleStats:
         """Results after one more transform. A renormalising transform multiplies the denominators as well."""
         shares = self.denominators * one_per_sample(coefficients) if renormalises else self.shares
         product = coefficients if self.coefficients is None else _times(coefficients, self.coefficients)
-        return replace(self, coefficients=product, shares=shares)
+        return SampleStats(
+            losses=self.losses,
+            counts=self.counts,
+            batch=self.batch,
+            positions=self.positions,
+            raw_norms=self.raw_norms,
+            raw_dots=self.raw_dots,
+            coefficients=product,
+            shares=shares,
+            columns=self.columns,
+        )
 
     def take(self, rows: list[int]) -> SampleStats:
         """Results of these samples. The batch must be sliceable."""

@@ -181,5 +181,7 @@ def weighted_sum(rows: Tensor, weights: Tensor | None) -> Tensor:
     """Sum over b of weights[b] times row b; None means weights of one."""
     if weights is None:
         return rows.sum(0)
-    flat = rows.reshape(rows.shape[0], -1)
-    return torch.mv(flat.t(), weights.to(rows.dtype)).view(rows.shape[1:])
+    flat = rows if rows.dim() == 2 else rows.reshape(rows.shape[0], -1)
+    own = weights if weights.dtype is rows.dtype else weights.to(rows.dtype)
+    total = torch.mv(flat.t(), own)
+    return total if rows.dim() == 2 else total.view(rows.shape[1:])

@@ -94,7 +94,10 @@ def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
 
 
 def _weighted(factor: Tensor, weights: Tensor | None) -> Tensor:
-    return factor if weights is None else factor * weights.to(factor.dtype).view(-1, 1, 1)
+    if weights is None:
+        return factor
+    own = weights if weights.dtype is factor.dtype else weights.to(factor.dtype)
+    return factor * own.view(-1, 1, 1)
 
 
 def _summed_term(term: Term, weights: Tensor | None) -> Tensor:

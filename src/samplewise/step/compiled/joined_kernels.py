@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from samplewise.step.compiled.hoisted_scalars import hoist_scalars
+
 ENTRY = re.compile(r'(extern "C"\s+void\s+)kernel\(')
 INCLUDE = re.compile(r"^#include .*$", re.MULTILINE)
 EACH = 16  # least number of kernels of a library, if there are several libraries
@@ -47,7 +49,7 @@ class Pending:
 
     def code(self, index: int) -> str:
         """C++ code of kernel number `index`, and of a function that calls it and returns 1 if it throws."""
-        body = ENTRY.sub(rf"\1kernel_{index}(", INCLUDE.sub("", self.source))
+        body = ENTRY.sub(rf"\1kernel_{index}(", hoist_scalars(INCLUDE.sub("", self.source)))
         values = ", ".join(f"({kind})given[{k}]" for k, kind in enumerate(self.types))
         return f"namespace kernels_{index} {{\n{body}\n}}\n" + CALL.format(index=index, values=values)
 
