@@ -32,7 +32,7 @@ Arrived = Callable[[int, dict[int, Tensor]], OperandGradients | None]
 # Gradients with at most this many elements in total, and in one tensor, stay in the CPU caches: a pass may return them
 # all at its end.
 FITS_CACHE = 2**20
-ONE_FITS_CACHE = 2**18
+ONE_FITS_CACHE = 2**17
 
 
 def gradients_at(
