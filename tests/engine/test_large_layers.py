@@ -8,7 +8,6 @@ from torch import nn
 import samplewise as sw
 from samplewise.engine.grads import factored
 from samplewise.engine.grads.factored import FactoredGrad, OneHot, Term
-from samplewise.engine.rules.convolution import ConvolutionGrad
 from samplewise.testing.zoo import noise as noise_in_float32
 
 TOKENS = [47, 48, 63, 64, 65, 100, 129, 197, 256]
@@ -131,33 +130,3 @@ def test_convolutions_of_few_positions(case, memory_format, images):
     sums = {name: torch.einsum("b,b...->...", weights, r) for name, r in rows_by_loop(losses, layer).items()}
     g.norms()
     torch.testing.assert_close(g.sum(weights), sums)
-
-
-BLOCKS = {
-    "1d": (lambda: nn.Conv1d(8, 16, 3, padding=1), (8, 20)),
-    "2d": (lambda: nn.Conv2d(16, 32, 3, stride=2, padding=1), (16, 14, 14)),
-    "2d, oblong": (lambda: nn.Conv2d(8, 16, (3, 2), stride=(2, 1), padding=(1, 0)), (8, 9, 8)),
-    "2d, dilated": (lambda: nn.Conv2d(8, 8, 3, padding=2, dilation=2), (8, 7, 7)),
-    "3d": (lambda: nn.Conv3d(8, 8, 2), (8, 4, 4, 5)),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("images", [1, 3])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, "channels last"])
-@pytest.mark.parametrize("case", BLOCKS)
-def test_convolutions_with_whole_blocks_of_channels(case, memory_format, images, dtype, monkeypatch):
-    make, shape = BLOCKS[case]
-    layer, x, weights = make().to(dtype), noise(4 * images, *shape).to(dtype), noise(4).to(dtype)
-    if memory_format == "channels last":
-        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-    monkeypatch.setattr(ConvolutionGrad, "_rows_by_patches", None)  # calling it would raise
-    losses = layer(x).tanh().flatten(1).square().sum(1).view(4, images).sum(1)
-    g = sw.gradients(losses, layer)
-    rows = rows_by_loop(losses, layer)
-    close = dict(rtol=1e-4, atol=1e-4) if dtype is torch.float32 else {}
-    norms = torch.stack([r.flatten(1).square().sum(1) for r in rows.values()]).sum(0).sqrt()
-    torch.testing.assert_close(g.norms(), norms, **close)
-    for name, r in rows.items():
-        torch.testing.assert_close(g[name], r, **close)
-        torch.testing.assert_close(g.sum(weights)[name], torch.einsum("b,b...->...", weights, r), **close)
