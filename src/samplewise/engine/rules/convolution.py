@@ -36,9 +36,6 @@ SMALL_PATCH = 256
 MEDIUM_PATCH = 64
 # Number of positions up to which patches fit the cache, and their product is faster than a grouped convolution.
 FEW_POSITIONS = 100
-# Convolution kernels compute this many channels at a time: with multiples of it, a grouped convolution is faster than
-# patches, unless writing the rows takes most of the time.
-CHANNEL_BLOCK = 8
 # Number of positions from which shifted products of the input are faster than patches, and a convolution faster than
 # a product.
 MANY_POSITIONS = 64
@@ -114,25 +111,14 @@ class ConvolutionGrad(PerSampleGrad):
     @property
     def prefers_factors(self) -> bool:
         """True if patches and gradient need so much less memory than rows that they are kept instead."""
-        return self.settings.has_plain_patches and self.weight.numel() > ROWS_PAY * self._stored
+        stored = self.positions * (self.shape[0] + self.patch)
+        return self.settings.has_plain_patches and self.width > ROWS_PAY * stored
 
     @property
     def by_patches(self) -> bool:
         """True if rows are computed from patches, False if from a grouped convolution."""
         few = self.patch < SMALL_PATCH or self.positions <= FEW_POSITIONS
-        return self.settings.has_plain_patches and few and not self._has_blocks
-
-    @property
-    def _has_blocks(self) -> bool:
-        """True if the channels are whole blocks, and rows are not larger than patches and gradient."""
-        o, i, *kernel = self.weight.shape
-        is_whole = o % CHANNEL_BLOCK == 0 and i % CHANNEL_BLOCK == 0
-        return is_whole and math.prod(kernel) > 1 and self.weight.numel() <= self._stored
-
-    @property
-    def _stored(self) -> int:
-        """Number of elements of the patches and the gradient of one sample."""
-        return self.positions * (self.weight.shape[0] + self.patch)
+        return self.settings.has_plain_patches and few
 
     @property
     def channels_last(self) -> bool:
