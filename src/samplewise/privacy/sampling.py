@@ -35,6 +35,7 @@ class DrawState:
     secret: Secret
     branch: int = 0
     update: int = 0  # index of the next update, and of its draw
+    units: int | None = None  # number of samples or users; None until a loader is made
 
 
 class Draw(list[int]):

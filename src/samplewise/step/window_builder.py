@@ -27,8 +27,10 @@ from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
 from samplewise.step.microbatch import MicrobatchSize
+from samplewise.step.private_checks import check_private_buffers, check_private_parameters
+from samplewise.step.screened import ScreenedAccumulator
 from samplewise.step.weight_checks import check_cut, check_weights
-from samplewise.step.window import BatchCursor, Counters, Window, restored, unknown_stats
+from samplewise.step.window import BatchCursor, Counters, Window, empty_stats, restored, unknown_stats
 from samplewise.step.window_ranks import ReduceInputs, WindowRanks
 from samplewise.transforms.stats import SampleStats
 
@@ -119,6 +121,9 @@ class WindowBuilder:
     def fill(self, cursor: BatchCursor) -> Iterator[Window]:
         """Add the samples of a batch, and yield each window that they complete."""
         self.ranks.check_group()
+        if cursor.batch is None and self.config.privacy is not None:
+            yield self._empty_window()
+            return
         self.cursor = cursor
         while self.cursor is not None:
             window = self.next_window()
@@ -180,6 +185,11 @@ class WindowBuilder:
                 return self._finish()
         return None
 
+    def _empty_window(self) -> Window:
+        """Complete a window to which this rank adds no samples: an empty draw of a private step."""
+        self._is_complete(None, self.config.tail)
+        return self._finish()
+
     def _add_next(self, cursor: BatchCursor, room: float) -> None:
         """Add the next microbatch, of at most `room` samples."""
         window = self.window
@@ -228,7 +238,7 @@ class WindowBuilder:
                 if last and self.ranks.distributed and not self.size.automatic:
                     self._announce_last(size)
                 parts = self._accumulate([microbatch], whole)
-                window.samples += self._count(parts, size)
+                window.samples += self._count(parts, None if self.config.privacy is not None else size)
                 window.parts += parts
         except Exception as error:
             if cursor.rows == 0:  # checked only after a failure: checking each batch would cost microseconds
@@ -254,6 +264,8 @@ class WindowBuilder:
         self.ranks.strategy.begin_window()
         if self._buffers.owners:
             self._buffers.remember()
+        if self.config.privacy is not None:
+            check_private_parameters(self._trained)
         if self.record_norms and not self._accumulator.knows_norms:
             self._accumulator = self.make_accumulator()
         self.evaluator.predictions = self.predictions
@@ -341,13 +353,18 @@ class WindowBuilder:
             self._begin()  # a rank without samples in this window
         if self._accumulator.needs_window:
             window.parts = self._accumulate(window.deferred)
-            window.samples = self._count(window.parts, window.samples if window.sized else None)
+            exact = window.sized and self.config.privacy is None
+            window.samples = self._count(window.parts, window.samples if exact else None)
             self.ranks.refresh_totals(window)
         if self.ranks.distributed:
             fingerprint = self._accumulator.fingerprint
             self.ranks.reduce(window, ReduceInputs(window.config, self._trained, self._buffers, fingerprint))
-        if window.failure is None and self._unchecked_transforms:
+        if self.config.privacy is not None:
+            check_private_buffers(self._buffers)
+        samples = window.samples if window.totals is None else window.totals.samples
+        if window.failure is None and self._unchecked_transforms and samples:
             self._check_first(window)
+        window.parts = window.parts or [empty_stats(next(iter(self._trained.named.values())))]
         self._complete = window
         self._open_window()
         window.forward_seconds = self.evaluator.seconds
@@ -374,7 +391,8 @@ class WindowBuilder:
         if not chain.weighs and not self.record_norms:
             return PlainAccumulator(self.evaluator)
         kind = WeightedAccumulator if chain.grouping is None else GroupedAccumulator
-        return kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
+        accumulator = kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
+        return accumulator if self.config.privacy is None else ScreenedAccumulator(accumulator, self.config.privacy)
 
     # --- discarding a window ---------------------------------------------------------------------------------------
 

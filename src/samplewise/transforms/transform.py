@@ -35,6 +35,7 @@ class SampleTransform:
     positions: int | None = None  # number of window positions it has values for; None: independent of the position
     batch_keys: frozenset[Hashable] = frozenset()  # keys of the batch that it reads; none with need "batch": all
     rescales: bool = False  # whether it gives every gradient a chosen norm, so that small coefficients are no surprise
+    max_norm: float | None = None  # bound of the norm of each gradient (by_parameter: of each part); None: no bound
 
     def __call__(self, stats: SampleStats) -> PerSample:
         """Coefficients, after a check of type, shape and finiteness."""
