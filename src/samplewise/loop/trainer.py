@@ -163,6 +163,7 @@ class Trainer(CheckedAttributes):
             self.step.slow_compile_notice(self._progress.line),
         ):
             until = self._until(epochs, updates)
+            self._check_private_options(overfit)
             self._check_resume(resume)
             data = self._open(loader, overfit, resume)
             if self.fast_dev_run:
@@ -199,6 +200,18 @@ class Trainer(CheckedAttributes):
         if privacy is not None and epochs is None and updates is None:
             updates = privacy.plan.updates
         return duration(epochs, updates)
+
+    def _check_private_options(self, overfit: int | None) -> None:
+        """Raise PrivacyError for options of `fit` that a private training cannot have."""
+        if self.step.privacy is None:
+            return
+        reasons = {
+            "overfit": (overfit is not None, "it would use the same draws again"),
+            "fast_dev_run": (self.fast_dev_run, "it writes no files, so that its update would not be recorded"),
+        }
+        for name, (given, reason) in reasons.items():
+            if given:
+                raise PrivacyError(f"{name} must not be used with privacy=, because {reason}; found it. Leave it out.")
 
     def _check_paid(self) -> None:
         """Raise PrivacyError if the training would make more updates than are paid for."""

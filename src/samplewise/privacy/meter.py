@@ -52,6 +52,7 @@ class PrivacyMeter:
     def __init__(self, plan: Privacy, transforms: Chain):
         self.plan = plan
         self.zeroed = 0
+        self.parameters = 1  # number of trained parameters, set before each update
         self._bound = plan.clip
         self._spending = Spending()
         self._stream: Stream | None = None
@@ -172,15 +173,18 @@ class PrivacyMeter:
         """Largest norm by which one unit changes the sum, with the current bound."""
         return sensitivity(self.transforms, self.parameters) * self._bound / self.plan.clip
 
-    parameters = 1  # number of trained parameters, set by the step
-
     def release(self, gradients: Iterable[Tensor]) -> None:
         """Record the noisy sum before it is used. Raises if another one was released with this noise. Collective."""
         state = self.plan.state
         digests = current_group().all_gather_object(_digest(gradients))
         digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
         release = Release(state.update, state.branch, state.secret.public_id, digest)
-        if not self._spending.known(release):
+        try:
+            known = self._spending.known(release)
+        except PrivacyError:
+            self._choose_branch()
+            raise
+        if not known:
             on_every_rank(lambda: self._spending.add(release))
 
     def end_update(self, parts: Sequence[SampleStats]) -> None:

@@ -62,8 +62,8 @@ class Spending:
             self._write({"diverged": release.update, "branch": release.branch, "key": release.key})
             raise PrivacyError(
                 f"update {release.update} must be repeated exactly, because its noise was used before; found another "
-                "sum of gradients, as with another number of ranks or threads. Nothing was released. Resume again: "
-                "draws and noise are then new, and the updates from the checkpoint on are counted twice."
+                "sum of gradients, as with another number of ranks or threads. Nothing was released. Continue, or resume "
+                "again: draws and noise are then new, and the repeated updates are counted twice."
             )
         return digest is not None
 
@@ -85,7 +85,6 @@ class Spending:
                 f"a run must be continued with the privacy settings it was started with; found {found}. Use these, or "
                 "start a new run directory."
             )
-        self.releases |= {}
         for line in lines[1:]:
             if "diverged" in line:
                 self.diverged.add((line["key"], line["branch"]))
@@ -132,7 +131,7 @@ def save_secret(directory: Path, secret: Secret) -> None:
     path = directory / KEY_FILE
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.fchmod(descriptor, 0o600)  # an existing file keeps its mode otherwise
+    os.chmod(path, 0o600)  # an existing file keeps its mode otherwise
     with open(descriptor, "wb") as file:
         file.write(secret.bytes)
         file.flush()

@@ -157,8 +157,6 @@ class Step(CheckedAttributes):
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
-        if meter is not None:
-            meter.parameters = len(trained.wanted())
         size = MicrobatchSize(config.microbatch, modules, trained)
         self._counters = counters = Counters()
         self.precision = MixedPrecision(precision)

@@ -266,6 +266,7 @@ class WindowBuilder:
             self._buffers.remember()
         if self.config.privacy is not None:
             check_private_parameters(self._trained)
+            self.config.privacy.parameters = len(self._trained.wanted())
         if self.record_norms and not self._accumulator.knows_norms:
             self._accumulator = self.make_accumulator()
         self.evaluator.predictions = self.predictions
