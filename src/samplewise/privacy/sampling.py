@@ -1,8 +1,9 @@
 """Poisson sampling: a batch sampler, the data set and the loader of a private run.
 
 Each draw contains each unit (sample or user) independently with probability `sample_rate`. Draw t depends on (secret,
-branch, t) only. The loader yields a `DrawnBatch` for each draw, also for an empty one. The secret stays in the main
-process: workers receive indices.
+branch, t) only. The loader yields a `DrawnBatch` for each draw, also for an empty one. Only the main process draws;
+workers receive indices. The secret is not sent to them, but a worker that is forked has a copy of the memory of the
+main process; spawned workers do not.
 """
 
 from __future__ import annotations

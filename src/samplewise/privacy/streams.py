@@ -7,9 +7,9 @@ drawn before. Two kinds of streams exist.
                    many values of a stream might be able to compute others.
     secure=True    ChaCha20 of the package cryptography, Box-Muller in float64, four normal draws summed and halved.
 
-secure=True protects from an adversary who predicts values of a stream from other values of it, and makes it infeasible
-to find the uniform numbers behind a noisy value by enumeration of floating-point numbers (Mironov 2012; Holohan and
-Braghin 2021). It does not make the noise discrete: a sum of floating-point numbers is not exactly Gaussian, and its set
+secure=True protects from an adversary who predicts values of a stream from other values of it. The sum of four draws
+makes it much harder to find the uniform numbers behind a noisy value by enumeration of floating-point numbers
+(Mironov 2012; Holohan and Braghin 2021); this is a mitigation, not a proof. It does not make the noise discrete: a sum of floating-point numbers is not exactly Gaussian, and its set
 of representable values can depend on the data. It does not protect from timing measurements, nor from an adversary who
 reads the memory of the process or the file of the secret. In both cases the keys of all streams are hashes of the
 secret: a stream reveals nothing about the streams of other updates unless its generator is broken.
@@ -113,8 +113,8 @@ class Stream(ABC):
     def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Standard normal values on the CPU.
 
-        Types other than float32 and float64 are rounded from float32. Real and imaginary part of complex values are
-        standard normal each.
+        Types of lower precision are rounded from float32, with secure=True from float64. Real and imaginary part of
+        complex values are standard normal each.
         """
         out = torch.empty(tuple(shape), dtype=dtype)
         if not (dtype.is_floating_point or dtype.is_complex):
