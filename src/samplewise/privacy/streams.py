@@ -8,11 +8,12 @@ drawn before. Two kinds of streams exist.
     secure=True    ChaCha20 of the package cryptography, Box-Muller in float64, four normal draws summed and halved.
 
 secure=True protects from an adversary who predicts values of a stream from other values of it. The sum of four draws
-makes it much harder to find the uniform numbers behind a noisy value by enumeration of floating-point numbers
-(Mironov 2012; Holohan and Braghin 2021); this is a mitigation, not a proof. It does not make the noise discrete: a sum of floating-point numbers is not exactly Gaussian, and its set
-of representable values can depend on the data. It does not protect from timing measurements, nor from an adversary who
-reads the memory of the process or the file of the secret. In both cases the keys of all streams are hashes of the
-secret: a stream reveals nothing about the streams of other updates unless its generator is broken.
+makes it much harder to find the uniform numbers behind a noisy value by enumeration of floating-point numbers (Mironov
+2012; Holohan and Braghin 2021); this is a mitigation, not a proof. It does not make the noise discrete: a sum of
+floating-point numbers is not exactly Gaussian, and its set of representable values can depend on the data. It does not
+protect from timing measurements, nor from an adversary who reads the memory of the process or the file of the secret.
+In both cases the keys of all streams are hashes of the secret: a stream reveals nothing about the streams of other
+updates unless its generator is broken.
 
 Values are reproducible bit for bit on one machine with one version of NumPy. Other versions and processors may round
 differently.
