@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 ACCOUNTANTS = ("pld", "rdp")
-CURVE_DELTAS = tuple(10.0**-k for k in range(3, 10))
+CURVE_DELTAS = 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3
 
 PLD_GRID = 1e-4  # step of the discretized privacy loss; the default of dp-accounting
 FINE_EPSILON = 300.0  # above it the grid is coarser: the PLD has epsilon / grid entries
@@ -85,7 +85,7 @@ def delta(releases: Releases, epsilon: float, accountant: str = "pld") -> float:
 
 
 def curve(releases: Releases, accountant: str = "pld", deltas: Iterable[float] | None = None) -> dict[float, float]:
-    """Epsilon for each delta; default: 1e-3, 1e-4, ..., 1e-9."""
+    """Epsilon for each delta; default: 1e-9, 1e-8, ..., 1e-3."""
     return {delta: epsilon(releases, delta, accountant) for delta in (CURVE_DELTAS if deltas is None else deltas)}
 
 
@@ -212,7 +212,7 @@ def _pld_grid(releases: Releases) -> float:
     noise = releases.noise_multiplier
     if noise == 0 or releases.updates / (2 * noise**2) < FINE_EPSILON:  # the mean loss without sampling
         return PLD_GRID
-    rough = _query_epsilon(_composed(replace(releases, max_batch=None), "rdp"), CURVE_DELTAS[-1], "rdp")
+    rough = _query_epsilon(_composed(replace(releases, max_batch=None), "rdp"), CURVE_DELTAS[0], "rdp")
     return PLD_GRID * max(1.0, math.ceil(rough / FINE_EPSILON)) if math.isfinite(rough) else PLD_GRID
 
 
