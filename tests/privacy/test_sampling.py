@@ -307,6 +307,7 @@ def test_only_the_main_process_has_the_secret():
     assert key.hex() not in repr(one.batch_sampler.state)
 
 
+@pytest.mark.slow
 def test_spawned_workers():
     """Everything that a worker needs can be pickled."""
     one = loader(num_workers=1, multiprocessing_context="spawn", updates=2)

@@ -233,7 +233,7 @@ class DrawnDataset(Dataset[Any]):
             return [self._views(index, draw.number) for index in draw]
         several = getattr(self.dataset, "__getitems__", None)
         if not callable(several):
-            return [self.dataset[index] for index in draw]
+            return [self.dataset[View(index, draw.number, 0)] for index in draw]
         samples = several(list(draw))
         if hasattr(samples, "__len__") and len(samples) != len(draw):
             raise BatchError(
