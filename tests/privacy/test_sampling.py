@@ -57,7 +57,7 @@ def rows(drawn):
 # ------------------------------------------------------------------------------- distribution
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["philox", "chacha20"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["philox", "chacha20"])
 def drawn(request):
     """Matrix (draws, units) of zeros and ones."""
     drawing = sampler(secure=request.param)
