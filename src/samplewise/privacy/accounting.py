@@ -12,7 +12,7 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
@@ -22,13 +22,14 @@ ACCOUNTANTS = ("pld", "rdp")
 CURVE_DELTAS = 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3
 
 PLD_GRID = 1e-4  # step of the discretized privacy loss; the default of dp-accounting
+COARSE_GRID = 1e-3  # ten times faster, for the first guess of a calibration
 FINE_EPSILON = 300.0  # above it the grid is coarser: the PLD has epsilon / grid entries
 MIN_DIVERGENCE = 1e-15  # of the RDP accountant: smaller ones are rounding errors
 
 MIN_NOISE = 0.05
 MAX_NOISE = 1e7
 MAX_STEP = math.log(4.0)  # of the search for a bracket: little noise takes seconds and memory
-WIDTH = {"pld": 2e-4, "rdp": 1e-6}  # relative width of the final bracket of a calibration
+WIDTH = {"pld": 2e-4, "rdp": 1e-6}  # relative width of the final bracket of a calibration; below 1 - LESS_NOISE
 LESS_NOISE = 0.999  # this fraction of a calibrated noise multiplier exceeds the target
 
 
@@ -108,11 +109,9 @@ def calibrate(
     if not (_is_integer(updates) and updates >= 1):
         raise ValueError(f"updates must be a positive integer; found {updates!r}.")
     _check_accountant(accountant, max_batch)
-    releases = Releases(1.0, sample_rate, updates, max_batch, samples)
-    start = _rough_noise(epsilon, delta, releases)
-    if accountant == "pld":  # a hundred times slower than RDP, and its answer is close
-        start = _rdp_start(epsilon, delta, releases, start)
-    return _smallest_noise(_epsilon_of_noise(releases, delta, accountant), epsilon, start, WIDTH[accountant])
+    return _calibrated(
+        float(epsilon), float(delta), Releases(1.0, sample_rate, updates, max_batch, samples), accountant
+    )
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -183,15 +182,15 @@ def _discard(record: logging.LogRecord) -> bool:
 
 
 @lru_cache(maxsize=4)  # a PLD has up to some 10 MB; one of them serves epsilon, delta and the curve
-def _composed(releases: Releases, accountant: str) -> Any:
-    """Accountant of dp-accounting into which the releases are composed."""
+def _composed(releases: Releases, accountant: str, least_grid: float = PLD_GRID) -> Any:
+    """Accountant of dp-accounting into which the releases are composed. `least_grid`: for PLD."""
     dp_accounting = load_dp_accounting()
     neighbours = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
     event = _event(dp_accounting, releases)
     with _no_logging():
         if accountant == "rdp":
             return dp_accounting.rdp.RdpAccountant(neighboring_relation=neighbours).compose(event)
-        grid = _pld_grid(releases)
+        grid = max(least_grid, _pld_grid(releases))
         return dp_accounting.pld.PLDAccountant(neighbours, value_discretization_interval=grid).compose(event)
 
 
@@ -264,8 +263,28 @@ class _Point(NamedTuple):
         return self.excess <= 0
 
 
-def _epsilon_of_noise(releases: Releases, delta: float, accountant: str) -> Callable[[float], float]:
-    return lambda noise: epsilon(replace(releases, noise_multiplier=noise), delta, accountant)
+@lru_cache(maxsize=64)
+def _calibrated(epsilon: float, delta: float, releases: Releases, accountant: str) -> float:
+    """Noise multiplier for the releases, whose own one is ignored. Searches with cheaper accountants come first."""
+    noise = _rough_noise(epsilon, delta, releases)
+    if accountant == "rdp":
+        return _smallest_noise(_epsilon_of_noise(releases, delta, "rdp"), epsilon, noise, WIDTH["rdp"])
+    with suppress(ValueError):  # RDP does not reach a small epsilon
+        plain = replace(releases, max_batch=None)
+        noise = _smallest_noise(_epsilon_of_noise(plain, delta, "rdp"), epsilon, noise, WIDTH["pld"])
+    with suppress(ValueError):
+        noise = _smallest_noise(_epsilon_of_noise(releases, delta, "pld", COARSE_GRID), epsilon, noise, WIDTH["pld"])
+    return _smallest_noise(_epsilon_of_noise(releases, delta, "pld"), epsilon, noise, WIDTH["pld"], WIDTH["pld"])
+
+
+def _epsilon_of_noise(
+    releases: Releases, delta: float, accountant: str, least_grid: float = PLD_GRID
+) -> Callable[[float], float]:
+    def spent(noise: float) -> float:
+        with_noise = replace(releases, noise_multiplier=noise)
+        return _query_epsilon(_composed(with_noise, accountant, least_grid), delta, accountant)
+
+    return spent
 
 
 def _rough_noise(epsilon: float, delta: float, releases: Releases) -> float:
@@ -274,33 +293,32 @@ def _rough_noise(epsilon: float, delta: float, releases: Releases) -> float:
     return max(0.5, sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
 
 
-def _rdp_start(epsilon: float, delta: float, releases: Releases, rough: float) -> float:
-    """Noise by the RDP accountant without truncation, as first guess for the PLD accountant."""
-    plain = replace(releases, max_batch=None)
-    try:
-        return _smallest_noise(_epsilon_of_noise(plain, delta, "rdp"), epsilon, rough, width=1e-2)
-    except ValueError:  # RDP does not reach a small epsilon
-        return rough
+def _smallest_noise(
+    spent: Callable[[float], float], target: float, start: float, width: float, margin: float = 0.01
+) -> float:
+    """Smallest noise multiplier with spent(noise) <= target, at most a fraction `width` larger than necessary.
 
-
-def _smallest_noise(spent: Callable[[float], float], target: float, start: float, width: float) -> float:
-    """Smallest noise multiplier with spent(noise) <= target, at most a fraction `width` larger than necessary."""
+    start: first guess
+    margin: relative error of the first guess, approximately
+    """
 
     def evaluate(log_noise: float) -> _Point:
         found = spent(math.exp(log_noise))
         return _Point(log_noise, math.log(found / target) if found > 0 else -math.inf)
 
-    log_start = math.log(start)
     while True:
-        safe, unsafe = _bracket(evaluate, log_start, target)
+        safe, unsafe = _bracket(evaluate, math.log(start), target, margin)
         safe = _narrow(evaluate, safe, unsafe, width)
         noise = math.exp(safe.log_noise)
-        if spent(LESS_NOISE * noise) > target:
+        start = LESS_NOISE * noise
+        if spent(start) > target:
             return noise
-        log_start = math.log(LESS_NOISE * noise)  # epsilon is not monotone in its last digits: continue below
+        # Epsilon is not monotone in its last digits: continue below.
 
 
-def _bracket(evaluate: Callable[[float], _Point], log_noise: float, target: float) -> tuple[_Point, _Point]:
+def _bracket(
+    evaluate: Callable[[float], _Point], log_noise: float, target: float, margin: float
+) -> tuple[_Point, _Point]:
     """Two points, (safe, unsafe), found by steps from `log_noise` as if epsilon were proportional to 1 / noise."""
     low = math.log(MIN_NOISE)
     high = math.log(MAX_NOISE)
@@ -312,9 +330,9 @@ def _bracket(evaluate: Callable[[float], _Point], log_noise: float, target: floa
                 f"{target:g}, which is too {'large' if last.is_safe else 'small'} for this delta, rate and number of "
                 "updates."
             )
-        step = -max(-last.excess + 0.01, 0.02) if last.is_safe else last.excess + 0.01
-        step = max(-MAX_STEP, min(step, MAX_STEP))
-        point = evaluate(min(max(last.log_noise + step, low), high))
+        step = min(abs(last.excess) + margin, MAX_STEP)
+        margin *= 2
+        point = evaluate(min(max(last.log_noise + (-step if last.is_safe else step), low), high))
         if point.is_safe != last.is_safe:
             return (last, point) if last.is_safe else (point, last)
         last = point
