@@ -21,7 +21,7 @@ def check_private_parameters(trained: TrainedParameters) -> None:
 
 def check_private_buffers(buffers: Buffers) -> None:
     """Raise if the forward pass has changed a buffer: it holds data of the samples, without noise."""
-    if buffers.owners and any(changed for _, changed in buffers.moving()):
+    if buffers.changed():
         raise PrivacyError(
             "the buffers of a private model must not change in training, because they would hold data of the samples "
             "without noise; found that one has changed. Call sw.freeze_batchnorm(model), or use GroupNorm."
