@@ -178,6 +178,9 @@ class PoissonLoader(SeededLoader):
     def iterate(self, epoch: int, skip: int, state: Any, shard: RankShard) -> Iterator[Any]:
         self._samples.epoch.fill_(epoch)
         set_epoch(self._loader, epoch, derive_seed(self._seed, epoch))
+        sampler: PoissonSampler = self._loader.batch_sampler
+        if skip and sampler.state.update % sampler.per_pass == 0:
+            return iter(())  # all draws of this pass are used; the next one belongs to the next epoch
         batches = iter(self._loader)
         return batches if self._loader.num_workers else self._in_this_process(batches)
 
