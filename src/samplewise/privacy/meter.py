@@ -18,7 +18,7 @@ from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.errors import BatchError, LossesError, PrivacyError, TransformError
 from samplewise.privacy.privacy import Privacy
 from samplewise.privacy.sampling import DrawnBatch
-from samplewise.privacy.spending import Release, Spending, load_secret, remove_secret, save_secret
+from samplewise.privacy.spending import Release, load_secret, remove_secret, save_secret
 from samplewise.privacy.streams import Secret, Stream, stream
 from samplewise.transforms.chain import Chain, chain
 from samplewise.transforms.sensitivity import sensitivity
@@ -54,7 +54,7 @@ class PrivacyMeter:
         self.zeroed = 0
         self.parameters = 1  # number of trained parameters, set before each update
         self._bound = plan.clip
-        self._spending = Spending()
+        self._spending = plan.spending  # shared by all steps of the plan, which draw from the same streams
         self._stream: Stream | None = None
         self._directory: Path | None = None
         self.transforms = self._complete(transforms)
@@ -261,7 +261,7 @@ class PrivacyMeter:
             "update": state.update,
             "spent": spent,
             "bound": self._bound,
-            "zeroed": self.zeroed,
+            "zeroed": self.zeroed if self.plan.observe else 0,  # the guarantee does not cover it
             "units": state.units,
         }
 

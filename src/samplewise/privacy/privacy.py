@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from samplewise.privacy import accounting
 from samplewise.privacy.accounting import Releases
 from samplewise.privacy.sampling import DrawState, make_loader
+from samplewise.privacy.spending import Spending
 from samplewise.privacy.streams import Secret
 from samplewise.transforms.clip import clip
 from samplewise.transforms.divisor import Divisor
@@ -87,6 +88,7 @@ class Privacy:
     observe: bool = False
     state: DrawState = field(init=False)
     divisor: Divisor = field(init=False)
+    spending: Spending = field(init=False)
 
     def __post_init__(self) -> None:
         self._check()
@@ -99,6 +101,7 @@ class Privacy:
         secret = Secret.new() if self.seed is None else Secret.from_seed(self.seed)
         object.__setattr__(self, "state", DrawState(secret))
         object.__setattr__(self, "divisor", Divisor(self.divide_by))
+        object.__setattr__(self, "spending", Spending())
 
     def _check(self) -> None:
         if (self.epsilon is None) == (self.noise_multiplier is None):

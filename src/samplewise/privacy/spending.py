@@ -11,6 +11,7 @@ the update is refused, and later updates use another branch, with new draws and 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import dataclass
@@ -62,15 +63,15 @@ class Spending:
             self._write({"diverged": release.update, "branch": release.branch, "key": release.key})
             raise PrivacyError(
                 f"update {release.update} must be repeated exactly, because its noise was used before; found another "
-                "sum of gradients, as with another number of ranks or threads. Nothing was released. Continue, or resume "
-                "again: draws and noise are then new, and the repeated updates are counted twice."
+                "sum of gradients, as with another number of ranks or threads. Nothing was released. Continue, or "
+                "resume again: draws and noise are then new, and the repeated updates are counted twice."
             )
         return digest is not None
 
     def add(self, release: Release) -> None:
         """Record a release, on disk before this returns."""
+        self._write(vars(release))  # first: if it fails, the release must not be known, so that it is written later
         self.releases[release.key, release.branch, release.update] = release.digest
-        self._write(vars(release))
 
     # --- files -----------------------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class Spending:
             else:
                 self.releases[line["key"], line["branch"], line["update"]] = line["digest"]
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         if not lines:
             self._write({"settings": settings})
         sync_directory(directory)
@@ -102,10 +103,17 @@ class Spending:
         self._file = None
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line).encode() + b"\n")
-            self._file.flush()
+        if self._file is None:
+            return
+        text = json.dumps(line).encode() + b"\n"
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(text) != len(text):
+                raise OSError(errno.ENOSPC, f"a line of {LOG_FILE} was written in part")
             os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(end)  # the next line must not follow a part of this one
+            raise
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
