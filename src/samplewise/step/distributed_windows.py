@@ -319,9 +319,10 @@ def make_window_ranks(
             "microbatch must be a number or None for a sharded model, because its passes are collectives, which a rank "
             f"cannot repeat alone; found {config.microbatch!r}. Pass a number."
         )
+    private = config.privacy is not None
     if isinstance(strategy, SingleProcessStrategy):
-        return LocalWindows()
-    return DistributedWindows(strategy, private=config.privacy is not None)
+        return LocalWindows(private)
+    return DistributedWindows(strategy, private)
 
 
 def _check_directions(fingerprint: list[float] | None) -> None:

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 
 from samplewise.core.batches import cut, length
+from samplewise.engine.checks import all_finite
 from samplewise.errors import BatchError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.step.accumulate import Accumulator, PerSampleAccumulator
 from samplewise.transforms.chain import Stage
 from samplewise.transforms.stats import SampleStats
+from samplewise.transforms.transform import NonFiniteCoefficientError
+
+NOT_FINITE = (NonFiniteLossError, NonFiniteGradientError, NonFiniteCoefficientError)
 
 
 class ScreenedAccumulator(Accumulator):
@@ -41,29 +45,63 @@ class ScreenedAccumulator(Accumulator):
 
     def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         try:
-            return self._inner.add(microbatches, start)
-        except (NonFiniteLossError, NonFiniteGradientError):  # raised before `.grad` changes, unless a window is needed
-            if self.exchanges:  # other ranks are in the middle of this window
+            return self._add(microbatches, start)
+        except NOT_FINITE:  # raised before `.grad` changes, unless a window is needed
+            if self.exchanges or self._inner.ranks.strategy.sharded:  # other ranks are in the middle of this window
                 raise
         samples = [sample for microbatch in microbatches for sample in _samples_of(microbatch)]
         if self.needs_window:
-            self._inner.evaluator.trained.clear()  # some groups may be summed already
-            finite = [sample for sample in samples if self._is_finite(sample)]
-            return self._inner.add(finite, start) if finite else []
+            return self._add_groups([sample for sample in samples if self._is_finite(sample)], start)
         parts: list[SampleStats] = []
         for sample in samples:
             try:
-                parts += self._inner.add([sample], start + len(parts))
-            except (NonFiniteLossError, NonFiniteGradientError):
+                parts += self._add([sample], start + len(parts))
+            except NOT_FINITE:
                 self._meter.zeroed += 1
         return parts
+
+    def _add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+        """Add microbatches; raises NonFiniteGradientError if the gradient of a group is not finite."""
+        first_stats = None if self.first_stats is None else list(self.first_stats)
+        try:
+            parts = self._inner.add(microbatches, start)
+        except NOT_FINITE:
+            self.first_stats = first_stats  # transforms are checked with finite values
+            raise
+        if self.needs_window and not all(map(all_finite, self._inner.evaluator.trained.gradients())):
+            raise NonFiniteGradientError("the gradient of each group must be finite; found one that is not.")
+        return parts
+
+    def _add_groups(self, samples: Sequence[Any], start: int) -> list[SampleStats]:
+        """Add samples with finite gradients; a group of which the sum is not finite contributes nothing."""
+        try:
+            return self._add_cleared(samples, start)
+        except NOT_FINITE:
+            pass
+        grouping = self._inner.chain.grouping
+        assert grouping is not None
+        groups: dict[Any, list[Any]] = {}
+        for sample in samples:
+            groups.setdefault(grouping.keys(sample)[0], []).append(sample)
+        finite: list[Any] = []
+        for group in groups.values():
+            try:
+                self._add_cleared(group, start)
+                finite += group
+            except NOT_FINITE:
+                self._meter.zeroed += len(group)
+        return self._add_cleared(finite, start)
+
+    def _add_cleared(self, samples: Sequence[Any], start: int) -> list[SampleStats]:
+        self._inner.evaluator.trained.clear()  # some groups may be summed already
+        return self._add(samples, start) if samples else []
 
     def _is_finite(self, sample: Any) -> bool:
         evaluator = self._inner.evaluator
         losses, _ = evaluator.losses(sample)
         try:
             finite = bool(torch.isfinite(evaluator.gradients_of(losses).norms()).all())
-        except (NonFiniteLossError, NonFiniteGradientError):
+        except NOT_FINITE:
             finite = False
         self._meter.zeroed += not finite
         return finite

@@ -227,7 +227,8 @@ class WindowBuilder:
                 self._begin()
             if first and (self._first or self.config.audit):
                 self.audit.run(microbatch, self._first, self.counters.updates)
-                self._first = False  # not reached if the audit raises, so that the next attempt raises again
+                # not reached if the audit raises, so that the next attempt raises again
+                self._first = self._first and self.config.privacy is not None and length(microbatch) == 1
             if self.columns and (window.columns or first):  # columns of all samples of a window, or of none
                 window.columns.append(record_columns(microbatch, self.columns, self.counters.epochs))
             if self._accumulator.needs_window:
@@ -283,7 +284,8 @@ class WindowBuilder:
         window = self.window
         if window.failure is None:
             try:
-                if isinstance(self._accumulator, PlainAccumulator) or self._trained.device.type == "cpu":
+                at_once = self._trained.device.type == "cpu" or self.config.privacy is not None
+                if at_once or isinstance(self._accumulator, PlainAccumulator):
                     return self._add_gradients(microbatches, whole)
                 with collected_in(window.checks):
                     parts = self._add_gradients(microbatches, whole)
@@ -381,10 +383,13 @@ class WindowBuilder:
                 check_pieces(self.evaluator.modules, sizes * self.ranks.size, self.config.interacting)
             check_reached(self._trained.owned, noise=bool(chain.on_sum))
             self._unchecked = False
-        check_cut(self._accumulator.first_stats or [])
+        private = self.config.privacy is not None
+        first_stats = self._accumulator.first_stats or []
+        check_cut(first_stats, private)
         check_weights(chain, window.parts)  # last: its collective sends errors of the other checks to all ranks
-        self._accumulator.first_stats = None
-        self._unchecked_transforms = False
+        # Samples are compared with each other, which a draw of one sample does not allow.
+        self._unchecked_transforms = private and sum(len(stats) for _, stats in first_stats) < 2
+        self._accumulator.first_stats = [] if self._unchecked_transforms else None
 
     def make_accumulator(self) -> Accumulator:
         """Accumulator for the transforms of the step and the norms to record."""

@@ -20,6 +20,10 @@ from samplewise.transforms.stats import PerSample, SampleStats
 NEEDS = ("losses", "counts", "norms", "batch")
 
 
+class NonFiniteCoefficientError(TransformError):
+    """A transform has returned NaN or infinity for a sample."""
+
+
 @dataclass(frozen=True, repr=False)
 class SampleTransform:
     """Transform that returns coefficients (B,) for samples, computed from the values that it declares in `needs`."""
@@ -79,7 +83,9 @@ class SampleTransform:
     def _check_finite(self, values: Tensor) -> None:
         if not all_finite(values):
             bad = int((~values.isfinite()).nonzero()[0])
-            raise TransformError(f"{self} must return finite coefficients; found {values[bad].item()} at sample {bad}.")
+            raise NonFiniteCoefficientError(
+                f"{self} must return finite coefficients; found {values[bad].item()} at sample {bad}."
+            )
 
     def __repr__(self) -> str:
         return self.name
