@@ -43,6 +43,7 @@ from samplewise.loop import callbacks as callbacks
 from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
 from samplewise.loop.data.sharding import sharded as sharded
 from samplewise.loop.trainer import Trainer as Trainer
+from samplewise.privacy.audit import privacy_audit as privacy_audit
 from samplewise.privacy.privacy import Privacy as Privacy
 from samplewise.scan import scan as scan
 from samplewise.step.functional_optim import sgd as sgd
@@ -110,6 +111,7 @@ __all__ = [
     "noise",
     "noise_scale",
     "normalize",
+    "privacy_audit",
     "samples",
     "scan",
     "sgd",
