@@ -69,6 +69,7 @@ class WindowBuilder:
         self._accumulator = self.make_accumulator()
         self._first = True  # no window was begun yet
         self._unchecked = True  # the gradients of no window were checked for mistakes yet
+        self._uncut = False  # whether the check of cut windows is still to be repeated
         self._unchecked_transforms = True  # the coefficients of these transforms were not checked yet
         ranks.strategy.before_sums = self._begin_for_others
 
@@ -228,7 +229,7 @@ class WindowBuilder:
             if first and (self._first or self.config.audit):
                 self.audit.run(microbatch, self._first, self.counters.updates)
                 # not reached if the audit raises, so that the next attempt raises again
-                self._first = self._first and self.config.privacy is not None and length(microbatch) == 1
+                self._first = self._first and self._cannot_compare(microbatch)
             if self.columns and (window.columns or first):  # columns of all samples of a window, or of none
                 window.columns.append(record_columns(microbatch, self.columns, self.counters.epochs))
             if self._accumulator.needs_window:
@@ -248,6 +249,12 @@ class WindowBuilder:
         finally:
             self.evaluator.ready = None
         window.seconds += perf_counter() - started
+
+    def _cannot_compare(self, microbatch: Any) -> bool:
+        """True if the audit of a private step must be repeated, because this microbatch has one sample only. The audit
+        of a sharded model contains collectives, which all ranks make in their first window.
+        """
+        return self.config.privacy is not None and not self.ranks.strategy.sharded and length(microbatch) == 1
 
     def _announce_last(self, size: int | None) -> None:
         """Let the ranks sum gradients during the next pass, the last one of this rank, of `size` samples."""
@@ -272,7 +279,7 @@ class WindowBuilder:
             self._accumulator = self.make_accumulator()
         self.evaluator.predictions = self.predictions
         self._accumulator.begin()
-        if self._unchecked_transforms:
+        if self._unchecked_transforms or self._uncut:
             self._accumulator.first_stats = []
         if self._first:
             check_modes(self.evaluator.modules)
@@ -367,6 +374,8 @@ class WindowBuilder:
         samples = window.samples if window.totals is None else window.totals.samples
         if window.failure is None and self._unchecked_transforms and samples:
             self._check_first(window)
+        elif self._uncut:
+            self._check_cut()
         window.parts = window.parts or [empty_stats(next(iter(self._trained.named.values())))]
         self._complete = window
         self._open_window()
@@ -383,13 +392,19 @@ class WindowBuilder:
                 check_pieces(self.evaluator.modules, sizes * self.ranks.size, self.config.interacting)
             check_reached(self._trained.owned, noise=bool(chain.on_sum))
             self._unchecked = False
+        self._check_cut()
+        check_weights(chain, window.parts)  # last: its collective sends errors of the other checks to all ranks
+        self._unchecked_transforms = False
+
+    def _check_cut(self) -> None:
+        """Check that weights do not depend on other samples. In a private step, a window of one sample on this rank
+        allows no comparison, so that the check is repeated.
+        """
         private = self.config.privacy is not None
         first_stats = self._accumulator.first_stats or []
         check_cut(first_stats, private)
-        check_weights(chain, window.parts)  # last: its collective sends errors of the other checks to all ranks
-        # Samples are compared with each other, which a draw of one sample does not allow.
-        self._unchecked_transforms = private and sum(len(stats) for _, stats in first_stats) < 2
-        self._accumulator.first_stats = [] if self._unchecked_transforms else None
+        self._uncut = private and sum(len(stats) for _, stats in first_stats) < 2
+        self._accumulator.first_stats = None
 
     def make_accumulator(self) -> Accumulator:
         """Accumulator for the transforms of the step and the norms to record."""
