@@ -36,7 +36,7 @@ class Privacy:
     and divides by a public constant. Needs `pip install 'samplewise[privacy]'`.
 
     The guarantee.
-    epsilon or noise_multiplier: one of them is given, the other one is computed.
+    epsilon, noise_multiplier: exactly one of them is given; the other one is computed.
     delta: probability with which the bound epsilon may fail; below 1 / number of samples.
     updates: number of updates that are paid for; more are refused.
     accountant: "pld" (default, tight) or "rdp", of the package dp-accounting.
