@@ -18,6 +18,8 @@ import samplewise
 from samplewise import diagnostics
 from samplewise.integrations import loggers
 from samplewise.loop import callbacks, events
+from samplewise.privacy.audit import PrivacyAudit
+from samplewise.privacy.meter import Spent
 from samplewise.testing import rules
 
 TARGET = Path(__file__).with_name("reference.md")
@@ -28,17 +30,21 @@ SECTIONS = {
     "Loops without a step": ["backward", "BackwardResult"],
     "Training steps": ["Step", "Update", "auto", "fsdp", "sgd"],
     "Transforms": ["chain", "clip", "weight", "drop", "normalize", "align", "group", "noise", "check_transform"],
+    "Differential privacy": ["Privacy", "privacy_audit"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
     "Attribution": ["influence", "ProjectedStore"],
     "Trainer": ["Trainer", "load_checkpoint", "sharded", "join_process_group"],
     "Ledger": ["Ledger", "Indexed", "samples"],
 }
-RESULTS = {"Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects]}
+RESULTS = {
+    "Differential privacy": [Spent, PrivacyAudit],
+    "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects],
+}
 RETURNED = (
     samplewise.Gradients,
     samplewise.BackwardResult,
     samplewise.Update,
-    *RESULTS["Diagnostics"],
+    *(kind for kinds in RESULTS.values() for kind in kinds),
 )  # not created by users
 SHOWN = ("__call__", "__getitem__")  # special methods that are documented
 

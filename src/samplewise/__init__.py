@@ -29,6 +29,7 @@ from samplewise.errors import LossesError as LossesError
 from samplewise.errors import NonFiniteGradientError as NonFiniteGradientError
 from samplewise.errors import NonFiniteLossError as NonFiniteLossError
 from samplewise.errors import ParameterError as ParameterError
+from samplewise.errors import PrivacyError as PrivacyError
 from samplewise.errors import SamplesInteractError as SamplesInteractError
 from samplewise.errors import SamplesMayInteractWarning as SamplesMayInteractWarning
 from samplewise.errors import SamplewiseError as SamplewiseError
@@ -42,6 +43,8 @@ from samplewise.loop import callbacks as callbacks
 from samplewise.loop.checkpoint.store import load_checkpoint as load_checkpoint
 from samplewise.loop.data.sharding import sharded as sharded
 from samplewise.loop.trainer import Trainer as Trainer
+from samplewise.privacy.audit import privacy_audit as privacy_audit
+from samplewise.privacy.privacy import Privacy as Privacy
 from samplewise.scan import scan as scan
 from samplewise.step.functional_optim import sgd as sgd
 from samplewise.step.microbatch import auto as auto
@@ -75,6 +78,8 @@ __all__ = [
     "NonFiniteGradientError",
     "NonFiniteLossError",
     "ParameterError",
+    "Privacy",
+    "PrivacyError",
     "ProjectedStore",
     "SamplesInteractError",
     "SamplesMayInteractWarning",
@@ -106,6 +111,7 @@ __all__ = [
     "noise",
     "noise_scale",
     "normalize",
+    "privacy_audit",
     "samples",
     "scan",
     "sgd",

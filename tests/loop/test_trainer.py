@@ -273,7 +273,7 @@ def test_a_bar_that_fits_into_eighty_columns(monkeypatch):
     bar = make_display(total=1000, done=0)
     bar.epoch(0, {"train_loss": 1.0, "loss": math.nan, "accuracy": 0.9333})
     bar.line("compiling an update ...")
-    bar.update(1, 500, 0.8799, 1234.5)
+    bar.update(1, 500, "loss 0.8799  1234 samples/s")
     bar.close()
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).strip().splitlines()[-1]
     assert re.search(r"epoch 2 .* 500/1000 .* loss 0\.8799  12\d\d samples/s  accuracy 0\.9333", last)

@@ -371,6 +371,16 @@ def test_a_note_if_there_is_no_ledger(report):
     assert "Warnings" not in shown.text and "script" not in shown.tags
 
 
+def test_the_plan_of_a_private_run(report):
+    about = {**ABOUT, "settings": {**ABOUT["settings"], "privacy": "(3, 1e-05)-DP for adding or removing one sample"}}
+    hidden = [{k: v for k, v in line.items() if k not in ("loss", "samples")} for line in WHOLE]
+    shown = report(hidden, about)
+    assert (
+        "Private run: (3, 1e-05)-DP for adding or removing one sample. Values of single samples are not" in shown.text
+    )
+    assert "Train loss" not in shown.charts and "Warnings" not in shown.text
+
+
 def test_files_without_read_permission(run, monkeypatch):
     """The error is simulated, because the tests may run as root."""
     write_run(run)

@@ -7,6 +7,7 @@ costs         time and memory measurements of `samplewise doctor RECIPE`
 compile_gain  time with and without compile=True, for `samplewise doctor RECIPE`
 zoo           samplewise doctor --zoo
 report        samplewise report RUN
+privacy       samplewise privacy
 demo          samplewise demo
 arguments     arguments shared by several commands
 definitions   names that a recipe defines, and near misses of the names it may have

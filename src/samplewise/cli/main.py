@@ -16,6 +16,7 @@ except ImportError:
 from samplewise.cli.demo import demo
 from samplewise.cli.doctor import doctor
 from samplewise.cli.output import OutputError, guarded_output
+from samplewise.cli.privacy import privacy
 from samplewise.cli.recipe import RecipeError
 from samplewise.cli.report import report
 from samplewise.cli.train import train
@@ -90,6 +91,7 @@ def _about() -> None:
 app.command()(train)
 app.command()(doctor)
 app.command()(report)
+app.command()(privacy)
 app.command()(demo)
 
 

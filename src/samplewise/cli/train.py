@@ -16,6 +16,7 @@ import typer
 
 from samplewise.cli.arguments import Device, RecipeFile, device_named
 from samplewise.cli.ids import explain_missing_ids, with_ids
+from samplewise.cli.private_training import PrivateOptions
 from samplewise.cli.recipe import Recipe, read_source, shortened
 from samplewise.core.atomic_io import absolute
 from samplewise.core.text import plural
@@ -48,6 +49,16 @@ def train(
     ] = None,
     clip: Annotated[
         float | None, typer.Option(metavar="C", help="Clip each sample's gradient to norm C before summing.")
+    ] = None,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(
+            metavar="E", help="Train with (E, delta)-differential privacy; with --delta, --batch, --clip."
+        ),
+    ] = None,
+    delta: Annotated[float | None, typer.Option(metavar="D", help="With --epsilon, for example 1e-5.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --epsilon: expected number of samples per update.")
     ] = None,
     ledger: Annotated[
         bool, typer.Option("--ledger", help="Record loss and gradient norm of each sample at each visit: sw.Ledger().")
@@ -90,17 +101,24 @@ def train(
     if epochs is not None and updates is not None:
         raise typer.BadParameter("give one of --epochs and --updates; found both.", param_hint="--updates")
     step_options: dict[str, Any] = {"samples": samples, "microbatch": _parse_microbatch(microbatch), "compile": compile}
-    if clip is not None:
+    private = None
+    if epsilon is not None:
+        private = PrivateOptions(epsilon, delta, batch, clip, epochs or EPOCHS, updates)
+        epochs = None
+    elif delta is not None or batch is not None:
+        raise typer.BadParameter("--delta and --batch must be used with --epsilon.", param_hint="--epsilon")
+    elif clip is not None:
         step_options["transforms"] = (clip_transform(_checked_norm(clip)),)
-    fit_options = {"epochs": None if updates else epochs or EPOCHS, "updates": updates, "resume": resume}
+    fit_options = {"epochs": None if updates or private else epochs or EPOCHS, "updates": updates, "resume": resume}
     recorder = _make_ledger() if ledger else None
     target = join_process_group(device_named(device))
     run = _checked_run(run or Path("runs") / recipe.stem, resume)
     run_path = absolute(run)  # before the recipe is loaded, which may change the working directory
     seed_everything(seed)
     loaded = Recipe(recipe, source)
-    _check_clip(clip, loaded)
-    trainer, reason = _fit(loaded, run_path, target, seed, recorder, step_options, fit_options)
+    if private is None:
+        _check_clip(clip, loaded)
+    trainer, reason = _fit(loaded, run_path, target, seed, recorder, step_options, fit_options, private)
     _print_summary(reason, trainer, run)
 
 
@@ -112,6 +130,7 @@ def _fit(
     ledger: Ledger | None,
     step_options: dict[str, Any],
     fit_options: dict[str, Any],
+    private: PrivateOptions | None = None,
 ) -> tuple[Trainer, str]:
     """Train the model of a recipe; returns the trainer and the reason why the training ended."""
     model = recipe.model()
@@ -124,6 +143,10 @@ def _fit(
     callbacks = recipe.callbacks()
     metrics = recipe.metrics()
     step_options = {"transforms": recipe.transforms(), **step_options}
+    if private is not None:
+        step_options["privacy"], loader = private.plan(loader)
+        if current_group().rank == 0:
+            typer.echo(f"privacy      {step_options['privacy']}")
     with recipe.errors(), ExitStack() as stack:
         if ledger is not None and not any(isinstance(callback, Ledger) for callback in callbacks):
             callbacks.append(ledger)
@@ -174,6 +197,8 @@ def _print_summary(reason: str, trainer: Trainer, run: Path) -> None:
         done = trainer.step.counters.updates
         outcome = f"stopped by {reason}" if interrupted else reason
         typer.echo(f"{outcome}: {plural(done, 'update')} in all")
+        if trainer.step.privacy is not None:
+            typer.echo(f"spent        {trainer.step.privacy.spent()}")
         typer.echo(f"log          {run / 'log.jsonl'}")
         typer.echo(f"checkpoints  {run / 'checkpoints'}")
         if interrupted:

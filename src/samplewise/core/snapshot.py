@@ -204,6 +204,14 @@ class Buffers:
             found += [(buffer, moves) for buffer in owner.values() if buffer is not None]
         return found
 
+    def changed(self) -> bool:
+        """True if the values of a buffer differ from the last snapshot. A buffer that was only restored does not."""
+        return any(
+            _differs(owner.get(name), then) or (then.copy is None and not then.unchanged(owner.get(name)))
+            for owner, kept in zip(self.owners, self._kept, strict=True)
+            for name, then in kept.items()
+        )
+
     def _keep(self, buffer: Tensor | None, moves: bool) -> BufferCopy:
         if buffer is None:
             return BufferCopy(None, 0, None)

@@ -26,13 +26,17 @@ class LossMeter:
         self._last: Update | None = None
         self._without_loss: Update | None = None
         self._lr: Any = None
+        self._hidden = False  # updates are private: losses and numbers of samples are not shown
 
     def add(self, update: Update) -> None:
         self._add_loss()
-        self._last = self._without_loss = update
+        self._last = update
+        self._without_loss = None if update.hidden else update
+        self._hidden = update.hidden
         seconds = update.seconds
         for sums in (self._line, self._epoch):
-            sums.samples += update.samples
+            sums.updates += 1
+            sums.samples += 0 if update.hidden else update.samples
             sums.seconds += seconds
 
     def _add_loss(self) -> None:
@@ -53,13 +57,11 @@ class LossMeter:
         lr = self._learning_rates()
         sums = self._line
         self._line = UpdateSums()
-        return {
-            "loss": sums.mean.value(),
-            "lr": lr,
-            "skipped": sums.skipped,
-            "seconds": sums.seconds,
-            "samples_per_second": sums.samples / sums.seconds if sums.seconds else 0.0,
-        }
+        line = {"lr": lr, "skipped": sums.skipped, "seconds": sums.seconds}
+        if self._hidden:
+            return line
+        speed = sums.samples / sums.seconds if sums.seconds else 0.0
+        return {"loss": sums.mean.value(), **line, "samples_per_second": speed}
 
     def _learning_rates(self) -> Any:
         """Return the learning rates of the last update. They may be on the device, so they are read as late as here."""
@@ -71,18 +73,19 @@ class LossMeter:
     @property
     def has_unread_updates(self) -> bool:
         """True if there were updates since the last log line."""
-        return self._line.samples > 0
+        return self._line.updates > 0
 
     @property
     def has_updates_in_epoch(self) -> bool:
-        return self._epoch.samples > 0
+        return self._epoch.updates > 0
 
     def read_epoch(self) -> dict[str, Any]:
         """Return the values of the epoch, and reset them."""
         self._add_loss()
         sums = self._epoch
         self._epoch = UpdateSums()
-        return {"loss": sums.mean.value(), "skipped": sums.skipped, "seconds": sums.seconds}
+        loss = {} if self._hidden else {"loss": sums.mean.value()}
+        return {**loss, "skipped": sums.skipped, "seconds": sums.seconds}
 
     def state_dict(self) -> dict[str, Any]:
         self._add_loss()
@@ -105,6 +108,7 @@ class UpdateSums:
     """
 
     mean: WeightedMean = field(default_factory=partial(WeightedMean, torch.float64))
+    updates: int = 0
     samples: int = 0
     skipped: int = 0
     seconds: float = 0.0
@@ -113,6 +117,7 @@ class UpdateSums:
         return {
             "loss": _as_tensor(self.mean.total),
             "count": _as_tensor(self.mean.weight),
+            "updates": self.updates,
             "samples": self.samples,
             "skipped": self.skipped,
             "seconds": self.seconds,
@@ -121,6 +126,7 @@ class UpdateSums:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mean = WeightedMean(torch.float64, float(state["loss"]), float(state["count"]))
         self.samples = state["samples"]
+        self.updates = state.get("updates", int(self.samples > 0))  # missing in a checkpoint of an earlier version
         self.skipped = state["skipped"]
         self.seconds = state["seconds"]
 

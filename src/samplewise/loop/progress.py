@@ -14,8 +14,8 @@ from samplewise.distributed.group import current_group
 class Display(Protocol):
     """Display of the progress of a training."""
 
-    def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
-        """Show that `done` updates have been made, with the mean loss and the speed in samples per second."""
+    def update(self, epoch: int, done: int, values: str) -> None:
+        """Show that `done` updates have been made, with a text of current values."""
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Print a permanent line with the metrics of an epoch."""
@@ -29,7 +29,7 @@ class Display(Protocol):
 class NoDisplay:
     """No display."""
 
-    def update(self, epoch: int, done: int, loss: float, speed: float) -> None: ...
+    def update(self, epoch: int, done: int, values: str) -> None: ...
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None: ...
     def line(self, text: str) -> None: ...
     def close(self) -> None: ...
@@ -38,8 +38,8 @@ class NoDisplay:
 class LineDisplay:
     """Plain lines."""
 
-    def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
-        self.line(f"epoch {epoch + 1}  update {done}  loss {format_value(loss)}  {speed:.0f} samples/s")
+    def update(self, epoch: int, done: int, values: str) -> None:
+        self.line(f"epoch {epoch + 1}  update {done}  {values}")
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
         self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
@@ -73,9 +73,8 @@ class BarDisplay:
         self._task = self._bar.add_task("", total=total, completed=done, epoch=1, text="")
         self._bar.start()
 
-    def update(self, epoch: int, done: int, loss: float, speed: float) -> None:
-        text = f"loss {format_value(loss)}  {speed:.0f} samples/s  {self._metrics}"
-        self._bar.update(self._task, completed=done, epoch=epoch + 1, text=text)
+    def update(self, epoch: int, done: int, values: str) -> None:
+        self._bar.update(self._task, completed=done, epoch=epoch + 1, text=f"{values}  {self._metrics}")
 
     def epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
         self.line(f"epoch {epoch + 1}  {format_values(metrics)}")
@@ -125,15 +124,19 @@ class Progress:
             self._display = make_display(trainer.expected_updates, trainer.step.counters.updates)
 
     def on_log(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind == "train" and "samples_per_second" in fields:
-            self._display.update(fields["epoch"], fields["update"], fields["loss"], fields["samples_per_second"])
+        if kind == "train" and "lr" in fields:
+            values = "loss not shown (private)"
+            if "loss" in fields:
+                values = f"loss {format_value(fields['loss'])}  {fields['samples_per_second']:.0f} samples/s"
+            self._display.update(fields["epoch"], fields["update"], values)
         self._has_validation = kind == "validation" or (self._has_validation and kind != "epoch")
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> None:
-        shown = {"train_loss": metrics["train_loss"]}
+        shown = {name: value for name, value in metrics.items() if name == "train_loss"}
         if self._has_validation:
             shown |= metrics
-        self._display.epoch(epoch, shown)
+        if shown:
+            self._display.epoch(epoch, shown)
 
     def line(self, text: str) -> None:
         """Print a line; does nothing if no training is shown. May be called from another thread."""

@@ -21,7 +21,7 @@ from samplewise.core.text import plural
 from samplewise.distributed.ddp import inner
 from samplewise.distributed.group import current_group, errors_on_all_ranks, on_every_rank
 from samplewise.distributed.launch import join_process_group
-from samplewise.errors import BatchError, CheckpointError, TrainingWarning
+from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
 from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint
 from samplewise.loop.checkpoint.base import FrozenBase, with_base
 from samplewise.loop.checkpoint.settings import RunSettings
@@ -162,12 +162,14 @@ class Trainer(CheckedAttributes):
             self._session(fast_dev_run),
             self.step.slow_compile_notice(self._progress.line),
         ):
-            until = duration(epochs, updates)
+            until = self._until(epochs, updates)
+            self._check_private_options(overfit)
             self._check_resume(resume)
             data = self._open(loader, overfit, resume)
             if self.fast_dev_run:
                 until = Duration(epochs=self._epoch + 1)
             self.expected_updates = self._expected_updates(data, until)
+            self._check_paid()
             self._callbacks.emit("on_fit_start")
             self._settings.fit_started()
             self._timer.start(data.seconds_waited)
@@ -191,6 +193,34 @@ class Trainer(CheckedAttributes):
             reason = self._stopping.reason or done
             self._end(reason, data)
         return reason
+
+    def _until(self, epochs: int | str | None, updates: int | None) -> Duration:
+        """Duration of the training. A private one makes the updates that are paid for, unless it is given."""
+        privacy = self.step.privacy
+        if privacy is not None and epochs is None and updates is None:
+            updates = privacy.plan.updates
+        return duration(epochs, updates)
+
+    def _check_private_options(self, overfit: int | None) -> None:
+        """Raise PrivacyError for options of `fit` that a private training cannot have."""
+        if self.step.privacy is None:
+            return
+        reasons = {
+            "overfit": (overfit is not None, "it would use the same draws again"),
+            "fast_dev_run": (self.fast_dev_run, "it writes no files, so that its update would not be recorded"),
+        }
+        for name, (given, reason) in reasons.items():
+            if given:
+                raise PrivacyError(f"{name} must not be used with privacy=, because {reason}; found it. Leave it out.")
+
+    def _check_paid(self) -> None:
+        """Raise PrivacyError if the training would make more updates than are paid for."""
+        privacy = self.step.privacy
+        if privacy is not None and (self.expected_updates or 0) > privacy.plan.updates:
+            raise PrivacyError(
+                f"a private training must make at most the {privacy.plan.updates} updates that are paid for; found "
+                f"{self.expected_updates}. Train for fewer, or plan more with sw.Privacy(updates=...)."
+            )
 
     def stop(self, reason: str) -> None:
         """End the training after this update, on all ranks. `fit` returns the reason, a text. Call it while `fit` runs.
@@ -229,7 +259,9 @@ class Trainer(CheckedAttributes):
         counters = self.step.counters
         line = self._loss_meter.read()
         costs = {"phases": self._timer.read(data.seconds_waited), "memory": peak_memory(self.device)}
-        self.write("train", epoch=self._epoch, update=counters.updates, samples=counters.samples, **line, **costs)
+        if not self.step.config.hides_samples:
+            line = {"samples": counters.samples, **line}
+        self.write("train", epoch=self._epoch, update=counters.updates, **line, **costs)
 
     def _end_epoch(self, data: ResumableLoader, validate: Iterable[Any] | None) -> dict[str, float]:
         """Validate, write log lines, go to the next epoch, and return the metrics of this one.
@@ -248,7 +280,8 @@ class Trainer(CheckedAttributes):
         self.write("epoch", epoch=epoch, update=done, **trained)
         if validate is not None:
             self.write("validation", epoch=epoch, update=done, **found)
-        return {"loss": trained["loss"], "train_loss": trained["loss"], **found}
+        losses = {"loss": trained["loss"], "train_loss": trained["loss"]} if "loss" in trained else {}
+        return {**losses, **found}
 
     def _check_has_updates(self) -> None:
         """Raise BatchError if the epoch has made no update, unless its samples are carried into the next epoch."""
@@ -297,6 +330,8 @@ class Trainer(CheckedAttributes):
             self._settings.start()
             self._base.record()
             self._files.open(resume, self._load)
+            if self.step.privacy is not None:
+                self.step.privacy.open(self._files.directory)  # after a resume it is open
             self._files.check(*self._state(0))
             settings = {"seed": self.seed, "log_every": self.log_every}
             self._files.describe(**about(self.step, self.loader, self.device, **settings))
@@ -336,7 +371,7 @@ class Trainer(CheckedAttributes):
                 raise
             finally:
                 with ExitStack() as closing:  # called in reverse order, even if one raises
-                    for opened in (self._files, self._evaluator, self._loader, self._progress):
+                    for opened in (self._files, self._evaluator, self._loader, self._progress, self.step.privacy):
                         if opened is not None:
                             closing.callback(opened.close)
                 if self.fast_dev_run:
@@ -415,6 +450,8 @@ class Trainer(CheckedAttributes):
     def _load(self, state: dict[str, Any]) -> int:
         """Load the state of a checkpoint, and return the length in bytes of the log that belongs to it."""
         assert self._loader is not None
+        if self.step.privacy is not None:
+            self.step.privacy.open(self._run_files().directory)  # before the state, which may be older than the log
         saved = state["trainer"]
         parts = self._parts()
         check_compatible(state, parts, self.seed)

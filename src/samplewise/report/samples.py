@@ -17,6 +17,7 @@ from samplewise.report.ledger_stats import NormQuantiles, RepeatedIds
 from samplewise.report.run_log import Curve, RunLog
 
 NO_LEDGER = "No ledger: train with callbacks=[sw.Ledger()], or with samplewise train --ledger, to see the samples here."
+PRIVATE = "Private run: {plan}. Values of single samples are not recorded."
 MAX_SUSPECTS = 200
 MAX_NAMED = 10  # ids in the warning about samples without finite score
 SAMPLES_PER_SUSPECT = 10  # at most one in SHARE samples is suspect,
@@ -62,7 +63,8 @@ def read_samples(run: RunLog) -> Samples:
     quantiles = NormQuantiles(count_visits(run.directory))
     try:
         if not list_parts(run.directory):
-            return Samples(missing=NO_LEDGER)
+            plan = (run.metadata.get("settings") or {}).get("privacy")
+            return Samples(missing=PRIVATE.format(plan=plan) if plan else NO_LEDGER)
         _read_parts(run, messages, (aggregator, repeats, quantiles))
         table = aggregator.samples()
     except (ImportError, LedgerError, OSError, ValueError, TypeError, KeyError, NotImplementedError) as why:

@@ -75,8 +75,15 @@ class UpdateApplier:
             self._buffers.restore_unless(outcome.flag.finite)
         counters = self.counters
         samples = window.samples if window.totals is None else window.totals.samples
-        update = Update(counters.updates, samples, outcome, window.parts, window.columns, window.totals)
+        meter = self.config.privacy
+        if meter is not None:
+            meter.end_update(window.parts)
+        hidden = self.config.hides_samples
+        update = Update(counters.updates, samples, outcome, window.parts, window.columns, window.totals, hidden=hidden)
         counters.samples += samples - window.samples  # those of other ranks; this rank's are counted already
+        if hidden:  # sizes of draws are private, also in checkpoints
+            counters.samples = 0
+            counters.microbatches = 0
         if outcome.skipped:
             counters.skipped += 1
         else:
@@ -199,10 +206,16 @@ class UpdateApplier:
             scale = 1.0
             for transform in on_sum:
                 self.ranks.transform_sum(transform, self.trained)
+        if self.config.privacy is not None:
+            self.config.privacy.release(self.trained.gradients())
         if window.divided and scale == 1:
             return
         divisor: Tensor | float = 1
-        if not window.divided:
+        constant = window.config.transforms.divisor
+        if constant is not None:
+            assert constant.value is not None
+            divisor = constant.value
+        elif not window.divided:
             divisor = denominator(window.parts) if window.totals is None else window.totals.denominators
         gradients = self.trained.gradients()
         if gradients:

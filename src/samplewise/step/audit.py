@@ -140,7 +140,10 @@ class Audit:
             return f"{name} has {len(alone)} losses instead of 1 when it is computed alone"
         here = losses[row].detach()
         there = alone[0].detach()
-        if not (here - there).abs() <= tolerance * (losses.detach().abs().max() + 1):
+        if not (here.isfinite() or there.isfinite()):
+            return None  # both are NaN or infinite, which the finite check of the update handles
+        size_of_all = losses.detach().abs().nan_to_num(nan=0.0, posinf=0.0).max()
+        if not (here - there).abs() <= tolerance * (size_of_all + 1):
             return f"{name} has loss {here.item():.6g} in the batch and {there.item():.6g} alone"
         off, size = _distance(self._gradient_among(microbatch, losses, row), self._gradient_alone(alone))
         if not isfinite(off):

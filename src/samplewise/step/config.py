@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samplewise.distributed.strategy import Strategy
-from samplewise.errors import NonFiniteGradientError
+from samplewise.errors import NonFiniteGradientError, PrivacyError
+from samplewise.privacy.meter import PrivacyMeter
+from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import AUTOCAST_DTYPES
 from samplewise.step.functional_optim import GradientDescent
 from samplewise.step.microbatch import Auto, auto
@@ -19,6 +21,7 @@ from samplewise.transforms.chain import Chain, as_chain
 
 TAILS = ("update", "drop", "carry")
 NONFINITE_POLICIES = ("raise", "skip", "ignore")
+ZERO = "zero"  # policy of private steps: a sample that is not finite contributes nothing
 RECORDABLE = frozenset({"norms"})
 
 
@@ -30,7 +33,7 @@ class StepConfig:
     tail: str = "update"
     transforms: Chain = field(default_factory=lambda: as_chain(()))
     max_grad_norm: float | None = None
-    on_nonfinite: str = "raise"
+    on_nonfinite: str | None = None
     audit: int | bool | None = None
     microbatch: int | Auto | None = None
     precision: str | None = None
@@ -38,15 +41,20 @@ class StepConfig:
     strategy: Strategy = None
     record: frozenset[str] = frozenset()
     interacting: str = "refuse"
+    privacy: PrivacyMeter | None = None
 
     def __post_init__(self) -> None:
+        if self.privacy is not None:
+            self._check_privacy()
+        elif self.on_nonfinite is None:
+            object.__setattr__(self, "on_nonfinite", "raise")
         if not (self.samples is None or (type(self.samples) is int and self.samples > 0)):
             raise ValueError(
                 f"samples must be a positive integer, or None for one update per batch; found {self.samples!r}."
             )
         if self.tail not in TAILS:
             raise ValueError(f"tail must be one of {', '.join(TAILS)}; found {self.tail!r}.")
-        if self.on_nonfinite not in NONFINITE_POLICIES:
+        if self.on_nonfinite not in NONFINITE_POLICIES and self.privacy is None:
             raise ValueError(
                 f"on_nonfinite must be one of {', '.join(NONFINITE_POLICIES)}; found {self.on_nonfinite!r}."
             )
@@ -70,6 +78,42 @@ class StepConfig:
             raise ValueError(f"precision must be one of None, {names}; found {self.precision!r}.")
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"compile must be True, False or 'auto'; found {self.compile!r}.")
+
+    def _check_privacy(self) -> None:
+        """Raise PrivacyError for settings that would void the guarantee."""
+        assert self.privacy is not None
+        given = {
+            "samples": (self.samples, None, "an update is one draw of privacy.loader"),
+            "tail": (self.tail, "update", "an update is one draw of privacy.loader"),
+            "interacting": (self.interacting, "refuse", "the norm of one sample's gradient must not depend on others"),
+            "on_nonfinite": (self.on_nonfinite, (None, ZERO), "a sample that is not finite contributes nothing"),
+        }
+        for name, (found, allowed, reason) in given.items():
+            if found not in (allowed if isinstance(allowed, tuple) else (allowed,)):
+                raise PrivacyError(f"{name} must have its default with privacy=, because {reason}; found {found!r}.")
+        if self.precision == "16-mixed":
+            raise PrivacyError(
+                "precision must not scale the loss with privacy=, because whether it overflows depends on single "
+                "samples; found '16-mixed'. Use 'bf16-mixed'."
+            )
+        if self.audit is False:
+            raise PrivacyError(
+                "audit must not be False with privacy=, because it finds samples that interact; found False. Leave it "
+                "out."
+            )
+        if self.record and not self.privacy.plan.observe:
+            raise PrivacyError(
+                "record must be empty with privacy=, because norms of single samples are not covered by the guarantee; "
+                f"found {', '.join(self.record)}. Leave it out, or pass sw.Privacy(observe=True)."
+            )
+        if isinstance(self.microbatch, Auto) and self.privacy.plan.unit == "user":
+            raise PrivacyError("microbatch must be a number or None with unit='user'; found an automatic size.")
+        object.__setattr__(self, "on_nonfinite", ZERO)
+
+    @property
+    def hides_samples(self) -> bool:
+        """True if losses, norms and numbers of samples must not be shown."""
+        return self.privacy is not None and not self.privacy.plan.observe
 
     @property
     def checks_finite(self) -> bool:
@@ -95,6 +139,7 @@ class StepConfig:
             "on_nonfinite": self.on_nonfinite,
             "compile": self.compile,
             "interacting": self.interacting,
+            **({} if self.privacy is None else {"privacy": self.privacy.plan}),
         }
 
 
@@ -117,6 +162,15 @@ def check_order(model: Any, optimizer: Any, loss_fn: Any) -> None:
     swapped = isinstance(loss_fn, (Optimizer, GradientDescent)) and not isinstance(optimizer, Optimizer)
     if not isinstance(model, nn.Module) or swapped:
         raise TypeError(f"arguments must be Step(model, optimizer, loss_fn), with a torch.nn.Module; found {found}.")
+
+
+def check_privacy(privacy: Any) -> Privacy:
+    """The `privacy` argument of `Step`; raises TypeError unless it is a Privacy."""
+    if not isinstance(privacy, Privacy):
+        raise TypeError(
+            f"privacy must be a sw.Privacy; found {type(privacy).__name__}. Write sw.Privacy(epsilon=3.0, ...)."
+        )
+    return privacy
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:

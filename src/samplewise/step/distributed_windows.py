@@ -51,8 +51,10 @@ class DistributedWindows(WindowRanks):
 
     distributed = True
 
-    def __init__(self, strategy: ParallelStrategy) -> None:
+    def __init__(self, strategy: ParallelStrategy, private: bool = False) -> None:
+        """private: a window without samples is an update too, while all loaders go on."""
         group = current_group()
+        self._private = private
         self.rank = group.rank
         self.size = group.size
         self.strategy = strategy
@@ -136,6 +138,8 @@ class DistributedWindows(WindowRanks):
 
     def _is_complete(self, found: float, ended: float, samples: int | None, tail: str) -> bool:
         """`found`: number of samples of all ranks; `ended`: number of ended loaders."""
+        if self._private and ended == 0:
+            return True
         missing = 0 if samples is None else samples - found
         return found > 0 and (missing <= 0 or (ended == self.size and tail == "update"))
 
@@ -190,7 +194,7 @@ class DistributedWindows(WindowRanks):
         if totals.skips:
             return window.failure or _nonfinite_elsewhere()
         if isfinite(totals.losses) and not totals.invalid:
-            return None if totals.denominators else NonFiniteLossError(NO_DENOMINATOR)
+            return None if totals.denominators or self._private else NonFiniteLossError(NO_DENOMINATOR)
         mine = problem_of_losses(cat([part.losses for part in window.parts])) or problem_of_counts(window.parts)
         if not may_skip:
             current_group().barrier(mine)
@@ -315,7 +319,10 @@ def make_window_ranks(
             "microbatch must be a number or None for a sharded model, because its passes are collectives, which a rank "
             f"cannot repeat alone; found {config.microbatch!r}. Pass a number."
         )
-    return LocalWindows() if isinstance(strategy, SingleProcessStrategy) else DistributedWindows(strategy)
+    private = config.privacy is not None
+    if isinstance(strategy, SingleProcessStrategy):
+        return LocalWindows(private)
+    return DistributedWindows(strategy, private)
 
 
 def _check_directions(fingerprint: list[float] | None) -> None:

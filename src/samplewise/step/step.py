@@ -19,12 +19,14 @@ from samplewise.core.snapshot import Buffers
 from samplewise.distributed.ddp import inner
 from samplewise.distributed.group import current_group, errors_on_all_ranks
 from samplewise.distributed.strategy import Strategy
-from samplewise.errors import BatchError, DistributedError, LoaderStopped
+from samplewise.errors import BatchError, DistributedError, LoaderStopped, PrivacyError
+from samplewise.privacy.meter import PrivacyMeter
+from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.compiled.gradients import CompiledGradients
 from samplewise.step.compiled.updates import CompiledUpdates
-from samplewise.step.config import StepConfig, as_microbatch, as_record, check_order, check_scheduler
+from samplewise.step.config import StepConfig, as_microbatch, as_record, check_order, check_privacy, check_scheduler
 from samplewise.step.distributed_windows import make_window_ranks
 from samplewise.step.eager import EagerUpdates, Updates
 from samplewise.step.forward import LossEvaluator
@@ -88,12 +90,17 @@ class Step(CheckedAttributes):
     Observation.
     record: "norms" records `update.norms` if no transform needs them; see also `require`.
 
+    Privacy.
+    privacy: plan of a differentially private training, see `sw.Privacy`. Batches must come from its loader, one update
+    per draw. The step adds clip and noise to `transforms` and divides by a public constant. A sample whose loss or
+    gradient is not finite contributes nothing. `step.privacy.spent()` is the privacy spent so far.
+
     If an exception is raised, the open window is discarded, and parameters, optimizer and buffers are as before it.
     """
 
     _fixed: ClassVar = {
         **dict.fromkeys(("model", "scheduler", "precision", "counters", "config", "on_nonfinite"), ""),
-        **dict.fromkeys(("audit", "compile", "strategy", "interacting"), ""),
+        **dict.fromkeys(("audit", "compile", "strategy", "interacting", "privacy"), ""),
         "loss_fn": "Create a new Step, or let the loss function read a variable that you change.",
         "record": "Call step.require(norms=True).",
         "optimizer": "Create a new Step, or change the settings in step.optimizer.param_groups.",
@@ -112,19 +119,22 @@ class Step(CheckedAttributes):
         tail: str = "update",
         scheduler: Any = None,
         max_grad_norm: float | None = None,
-        on_nonfinite: str = "raise",
+        on_nonfinite: str | None = None,
         audit: int | bool | None = None,
         precision: str | None = None,
         compile: bool | str = False,
         strategy: Strategy = None,
         record: str | Collection[str] = (),
         interacting: str = "refuse",
+        privacy: Privacy | None = None,
     ):
         check_order(model, optimizer, loss_fn)
+        chain = as_chain(transforms)
+        meter = None if privacy is None else PrivacyMeter(check_privacy(privacy), chain)
         self.config = config = StepConfig(
             samples=samples,
             tail=tail,
-            transforms=as_chain(transforms),
+            transforms=chain if meter is None else meter.transforms,
             max_grad_norm=max_grad_norm,
             on_nonfinite=on_nonfinite,
             audit=audit,
@@ -134,6 +144,7 @@ class Step(CheckedAttributes):
             strategy=strategy,
             record=as_record(record),
             interacting=interacting,
+            privacy=meter,
         )
         check_scheduler(scheduler, optimizer)
         self.model = model
@@ -152,6 +163,10 @@ class Step(CheckedAttributes):
         buffers = Buffers(modules)
         wrapped = ranks.strategy.wrap_loss_fn(self.loss_fn)
         criterion = self.loss_fn if isinstance(self.loss_fn, Criterion) else None
+        if meter is not None:
+            wrapped = meter.wrap_loss_fn(wrapped)
+            criterion = None  # it adds columns of single samples
+            meter.share_secret()
         self._evaluator = LossEvaluator(
             modules, trained, wrapped, self.precision, size.budget, interacting, ranks.strategy, criterion
         )
@@ -165,6 +180,8 @@ class Step(CheckedAttributes):
         ranks = self._windows.ranks
         if not self.config.compile:
             return EagerUpdates(self._windows, self._applier, "compile=False")
+        if self.config.privacy is not None:
+            return EagerUpdates(self._windows, self._applier, "private updates are not compiled")
         if ranks.distributed and self.config.compile == "auto":
             return EagerUpdates(self._windows, self._applier, "compile='auto' compiles only in a single process")
         if ranks.strategy.sharded:
@@ -197,8 +214,15 @@ class Step(CheckedAttributes):
             yield from self._unused(blocks)
             for number, batch in enumerate(loader):
                 cursor = batch if isinstance(batch, BatchCursor) else BatchCursor(batch, number=number)
-                yield from map(updates.apply, updates.fill(cursor, blocks))
+                yield from map(updates.apply, updates.fill(self._admitted(cursor), blocks))
             yield from map(updates.apply, self._windows.end())
+
+    def _admitted(self, cursor: BatchCursor) -> BatchCursor:
+        """The cursor; with `privacy`, one over the user's batch, if it is the next draw."""
+        meter = self.config.privacy
+        if meter is None:
+            return cursor
+        return BatchCursor(meter.admit(cursor.batch), number=cursor.number)
 
     def _unused(self, blocks: bool = False) -> Iterator[Update]:
         """Updates that the unused samples of the current batch complete."""
@@ -219,11 +243,14 @@ class Step(CheckedAttributes):
         """
         with self._windows.discard_on_error():
             updates = list(self._unused())
-            updates += map(self._updates.apply, self._updates.fill(BatchCursor(batch), blocks=False))
+            cursor = self._admitted(BatchCursor(batch))
+            updates += map(self._updates.apply, self._updates.fill(cursor, blocks=False))
         return updates
 
     def accumulate(self, batch: Any) -> None:
         """Add a batch of any size to the window without making an update."""
+        if self.config.privacy is not None:
+            raise PrivacyError("a private update is one draw; found a call of accumulate. Use step.over(loader).")
         with self._windows.discard_on_error():
             self._windows.accumulate(BatchCursor(batch))
 
@@ -270,6 +297,12 @@ class Step(CheckedAttributes):
             raise ValueError(
                 f"predictions must be a list of names among {', '.join(PREDICTION_COLUMNS)}; found {predictions!r}."
             )
+        if self.config.hides_samples:
+            raise PrivacyError(
+                "values of single samples must not be recorded with privacy=, because the guarantee does not cover "
+                "them; found that norms or columns are requested, as the ledger and the noise scale do. Leave these "
+                "out, or pass sw.Privacy(observe=True)."
+            )
         self._windows.require(norms, columns or {}, predictions)
         self._allow_columns((columns or {}).values())
 
@@ -303,6 +336,10 @@ class Step(CheckedAttributes):
 
     @transforms.setter
     def transforms(self, transforms: Any) -> None:
+        if self.config.privacy is not None:
+            raise PrivacyError(
+                "the transforms of a private step must stay as they are; found new ones. Create a new Step."
+            )
         chain = as_chain(transforms)
         self._allow_columns(chain.batch_keys, chain.reads_whole_batch)
         self._configure(transforms=chain)
@@ -360,6 +397,11 @@ class Step(CheckedAttributes):
         return self._counters
 
     @property
+    def privacy(self) -> PrivacyMeter | None:
+        """Privacy of the step: `spent()`, `left`, `open(directory)`; None without privacy=."""
+        return self.config.privacy
+
+    @property
     def started_updates(self) -> int:
         """Number of updates so far; the last one counts until the device has decided to skip it."""
         return self._counters.updates
@@ -381,6 +423,8 @@ class Step(CheckedAttributes):
         config = replace(self.config, strategy="ddp")
         ranks = make_window_ranks(self.model, config, self._evaluator.modules, self.optimizer)
         ranks.check_optimizer(self._evaluator.trained, self.optimizer)
+        if self.config.privacy is not None:
+            self.config.privacy.share_secret()
         self._windows.attach(ranks)
         self._applier.ranks = ranks
         self._updates = self._make_updates()
@@ -440,6 +484,7 @@ class Step(CheckedAttributes):
             "compiling": self._updates.state_dict(),
             "dealt": windows.ranks.epoch_state(),
             "window": windows.state_dict() if window else WindowBuilder.NO_WINDOW,
+            **({} if self.config.privacy is None else {"privacy": self.config.privacy.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -451,9 +496,20 @@ class Step(CheckedAttributes):
         self.precision.load_state_dict(state["precision"])
         if windows.size.automatic:
             windows.size.size = state["microbatch"]
+        self._load_privacy(state.get("privacy"))
         self._updates.load_state_dict(state["compiling"])
         windows.ranks.load_epoch_state(state.get("dealt") or [])
         windows.load_state_dict(state["window"])
+
+    def _load_privacy(self, state: dict[str, Any] | None) -> None:
+        meter = self.config.privacy
+        if (meter is None) != (state is None):
+            found = "a state without" if state is None else "a step without"
+            raise PrivacyError(
+                f"a private step must be continued as one; found {found} privacy. Use the same privacy= as before."
+            )
+        if meter is not None and state is not None:
+            meter.load_state_dict(state)
 
     def window_state(self) -> dict[str, Any]:
         """State of this rank's part of the open window; only the same rank of the same number of ranks can load it."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samplewise.core.means import WeightedMean
 from samplewise.core.text import plural
-from samplewise.errors import LossesError, ParameterError
+from samplewise.errors import LossesError, ParameterError, PrivacyError
 from samplewise.step.batch_columns import BatchColumns, Column, columns_of
 from samplewise.step.skip_flag import SchedulerStep, SkipFlag
 from samplewise.step.window import WindowTotals
@@ -53,7 +53,7 @@ class Update:
               `step.require(columns=...)`, and with these also "epoch"
     """
 
-    __slots__ = ("_outcome", "_parts", "_totals", "batch_columns", "index", "phases", "samples", "updates")
+    __slots__ = ("_outcome", "_parts", "_samples", "_totals", "batch_columns", "hidden", "index", "phases", "updates")
 
     def __init__(
         self,
@@ -64,15 +64,29 @@ class Update:
         batch_columns: Sequence[BatchColumns] = (),
         totals: WindowTotals | None = None,
         updates: int = 1,  # more for a block of compiled updates
+        hidden: bool = False,  # values of single samples must not be shown: a private update
     ):
         self.index = index
-        self.samples = samples
+        self.hidden = hidden
+        self._samples = samples
         self.updates = updates
         self.batch_columns = batch_columns
         self.phases: dict[str, float] = {}
         self._outcome = outcome
         self._parts = parts
         self._totals = totals
+
+    @property
+    def samples(self) -> int:
+        self._check_visible("samples")
+        return self._samples
+
+    def _check_visible(self, name: str) -> None:
+        if self.hidden:
+            raise PrivacyError(
+                f"update.{name} must not be read with privacy=, because the guarantee does not cover it. Pass "
+                "sw.Privacy(observe=True) to show it all the same."
+            )
 
     @property
     def skipped(self) -> bool:
@@ -96,10 +110,12 @@ class Update:
 
     @property
     def local_samples(self) -> int:
+        self._check_visible("local_samples")
         return sum(len(part) for part in self._parts)
 
     def sums(self) -> tuple[Tensor | float, Tensor | float]:
         """Σ losses and Σ counts over all ranks, without copying them from the device."""
+        self._check_visible("loss")
         if self._totals is not None:
             if self.skipped:
                 return nan, self._totals.samples
@@ -157,11 +173,14 @@ class Update:
 
     def _checked_parts(self) -> list[SampleStats]:
         """The parts; first raises for non-finite values if that check was left on the device."""
+        self._check_visible("losses")
         if self._outcome.flag is not None:
             _ = self._outcome.flag.skipped
         return self._parts
 
     def __repr__(self) -> str:
+        if self.hidden:
+            return f"Update({self.index}: private)"
         skipped = ", skipped" if self.skipped else ""
         return f"Update({self.index}: {plural(self.samples, 'sample')}, loss {self.loss:.4g}{skipped})"
 

@@ -10,10 +10,15 @@ from torch import Tensor
 from samplewise.core.batches import length
 from samplewise.core.closure_state import state_restored
 from samplewise.distributed.group import current_group
-from samplewise.errors import TransformError
+from samplewise.errors import PrivacyError, TransformError
 from samplewise.step.checks import warn
 from samplewise.transforms.chain import Chain, Stage
 from samplewise.transforms.stats import PerSample, SampleStats, cat_values, concatenate
+
+_MIXES = (
+    "the weight of a sample must depend on this sample alone with privacy=; found that {transform} {found}. Compute "
+    "each weight from the values of its own sample."
+)
 
 SMALL = 0.1  # weights below it scale an update down to less than a tenth
 
@@ -29,7 +34,7 @@ def check_weights(chain: Chain, parts: Sequence[SampleStats]) -> None:
         columns += found.values() if isinstance(found, dict) else [found]
     weights = [w.abs().max().item() for w in columns if len(w)]
     some, large = current_group().all_reduce_scalars(not columns or any(weights), any(w >= SMALL for w in weights))
-    if not some:
+    if not some and chain.divisor is None:  # with a constant divisor, an update without contributions is valid
         raise TransformError(
             f"at least one sample of the first update must have a nonzero weight; found none with {chain!r}. "
             "Check the values that the weights are computed from."
@@ -65,9 +70,10 @@ def _hint_about_counts(chain: Chain, parts: Sequence[SampleStats]) -> str:
     )
 
 
-def check_cut(first_stats: Sequence[tuple[Stage, SampleStats]]) -> None:
+def check_cut(first_stats: Sequence[tuple[Stage, SampleStats]], private: bool = False) -> None:
     """Warn if a transform that is called for each microbatch gives a sample a coefficient that depends on the other
-    samples of the microbatch. `first_stats`: results of the first microbatches, with the stage that gets them.
+    samples of the microbatch; with `private`, raise PrivacyError. `first_stats`: results of the first microbatches,
+    with the stage that gets them.
     """
     for stage in {id(stage): stage for stage, _ in first_stats}.values():
         parts = [stats for other, stats in first_stats if other is stage and len(stats)]
@@ -75,10 +81,10 @@ def check_cut(first_stats: Sequence[tuple[Stage, SampleStats]]) -> None:
             continue
         stats = concatenate(parts[:2]) if len(parts) > 1 and len(parts[0]) == 1 else parts[0]
         with state_restored([transform.answer for transform in stage.transforms]):
-            _check_stage(stage, stats)
+            _check_stage(stage, stats, private)
 
 
-def _check_stage(stage: Stage, stats: SampleStats) -> None:
+def _check_stage(stage: Stage, stats: SampleStats, private: bool) -> None:
     """Compare the coefficients of each transform with those for each half of the samples."""
     rows = list(range(len(stats)))
     halves = [half for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]) if half]
@@ -90,10 +96,17 @@ def _check_stage(stage: Stage, stats: SampleStats) -> None:
             again = transform(stats)
             parts = [whole] if transform.window else [transform(stats.take(half)) for half in halves]
         except Exception:  # it may need a certain number of samples; the calls of the update itself have succeeded
+            if private:
+                raise PrivacyError(
+                    _MIXES.format(transform=transform, found="fails for a part of the samples")
+                ) from None
             return
         if not _close(whole, again):  # random, or dependent on earlier calls
             return
         if not _close(whole, cat_values(parts)):
+            if private:
+                found = "gives a sample another weight if other samples are left out"
+                raise PrivacyError(_MIXES.format(transform=transform, found=found))
             warn(
                 f"{transform} gives a sample another weight if it is called with half of the samples, so that an "
                 "update depends on batch and microbatch size. Use sw.weight(..., window=True), which calls the "

@@ -27,8 +27,10 @@ from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
 from samplewise.step.microbatch import MicrobatchSize
+from samplewise.step.private_checks import check_private_buffers, check_private_parameters
+from samplewise.step.screened import ScreenedAccumulator
 from samplewise.step.weight_checks import check_cut, check_weights
-from samplewise.step.window import BatchCursor, Counters, Window, restored, unknown_stats
+from samplewise.step.window import BatchCursor, Counters, Window, empty_stats, restored, unknown_stats
 from samplewise.step.window_ranks import ReduceInputs, WindowRanks
 from samplewise.transforms.stats import SampleStats
 
@@ -67,6 +69,7 @@ class WindowBuilder:
         self._accumulator = self.make_accumulator()
         self._first = True  # no window was begun yet
         self._unchecked = True  # the gradients of no window were checked for mistakes yet
+        self._uncut = False  # whether the check of cut windows is still to be repeated
         self._unchecked_transforms = True  # the coefficients of these transforms were not checked yet
         ranks.strategy.before_sums = self._begin_for_others
 
@@ -119,6 +122,9 @@ class WindowBuilder:
     def fill(self, cursor: BatchCursor) -> Iterator[Window]:
         """Add the samples of a batch, and yield each window that they complete."""
         self.ranks.check_group()
+        if cursor.batch is None and self.config.privacy is not None:
+            yield self._empty_window()
+            return
         self.cursor = cursor
         while self.cursor is not None:
             window = self.next_window()
@@ -180,6 +186,11 @@ class WindowBuilder:
                 return self._finish()
         return None
 
+    def _empty_window(self) -> Window:
+        """Complete a window to which this rank adds no samples: an empty draw of a private step."""
+        self._is_complete(None, self.config.tail)
+        return self._finish()
+
     def _add_next(self, cursor: BatchCursor, room: float) -> None:
         """Add the next microbatch, of at most `room` samples."""
         window = self.window
@@ -217,7 +228,8 @@ class WindowBuilder:
                 self._begin()
             if first and (self._first or self.config.audit):
                 self.audit.run(microbatch, self._first, self.counters.updates)
-                self._first = False  # not reached if the audit raises, so that the next attempt raises again
+                # not reached if the audit raises, so that the next attempt raises again
+                self._first = self._first and self._cannot_compare(microbatch)
             if self.columns and (window.columns or first):  # columns of all samples of a window, or of none
                 window.columns.append(record_columns(microbatch, self.columns, self.counters.epochs))
             if self._accumulator.needs_window:
@@ -228,7 +240,7 @@ class WindowBuilder:
                 if last and self.ranks.distributed and not self.size.automatic:
                     self._announce_last(size)
                 parts = self._accumulate([microbatch], whole)
-                window.samples += self._count(parts, size)
+                window.samples += self._count(parts, None if self.config.privacy is not None else size)
                 window.parts += parts
         except Exception as error:
             if cursor.rows == 0:  # checked only after a failure: checking each batch would cost microseconds
@@ -237,6 +249,12 @@ class WindowBuilder:
         finally:
             self.evaluator.ready = None
         window.seconds += perf_counter() - started
+
+    def _cannot_compare(self, microbatch: Any) -> bool:
+        """True if the audit of a private step must be repeated, because this microbatch has one sample only. The audit
+        of a sharded model contains collectives, which all ranks make in their first window.
+        """
+        return self.config.privacy is not None and not self.ranks.strategy.sharded and length(microbatch) == 1
 
     def _announce_last(self, size: int | None) -> None:
         """Let the ranks sum gradients during the next pass, the last one of this rank, of `size` samples."""
@@ -254,11 +272,14 @@ class WindowBuilder:
         self.ranks.strategy.begin_window()
         if self._buffers.owners:
             self._buffers.remember()
+        if self.config.privacy is not None:
+            check_private_parameters(self._trained)
+            self.config.privacy.parameters = len(self._trained.wanted())
         if self.record_norms and not self._accumulator.knows_norms:
             self._accumulator = self.make_accumulator()
         self.evaluator.predictions = self.predictions
         self._accumulator.begin()
-        if self._unchecked_transforms:
+        if self._unchecked_transforms or self._uncut:
             self._accumulator.first_stats = []
         if self._first:
             check_modes(self.evaluator.modules)
@@ -270,7 +291,8 @@ class WindowBuilder:
         window = self.window
         if window.failure is None:
             try:
-                if isinstance(self._accumulator, PlainAccumulator) or self._trained.device.type == "cpu":
+                at_once = self._trained.device.type == "cpu" or self.config.privacy is not None
+                if at_once or isinstance(self._accumulator, PlainAccumulator):
                     return self._add_gradients(microbatches, whole)
                 with collected_in(window.checks):
                     parts = self._add_gradients(microbatches, whole)
@@ -341,13 +363,20 @@ class WindowBuilder:
             self._begin()  # a rank without samples in this window
         if self._accumulator.needs_window:
             window.parts = self._accumulate(window.deferred)
-            window.samples = self._count(window.parts, window.samples if window.sized else None)
+            exact = window.sized and self.config.privacy is None
+            window.samples = self._count(window.parts, window.samples if exact else None)
             self.ranks.refresh_totals(window)
         if self.ranks.distributed:
             fingerprint = self._accumulator.fingerprint
             self.ranks.reduce(window, ReduceInputs(window.config, self._trained, self._buffers, fingerprint))
-        if window.failure is None and self._unchecked_transforms:
+        if self.config.privacy is not None:
+            check_private_buffers(self._buffers)
+        samples = window.samples if window.totals is None else window.totals.samples
+        if window.failure is None and self._unchecked_transforms and samples:
             self._check_first(window)
+        elif self._uncut:
+            self._check_cut()
+        window.parts = window.parts or [empty_stats(next(iter(self._trained.named.values())))]
         self._complete = window
         self._open_window()
         window.forward_seconds = self.evaluator.seconds
@@ -363,10 +392,19 @@ class WindowBuilder:
                 check_pieces(self.evaluator.modules, sizes * self.ranks.size, self.config.interacting)
             check_reached(self._trained.owned, noise=bool(chain.on_sum))
             self._unchecked = False
-        check_cut(self._accumulator.first_stats or [])
+        self._check_cut()
         check_weights(chain, window.parts)  # last: its collective sends errors of the other checks to all ranks
-        self._accumulator.first_stats = None
         self._unchecked_transforms = False
+
+    def _check_cut(self) -> None:
+        """Check that weights do not depend on other samples. In a private step, a window of one sample on this rank
+        allows no comparison, so that the check is repeated.
+        """
+        private = self.config.privacy is not None
+        first_stats = self._accumulator.first_stats or []
+        check_cut(first_stats, private)
+        self._uncut = private and sum(len(stats) for _, stats in first_stats) < 2
+        self._accumulator.first_stats = None
 
     def make_accumulator(self) -> Accumulator:
         """Accumulator for the transforms of the step and the norms to record."""
@@ -374,7 +412,8 @@ class WindowBuilder:
         if not chain.weighs and not self.record_norms:
             return PlainAccumulator(self.evaluator)
         kind = WeightedAccumulator if chain.grouping is None else GroupedAccumulator
-        return kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
+        accumulator = kind(self.evaluator, chain, self.record_norms, self.ranks, self.size)
+        return accumulator if self.config.privacy is None else ScreenedAccumulator(accumulator, self.config.privacy)
 
     # --- discarding a window ---------------------------------------------------------------------------------------
 

@@ -140,7 +140,9 @@ class LocalWindows(WindowRanks):
 
     distributed = False
 
-    def __init__(self) -> None:
+    def __init__(self, private: bool = False) -> None:
+        """private: a window without samples is an update too, while the loader goes on."""
+        self._private = private
         self.strategy = SingleProcessStrategy()
 
     def check_group(self) -> None:
@@ -156,6 +158,8 @@ class LocalWindows(WindowRanks):
 
     def complete(self, window: Window, samples: int | None, tail: str, ended: bool = False) -> bool:
         self.all_ended = ended
+        if self._private and not ended:
+            return True
         if ended and tail != "update":
             return False
         has_samples = bool(window.parts or window.deferred)

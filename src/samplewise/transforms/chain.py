@@ -11,7 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from samplewise.errors import TransformError
+from samplewise.transforms.divisor import Divisor
 from samplewise.transforms.reference import Reference
+from samplewise.transforms.sensitivity import sensitivity
 from samplewise.transforms.stats import PerSample, SampleStats, concatenate, split_values
 from samplewise.transforms.transform import Grouping, SampleTransform, SumTransform, Transform
 from samplewise.transforms.weight import weight
@@ -74,6 +76,7 @@ class Chain:
     grouping: Grouping | None
     groups: Stage
     on_sum: tuple[SumTransform, ...]
+    divisor: Divisor | None = None  # constant denominator of every update; None: the sum of the counts
 
     @cached_property
     def weighs(self) -> bool:
@@ -108,6 +111,14 @@ class Chain:
         functions = [t for t in self.samples.transforms if "batch" in t.needs and not t.batch_keys]
         return bool(functions) or (self.grouping is not None and not self.grouping.batch_keys)
 
+    @property
+    def sensitivity(self) -> float:
+        """Largest norm by which adding or removing one sample (with `group`: one group) changes the sum.
+
+        Raises TransformError if there is no such bound, or if it depends on the number of parameters.
+        """
+        return sensitivity(self)
+
     def directions(self, parameters: Mapping[str, Tensor]) -> dict[Reference, dict[str, Tensor]]:
         """Direction of each reference, as a dict from parameter name to tensor."""
         return {r: r.direction(parameters) for r in self.references}
@@ -130,7 +141,8 @@ class Chain:
                 gradient = f"{symbol}·{gradient}"
                 below = [symbol, *below] if t.renormalises else below
         above = " + ".join([f"Σ {gradient}", *(t.formula for t in self.on_sum)])
-        return "\n".join([f"({above}) / Σ {'·'.join(below)}", *lines])
+        denominator = f"Σ {'·'.join(below)}" if self.divisor is None else str(self.divisor)
+        return "\n".join([f"({above}) / {denominator}", *lines])
 
 
 def chain(*transforms: Transform | Chain | Callable[..., Any]) -> Chain:

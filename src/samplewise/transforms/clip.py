@@ -57,4 +57,5 @@ def clip(
         needs=frozenset({"norms", "counts"} if per == "count" else {"norms"}),
         by_parameter=by is not None,
         rescales=mode == "automatic",
+        max_norm=float(max_norm) if per == "sample" else None,
     )

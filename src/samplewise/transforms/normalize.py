@@ -25,5 +25,10 @@ def normalize(norm: float | str = 1.0) -> SampleTransform:
     name = "normalize()" if length == 1 else f"normalize({length})"
     formula = f"{length:g}/‖{{g}}‖"
     return SampleTransform(
-        name, formula, lambda stats: quotient(length, stats.norms), frozenset({"norms"}), rescales=True
+        name,
+        formula,
+        lambda stats: quotient(length, stats.norms),
+        frozenset({"norms"}),
+        rescales=True,
+        max_norm=float(length),
     )

@@ -20,6 +20,10 @@ from samplewise.transforms.stats import PerSample, SampleStats
 NEEDS = ("losses", "counts", "norms", "batch")
 
 
+class NonFiniteCoefficientError(TransformError):
+    """A transform has returned NaN or infinity for a sample."""
+
+
 @dataclass(frozen=True, repr=False)
 class SampleTransform:
     """Transform that returns coefficients (B,) for samples, computed from the values that it declares in `needs`."""
@@ -35,6 +39,7 @@ class SampleTransform:
     positions: int | None = None  # number of window positions it has values for; None: independent of the position
     batch_keys: frozenset[Hashable] = frozenset()  # keys of the batch that it reads; none with need "batch": all
     rescales: bool = False  # whether it gives every gradient a chosen norm, so that small coefficients are no surprise
+    max_norm: float | None = None  # bound of the norm of each gradient (by_parameter: of each part); None: no bound
 
     def __call__(self, stats: SampleStats) -> PerSample:
         """Coefficients, after a check of type, shape and finiteness."""
@@ -78,7 +83,9 @@ class SampleTransform:
     def _check_finite(self, values: Tensor) -> None:
         if not all_finite(values):
             bad = int((~values.isfinite()).nonzero()[0])
-            raise TransformError(f"{self} must return finite coefficients; found {values[bad].item()} at sample {bad}.")
+            raise NonFiniteCoefficientError(
+                f"{self} must return finite coefficients; found {values[bad].item()} at sample {bad}."
+            )
 
     def __repr__(self) -> str:
         return self.name

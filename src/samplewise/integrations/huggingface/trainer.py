@@ -19,6 +19,7 @@ from samplewise.integrations.huggingface.recording import LedgerCallback, Traine
 from samplewise.integrations.huggingface.scaling import Denominators
 from samplewise.integrations.huggingface.support import check_supported
 from samplewise.integrations.mixin import check_comes_first
+from samplewise.integrations.private import refuse_privacy
 from samplewise.integrations.transformers_losses import KnownLosses, known_losses
 from samplewise.ledger.indexed import Indexed
 from samplewise.ledger.ledger import Ledger
@@ -66,7 +67,10 @@ class PerSample(Base):
         super().__init_subclass__(**options)
         check_comes_first(cls, PerSample, Trainer)
 
-    def __init__(self, *args: Any, transforms: Any = (), ledger: Ledger | None = None, **kwargs: Any):
+    def __init__(
+        self, *args: Any, transforms: Any = (), ledger: Ledger | None = None, privacy: Any = None, **kwargs: Any
+    ):
+        refuse_privacy(privacy, "the Hugging Face Trainer")
         if not (ledger is None or isinstance(ledger, Ledger)):
             raise TypeError(f"ledger must be a sw.Ledger; found {type(ledger).__name__}. Pass ledger=sw.Ledger(...).")
         self._chain = checked_chain(transforms)

@@ -16,6 +16,7 @@ from samplewise.errors import DistributedError
 from samplewise.integrations.keras.ids import BatchSplitter, SplitBatch, with_row_numbers
 from samplewise.integrations.keras.settings import Settings, next_update
 from samplewise.integrations.mixin import check_comes_first
+from samplewise.integrations.private import refuse_privacy
 from samplewise.ledger.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class PerSample(Base):
     def compile(self, *args: Any, transforms: Iterable[Any] = (), ledger: Ledger | None = None, **kwargs: Any) -> None:
         """As `keras.Model.compile`, with transforms as in `sw.Step` and a ledger that has a directory."""
         _check_class(type(self))
+        refuse_privacy(kwargs.pop("privacy", None), "Keras' fit")
         settings = Settings(transforms, ledger)
         super().compile(*args, **kwargs)
         _refuse_jit(self)

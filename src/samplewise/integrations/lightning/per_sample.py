@@ -20,6 +20,7 @@ from samplewise.integrations.lightning.module import (
 )
 from samplewise.integrations.lightning.returned import Returned, check_arguments, parse
 from samplewise.integrations.lightning.window import AccumulationWindow
+from samplewise.integrations.private import refuse_privacy
 from samplewise.integrations.recorder import Recorder
 from samplewise.ledger.ledger import Ledger
 from samplewise.transforms.chain import as_chain
@@ -57,7 +58,15 @@ class PerSample(Callback):
     Without transforms, training is bit-identical to training without the callback.
     """
 
-    def __init__(self, transforms: Any = (), ledger: Ledger | None = None, *, exact_accumulation: bool = False):
+    def __init__(
+        self,
+        transforms: Any = (),
+        ledger: Ledger | None = None,
+        *,
+        exact_accumulation: bool = False,
+        privacy: Any = None,
+    ):
+        refuse_privacy(privacy, "the Lightning Trainer")
         if not (ledger is None or isinstance(ledger, Ledger)):
             raise TypeError(f"ledger must be a sw.Ledger, or None; found {type(ledger).__name__}.")
         self.transforms = as_chain(transforms)

@@ -1,8 +1,9 @@
-"""Adapters for three kinds of loaders, each of which can be started at any batch of any epoch.
+"""Adapters for four kinds of loaders, each of which can be started at any batch of any epoch.
 
     SeededLoader    a DataLoader with a map-style data set: the order is determined by (seed, epoch), the random numbers
                     of a sample by (seed, epoch, index). Nothing is replayed.
     StatefulLoader  a loader with state_dict and load_state_dict: its state is saved and restored.
+    PoissonLoader   a loader of sw.Privacy: its position is the number of updates of the step.
     ReplayedLoader  any other loader: iterated from the beginning of the epoch, and the first batches are discarded.
 
 A loader in this process draws random numbers from its own stream, so the random numbers of the model do not depend on
@@ -32,6 +33,7 @@ from samplewise.loop.data.rng import (
     seed_samples,
 )
 from samplewise.loop.data.sharding import OrderChecker, RankShard, ShardedBatches, sharded_dataset, sharded_indices
+from samplewise.privacy.sampling import PoissonSampler
 
 CHUNK = 64  # number of indices or index lists that are drawn from a sampler at a time
 END = object()
@@ -68,6 +70,8 @@ def adapter_for(loader: Iterable[Any], seed: int, in_use: bool = False) -> Loade
 
     in_use: the loader may be in use elsewhere, so its state is not changed.
     """
+    if is_poisson(loader):
+        return PoissonLoader(loader, seed)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         separate = in_use and isinstance(loader, DataLoader)
         return StatefulLoader(loader_with(loader) if separate else loader, seed)
@@ -78,10 +82,16 @@ def kind_name(kind: str | None) -> str:
     """Return the text for a kind of loader in error messages."""
     texts = {
         SeededLoader.kind: "a DataLoader with a map-style data set",
+        PoissonLoader.kind: "a loader of sw.Privacy",
         StatefulLoader.kind: "a loader with state_dict and load_state_dict",
         ReplayedLoader.kind: "a loader that is replayed from the beginning of the epoch",
     }
     return texts.get(kind or "", f"a loader of unknown kind {kind!r}")
+
+
+def is_poisson(loader: Any) -> bool:
+    """Return True for a loader of sw.Privacy."""
+    return isinstance(getattr(loader, "batch_sampler", None), PoissonSampler)
 
 
 def is_map_style(loader: Any) -> bool:
@@ -146,6 +156,36 @@ class SeededLoader:
 
     def close(self) -> None:
         self._loader._iterator = None
+
+
+class PoissonLoader(SeededLoader):
+    """Loader of sw.Privacy. Its sampler continues with the draw of the step's next update, on all ranks."""
+
+    kind = "of Poisson draws"
+
+    def __init__(self, loader: Any, seed: int):
+        self._seed = seed
+        self._samples = seed_samples(loader.dataset.dataset, seed)
+        self.order = OrderChecker()
+        self._loader = loader_with(
+            loader,
+            dataset=loader.dataset.over(self._samples),
+            generator=torch.Generator(),
+            worker_init_fn=UnwrapInWorker(loader.worker_init_fn),
+            persistent_workers=_may_persist(loader),
+        )
+
+    def iterate(self, epoch: int, skip: int, state: Any, shard: RankShard) -> Iterator[Any]:
+        self._samples.epoch.fill_(epoch)
+        set_epoch(self._loader, epoch, derive_seed(self._seed, epoch))
+        sampler: PoissonSampler = self._loader.batch_sampler
+        if skip and sampler.state.update % sampler.per_pass == 0:
+            return iter(())  # all draws of this pass are used; the next one belongs to the next epoch
+        batches = iter(self._loader)
+        return batches if self._loader.num_workers else self._in_this_process(batches)
+
+    def samples(self, epoch: int, batches: int, start: int = 0) -> None:  # type: ignore[override]
+        return None  # the number of samples of a draw is private
 
 
 class SeededSampler:

@@ -18,7 +18,7 @@ from samplewise.core.batches import check_loader, cut, length
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop.checkpoint import storage
-from samplewise.loop.data.adapters import END, adapter_for, is_map_style, kind_name
+from samplewise.loop.data.adapters import END, adapter_for, is_map_style, is_poisson, kind_name
 from samplewise.loop.data.resume_check import Data, describe, differences, listed
 from samplewise.loop.data.sharding import RankShard, ShardedLoader, check_not_sharded
 
@@ -95,7 +95,7 @@ class ResumableLoader:
         loader: a loader of all samples, of which each rank takes its shard; or `sw.sharded(loader)`.
         """
         check_loader(loader.loader if isinstance(loader, ShardedLoader) else loader)
-        marked = isinstance(loader, ShardedLoader)
+        marked = isinstance(loader, ShardedLoader) or is_poisson(loader)  # each rank takes its part of a draw
         inner: Iterable[Any] = loader.loader if isinstance(loader, ShardedLoader) else loader
         data = {} if self.in_use else describe(inner, first, marked and self._rank_shard.size > 1)
         if self.committed.is_inside_epoch:

@@ -1,0 +1,246 @@
+"""`samplewise privacy`: noise and epsilon of a differentially private training, without training."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from samplewise.core.slow_notice import notify_if_slow
+from samplewise.core.text import plural, render
+from samplewise.privacy import accounting
+from samplewise.privacy.accounting import Releases
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COVERED = """\
+Covered: Poisson sampling, in which each update draws each sample with the given rate, independently of the others;
+data sets that differ by adding or removing one sample. The number of samples is public.
+Not covered: a loader that shuffles. Its epsilon may be several times larger."""
+TABLE_SHARES = 0.1, 0.25, 0.5, 0.75, 1.0  # of the updates
+CURVE_SHARES = tuple((k / 12) ** 2 for k in range(1, 13))  # dense at the start, where the curve is steep
+COLOURS = {"pld": "#2f6f9f", "rdp": "#d9562b"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of a private training: its releases, and delta."""
+
+    releases: Releases
+    delta: float
+    samples: int
+    batch: int
+
+    def epsilon(self, accountant: str, updates: int | None = None) -> float:
+        """Epsilon after some updates; default: all."""
+        releases = self.releases if updates is None else replace(self.releases, updates=updates)
+        return accounting.epsilon(releases, self.delta, accountant)
+
+    def updates_at(self, shares: Sequence[float]) -> list[int]:
+        """Numbers of updates at these shares of the training, without duplicates."""
+        return list(dict.fromkeys(max(1, round(share * self.releases.updates)) for share in shares))
+
+
+def privacy(
+    delta: Annotated[
+        float, typer.Option(metavar="D", help="Delta, below 1 / number of samples: 1e-5.", show_default=False)
+    ],
+    samples: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of samples in the data set.", show_default=False)
+    ],
+    batch: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Expected number of samples per update.", show_default=False)
+    ],
+    epsilon: Annotated[float | None, typer.Option(metavar="E", help="Find the noise for this epsilon.")] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(metavar="S", help="Compute epsilon for this noise, instead of --epsilon.")
+    ] = None,
+    epochs: Annotated[float | None, typer.Option(metavar="N", help="Passes over the data set.")] = None,
+    updates: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of updates, instead of --epochs.")
+    ] = None,
+    accountant: Annotated[
+        str, typer.Option(metavar="NAME", help="Accountant that finds the noise: pld (tight) or rdp.")
+    ] = "pld",
+    to: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw epsilon over updates and over delta, as PNG, PDF or SVG.")
+    ] = None,
+) -> None:
+    """Plan a differentially private training: noise for an epsilon, or epsilon for a noise.
+
+    Prints noise multiplier, sample rate, updates and divisor, epsilon by both accountants of dp-accounting, epsilon
+    after a part of the updates, and epsilon for other deltas. Nothing is trained. The settings are those of sw.Privacy
+    and of samplewise train --epsilon.
+    """
+    if (epsilon is None) == (noise_multiplier is None):
+        found = "neither" if epsilon is None else "both"
+        raise typer.BadParameter(
+            f"give one of --epsilon and --noise-multiplier; found {found}.", param_hint="--epsilon"
+        )
+    if noise_multiplier is not None and not 0 < noise_multiplier < math.inf:
+        raise typer.BadParameter(
+            f"must be a positive number; found {noise_multiplier}.", param_hint="--noise-multiplier"
+        )
+    if accountant not in accounting.ACCOUNTANTS:
+        raise typer.BadParameter(f"must be pld or rdp; found {accountant!r}.", param_hint="--accountant")
+    if batch > samples:
+        raise typer.BadParameter(
+            f"must be at most {samples}, the number of samples; found {batch}.", param_hint="--batch"
+        )
+    figure = None if to is None else _new_figure(to)
+    total = _number_of_updates(epochs, updates, samples, batch)
+    with _slow_notice("computing"), _bad_parameters():
+        if epsilon is not None:
+            noise_multiplier = accounting.calibrate(epsilon, delta, batch / samples, total, accountant)
+        assert noise_multiplier is not None
+        plan = Plan(Releases(noise_multiplier, batch / samples, total), delta, samples, batch)
+        text = _text(plan)
+    typer.echo(text)
+    if figure is not None and to is not None:
+        with _slow_notice("drawing"):
+            _draw(figure, plan)
+        _save(figure, to)
+        typer.echo(f"\ncurve  {to}")
+
+
+def _number_of_updates(epochs: float | None, updates: int | None, samples: int, batch: int) -> int:
+    if (epochs is None) == (updates is None):
+        found = "neither" if epochs is None else "both"
+        raise typer.BadParameter(f"give one of --epochs and --updates; found {found}.", param_hint="--epochs")
+    if updates is not None:
+        return updates
+    assert epochs is not None
+    if not 0 < epochs < math.inf:
+        raise typer.BadParameter(f"must be a positive number; found {epochs}.", param_hint="--epochs")
+    return max(1, round(epochs * samples / batch))  # as in samplewise train
+
+
+@contextmanager
+def _bad_parameters() -> Iterator[None]:
+    """Report arguments that the accounting refuses as errors of the command line."""
+    try:
+        yield
+    except ValueError as why:
+        name = str(why).partition(" ")[0]
+        raise typer.BadParameter(str(why), param_hint=f"--{name.replace('_', '-')}") from why
+
+
+@contextmanager
+def _slow_notice(operation: str) -> Iterator[None]:
+    with notify_if_slow(lambda message: typer.echo(f"... {message}", err=True), operation):
+        yield
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _text(plan: Plan) -> str:
+    releases = plan.releases
+    tables = [
+        render(["setting", "value"], _settings(plan)),
+        render(["updates", "epsilon, PLD", "epsilon, RDP"], _update_rows(plan), f"At delta {plan.delta:g}"),
+        render(
+            ["delta", "epsilon, PLD", "epsilon, RDP"], _delta_rows(plan), f"After {plural(releases.updates, 'update')}"
+        ),
+    ]
+    return "\n\n".join([*tables, COVERED])
+
+
+def _settings(plan: Plan) -> list[list[str]]:
+    releases = plan.releases
+    epochs = releases.updates * plan.batch / plan.samples
+    return [
+        ["epsilon, PLD", f"{_rounded_up(plan.epsilon('pld'))} (tight)"],
+        ["epsilon, RDP", f"{_rounded_up(plan.epsilon('rdp'))} (upper bound)"],
+        ["delta", f"{plan.delta:g}"],
+        ["noise multiplier", _rounded_up(releases.noise_multiplier)],
+        ["sample rate", f"{releases.sample_rate:.6g} ({plan.batch:,} of {plural(plan.samples, 'sample')})"],
+        ["updates", f"{releases.updates:,} ({epochs:.3g} epochs)"],
+        ["public divisor", f"{plan.batch:,} (sample rate × number of samples)"],
+    ]
+
+
+def _update_rows(plan: Plan) -> list[list[str]]:
+    return [
+        [f"{updates:,}", *(_rounded_up(plan.epsilon(accountant, updates)) for accountant in accounting.ACCOUNTANTS)]
+        for updates in plan.updates_at(TABLE_SHARES)
+    ]
+
+
+def _delta_rows(plan: Plan) -> list[list[str]]:
+    curves = [accounting.curve(plan.releases, accountant) for accountant in accounting.ACCOUNTANTS]
+    return [[f"{delta:.0e}", *(_rounded_up(curve[delta]) for curve in curves)] for delta in curves[0]]
+
+
+def _rounded_up(value: float) -> str:
+    """Four decimals, rounded up: a printed epsilon is an upper bound, and a printed noise is enough."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{math.ceil(value * 1e4 - 1e-6) / 1e4:.4f}"
+
+
+# --- figure -----------------------------------------------------------------------------------------------------------
+
+
+def _new_figure(to: Path) -> Any:
+    """Figure for a file; errors that can be known before the computation are raised here."""
+    if os.path.isdir(to):
+        raise typer.BadParameter(f"must be a file; found a directory, {to}.", param_hint="--to")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("the curve needs matplotlib: pip install 'samplewise[report]'") from None
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    if to.suffix.lstrip(".").lower() not in ("png", "pdf", "svg"):
+        raise typer.BadParameter(f"must end in .png, .pdf or .svg; found {to}.", param_hint="--to")
+    return figure
+
+
+def _draw(figure: Any, plan: Plan) -> None:
+    releases = plan.releases
+    over_updates, over_delta = figure.subplots(1, 2)
+    updates = plan.updates_at(CURVE_SHARES)
+    for accountant, colour in COLOURS.items():
+        name = accountant.upper()
+        after = [plan.epsilon(accountant, count) for count in updates]
+        over_updates.plot([0, *updates], [0.0, *after], color=colour, label=name)
+        curve = accounting.curve(releases, accountant)
+        over_delta.plot(list(curve), list(curve.values()), color=colour, marker="o", markersize=3.5, label=name)
+        over_updates.annotate(
+            f"{after[-1]:.2f}", (updates[-1], after[-1]), (4, 0), textcoords="offset points", va="center"
+        )
+    over_delta.axvline(plan.delta, color="0.6", linestyle=":", linewidth=1)
+    over_delta.set_xscale("log")
+    _label(over_updates, "updates", f"Epsilon over updates, at delta {plan.delta:g}")
+    _label(over_delta, "delta", f"Epsilon over delta, after {plural(releases.updates, 'update')}")
+    figure.suptitle(
+        f"Noise multiplier {releases.noise_multiplier:.4g}, sample rate {releases.sample_rate:.4g} "
+        f"({plan.batch:,} of {plan.samples:,}), Poisson sampling",
+        fontsize=10,
+    )
+
+
+def _label(axes: Axes, horizontal: str, title: str) -> None:
+    axes.set_xlabel(horizontal)
+    axes.set_ylabel("epsilon")
+    axes.set_title(title, fontsize=10, loc="left", fontweight="bold")
+    axes.set_ylim(bottom=0)
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+
+
+def _save(figure: Any, to: Path) -> None:
+    try:
+        figure.savefig(to, dpi=130)
+    except OSError as why:
+        typer.echo(f"the curve cannot be written: {why}", err=True)
+        raise typer.Exit(1) from why

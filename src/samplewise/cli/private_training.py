@@ -1,0 +1,53 @@
+"""Options of `samplewise train` for differentially private training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from torch.utils.data import DataLoader, IterableDataset
+
+from samplewise.privacy.privacy import Privacy
+
+
+@dataclass(frozen=True)
+class PrivateOptions:
+    """Values of --epsilon, --delta, --batch and --clip, and the duration of the training."""
+
+    epsilon: float
+    delta: float | None
+    batch: int | None
+    clip: float | None
+    epochs: int
+    updates: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("delta", "batch", "clip"):
+            if getattr(self, name) is None:
+                raise typer.BadParameter(
+                    f"--epsilon needs --delta, --batch and --clip; found no --{name}.", param_hint="--epsilon"
+                )
+
+    def plan(self, loader: Any) -> tuple[Privacy, DataLoader[Any]]:
+        """Plan for the data set of a loader, and a loader that draws from it as the accountant assumes."""
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            raise typer.BadParameter(
+                "the recipe must return a DataLoader with a map-style data set, from which samples are drawn; found "
+                f"{type(loader).__name__}.",
+                param_hint="--epsilon",
+            )
+        samples = len(loader.dataset)  # type: ignore[arg-type]
+        assert self.batch is not None and self.delta is not None and self.clip is not None
+        if self.batch > samples:
+            raise typer.BadParameter(f"must be at most {samples}, the number of samples.", param_hint="--batch")
+        privacy = Privacy(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            updates=self.updates or max(1, round(self.epochs * samples / self.batch)),
+            sample_rate=self.batch / samples,
+            clip=self.clip,
+        )
+        kept = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", "timeout")
+        arguments = {name: getattr(loader, name) for name in kept}
+        return privacy, privacy.loader(loader.dataset, **arguments)

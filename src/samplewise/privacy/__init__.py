@@ -1,0 +1,1 @@
+"""Differentially private training: Poisson sampling, noise streams, accounting of the privacy spent."""

@@ -1,0 +1,315 @@
+"""Privacy of one step: which batches it accepts, the noise of its updates, and what they have spent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.core.batches import map_leaves
+from samplewise.core.losses import LossFn
+from samplewise.distributed.group import current_group, on_every_rank
+from samplewise.errors import BatchError, LossesError, PrivacyError, TransformError
+from samplewise.privacy.privacy import Privacy
+from samplewise.privacy.sampling import DrawnBatch
+from samplewise.privacy.spending import Release, load_secret, remove_secret, save_secret
+from samplewise.privacy.streams import Secret, Stream, stream
+from samplewise.transforms.chain import Chain, chain
+from samplewise.transforms.sensitivity import sensitivity
+from samplewise.transforms.stats import SampleStats
+from samplewise.transforms.transform import Grouping, SumTransform
+
+BOUND_RATE = 0.2  # learning rate of an adaptive bound, in the logarithm
+OWNED = "batch"  # keys of a batch with the user of each sample
+OWNERS = "user"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Privacy spent so far: (epsilon, delta) after `updates` releases; `left`: updates that are still paid for."""
+
+    epsilon: float
+    delta: float
+    updates: int
+    left: int
+
+    def __repr__(self) -> str:
+        return f"({self.epsilon:.4g}, {self.delta:g})-DP after {self.updates} updates; {self.left} left"
+
+
+class PrivacyMeter:
+    """Privacy of one step. `plan`: its sw.Privacy. `transforms`: the user's transforms, then clip and noise. `zeroed`:
+    number of samples so far whose loss or gradient was not finite, and which contributed nothing; the guarantee does
+    not cover this number.
+    """
+
+    def __init__(self, plan: Privacy, transforms: Chain):
+        self.plan = plan
+        self.zeroed = 0
+        self.parameters = 1  # number of trained parameters, set before each update
+        self._bound = plan.clip
+        self._spending = plan.spending  # shared by all steps of the plan, which draw from the same streams
+        self._stream: Stream | None = None
+        self._directory: Path | None = None
+        self.transforms = self._complete(transforms)
+
+    def _complete(self, given: Chain) -> Chain:
+        """The user's transforms, followed by grouping, clip and noise of the plan; raises unless the sensitivity of the
+        result is bounded.
+        """
+        if given.on_sum or given.grouping is not None:
+            found = given.on_sum[0] if given.on_sum else given.grouping
+            remedy = "unit='user' groups by user" if given.grouping is not None else "it adds its own noise"
+            raise PrivacyError(
+                f"transforms must act on single samples with privacy=; found {found}. Leave it out: {remedy}."
+            )
+        users = []
+        if self.plan.unit == "user":
+            if given.batch_keys or given.reads_whole_batch:
+                raise PrivacyError(
+                    "transforms must not read the batch with unit='user'; found one that does. Leave it out."
+                )
+            users = [Grouping("group('user')", lambda batch: batch[OWNERS].tolist(), frozenset({OWNERS}))]
+        if self.plan.adaptive is not None and given.transforms:
+            raise PrivacyError(f"an adaptive bound must have no other transforms; found {given!r}. Leave them out.")
+        std = f"{self.plan.noise_multiplier:.4g}·{self.plan.clip:g}" + ("·√P" if self.plan.by else "")
+        noise = SumTransform(f"private noise({std})", f"N(0, ({std})²)", self._add_noise, additive=True)
+        complete = chain(*given.transforms, *users, self.plan.make_clip(lambda: self._bound), noise)
+        try:
+            sensitivity(complete, parameters=1)
+        except TransformError as error:
+            raise PrivacyError(str(error)) from error
+        return replace(complete, divisor=self.plan.divisor)
+
+    def __repr__(self) -> str:
+        return f"{self.plan!r}; spent {self.spent()!r}"
+
+    # --- spending --------------------------------------------------------------------------------------------------
+
+    def spent(self) -> Spent:
+        """Epsilon and delta of the updates so far, and how many are left."""
+        made = self._spending.count
+        return Spent(self.plan.epsilon_after(made), self.plan.delta, made, self.left)
+
+    @property
+    def left(self) -> int:
+        """Number of updates that are still paid for."""
+        return max(0, self.plan.updates - self._spending.count)
+
+    # --- batches ---------------------------------------------------------------------------------------------------
+
+    def admit(self, drawn: Any) -> Any:
+        """The user's batch of the next draw; None if it has no samples on this rank. Raises for any other batch."""
+        state = self.plan.state
+        if not isinstance(drawn, DrawnBatch) or drawn.source != state.secret.public_id:
+            kind = "one of another Privacy" if isinstance(drawn, DrawnBatch) else type(drawn).__name__
+            raise PrivacyError(
+                "batches of a private step must come from privacy.loader(dataset), whose sampling the accountant "
+                f"assumes; found {kind}. Pass that loader."
+            )
+        if (drawn.draw, drawn.branch) != (state.update, state.branch):
+            raise PrivacyError(
+                f"each update must use the next draw, number {state.update}; found draw {drawn.draw}. Iterate over the "
+                "loader again: it continues with the next draw."
+            )
+        self._begin_update()
+        if drawn.batch is None or self.plan.unit == "sample":
+            return drawn.batch
+        return {OWNED: drawn.batch, OWNERS: drawn.owners}
+
+    def wrap_loss_fn(self, loss_fn: LossFn) -> LossFn:
+        """Loss function for the batches that `admit` returns: with one loss per sample, the mean over its views."""
+        views = self.plan.augmentations
+
+        def private_loss_fn(model: Any, batch: Any) -> Any:
+            if self.plan.unit == "user":
+                batch = batch[OWNED]
+            result = loss_fn(model, _flat(batch) if views > 1 else batch)
+            losses = _without_counts(result)
+            return losses.unflatten(0, (-1, views)).mean(1) if views > 1 else losses
+
+        return private_loss_fn
+
+    # --- updates ---------------------------------------------------------------------------------------------------
+
+    def _begin_update(self) -> None:
+        """Raise unless another update is paid for."""
+        state = self.plan.state
+        if state.update >= self.plan.updates or not (self.left or self._is_replay()):
+            raise PrivacyError(
+                f"a private step must make at most the {self.plan.updates} updates that are paid for; found that they "
+                f"are made ({self.spent()!r}). Plan more with sw.Privacy(updates=...), before the training."
+            )
+        if self.plan.divisor.value is None:
+            raise PrivacyError(
+                "sums are divided by sample_rate × number of samples; found no number. Call privacy.loader."
+            )
+        self._stream = stream(state.secret, "noise", state.branch, state.update, self.plan.secure)
+
+    def _is_replay(self) -> bool:
+        state = self.plan.state
+        return (state.secret.public_id, state.branch, state.update) in self._spending.releases
+
+    def _add_noise(self, sums: list[Tensor]) -> None:
+        assert self._stream is not None
+        std = self.noise_std()
+        for total in sums:
+            dtype = torch.float64 if total.dtype == torch.float64 else torch.float32
+            noise = self._stream.normal(total.shape, dtype).mul_(std)
+            total.add_(noise.to(total.device, total.dtype))
+
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on each element of the sum: noise multiplier × sensitivity."""
+        return self.plan.gradient_noise_multiplier * self.sensitivity
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest norm by which one unit changes the sum, with the current bound."""
+        return sensitivity(self.transforms, self.parameters) * self._bound / self.plan.clip
+
+    def release(self, gradients: Iterable[Tensor]) -> None:
+        """Record the noisy sum before it is used. Raises if another one was released with this noise. Collective."""
+        state = self.plan.state
+        digests = current_group().all_gather_object(_digest(gradients))
+        digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
+        release = Release(state.update, state.branch, state.secret.public_id, digest)
+        try:
+            known = self._spending.known(release)
+        except PrivacyError:
+            self._choose_branch()
+            raise
+        if not known:
+            on_every_rank(lambda: self._spending.add(release))
+
+    def end_update(self, parts: Sequence[SampleStats]) -> None:
+        """Adapt the bound, and go to the next draw."""
+        if self.plan.adaptive is not None:
+            self._adapt(parts)
+        self.plan.state.update += 1
+
+    def _adapt(self, parts: Sequence[SampleStats]) -> None:
+        """Move the bound towards the quantile, by a noisy count of the samples that were not clipped. Collective."""
+        state = self.plan.state
+        halves = 0.0  # Σ ±1/2, so that one sample changes it by 1/2
+        for part in parts:
+            if isinstance(part.coefficients, Tensor):
+                halves += float((part.coefficients.eq(1).double() - 0.5).sum())
+        (total,) = current_group().all_reduce_scalars(halves)
+        draw = stream(state.secret, "bound", state.branch, state.update, self.plan.secure)
+        noise = float(draw.normal((1,), torch.float64)) * self.plan.count_noise
+        assert self.plan.adaptive is not None
+        share = (total + noise) / self.plan.expected_units + 0.5
+        self._bound *= exp(-BOUND_RATE * (share - self.plan.adaptive))
+
+    # --- state and files -------------------------------------------------------------------------------------------
+
+    def share_secret(self) -> None:
+        """Use the key of rank 0 on all ranks. Collective."""
+        self.plan.state.secret = Secret(current_group().broadcast_object(self.plan.state.secret.bytes))
+
+    def open(self, directory: str | Path) -> None:
+        """Record spending in a directory, and continue what is recorded there. Call it before the first update.
+
+        It holds `privacy.jsonl`, and `privacy.key` until `close(done=True)`. A trainer calls it with its run directory.
+        """
+        if self._directory is not None:
+            return
+        self._directory = Path(directory)
+        spending = self._spending
+        on_every_rank(self._open_files if current_group().rank == 0 else lambda: None)
+        known = current_group().broadcast_object((spending.releases, spending.diverged))
+        spending.releases, spending.diverged = known
+        self.share_secret()
+        self._choose_branch()
+
+    def _open_files(self) -> None:
+        assert self._directory is not None
+        self._spending.open(self._directory, self.plan.settings)
+        if self.plan.seed is not None:
+            return
+        secret = load_secret(self._directory)
+        if secret is None:
+            save_secret(self._directory, self.plan.state.secret)
+        else:
+            self.plan.state.secret = secret
+
+    def close(self, done: bool = False) -> None:
+        """Close the log. `done`: the run has ended, so that the key is not needed any more."""
+        if self._directory is not None and current_group().rank == 0:
+            self._spending.close()
+            if done or self.plan.state.update >= self.plan.updates:
+                remove_secret(self._directory)
+        self._directory = None
+
+    def _choose_branch(self) -> None:
+        """Use a new branch of the random streams if a replay on the current one has differed."""
+        state = self.plan.state
+        while (state.secret.public_id, state.branch) in self._spending.diverged:
+            state.branch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, bound and spending. It contains no secret."""
+        state = self.plan.state
+        spent = self._spending.count
+        return {
+            "update": state.update,
+            "spent": spent,
+            "bound": self._bound,
+            "zeroed": self.zeroed if self.plan.observe else 0,  # the guarantee does not cover it
+            "units": state.units,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from a state. Updates that were made after it was saved are repeated with the same noise."""
+        state = self.plan.state
+        if None not in (saved["units"], state.units) and saved["units"] != state.units:
+            raise PrivacyError(
+                f"a private run must be continued with the same data set; found {state.units} {self.plan.unit}s in "
+                f"place of {saved['units']}. Use the same data set, or start a new run directory."
+            )
+        self._spending.assume(saved["spent"])
+        state.update = saved["update"]
+        self._bound = saved["bound"]
+        self.zeroed = saved["zeroed"]
+        self._choose_branch()
+
+
+def _digest(gradients: Iterable[Tensor]) -> str:
+    """Hash of tensors."""
+    found = hashlib.sha256()
+    for gradient in gradients:
+        found.update(gradient.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _flat(batch: Any) -> Any:
+    """Batch of (B, K, ...) as one of (B × K, ...)."""
+
+    def flattened(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2:
+            raise BatchError(
+                f"all entries of a batch must be tensors with augmentations; found {type(leaf).__name__}. Return "
+                "tensors and numbers from the data set."
+            )
+        return leaf.flatten(0, 1)
+
+    return map_leaves(batch, flattened)
+
+
+def _without_counts(result: Any) -> Any:
+    """Losses of a loss function. Counts are refused unless they are 0 or 1, as those of a classification."""
+    if isinstance(result, Tensor):
+        return result
+    losses, counts = result[0], result[1] if len(result) > 1 else None
+    if isinstance(counts, Tensor) and bool((counts > 1).any()):
+        raise LossesError(
+            "a private update divides by a public constant; found counts of single samples above 1, which would depend "
+            "on the data. Return one mean loss per sample, without counts."
+        )
+    return losses

@@ -1,0 +1,448 @@
+"""Everything that would void the guarantee is refused, with a sentence; values outside of it are hidden."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from private_runs import SAMPLES, UPDATES, data, loss_fn, make, net, plan, train
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import samplewise as sw
+from samplewise.errors import LossesError, PrivacyError, SamplesInteractError, TransformError
+
+pytest.importorskip("dp_accounting")
+
+
+def dataset(samples=SAMPLES):
+    return TensorDataset(*data(samples))
+
+
+# ------------------------------------------------------------------------------------------------- 2. the sampler
+
+MUST_COME = "batches of a private step must come from privacy.loader"
+
+
+def test_foreign_loaders():
+    _, _, step = make()
+    with pytest.raises(PrivacyError, match=rf"{MUST_COME}.*; found list"):
+        list(step.over(DataLoader(dataset(), batch_size=6)))
+    with pytest.raises(PrivacyError, match=rf"{MUST_COME}.*; found tuple"):
+        step(data())
+    assert step.privacy.spent().updates == 0
+
+
+def test_a_foreign_loader_in_fit():
+    _, _, step = make()
+    with pytest.raises(PrivacyError, match=rf"{MUST_COME}.*; found list. Pass that loader"):
+        sw.Trainer(step, progress=False).fit(DataLoader(dataset(), batch_size=6), updates=2)
+
+
+def test_batches_of_another_privacy():
+    _, _, step = make()
+    other = plan(seed=4).loader(dataset())
+    with pytest.raises(PrivacyError, match=rf"{MUST_COME}.*; found one of another Privacy"):
+        list(step.over(other))
+    with pytest.raises(PrivacyError, match=rf"{MUST_COME}.*; found one of another Privacy"):
+        sw.Trainer(step, progress=False).fit(other)
+
+
+def test_repeated_and_skipped_draws():
+    _, loader, step = make()
+    first, second, third = (batch for batch, _ in zip(loader, range(3), strict=False))
+    step(first)
+    with pytest.raises(PrivacyError, match=r"must use the next draw, number 1; found draw 0. Iterate over the loader"):
+        step(first)
+    with pytest.raises(PrivacyError, match=r"must use the next draw, number 1; found draw 2"):
+        step(third)
+    step(second)
+    step(third)
+    assert step.privacy.spent().updates == 3
+
+
+def test_repeated_loaders():
+    _, loader, step = make()
+    batches = list(loader)[:2]
+    with pytest.raises(PrivacyError, match=r"must use the next draw, number 2; found draw 0"):
+        list(step.over(batches * 2))
+
+
+class Lines(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+def test_data_sets_that_are_not_map_style():
+    with pytest.raises(TypeError, match="needs a map-style data set"):
+        plan().loader(Lines())
+
+
+@pytest.mark.parametrize("argument", ["batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"])
+def test_arguments_that_determine_batches(argument):
+    with pytest.raises(TypeError, match=rf"must be Poisson draws; found the argument {argument}"):
+        plan().loader(dataset(), **{argument: 1})
+
+
+def test_a_step_without_a_loader():
+    model = net()
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, privacy=plan())
+    other = plan().loader(dataset())  # of the same seed, hence with the same key
+    with pytest.raises(PrivacyError, match=r"divided by sample_rate × number of samples; found no number"):
+        list(step.over(other))
+
+
+# ------------------------------------------------------------------------------------------------ 4. settings
+
+DEFAULT = "must have its default with privacy="
+SETTINGS = {
+    "samples": ({"samples": 8}, rf"samples {DEFAULT}, because an update is one draw .*; found 8"),
+    "tail": ({"tail": "drop"}, rf"tail {DEFAULT}, because an update is one draw .*; found 'drop'"),
+    "interacting": ({"interacting": "allow"}, rf"interacting {DEFAULT}.*must not depend on others; found 'allow'"),
+    "raise": ({"on_nonfinite": "raise"}, rf"on_nonfinite {DEFAULT}.*contributes nothing; found 'raise'"),
+    "skip": ({"on_nonfinite": "skip"}, rf"on_nonfinite {DEFAULT}.*contributes nothing; found 'skip'"),
+    "ignore": ({"on_nonfinite": "ignore"}, rf"on_nonfinite {DEFAULT}.*contributes nothing; found 'ignore'"),
+    "loss scaling": ({"precision": "16-mixed"}, "precision must not scale the loss with privacy=.*Use 'bf16-mixed'"),
+    "audit": ({"audit": False}, "audit must not be False with privacy="),
+    "record": ({"record": "norms"}, "record must be empty with privacy=.*; found norms"),
+    "drop": ({"transforms": [sw.drop(quantile=0.9)]}, "weight of a sample depends on this sample alone; found drop"),
+    "mean": ({"transforms": [sw.normalize("mean")]}, r"depends on this sample alone; found normalize\('mean'\)"),
+    "renormalise": (
+        {"transforms": [sw.weight(lambda losses: losses, renormalise=True)]},
+        "depends on this sample alone; found weight.*divides by the weights of all samples",
+    ),
+    "window": (
+        {"transforms": [sw.weight(lambda losses: losses, window=True)]},
+        "depends on this sample alone; found weight.*compares a sample with the others of its window",
+    ),
+    "align": ({"transforms": [sw.align(dict)]}, "found align.*a reference, which may depend on private samples"),
+    "position": (
+        {"transforms": [sw.weight(torch.ones(SAMPLES))]},
+        "found weight.*depends on the positions of samples in the window",
+    ),
+    "noise": ({"transforms": [sw.noise(1.0)]}, r"must act on single samples with privacy=; found noise\(1.0\)"),
+    "group": ({"transforms": [sw.group(1)]}, r"must act on single samples with privacy=; found group\(1\)"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), SETTINGS.values(), ids=SETTINGS)
+def test_settings(options, message):
+    with pytest.raises(PrivacyError, match=message):
+        make(**options)
+
+
+def test_privacy_must_be_a_privacy():
+    with pytest.raises(TypeError, match=r"privacy must be a sw.Privacy; found float"):
+        sw.Step(net(), torch.optim.SGD, loss_fn, privacy=3.0)
+
+
+PLANS = {
+    "both": ({"epsilon": 3.0}, "exactly one of epsilon and noise_multiplier must be given; found both"),
+    "neither": ({"noise_multiplier": None}, "exactly one of epsilon and noise_multiplier must be given; found none"),
+    "clip": ({"clip": 0}, "clip must be a finite, positive number; found 0"),
+    "infinite clip": ({"clip": float("inf")}, "clip must be a finite, positive number; found inf"),
+    "noise": ({"noise_multiplier": 0.0}, "noise_multiplier must be a finite, positive number; found 0.0"),
+    "divisor": ({"divide_by": -1.0}, "divide_by must be a finite, positive number; found -1.0"),
+    "unit": ({"unit": "batch"}, "unit must be 'sample' or 'user'; found 'batch'"),
+    "no group": ({"unit": "user"}, "must be given together; found no group"),
+    "no unit": ({"group": [1]}, "must be given together; found group=list and unit='sample'"),
+    "augmentations": ({"augmentations": 0}, "augmentations must be a positive integer; found 0"),
+    "of users": ({"augmentations": 2, "unit": "user", "group": [1]}, "augmentations must be 1 with unit='user'"),
+    "seed": ({"seed": "a"}, "seed must be None or an integer; found 'a'"),
+    "adaptive": ({"adaptive": 1.5}, "adaptive must be a share between 0 and 1"),
+    "adaptive by": ({"adaptive": 0.5, "by": "parameter"}, "must be used with mode='flat', by=None and unit='sample'"),
+    "by": ({"by": "layer"}, "by must be None or 'parameter'; found 'layer'"),
+    "mode": ({"mode": "smooth"}, "mode must be 'flat' or 'automatic'; found 'smooth'"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), PLANS.values(), ids=PLANS)
+def test_plans(options, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**options)
+
+
+def test_transforms_with_an_adaptive_bound():
+    with pytest.raises(PrivacyError, match="an adaptive bound must have no other transforms"):
+        make(plan(adaptive=0.5), transforms=[lambda losses: losses])
+
+
+def test_transforms_that_read_the_batch_of_users():
+    with pytest.raises(PrivacyError, match="must not read the batch with unit='user'"):
+        make(plan(unit="user", group=range(SAMPLES)), transforms=[sw.weight(1)])
+
+
+def test_data_sets_of_other_sizes():
+    with pytest.raises(ValueError, match="must have samples=30 samples, as the accountant was told; found 40"):
+        plan(samples=30).loader(dataset())
+    privacy = plan()
+    privacy.loader(dataset())
+    with pytest.raises(ValueError, match="must have the same data set; found 39 samples after 40"):
+        privacy.loader(dataset(39))
+
+
+def test_accumulate_and_new_transforms():
+    _, loader, step = make()
+    with pytest.raises(PrivacyError, match="a private update is one draw; found a call of accumulate"):
+        step.accumulate(next(iter(loader)))
+    with pytest.raises(PrivacyError, match="the transforms of a private step must stay as they are"):
+        step.transforms = []
+    for name in ("samples", "tail", "max_grad_norm"):
+        before = getattr(step.config, name)
+        if name != "max_grad_norm":
+            with pytest.raises(PrivacyError, match=rf"{name} {DEFAULT}"):
+                setattr(step, name, {"samples": 4, "tail": "carry"}[name])
+        assert getattr(step.config, name) == before
+
+
+# ------------------------------------------------------------------------------------------ 4. models and losses
+
+
+def counted(count):
+    def losses(model, batch):
+        found = loss_fn(model, batch)
+        return found, torch.full_like(found, count)
+
+    return losses
+
+
+def test_counts():
+    _, loader, step = make(losses=counted(2.0))
+    with pytest.raises(LossesError, match="divides by a public constant; found counts of single samples above 1"):
+        train(step, loader)
+    assert step.privacy.spent().updates == 0
+    _, loader, step = make(losses=counted(1.0))
+    train(step, loader, 1)
+
+
+def batch_norm():
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+
+
+@pytest.mark.parametrize("microbatch", [None, 3])
+def test_batch_norm_in_training_mode(microbatch):
+    _, loader, step = make(model=batch_norm(), microbatch=microbatch)
+    with pytest.raises((PrivacyError, SamplesInteractError, LossesError), match=r"BatchNorm|freeze_batchnorm"):
+        train(step, loader)
+    assert step.privacy.spent().updates == 0
+
+
+def test_batch_norm_of_single_images():
+    model = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(6, 3)).double()
+    _, loader, step = make(model=model, microbatch=1)
+    with pytest.raises(PrivacyError, match="the buffers of a private model must not change in training"):
+        train(step, loader)
+    assert not model[1].running_mean.any()
+
+
+def test_frozen_batch_norm_is_allowed():
+    model, loader, step = make(model=sw.freeze_batchnorm(batch_norm()))
+    train(step, loader, 2)
+    assert model[1].num_batches_tracked == 0
+
+
+class Counter(nn.Module):
+    """Buffer that holds data of the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("seen", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.detach().sum(0)
+        return self.inner(x)
+
+
+def test_buffers_that_change():
+    model, loader, step = make(model=Counter())
+    with pytest.raises(PrivacyError, match="the buffers of a private model must not change in training"):
+        train(step, loader)
+    assert step.privacy.spent().updates == 0
+    assert not model.seen.any()  # put back
+
+
+def mixing(model, batch):
+    losses = loss_fn(model, batch)
+    return losses * losses.mean().detach()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_interacting_samples(seed):
+    """Also if the first draws have one sample only, which has nothing to interact with."""
+    _, loader, step = make(plan(sample_rate=0.04, seed=seed, updates=25), losses=mixing)
+    with pytest.raises(SamplesInteractError, match="samples must not depend on each other"):
+        train(step, loader)
+
+
+def softmax(losses):
+    return losses.softmax(0)
+
+
+def pairs(losses):
+    return losses + losses.flip(0)[: len(losses)] * (len(losses) > 1)
+
+
+def centred(norms):
+    return norms - norms.mean()
+
+
+def third(losses):
+    return losses / losses[2]
+
+
+@pytest.mark.parametrize("function", [softmax, pairs, centred, third])
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_weights_that_mix_samples(function, microbatch):
+    _, loader, step = make(plan(sample_rate=0.3), transforms=[function], microbatch=microbatch)
+    with pytest.raises(
+        PrivacyError, match=rf"must depend on this sample alone.*; found that weight\({function.__name__}"
+    ):
+        train(step, loader)
+    assert step.privacy.spent().updates == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_that_mix_samples_after_draws_of_one_sample(seed):
+    _, loader, step = make(plan(sample_rate=0.04, seed=seed, updates=25), transforms=[softmax])
+    with pytest.raises(PrivacyError, match="must depend on this sample alone"):
+        train(step, loader)
+
+
+def test_users_and_weights_that_mix_samples():
+    privacy = plan(unit="user", group=[i // 4 for i in range(SAMPLES)], sample_rate=0.5)
+    _, loader, step = make(privacy, transforms=[softmax])
+    with pytest.raises(PrivacyError, match="must depend on this sample alone"):
+        train(step, loader)
+
+
+def test_parameters_trained_outside_of_the_step():
+    model = net()
+    privacy = plan()
+    loader = privacy.loader(dataset())
+    step = sw.Step(model, torch.optim.SGD(model[2].parameters(), lr=0.1), loss_fn, privacy=privacy)
+    with pytest.raises(PrivacyError, match=r"parameters that the optimizer does not have: 0.weight, 0.bias"):
+        train(step, loader)
+    assert step.privacy.spent().updates == 0
+    model[0].requires_grad_(False)
+    train(step, loader, 1)
+
+
+# --------------------------------------------------------------------------------------------- 4. more updates
+
+PAID = f"at most the {UPDATES} updates that are paid for"
+
+
+def test_more_updates_than_paid_for():
+    _, loader, step = make()
+    batches = list(loader)
+    train(step, loader)
+    assert list(step.over(loader)) == []  # the loader has no more draws
+    with pytest.raises(PrivacyError, match=r"must use the next draw"):
+        step(batches[0])
+    further = make(plan(updates=UPDATES + 1))[1]  # the same key; it has one more draw
+    step.privacy.plan.state.update = further.batch_sampler.state.update = UPDATES
+    with pytest.raises(PrivacyError, match=rf"a private step must make {PAID}; found that they are made"):
+        list(step.over(further))
+
+
+@pytest.mark.parametrize(("length", "found"), [({"updates": 9}, 9), ({"epochs": 2}, 14)], ids=str)
+def test_longer_trainings(length, found):
+    _, loader, step = make()
+    with pytest.raises(PrivacyError, match=rf"a private training must make {PAID}; found {found}"):
+        sw.Trainer(step, progress=False).fit(loader, **length)
+    assert step.privacy.spent().updates == 0
+
+
+def test_fit_makes_the_updates_that_are_paid_for():
+    _, loader, step = make()
+    sw.Trainer(step, progress=False).fit(loader)
+    assert step.privacy.left == 0 and step.counters.updates == UPDATES
+    with pytest.raises(PrivacyError, match=PAID):
+        sw.Trainer(step, progress=False).fit(loader, updates=UPDATES + 1)
+
+
+# ------------------------------------------------------------------------------------------------ 8. side channels
+
+HIDDEN = ["loss", "losses", "norms", "samples", "local_samples", "weights", "counts"]
+
+
+def test_values_of_updates_are_hidden():
+    _, loader, step = make()
+    (update,) = step(next(iter(loader)))
+    for name in HIDDEN:
+        if hasattr(type(update), name):
+            with pytest.raises(PrivacyError, match=r"must not be read with privacy=.*sw.Privacy\(observe=True\)"):
+                getattr(update, name)
+    assert repr(update) == "Update(0: private)"
+    assert step.counters.samples == 0 and step.counters.microbatches == 0
+    public = {"index", "skipped", "updates", "phases", "hidden", "batch_columns", "lr", "lrs", "grad_norm", "seconds"}
+    for name in dir(update):
+        if not name.startswith("_") and name not in public and not callable(getattr(type(update), name, None)):
+            with pytest.raises(PrivacyError, match="must not be read"):
+                getattr(update, name)
+    assert update.grad_norm > 0  # of the noisy gradient
+
+
+def test_observed_values_are_shown():
+    privacy = plan(observe=True)
+    assert "observed: losses, norms and batch sizes are shown, outside of the guarantee" in repr(privacy)
+    _, loader, step = make(privacy, record="norms")
+    for update in step.over(loader):
+        if update.samples:
+            assert len(update.norms) == len(update.losses) == update.samples and update.loss > 0
+            assert "samples, loss" in repr(update).replace("sample,", "samples,")
+    assert step.counters.samples > 0
+    assert "observed: losses" in repr(step.privacy)
+
+
+def test_ledger_and_noise_scale(tmp_path):
+    message = "values of single samples must not be recorded with privacy="
+    _, loader, step = make(dataset=TensorDataset(*data(), torch.arange(SAMPLES)))
+    with pytest.raises(PrivacyError, match=message):
+        step.require(norms=True)
+    with pytest.raises(PrivacyError, match=message):
+        step.require(columns={"id": 2})
+    noise_scale = sw.NoiseScale(), "the noise scale needs updates that weigh each sample by itself"
+    refused = [(sw.Ledger(), message), (sw.Ledger(norms=False), message), noise_scale]
+    for k, (callback, why) in enumerate(refused):
+        _, loader, step = make(dataset=sw.Indexed(dataset()))
+        with pytest.raises(ValueError, match=why):
+            sw.Trainer(step, tmp_path / str(k), [callback], progress=False).fit(loader)
+        assert step.privacy.spent().updates == 0
+
+
+def test_seeds_are_announced():
+    assert "reproducible, not private: seed given" in repr(plan())
+    assert "reproducible" not in repr(plan(seed=None))
+    assert repr(plan(seed=None).state.secret).startswith("Secret(")
+
+
+def test_sequence_losses_have_counts():
+    """A criterion with targets per token returns counts above 1."""
+    x = torch.randn(SAMPLES, 5, 6, dtype=torch.float64)
+    y = torch.randint(0, 3, (SAMPLES, 5))
+
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x):
+            return self.inner(x).transpose(1, 2)
+
+    _, loader, step = make(model=Tokens(), losses=nn.CrossEntropyLoss(), dataset=TensorDataset(x, y))
+    with pytest.raises(LossesError, match="Return one mean loss per sample, without counts"):
+        train(step, loader)
+
+    def mean(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none").mean(1)
+
+    _, loader, step = make(model=Tokens(), losses=mean, dataset=TensorDataset(x, y))
+    train(step, loader, 1)
+
+
+def test_sensitivity_errors_are_privacy_errors():
+    assert not issubclass(TransformError, PrivacyError)
+    with pytest.raises(PrivacyError, match="only if the weight of a sample depends on this sample alone") as caught:
+        make(transforms=[sw.drop(largest=1)])
+    assert isinstance(caught.value.__cause__, TransformError)
