@@ -52,9 +52,7 @@ def train(
     ] = None,
     epsilon: Annotated[
         float | None,
-        typer.Option(
-            metavar="E", help="Train with (E, delta)-differential privacy; with --delta, --batch, --clip."
-        ),
+        typer.Option(metavar="E", help="Train with (E, delta)-differential privacy; with --delta, --batch, --clip."),
     ] = None,
     delta: Annotated[float | None, typer.Option(metavar="D", help="With --epsilon, for example 1e-5.")] = None,
     batch: Annotated[
