@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from daily import daily
 from recipes import command, one_line
 
 from samplewise.privacy.accounting import Releases, calibrate, epsilon
@@ -62,7 +63,7 @@ def test_full_batches_and_one_update():
     assert rows(result.stdout)["sample rate"] == ["1 (100 of 100 samples)"]
 
 
-@pytest.mark.parametrize("name", ["curve.png", "curve.svg"])
+@pytest.mark.parametrize("name", daily(["curve.png", "curve.svg"], ["curve.png"]))
 def test_the_curve_is_drawn(name):
     result = command("privacy", "--noise-multiplier", 20, *SETTING, "--updates", 9, "--to", name)
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, f"curve  {name}")

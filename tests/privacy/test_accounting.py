@@ -154,7 +154,7 @@ def random_point(seed, least_rate, most_epsilon):
     return target, 10 ** generator.uniform(-9, -3), rate, updates
 
 
-@pytest.mark.parametrize("seed", every(16, range(80)))
+@pytest.mark.parametrize("seed", every(40, range(80)))
 def test_rdp_calibration_keeps_the_target(seed):
     assert_calibrated(*random_point(seed, 1e-4, 50.0), "rdp")
 
@@ -169,7 +169,7 @@ def test_pld_calibration_keeps_the_target(seed):
     ("target", "rate", "updates"),
     [
         (3.0, 1.0, 1),
-        (3.0, 1.0, 7),
+        pytest.param(3.0, 1.0, 7, marks=pytest.mark.slow),
         (0.2, 0.1, 1),
         pytest.param(1.0, 0.3, 2, marks=pytest.mark.slow),
         pytest.param(3.0, 0.1, 1, marks=pytest.mark.slow),
@@ -219,7 +219,7 @@ def test_truncation_costs_privacy_unless_it_hardly_happens():
     assert never == pytest.approx(plain, abs=1e-9)
 
 
-@pytest.mark.parametrize("setting", daily([(5, 150), (5, 120), (50, 100)], [(5, 150)]))
+@pytest.mark.parametrize("setting", daily([(5, 150), (5, 120), (50, 100)], []))
 def test_truncated_calibration(setting):
     updates, max_batch = setting
     noise = assert_calibrated(0.2, 1e-5, 0.1, updates, "pld", max_batch=max_batch, samples=1000)
