@@ -75,7 +75,7 @@ VARIANTS = {
     "published": {"digits": DIGITS, "fashion": FASHION},
     "improved": {
         "digits": replace(DIGITS, mean=0.31, std=0.38, decay=0.5, average=0.9),
-        "fashion": replace(FASHION, mean=0.286, std=0.353, decay=0.5, average=0.99),
+        "fashion": replace(FASHION, mean=0.286, std=0.353, decay=0.3),
     },
 }
 DATA = {"digits": (digits, small_cnn), "fashion": (fashion, published_cnn)}
