@@ -171,7 +171,7 @@ def test_transforms_that_read_the_batch_of_users():
 
 
 def test_data_sets_of_other_sizes():
-    with pytest.raises(ValueError, match="must have samples=30 samples, as the accountant was told; found 40"):
+    with pytest.raises(ValueError, match="must have samples=30 samples, the number given to the accountant; found 40"):
         plan(samples=30).loader(dataset())
     privacy = plan()
     privacy.loader(dataset())
