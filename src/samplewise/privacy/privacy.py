@@ -200,8 +200,8 @@ class Privacy:
         """Use the number of samples, or users, of a data set."""
         if self.samples is not None and units != self.samples:
             raise ValueError(
-                f"the data set must have samples={self.samples} {self.unit}s, the number given to the accountant; found "
-                f"{units}. Pass the right number to sw.Privacy(samples=...)."
+                f"the data set must have samples={self.samples} {self.unit}s, the number given to the accountant; "
+                f"found {units}. Pass the right number to sw.Privacy(samples=...)."
             )
         if self.state.units is not None and units != self.state.units:
             raise ValueError(
