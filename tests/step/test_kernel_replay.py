@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +58,23 @@ def called(monkeypatch):
 
     monkeypatch.setattr(kernel_replay, "as_library_call", noted)
     return found
+
+
+CACHED = """
+import torch
+import test_kernel_replay
+_, quick = test_kernel_replay.steps(samples=1)
+quick.run([test_kernel_replay.batch()])
+assert quick.compiled == "compiled", quick.compiled
+"""
+
+
+@pytest.mark.slow
+def test_the_cache_is_shared_by_machines_with_other_vectors(tmp_path):
+    for capability in ("default", "avx2", ""):
+        settings = {"ATEN_CPU_CAPABILITY": capability, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        environment = {**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parent)}
+        subprocess.run([sys.executable, "-c", CACHED], env=environment, check=True)
 
 
 def batch(rows=ROWS):

@@ -116,11 +116,13 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int)
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     settings = {
         "cpp.threads": threads,
+        "cpp.simdlen": pick_vec_isa().bit_width(),  # part of the cache's key: its code is for one width of vectors
         "size_asserts": False,
         "emulate_precision_casts": True,  # round to bfloat16 where the uncompiled model does
         "realize_reads_threshold": 16,  # a new state has two readers and must not be materialized for that
