@@ -57,6 +57,7 @@ class UpdateApplier:
         self.counters = counters
         self._buffers = buffers
         self._checks = config.checks_finite
+        self._hidden = config.hides_samples
         self._undecided: UndecidedUpdate | None = None
         # The loss scale of the next forward pass depends on the outcome, which must then be known at once.
         can_flag = supports_flag(optimizer) and supports_undo(scheduler)
@@ -78,10 +79,11 @@ class UpdateApplier:
         meter = self.config.privacy
         if meter is not None:
             meter.end_update(window.parts)
-        hidden = self.config.hides_samples
-        update = Update(counters.updates, samples, outcome, window.parts, window.columns, window.totals, hidden=hidden)
+        update = Update(
+            counters.updates, samples, outcome, window.parts, window.columns, window.totals, hidden=self._hidden
+        )
         counters.samples += samples - window.samples  # those of other ranks; this rank's are counted already
-        if hidden:  # sizes of draws are private, also in checkpoints
+        if self._hidden:  # sizes of draws are private, also in checkpoints
             counters.samples = 0
             counters.microbatches = 0
         if outcome.skipped:
