@@ -1,18 +1,21 @@
-"""Helpers for passes over a dataset without training: checkpoints, checks of the loader."""
+"""Helpers for passes over a dataset without training: checkpoints, checks of the loader, shares of ranks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.engine.independence import storage_of
 
 Checkpoint = tuple[Mapping[str, Any], float]  # (state_dict of the model, learning rate at that time)
+Result = TypeVar("Result")
 SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -53,8 +56,7 @@ def _checked(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> Sequence[Ch
 
 def check_order(loader: Iterable[Any], remedy: str) -> None:
     """Raise if the loader shuffles: samples are identified by their index in the dataset."""
-    samplers = (getattr(each, "sampler", None) for each in (loader, getattr(loader, "batch_sampler", None)))
-    if any(isinstance(sampler, SHUFFLING) for sampler in samplers):
+    if any(isinstance(sampler, SHUFFLING) for sampler in _samplers(loader)):
         raise ValueError(f"the loader must keep the order of its dataset; found one that shuffles. {remedy}")
 
 
@@ -65,3 +67,29 @@ def check_repeatable(loader: Iterable[Any], name: str) -> None:
             f"{name} must be a loader or a list, because it is iterated more than once; found an iterator "
             f"({type(loader).__name__}). Pass the loader or list from which the iterator was created."
         )
+
+
+def map_over_ranks(compute: Callable[[Any], Result], loader: Iterable[Any]) -> Iterator[Result]:
+    """Yield compute(batch) for each batch, in order, on every rank. Rank r computes batches r, r + size, ...
+
+    Results of several ranks are exchanged with pickle; they should be small, and on the CPU. Every rank must pass the
+    same loader and exhaust the iterator. If `compute` raises on a rank, all ranks raise.
+    """
+    group = current_group()
+    if not group.distributed:
+        yield from map(compute, loader)
+        return
+    if any(isinstance(sampler, DistributedSampler) for sampler in _samplers(loader)):
+        raise ValueError(
+            "every rank must pass a loader of all samples, which are divided among the ranks here; found a loader with "
+            "a DistributedSampler, which has the samples of one rank. Remove the sampler."
+        )
+    batches = iter(loader)
+    while turn := list(islice(batches, group.size)):
+        own = turn[group.rank : group.rank + 1]  # empty if the last turn has fewer batches than ranks
+        results = on_every_rank(lambda own=own: [compute(batch) for batch in own])  # type: ignore[misc]
+        yield from (result for results in group.all_gather_object(results) for result in results)
+
+
+def _samplers(loader: Iterable[Any]) -> Iterator[Any]:
+    return (getattr(each, "sampler", None) for each in (loader, getattr(loader, "batch_sampler", None)))

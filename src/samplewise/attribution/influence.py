@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.gradients import Gradients
-from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, parameters_kept
+from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, map_over_ranks, parameters_kept
 from samplewise.scan import scan
 
 
@@ -29,7 +29,8 @@ def influence(
     Positive for a training sample that lowers the query's loss, negative for one that raises it. No gradient is
     stored: the products are computed from the inputs and output gradients of the layers. `train` is iterated once for
     each checkpoint and batch of queries, so make the query batches as large as memory allows. The model is in
-    evaluation mode.
+    evaluation mode. With several ranks, every rank passes the same arguments, computes the rows of its share of the
+    training batches, and gets the whole result.
 
     train, queries: loaders or lists of batches; rows and columns of the result are in their order
     checkpoints: list of (state_dict, lr), copies of the model's state; default: the current parameters with lr 1
@@ -53,7 +54,10 @@ def _dot_products(
     """Dot products (training samples, queries) of the gradients at the current parameters."""
 
     def products_with(query: Gradients) -> list[Tensor]:
-        return [g.gram(query).cpu() for _, g in scan(model, loss_fn, train, microbatch)]
+        def of_batch(batch: Any) -> Tensor:
+            return torch.cat([g.gram(query).cpu() for _, g in scan(model, loss_fn, [batch], microbatch)])
+
+        return list(map_over_ranks(of_batch, train))
 
     columns = [torch.cat(_nonempty(products_with(query), "train")) for _, query in scan(model, loss_fn, queries, None)]
     return torch.cat(_nonempty(columns, "queries"), dim=1)
