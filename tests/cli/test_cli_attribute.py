@@ -121,10 +121,11 @@ def test_settings_name_checkpoints_and_hold_checksums(run):
     attribute("--queries", "1,2", "--to", "there/results")
     found = settings("there/results")
     assert (found["method"], found["queries"], found["training samples"]) == ("influence", [1, 2], 60)
-    assert [(Path(each["path"]).name, each["weight"]) for each in found["checkpoints"]] == [
-        ("update-000000003.ckpt", 0.5),
-        ("update-000000006.ckpt", 0.5),
+    assert [Path(each["path"]).name for each in found["checkpoints"]] == [
+        "update-000000003.ckpt",
+        "update-000000006.ckpt",
     ]
+    assert found["weights"] == [0.5, 0.5]
     assert len({each["sha256"] for each in found["checkpoints"]}) == 2
     content = Path("there/results/scores.parquet").read_bytes()
     assert found["sha256"] == {"scores.parquet": hashlib.sha256(content).hexdigest()}
@@ -142,6 +143,80 @@ def test_one_checkpoint_counts_once(run, form):
     queries = [tuple(each[:1] for each in validation.tensors)]
     expected = sw.influence(model, nn.CrossEntropyLoss(), DataLoader(train, batch_size=60), queries).T
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def batches():
+    """All training samples as one batch, and the first two validation samples."""
+    train, validation = datasets()
+    return [train.tensors], [tuple(each[:2] for each in validation.tensors)]
+
+
+def trained_network(path):
+    model = network()
+    model.load_state_dict(sw.load_checkpoint(path)["model"])
+    return model
+
+
+@pytest.mark.parametrize("damping", [None, 0.5])
+def test_scores_are_those_of_ekfac(run, damping):
+    given = () if damping is None else ("--damping", damping)
+    assert attribute("--queries", "0-1", "--method", "ekfac", *given).exit_code == 0
+    _, found = scores(run / "attribution")
+    model, loss = trained_network(run), nn.CrossEntropyLoss()
+    train, queries = batches()
+    loader = DataLoader(datasets()[0], batch_size=20)  # labels are drawn batch by batch
+    curvature = sw.ekfac(model, loss, loader)
+    expected = sw.influence(model, loss, train, queries, curvature=curvature, damping=damping).T
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    about = settings(run / "attribution")
+    assert (about["method"], about["labels"], len(about["checkpoints"])) == ("ekfac", "sampled", 1)
+    assert about["damping"] == (damping or "0.1 times the mean eigenvalue of each layer")
+
+
+def test_ekfac_uses_the_labels_of_the_data_if_none_can_be_drawn(run):
+    add_loss("F.cross_entropy(model(batch[0]), batch[1], reduction='none', label_smoothing=0.1)")
+    assert attribute("--queries", "0-1", "--method", "ekfac").exit_code == 0
+    assert settings(run / "attribution")["labels"] == "data"
+
+
+@pytest.mark.parametrize("output", ["margin", "minus the loss"])
+def test_scores_are_those_of_trak(run, output):
+    if output == "minus the loss":
+        add_loss("F.cross_entropy(model(batch[0]), batch[1], reduction='none', label_smoothing=0.1)")
+    assert attribute("--queries", "0-1", "--method", "trak", "--dim", 8, "--damping", 0.1).exit_code == 0
+    _, found = scores(run / "attribution")
+
+    def minus_loss(model, batch):
+        losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none", label_smoothing=0.1)
+        return -losses, torch.ones_like(losses)
+
+    models = [trained_network(path) for path in sorted((run / "checkpoints").iterdir())]
+    expected = sw.trak(models, sw.margin if output == "margin" else minus_loss, *batches(), 8, damping=0.1)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+    about = settings(run / "attribution")
+    assert (about["dim"], about["damping"], about["output"]) == (8, 0.1, output)
+    assert ("raises the margin" if output == "margin" else "lowers the loss") in page_text(run / "attribution")
+
+
+def test_trak_of_several_runs(run):
+    shutil.copytree(run, "runs/again")
+    shutil.rmtree(min(Path("runs/again/checkpoints").iterdir()))
+    shutil.rmtree(max((run / "checkpoints").iterdir()))
+    found = attribute("--queries", "0", "--method", "trak", "--run", "runs/again", "--run", run)
+    assert found.exit_code == 0
+    about = settings("runs/again/attribution")
+    assert [Path(each["path"]).name for each in about["checkpoints"]] == [
+        "update-000000006.ckpt",
+        "update-000000003.ckpt",
+    ]
+    assert about["dim"] == 15  # a quarter of the training samples
+    assert "TRAK at 2 checkpoints of again, recipe" in page_text("runs/again/attribution")
+
+
+def add_loss(expression):
+    """Add a loss function to the recipe in the working directory."""
+    text = f"\nimport torch.nn.functional as F\n\n\ndef loss(model, batch):\n    return {expression}\n"
+    Path("recipe.py").write_text(Path("recipe.py").read_text() + text)
 
 
 def outcomes(run):
@@ -249,6 +324,54 @@ def test_data_drawn_at_random_are_those_of_the_run(recipe):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
+TEXTS = """
+import torch
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification
+
+WORDS = "pad a b c good bad fine poor film book".split()
+
+
+class Tokenizer:
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(WORDS[k] for k in ids)
+
+
+class Collate:
+    tokenizer = Tokenizer()
+
+    def __call__(self, items):
+        ids = torch.zeros(len(items), max(len(item["input_ids"]) for item in items), dtype=torch.long)
+        for row, item in zip(ids, items):
+            row[: len(item["input_ids"])] = torch.tensor(item["input_ids"])
+        labels = torch.tensor([item["label"] for item in items])
+        return {"input_ids": ids, "attention_mask": ids.gt(0).long(), "labels": labels}
+
+
+def model():
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=10)
+    return BertForSequenceClassification(BertConfig(num_labels=2, id2label={0: "negative", 1: "positive"}, **sizes))
+
+
+def data():
+    samples = [{"input_ids": [1 + k % 3, 4 + k % 4, 8 + k % 2][: 2 + k % 2], "label": k % 2} for k in range(24)]
+    loader = DataLoader(samples[:16], 5, shuffle=True, collate_fn=Collate())
+    return loader, DataLoader(samples[16:], 8, collate_fn=Collate())
+"""
+
+
+@pytest.mark.parametrize("method", ["influence", "trak", "ekfac"])
+def test_texts_of_a_model_of_transformers(recipe, method):
+    assert command("train", recipe(TEXTS), "--device", "cpu").exit_code == 0
+    result = attribute("--queries", "3", "--top", 2, "--method", method)
+    assert result.exit_code == 0, result.stderr
+    queries, found = scores("runs/recipe/attribution")
+    assert queries == [3] and found.shape == (1, 16)
+    page = page_text("runs/recipe/attribution")
+    assert "|b poor book|query 3|label positive|predicted " in page
+    assert len(re.findall(r"\|[a-z ]+\|sample \d+\|[+−].*?\|label (?:negative|positive)\|loss\|", page)) == 4
+
+
 # --- wrong input ------------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +382,15 @@ def test_data_drawn_at_random_are_those_of_the_run(recipe):
         (["--queries", "0-30"], "must be indices of validation samples, 0 to 29; found 0-30."),
         (["--queries", "5-3"], "must be indices of validation samples, 0 to 29; found 5-3."),
         (["--queries", "0-99999999999999999999"], "must be indices of validation samples, 0 to 29; found"),
-        (["--method", "influenze"], "must be one of influence"),
+        (
+            ["--method", "influenze"],
+            "must be one of influence, trak, ekfac; found 'influenze'. Did you mean 'influence'?",
+        ),
+        (["--damping", "1"], "must be used with --method trak or ekfac; found influence."),
+        (["--dim", "8", "--method", "ekfac"], "must be used with --method trak; found ekfac."),
+        (["--damping", "-1", "--method", "trak"], "must be a positive number; found -1.0."),
+        (["--method", "ekfac", "--checkpoints", "2"], "ekfac uses one checkpoint; found 2. Use --method influence or"),
+        (["--method", "ekfac", "--run", "a", "--run", "b"], "ekfac uses one checkpoint; found 2. Use --method"),
         (["--run", "nowhere"], "attribution needs a trained model: a run directory with a readable checkpoint; found"),
         (["--top", "0"], "Input should be greater than or equal to 1."),
         (["--to", "recipe.py"], "must be a directory that can be written to; found"),
@@ -321,8 +452,7 @@ def test_wrong_needs_a_classification(recipe):
 
 
 def test_scores_that_are_not_finite(run):
-    text = Path("recipe.py").read_text()
-    Path("recipe.py").write_text(text + "\ndef loss(model, batch):\n    return model(batch[0]).sum(1) * float('nan')\n")
+    add_loss("model(batch[0]).sum(1) * float('nan')")
     result = attribute("--queries", "0")
     assert result.exit_code == 1
     assert "finite" in one_line(result)

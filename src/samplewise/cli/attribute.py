@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from samplewise.cli.arguments import Device, RecipeFile, device_named
-from samplewise.cli.attribution_methods import METHODS, method_named
-from samplewise.cli.attribution_results import find_quality, require_packages, writable, write_results
+from samplewise.cli.attribution_methods import METHODS, Method, method_named
+from samplewise.cli.attribution_results import Results, find_quality, require_packages, shown_path, writable
 from samplewise.cli.attribution_subject import Subject
 from samplewise.cli.queries import check_form, choose_queries
 from samplewise.cli.recipe import Recipe, read_source
@@ -44,6 +45,25 @@ def attribute(
         int | None,
         typer.Option(min=1, metavar="N", help="Use the N newest checkpoints of each run. Default: all of them."),
     ] = None,
+    dim: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="With trak: dimensions of the projected gradients. Default: 512, at most a quarter of the training "
+            "samples.",
+            show_default=False,
+        ),
+    ] = None,
+    damping: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="With trak: share of the mean eigenvalue, default 0.01. With ekfac: added to the eigenvalues, default "
+            "0.1 times their mean in each layer.",
+            show_default=False,
+        ),
+    ] = None,
     top: Annotated[
         int, typer.Option(min=1, metavar="K", help="Training samples on the page: the K highest and K lowest scores.")
     ] = 5,
@@ -71,10 +91,11 @@ def attribute(
     source = read_source(recipe)
     here = absolute(".")  # the recipe may change the working directory
     check_form(queries)
-    chosen = method_named(method)
+    chosen = method_named(method, dim=dim, damping=_checked_damping(damping))
     require_packages()
     target = device_named(device)
-    models = read_runs([absolute(path) for path in run or [Path("runs") / recipe.stem]], checkpoints)
+    runs = [absolute(path) for path in run or [Path("runs") / recipe.stem]]
+    models = read_runs(runs, _checked_number(checkpoints, runs, chosen))
     directory = writable(models[0].run / "attribution" if to is None else absolute(to))
     quality = find_quality(trust, models[0].run)
     seed = seed_of(models[-1])
@@ -82,7 +103,25 @@ def attribute(
     subject = Subject(Recipe(recipe, source), models, seed, target)
     indices, outcomes = choose_queries(queries, limit, subject.validation, subject.outcomes)
     scores = subject.scores(chosen, indices)
-    write_results(directory, subject, chosen, indices, outcomes, scores, top, quality)
-    for name, file in (("scores", "scores.parquet"), ("page", "attribution.html")):
-        path = directory / file
-        typer.echo(f"{name:<8}{path.relative_to(here) if path.is_relative_to(here) else path}")
+    Results(subject, chosen, indices, outcomes, scores, top, quality, here).write(directory)
+    typer.echo(f"scores  {shown_path(directory / 'scores.parquet', here)}")
+    typer.echo(f"page    {shown_path(directory / 'attribution.html', here)}")
+
+
+def _checked_damping(damping: float | None) -> float | None:
+    if damping is not None and not (damping > 0 and math.isfinite(damping)):
+        raise typer.BadParameter(f"must be a positive number; found {damping}.", param_hint="--damping")
+    return damping
+
+
+def _checked_number(checkpoints: int | None, runs: list[Path], method: Method) -> int | None:
+    """Number of checkpoints per run; None: all. Raises typer.BadParameter if the method cannot use as many."""
+    if method.models is None:
+        return checkpoints
+    wanted = len(runs) * (checkpoints or 1)
+    if wanted > method.models:
+        raise typer.BadParameter(
+            f"{method.name} uses one checkpoint; found {wanted}. Use --method influence or trak for several.",
+            param_hint="--run" if len(runs) > 1 else "--checkpoints",
+        )
+    return 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from io import BytesIO
@@ -20,12 +21,11 @@ import torch
 import typer
 from torch import Tensor
 
-from samplewise.cli.attribution_methods import Method
+from samplewise.cli.attribution_methods import Method, Scores
 from samplewise.cli.attribution_subject import Subject
 from samplewise.cli.dataset_order import OrderedSamples
 from samplewise.cli.queries import Outcomes
 from samplewise.cli.recipe import shortened
-from samplewise.cli.trained_models import run_settings
 from samplewise.core.atomic_io import atomic_write
 from samplewise.core.text import plural
 from samplewise.ledger.files import load_pyarrow, write_parquet
@@ -59,6 +59,11 @@ def writable(directory: Path) -> Path:
     return directory
 
 
+def shown_path(path: Path, here: Path) -> str:
+    """A path for people: relative to a directory if it is inside."""
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 class Quality(NamedTuple):
     """Measured quality of scores.
 
@@ -73,7 +78,7 @@ class Quality(NamedTuple):
 
 
 def find_quality(given: Path | None, run: Path) -> Quality:
-    """Read lds.json in the folder of --trust, or in evaluate in the run directory if it is there."""
+    """Read lds.json: that in the folder of --trust, or that in evaluate in the run directory, if there is one."""
     from samplewise.report.attribution import read_trust
 
     folder = run / "evaluate" if given is None else given
@@ -88,36 +93,130 @@ def find_quality(given: Path | None, run: Path) -> Quality:
         return Quality(None, place, [str(why)])
 
 
-def write_results(
-    directory: Path,
-    subject: Subject,
-    method: Method,
-    queries: Sequence[int],
-    outcomes: Outcomes,
-    scores: Tensor,
-    top: int,
-    quality: Quality,
-) -> None:
-    """Write scores.parquet, attribution.html and attribution.json.
+@dataclass(frozen=True)
+class Results:
+    """Results of an attribution.
 
-    queries, outcomes: indices of the queries, and their losses and predictions
-    scores: (queries, training samples)
-    top: number of highest and of lowest scores on the page
+    queries    indices of the queries
+    outcomes   their losses and predictions
+    top        number of highest and of lowest scores on the page
+    here       directory that paths on the page are relative to
     """
-    values, order = scores.sort(dim=1, descending=True, stable=True)
-    samples = torch.tensor(subject.train.indices)[order]
-    parquet = _parquet(torch.tensor(queries), samples, values)
-    settings = _settings(subject, method, queries, scores, quality)
-    page = _page(subject, method, queries, outcomes, samples, values, top, quality, settings)
-    digest = {"scores.parquet": hashlib.sha256(parquet).hexdigest()}
-    content = json.dumps({"format": FORMAT, "format_version": VERSION, **settings, "sha256": digest}, indent=1)
-    try:
-        _write(directory / "scores.parquet", parquet)
-        _write(directory / "attribution.html", page.encode(errors="replace"))  # a name may hold a lone surrogate
-        _write(directory / "attribution.json", content.encode())
-    except OSError as why:
-        typer.echo(f"the results cannot be written: {why}", err=True)
-        raise typer.Exit(1) from why
+
+    subject: Subject
+    method: Method
+    queries: Sequence[int]
+    outcomes: Outcomes
+    scores: Scores
+    top: int
+    quality: Quality
+    here: Path
+
+    def write(self, directory: Path) -> None:
+        """Write scores.parquet, attribution.html and attribution.json."""
+        values, order = self.scores.values.cpu().sort(dim=1, descending=True, stable=True)
+        samples = torch.tensor(self.subject.train.indices)[order]
+        parquet = _parquet(torch.tensor(self.queries), samples, values)
+        page = self._page(samples, values).encode(errors="replace")  # a name may hold a lone surrogate
+        digest = {"scores.parquet": hashlib.sha256(parquet).hexdigest()}
+        content = {"format": FORMAT, "format_version": VERSION, **self._settings(), "sha256": digest}
+        try:
+            _write(directory / "scores.parquet", parquet)
+            _write(directory / "attribution.html", page)
+            _write(directory / "attribution.json", json.dumps(content, indent=1).encode())
+        except OSError as why:
+            typer.echo(f"the results cannot be written: {why}", err=True)
+            raise typer.Exit(1) from why
+
+    def _settings(self) -> dict[str, Any]:
+        """Settings in attribution.json."""
+        models = self.subject.models
+        return {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "samplewise": version("samplewise"),
+            "torch": torch.__version__,
+            "recipe": self.subject.path,
+            "method": self.method.name,
+            **self.scores.details,
+            "checkpoints": [{"path": str(model.path), "sha256": model.checksum} for model in models],
+            "queries": list(self.queries),
+            "training samples": len(self.subject.train),
+            "lds": None if self.quality.trust is None else self.quality.trust._asdict(),
+        }
+
+    # --- page ---------------------------------------------------------------------------------------------------------
+
+    def _page(self, samples: Tensor, values: Tensor) -> str:
+        """HTML page. samples, values: (queries, training samples) in descending order of the values."""
+        from samplewise.report.attribution import MAX_QUERIES, AttributionPage, attribution_page
+
+        count = values.shape[1]
+        lowest = reversed(range(max(self.top, count - self.top), count))  # a sample is shown once, also if few exist
+        places = [*range(min(self.top, count)), *lowest]
+        shown = samples[:MAX_QUERIES, places].tolist()
+        losses = self._training_losses(shown)
+        runs = dict.fromkeys(model.run.name for model in self.subject.models)
+        models = plural(len(self.subject.models), "checkpoint")
+        return attribution_page(
+            AttributionPage(
+                title=f"Attribution: {self.subject.run.name}",
+                summary=f"{self.method.title} at {models} of {', '.join(runs)}",
+                method=self.method.title,
+                effect=self.scores.effect,
+                shown=self._shown(shown, values[:, places].tolist(), losses),
+                count=len(self.queries),
+                samples=count,
+                train=self._previews(self.subject.train, losses),
+                queries=self._previews(self.subject.validation, self.queries[:MAX_QUERIES]),
+                settings=self._short_settings(),
+                trust=self.quality.trust,
+                place=shown_path(self.quality.place, self.here),
+                warnings=[*self.quality.warnings, *self.subject.notes],
+            )
+        )
+
+    def _shown(self, samples: list[list[int]], values: list[list[float]], losses: dict[int, float]) -> list[Any]:
+        """Queries of the page, from the indices and scores of their training samples, highest first, then lowest."""
+        from samplewise.report.attribution import ShownQuery, ShownSample
+
+        shown = []
+        for row, indices in enumerate(samples):
+            predictions = self.outcomes.predictions
+            prediction = None if predictions is None else int(predictions[row])
+            query = ShownSample(self.queries[row], float(self.outcomes.losses[row]), prediction=prediction)
+            scored = [
+                ShownSample(index, losses[index], score) for index, score in zip(indices, values[row], strict=True)
+            ]
+            shown.append(ShownQuery(query, scored[: self.top], scored[self.top :]))
+        return shown
+
+    def _training_losses(self, shown: list[list[int]]) -> dict[int, float]:
+        """Losses of training samples by index."""
+        indices = sorted({index for row in shown for index in row})
+        losses = self.subject.outcomes(self.subject.train.batches(indices)).losses
+        return dict(zip(indices, losses.tolist(), strict=True))
+
+    def _previews(self, samples: OrderedSamples, indices: Iterable[int]) -> Any:
+        """Previews of samples, with the names of the classes that the datasets, the ledger or the model have."""
+        from samplewise.report.previews import Previews, read_previews
+
+        names = dataset_names(samples.loader)
+        classes = (
+            names.classes
+            or dataset_names(self.subject.train.loader).classes
+            or read_previews(self.subject.run).classes
+            or self.subject.class_names
+        )
+        entries = {str(index): self.subject.preview(samples, index, names.features) for index in indices}
+        return Previews(entries, classes=classes)
+
+    def _short_settings(self) -> dict[str, Any]:
+        """Settings for the page."""
+        settings = self._settings()
+        del settings["lds"]
+        checkpoints = (shown_path(model.path, self.here) for model in self.subject.models)
+        queries = ", ".join(map(str, self.queries))
+        return {**settings, "checkpoints": ", ".join(checkpoints), "queries": queries}
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -141,107 +240,3 @@ def _parquet(queries: Tensor, samples: Tensor, values: Tensor) -> bytes:
     buffer = BytesIO()
     write_parquet(table, buffer, FORMAT, VERSION)
     return buffer.getvalue()
-
-
-def _settings(
-    subject: Subject, method: Method, queries: Sequence[int], scores: Tensor, quality: Quality
-) -> dict[str, Any]:
-    """Settings in attribution.json."""
-    checkpoints = [
-        {"path": str(model.path), "weight": weight, "sha256": model.checksum}
-        for model, weight in zip(subject.models, subject.weights, strict=True)
-    ]
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "samplewise": version("samplewise"),
-        "torch": torch.__version__,
-        "recipe": subject.path,
-        "method": method.name,
-        **method.options,
-        "checkpoints": checkpoints,
-        "queries": list(queries),
-        "training samples": scores.shape[1],
-        "lds": None if quality.trust is None else quality.trust._asdict(),
-    }
-
-
-# --- page -------------------------------------------------------------------------------------------------------------
-
-
-def _page(
-    subject: Subject,
-    method: Method,
-    queries: Sequence[int],
-    outcomes: Outcomes,
-    samples: Tensor,
-    values: Tensor,
-    top: int,
-    quality: Quality,
-    settings: dict[str, Any],
-) -> str:
-    """HTML page. samples, values: (queries, training samples) in descending order of the values."""
-    from samplewise.report.attribution import MAX_QUERIES, AttributionPage, ShownQuery, ShownSample, attribution_page
-
-    lowest = max(top, values.shape[1] - top)  # a sample is shown once, also if there are few
-    places = [*range(min(top, values.shape[1])), *reversed(range(lowest, values.shape[1]))]
-    shown_samples = samples[:MAX_QUERIES, places]
-    losses = _losses(subject, shown_samples)
-    shown = []
-    for row, query in enumerate(queries[:MAX_QUERIES]):
-        scored = [
-            ShownSample(index, losses[index], score)
-            for index, score in zip(shown_samples[row].tolist(), values[row, places].tolist(), strict=True)
-        ]
-        prediction = None if outcomes.predictions is None else int(outcomes.predictions[row])
-        own = ShownSample(query, float(outcomes.losses[row]), prediction=prediction)
-        shown.append(ShownQuery(own, scored[:top], scored[top:]))
-    run = subject.models[-1].run
-    models = plural(len(subject.models), "checkpoint")
-    return attribution_page(
-        AttributionPage(
-            title=f"Attribution: {run.name}",
-            summary=f"{method.title} at {models} of {', '.join(dict.fromkeys(m.run.name for m in subject.models))}",
-            method=method.title,
-            effect=method.effect,
-            shown=shown,
-            count=len(queries),
-            samples=values.shape[1],
-            train=_previews(subject, subject.train, losses),
-            queries=_previews(subject, subject.validation, queries[:MAX_QUERIES]),
-            settings=_for_page(settings),
-            trust=quality.trust,
-            place=str(quality.place),
-            warnings=[*quality.warnings, *subject.notes, *_privacy_warning(run)],
-        )
-    )
-
-
-def _losses(subject: Subject, samples: Tensor) -> dict[int, float]:
-    """Losses of training samples by index."""
-    indices = samples.unique().tolist()
-    return dict(zip(indices, subject.outcomes(subject.train.batches(indices)).losses.tolist(), strict=True))
-
-
-def _previews(subject: Subject, samples: OrderedSamples, indices: Iterable[int]) -> Any:
-    """Previews of samples, with the names of the classes that the datasets, the ledger or the model have."""
-    from samplewise.report.previews import Previews, read_previews
-
-    names = dataset_names(samples.loader)
-    entries = {str(index): subject.preview(samples, index, names.features) for index in indices}
-    classes = names.classes or dataset_names(subject.train.loader).classes
-    return Previews(entries, classes=classes or read_previews(subject.models[-1].run).classes or subject.class_names)
-
-
-def _for_page(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings in short: counts instead of long lists."""
-    checkpoints = [f"{Path(each['path']).name} (weight {each['weight']:g})" for each in settings["checkpoints"]]
-    return {
-        **{name: value for name, value in settings.items() if name != "lds"},
-        "checkpoints": ", ".join(checkpoints),
-        "queries": ", ".join(map(str, settings["queries"])),
-    }
-
-
-def _privacy_warning(run: Path) -> list[str]:
-    plan = run_settings(run).get("privacy")
-    return [f"Private run: {plan}. The scores and samples here are not covered by its guarantee."] if plan else []

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import nn
 
-from samplewise.cli.attribution_methods import Method, Task
+from samplewise.cli.attribution_methods import Method, Scores, Task
 from samplewise.cli.dataset_order import OrderedBatches, OrderedSamples, unknown_sampler
 from samplewise.cli.queries import Outcomes, outcomes
 from samplewise.cli.recipe import Recipe, RecipeError
-from samplewise.cli.trained_models import TrainedModel
+from samplewise.cli.trained_models import TrainedModel, run_settings
 from samplewise.core.progress import progress
 from samplewise.core.text import plural
 from samplewise.errors import BatchError, CheckpointError
@@ -42,6 +43,12 @@ class Subject:
             self.train = OrderedSamples(train, "training", seed, device)
             self.validation = OrderedSamples(_given(validation), "validation", seed, device)
             self._check_data()
+        self._check_privacy()
+
+    @property
+    def run(self) -> Path:
+        """Directory of the run of the newest model."""
+        return self.models[-1].run
 
     @property
     def path(self) -> str:
@@ -67,9 +74,13 @@ class Subject:
         return [str(labels[k]) for k in sorted(labels)]
 
     def preview(self, samples: OrderedSamples, index: int, features: Sequence[str] | None) -> dict[str, Any]:
-        """Preview of a sample."""
+        """Preview of a sample; tokens as text if the collate_fn has a tokenizer, as those of transformers do."""
         with self._recipe.errors():
-            return preview(samples.item(index), features)
+            item = samples.item(index)
+            tokenizer = getattr(samples.loader.collate_fn, "tokenizer", None)
+            if tokenizer is not None and isinstance(item, Mapping) and "input_ids" in item:
+                item = {**item, "text": item.get("text", tokenizer.decode(item["input_ids"], skip_special_tokens=True))}
+            return preview(item, features)
 
     def outcomes(self, batches: OrderedBatches) -> Outcomes:
         """Losses and predictions of the newest model."""
@@ -77,21 +88,22 @@ class Subject:
             batches.on_batch = lambda: advance(1)
             return outcomes(self.model, self.loss, batches)
 
-    def scores(self, method: Method, queries: Sequence[int]) -> Tensor:
-        """Scores (queries, training samples), on the CPU."""
+    def scores(self, method: Method, queries: Sequence[int]) -> Scores:
+        """Scores of a method; raises RecipeError if they are not finite."""
         checkpoints = list(zip(self.states, self.weights, strict=True))
         train = self.train.batches()
         # Query batches of the size of training batches, for which the memory of a backward pass suffices.
         task = Task(self.model, self.loss, checkpoints, train, self.validation.batches(queries, self.train.batch_size))
         with self._recipe.errors(), progress(len(train) * method.passes(task), "scores") as advance:
             train.on_batch = lambda: advance(1)
-            scores = method.scores(task).cpu()
-        if not scores.isfinite().all():
-            query, sample = (~scores.isfinite()).nonzero()[0].tolist()
+            scores = method.scores(task)
+        known = scores.values.isfinite()
+        if not known.all():
+            query, sample = (~known).nonzero()[0].tolist()
             raise RecipeError(
-                f"scores must be finite; found {scores[query, sample].item()} for query {queries[query]} and training "
-                f"sample {self.train.indices[sample]}. Check that the model has not diverged and that the data are "
-                "finite."
+                f"scores must be finite; found {scores.values[query, sample].item()} for query {queries[query]} and "
+                f"training sample {self.train.indices[sample]}. Check that the model has not diverged and that the "
+                "data are finite."
             )
         return scores
 
@@ -123,6 +135,11 @@ class Subject:
                 f"All {plural(length, 'sample')} of the dataset count as training samples: it is not known which of "
                 f"them {sampler} draws."
             )
+
+    def _check_privacy(self) -> None:
+        plan = run_settings(self.run).get("privacy")
+        if plan:
+            self._note(f"Private run: {plan}. Its guarantee does not cover the scores and samples that are written.")
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

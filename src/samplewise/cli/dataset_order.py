@@ -63,14 +63,20 @@ class OrderedSamples:
 
     def batches(self, indices: Sequence[int] | None = None, size: int | None = None) -> OrderedBatches:
         """Batches of these samples, or of all, in this order. Default size: that of the loader."""
-        sampler = BatchSampler(self.indices if indices is None else indices, size or self.batch_size, drop_last=False)
-        return OrderedBatches(loader_with(self._loader, batch_sampler=sampler), self._seed, self._device)
+        chosen = self.indices if indices is None else indices
+        sampler = BatchSampler(chosen, size or self.batch_size, drop_last=False)
+        loader = loader_with(self._loader, batch_sampler=sampler)
+        return OrderedBatches(loader, len(chosen), self._seed, self._device)
 
 
 class OrderedBatches:
-    """Batches of a loader that can be iterated any number of times. `on_batch` is called after each batch."""
+    """Batches of a loader that can be iterated any number of times. `on_batch` is called after each batch.
 
-    def __init__(self, loader: Any, seed: int, device: torch.device):
+    samples: number of samples in all batches
+    """
+
+    def __init__(self, loader: Any, samples: int, seed: int, device: torch.device):
+        self.samples = samples
         self._count = len(loader.batch_sampler)
         self._loader = SeededLoader(loader, seed)
         self._device = device

@@ -22,6 +22,8 @@ from samplewise.loop.checkpoint.base import check_base, with_base
 from samplewise.loop.checkpoint.format import STATE_FILE
 from samplewise.loop.checkpoint.store import FOLDER, newest_first
 
+NEEDED = ("model", "base", "loss", "running", "trainer")  # of the state in a checkpoint
+
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -29,7 +31,7 @@ class TrainedModel:
 
     path      of the checkpoint
     run       directory of the run
-    state     as returned by `sw.load_checkpoint`
+    state     as returned by `sw.load_checkpoint`, without the state of the optimizer and the like
     """
 
     path: Path
@@ -90,7 +92,9 @@ def _read(run: Path, newest: int | None) -> list[TrainedModel]:
         if newest is not None and len(models) == newest:
             break
         try:
-            models.insert(0, TrainedModel(path, _run_of(path), storage.read(path)))
+            state = storage.read(path)
+            needed = {name: state[name] for name in NEEDED if name in state}
+            models.insert(0, TrainedModel(path, _run_of(path), needed))
         except CheckpointError as why:
             warnings.warn(f"{why} It is left out.", CheckpointWarning, stacklevel=2)
     if not models:
