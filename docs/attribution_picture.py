@@ -14,7 +14,7 @@ from PIL import Image
 from report_picture import screenshot
 
 TARGET = Path(__file__).with_name("attribution.png")
-SIZE = (1180, 1010)
+SIZE = (1180, 720)
 RECIPE = """
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ if __name__ == "__main__":
         os.chdir(directory)
         Path("digits.py").write_text(RECIPE)
         samplewise("train", "digits.py", "--epochs", "12")
-        samplewise("attribute", "digits.py", "--queries", "wrong", "--limit", "3")
+        samplewise("attribute", "digits.py", "--queries", "wrong", "--limit", "3", "--method", "trak")
         page = Path("runs/digits/attribution/attribution.html").resolve()
         picture = Image.open(BytesIO(screenshot(page, SIZE, SHOW_QUERY)))
         os.chdir(TARGET.parent)

@@ -372,6 +372,66 @@ def test_texts_of_a_model_of_transformers(recipe, method):
     assert len(re.findall(r"\|[a-z ]+\|sample \d+\|[+−].*?\|label (?:negative|positive)\|loss\|", page)) == 4
 
 
+def test_a_sampler_of_unknown_class_is_mentioned(recipe):
+    text = SPLIT.replace("shuffle=True)\n    z", "sampler=Some())\n    z") + (
+        "\nclass Some(torch.utils.data.Sampler):\n"
+        "    def __iter__(self):\n"
+        "        return iter([5, 3])\n\n"
+        "    def __len__(self):\n"
+        "        return 2\n"
+    )
+    command("train", recipe(text), "--device", "cpu")
+    result = attribute("--queries", "0")
+    note = "All 60 samples of the dataset count as training samples: it is not known which of them Some draws."
+    assert (result.exit_code, result.stderr) == (0, f"{note}\n")
+    assert note in page_text("runs/recipe/attribution")
+
+
+def test_a_loss_with_weights_of_its_own(recipe):
+    """Its saved weights are used, with those of the model at the same checkpoint."""
+    text = SPLIT + (
+        "\nclass Head(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.scale = nn.Parameter(torch.ones(()))\n\n"
+        "    def forward(self, model, batch):\n"
+        "        return self.scale * nn.functional.cross_entropy(model(batch[0]), batch[1], reduction='none')\n\n\n"
+        "loss = Head()\n"
+    )
+    text = text.replace("SGD(model.parameters()", "SGD([*model.parameters(), loss.scale]")
+    assert command("train", recipe(text), "--device", "cpu", "--epochs", 2).exit_code == 0
+    result = attribute("--queries", "0-1")
+    assert "only the newest checkpoint is used" in result.stderr
+    scale = sw.load_checkpoint("runs/recipe")["loss"]["scale"].item()
+    assert scale < 0.99
+    train, queries = batches()
+    expected = scale**2 * sw.influence(trained_network("runs/recipe"), nn.CrossEntropyLoss(), train, queries).T
+    torch.testing.assert_close(scores("runs/recipe/attribution")[1], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("source", ["dataset", "ledger"])
+def test_classes_have_names(run, source):
+    if source == "ledger":
+        names = {"version": 1, "classes": ["first", "second", "third"], "samples": {}}
+        (run / "previews.json").write_text(json.dumps(names))
+    else:
+        text = Path("recipe.py").read_text()
+        named = "    loader.dataset.classes = ['first', 'second', 'third']\n    return loader"
+        Path("recipe.py").write_text(text.replace("    return loader", named))
+    attribute("--queries", "7")
+    label = ["first", "second", "third"][int(datasets()[1].tensors[1][7])]
+    assert f"|query 7|label {label}|predicted " in page_text(run / "attribution")
+
+
+def test_a_private_run_is_mentioned(run):
+    about = json.loads((run / "run.json").read_text())
+    about["settings"]["privacy"] = "epsilon 3"
+    (run / "run.json").write_text(json.dumps(about))
+    note = "Private run: epsilon 3. Its guarantee does not cover the scores and samples that are written."
+    assert attribute("--queries", "0").stderr == f"{note}\n"
+    assert note in page_text(run / "attribution")
+
+
 # --- wrong input ------------------------------------------------------------------------------------------------------
 
 
@@ -421,13 +481,19 @@ def test_a_recipe_that_was_not_trained(recipe):
             ("loader = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=20, shuffle=True)", "loader = [x]"),
             "the training loader must be a DataLoader that makes batches of a map-style dataset",
         ),
+        (
+            ("DataLoader(TensorDataset(z, labels), batch_size=7, shuffle=True)", "DataLoader(Stream(), batch_size=7)"),
+            "the validation loader must be a DataLoader that makes batches of a map-style dataset, whose samples have "
+            "an index; found DataLoader of Stream.",
+        ),
         (("return nn.Seq", "return torch.nn.Identity(), nn.Seq"), "model() must return a torch.nn.Module"),
     ],
 )
 def test_a_recipe_that_does_not_fit_gets_one_line(run, change, message):
     text = Path("recipe.py").read_text()
     assert change[0] in text
-    Path("recipe.py").write_text(text.replace(*change))
+    stream = "\n\nclass Stream(torch.utils.data.IterableDataset):\n    __iter__ = None\n"
+    Path("recipe.py").write_text(text.replace(*change) + stream)
     result = attribute("--queries", "0")
     assert result.exit_code == 1
     assert message in one_line(result)

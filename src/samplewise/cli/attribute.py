@@ -43,15 +43,17 @@ def attribute(
     ] = None,
     checkpoints: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Use the N newest checkpoints of each run. Default: all of them."),
+        typer.Option(
+            min=1, metavar="N", help="Use the N newest checkpoints of each run. Default: all of them; ekfac: 1."
+        ),
     ] = None,
     dim: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="With trak: dimensions of the projected gradients. Default: 512, at most a quarter of the training "
-            "samples.",
+            help="With trak: dimensions of the projected gradients. Default: a quarter of the number of training "
+            "samples, at most 512.",
             show_default=False,
         ),
     ] = None,
