@@ -84,7 +84,7 @@ class Subject:
 
     def outcomes(self, batches: OrderedBatches) -> Outcomes:
         """Losses and predictions of the newest model."""
-        with self._recipe.errors(), progress(len(batches), "losses") as advance:
+        with self._recipe.errors(), progress(len(batches), "losses, batches") as advance:
             batches.on_batch = lambda: advance(1)
             return outcomes(self.model, self.loss, batches)
 
@@ -94,7 +94,10 @@ class Subject:
         train = self.train.batches()
         # Query batches of the size of training batches, for which the memory of a backward pass suffices.
         task = Task(self.model, self.loss, checkpoints, train, self.validation.batches(queries, self.train.batch_size))
-        with self._recipe.errors(), progress(len(train) * method.passes(task), "scores") as advance:
+        with (
+            self._recipe.errors(),
+            progress(len(train) * method.passes(task), "scores, batches of training samples") as advance,
+        ):
             train.on_batch = lambda: advance(1)
             scores = method.scores(task)
         known = scores.values.isfinite()
