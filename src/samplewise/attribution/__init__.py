@@ -7,6 +7,7 @@ hessian         exact curvature of small models
 outputs         output functions: the number per sample whose gradient is attributed, if it is not the loss
 store           random projections of gradients on disk, of several models, for repeated searches
 trak            scores from an ensemble of models, on top of the store
+evaluate        quality of scores, measured by retraining
 """
 
 from samplewise.attribution.curvature import Curvature as Curvature
