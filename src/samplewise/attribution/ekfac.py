@@ -34,7 +34,7 @@ def ekfac(
     *,
     labels: Labels = "sampled",
     seed: int = 0,
-    microbatch: int | str | None = "auto",
+    microbatch: int | str | None = None,
 ) -> EKFAC:
     """EK-FAC approximation of the Fisher matrix (Gauss-Newton matrix) of the mean loss over a loader.
 
@@ -55,7 +55,8 @@ def ekfac(
         or a function; models of transformers are known, too. For another loss, a function (model, batch) -> batch with
         sampled labels. "data": the labels of the batches, which gives the empirical Fisher matrix.
     seed: of the sampled labels
-    microbatch: as in `sw.scan`
+    microbatch: as in `sw.scan`, with another default, None: whole batches. With "auto", which watches what autograd
+        saves, fewer layers may have factors
     """
     check_repeatable(loader, "loader")
     loss_fn = _with_labels(as_loss_fn(loss_fn), labels)

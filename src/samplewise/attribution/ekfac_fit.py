@@ -60,9 +60,10 @@ class Passes:
             for piece, g in scan(self.model, self._at_least_two, self._seeded_batches(), self.microbatch):
                 forms: Forms = factored_forms(g)
                 is_doubled = length(piece) == 1 and len(g) == 2
-                if is_doubled:
-                    forms = {name: _first_sample(form) for name, form in forms.items()}
-                add(forms, 1 if is_doubled else len(g))
+                with torch.no_grad():  # factors are attached to the graph
+                    if is_doubled:
+                        forms = {name: _first_sample(form) for name, form in forms.items()}
+                    add(forms, 1 if is_doubled else len(g))
         finally:
             state.restore()
 

@@ -87,14 +87,17 @@ class Eigenbasis:
     curvature: EKFAC
     damping: float | None
 
+    @torch.no_grad()
     def query(self, g: Gradients) -> dict[Block, Tensor]:
         coordinates = self.curvature.coordinates(g)
         return {block: divided(block, form.rows(0, len(g)), self.damping) for block, form in coordinates.items()}
 
+    @torch.no_grad()
     def products(self, g: Gradients, query: Mapping[Block, Tensor]) -> Parts:
         coordinates = self.curvature.coordinates(g)
         return {block.names[0]: form.gram(DenseGrad(query[block])) for block, form in coordinates.items()}
 
+    @torch.no_grad()
     def norms(self, g: Gradients) -> Parts:
         coordinates = self.curvature.coordinates(g)
         return {block.names[0]: _roots(self._squares(block, form)) for block, form in coordinates.items()}
