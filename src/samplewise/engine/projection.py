@@ -34,27 +34,26 @@ class Projection:
         self.seed = seed
         self.scale = scale
         self._blocks = blocks
+        self._normalization = torch.ones(dim, dtype=torch.float64)  # 1 / sqrt(size of the block) of each dimension
+        for block in [slice(0, dim)] if blocks is None else blocks.values():
+            self._normalization[block] = len(range(*block.indices(dim))) ** -0.5
         self._signs: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
     def part(self, form: PerSampleGrad, name: str, device: torch.device) -> Tensor:
-        """Contribution of a parameter to the dimensions of its block, (b, size of the block)."""
-        block = self.block(name)
-        size = block.stop - block.start
+        """Contribution of a parameter to the dimensions of its block, (b, size of the block), without normalization."""
         if (name, device) not in self._signs:
+            size = len(range(*self._block(name).indices(self.dim)))
             self._signs[name, device] = by_rows.random_signs(name, form.shape, size, self.seed, device)
-        signs = self._signs[name, device]
+        left, right = self._signs[name, device]
         if self.scale is None:
-            return form.project(*signs) / size**0.5
-        return by_rows.project(form, *signs, self.scale[name]) / size**0.5
-
-    def block(self, name: str) -> slice:
-        """Dimensions that a parameter contributes to."""
-        return slice(0, self.dim) if self._blocks is None else self._blocks[name]
+            return form.project(left, right)
+        return by_rows.project(form, left, right, self.scale[name].to(device))
 
     def total(self, parts: Mapping[str, Tensor], zeros: Tensor) -> Tensor:
         """Sum (b, dim) of the contributions of the parameters, in the order of `parts`, added to zeros (b, dim)."""
-        if self._blocks is None:
-            return sum(parts.values(), start=zeros)
         for name, part in parts.items():
-            zeros[:, self.block(name)] += part
-        return zeros
+            zeros[:, self._block(name)] += part
+        return zeros * self._normalization.to(zeros)
+
+    def _block(self, name: str) -> slice:
+        return slice(0, self.dim) if self._blocks is None else self._blocks[name]
