@@ -1,5 +1,7 @@
 """samplewise: per-sample gradients for PyTorch, and a training step as a value."""
 
+from samplewise.attribution.ekfac import ekfac as ekfac
+from samplewise.attribution.hessian import hessian as hessian
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.outputs import margin as margin
 from samplewise.attribution.store import ProjectedStore as ProjectedStore
@@ -101,11 +103,13 @@ __all__ = [
     "check_transform",
     "clip",
     "drop",
+    "ekfac",
     "fisher",
     "freeze_batchnorm",
     "fsdp",
     "gradients",
     "group",
+    "hessian",
     "influence",
     "input_gradients",
     "join_process_group",
