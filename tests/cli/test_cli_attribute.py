@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import signal
+from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,7 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.cli import attribution_results
+from samplewise.cli import attribution_results, attribution_subject
+from samplewise.cli.attribution_methods import METHODS, TRAK_DAMPING
 from samplewise.errors import CheckpointWarning
 from samplewise.loop.data.rng import seed_everything
 
@@ -196,6 +199,29 @@ def test_scores_are_those_of_trak(run, output):
     about = settings(run / "attribution")
     assert (about["dim"], about["damping"], about["output"]) == (8, 0.1, output)
     assert ("raises the margin" if output == "margin" else "lowers the loss") in page_text(run / "attribution")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_progress_ends_at_its_total(run, monkeypatch, method):
+    shown = []
+
+    @contextmanager
+    def progress(total, description):
+        shown.append([description, total, 0])
+
+        def advance(parts):
+            shown[-1][2] += parts
+
+        yield advance
+
+    monkeypatch.setattr(attribution_subject, "progress", progress)
+    attribute("--queries", "0-24", "--method", method)  # two batches of queries
+    assert [name for name, *_ in shown] == ["losses, batches", "scores, batches of training samples", "losses, batches"]
+    assert all(done == total > 1 for _, total, done in shown)
+
+
+def test_the_damping_of_trak_is_its_default():
+    assert signature(sw.trak).parameters["damping"].default == TRAK_DAMPING
 
 
 def test_trak_of_several_runs(run):

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 from browsing import LAPTOP, PHONE, chromium
 from pages import Page, picture
 
+from samplewise.attribution import evaluate
 from samplewise.report.attribution import (
     AttributionPage,
     ShownQuery,
@@ -86,7 +88,7 @@ def test_sign_and_limits_are_explained():
 def test_quality_that_was_not_measured():
     found = page()
     assert "not measured" in found.text
-    assert "Save the result as runs/digits/evaluate/lds.json" in found.text
+    assert "Write the result with lds(...).save('runs/digits/evaluate/lds.json') and run" in found.text
 
 
 def test_measured_quality():
@@ -127,10 +129,17 @@ def test_all_scores_zero():
     assert "width: 0%" in page(shown=zero).html
 
 
-def test_read_trust(tmp_path):
-    path = tmp_path / "lds.json"
-    path.write_text(json.dumps({**TRUST._asdict(), "agreement": 0.6}))
-    assert read_trust(path) == TRUST
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_read_what_lds_has_saved(tmp_path, repeats):
+    chosen = evaluate.subsets(6, 10)
+    outcomes = torch.randn(repeats, 10, 2)
+    found = evaluate.lds(torch.randn(2, 6), chosen, outcomes, baselines={"the loss": torch.randn(2, 6)})
+    found.save(tmp_path / "lds.json")
+    trust = read_trust(tmp_path / "lds.json")
+    assert trust[:5] == (found.mean, found.standard_error, found.ceiling, 2, 10)
+    assert trust.baselines == {name: each.mean for name, each in found.baselines.items()}
+    assert (trust.ceiling is None) == (repeats == 1)
+    assert list(trust.baselines) == ["random", "the loss"]
 
 
 @pytest.mark.parametrize(

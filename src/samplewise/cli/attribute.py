@@ -61,7 +61,7 @@ def attribute(
         float | None,
         typer.Option(
             metavar="X",
-            help="With trak: share of the mean eigenvalue, default 0.01. With ekfac: added to the eigenvalues, default "
+            help="With trak: share of the mean eigenvalue, default 0.1. With ekfac: added to the eigenvalues, default "
             "0.1 times their mean in each layer.",
             show_default=False,
         ),

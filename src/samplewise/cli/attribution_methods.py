@@ -24,6 +24,7 @@ from samplewise.eval_pass import Checkpoint, parameters_kept
 
 LOWERS_LOSS = "training on the sample lowers the loss of the query"
 RAISES_MARGIN = "training on the sample raises the margin of the query, the log-odds of its label"
+TRAK_DAMPING = 0.1  # that of `sw.trak`
 MAX_DIM = 512  # default of --dim for many training samples
 SAMPLES_PER_DIM = 4  # of training samples per dimension, for few
 
@@ -114,7 +115,7 @@ def _ekfac(task: Task, damping: float | None = None) -> Scores:
 # --- TRAK -------------------------------------------------------------------------------------------------------------
 
 
-def _trak(task: Task, dim: int | None = None, damping: float = 0.01) -> Scores:
+def _trak(task: Task, dim: int | None = None, damping: float = TRAK_DAMPING) -> Scores:
     dim = dim or max(1, min(MAX_DIM, task.train.samples // SAMPLES_PER_DIM))
     has_margin = _is_cross_entropy(task)
     output_fn = margin if has_margin else _minus_loss(task.loss)
