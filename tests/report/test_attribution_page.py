@@ -94,13 +94,14 @@ def test_quality_that_was_not_measured():
 def test_measured_quality():
     found = page(trust=TRUST)
     assert found.tables["LDS over 30 queries and 50 subsets"] == [
-        ["these scores", "0.330 ± 0.010 (standard error)"],
+        ["measured scores", "0.330 ± 0.010 (standard error)"],
         ["random", "0.000"],
         ["nearest pixels", "0.120"],
         ["noise ceiling", "0.800"],
     ]
     assert "0.33 ± 0.01" in found.text
     assert interpretation(TRUST) in found.text
+    assert "The values are those in runs/digits/evaluate/lds.json; they hold for scores of the same" in found.text
 
 
 @pytest.mark.parametrize(

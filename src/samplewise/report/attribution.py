@@ -34,13 +34,14 @@ LIMITS = (
 )
 NOT_MEASURED = (
     "Not measured. To measure the quality of these scores, train models on random subsets of the training data and "
-    "compare: subsets, retrain and lds of samplewise.attribution.evaluate. Write the result with lds(...).save({place!r}) "
-    "and run this command again, or pass its folder with --trust."
+    "compare: subsets, retrain and lds of samplewise.attribution.evaluate. Write the result with "
+    "lds(...).save({place!r}) and run this command again, or pass its folder with --trust."
 )
 TRUST_HEADING = "<h3>How far to trust them</h3>"
 LDS = (
     "LDS: rank correlation between predicted and actual outputs of models that were retrained on random subsets of the "
-    "training data. 1 is perfect, 0 is chance."
+    "training data. 1 is perfect, 0 is chance. The values are those in {place}; they hold for scores of the same "
+    "method, model and data."
 )
 
 
@@ -173,14 +174,14 @@ def _trust(trust: Trust | None, place: str) -> str:
     if trust is None:
         return f"{TRUST_HEADING}<p>{text(NOT_MEASURED.format(place=place))}</p>"
     values = {
-        "these scores": f"{trust.mean:.3f} ± {trust.standard_error:.3f} (standard error)",
+        "measured scores": f"{trust.mean:.3f} ± {trust.standard_error:.3f} (standard error)",
         **{name: f"{value:.3f}" for name, value in trust.baselines.items()},
         "noise ceiling": "not measured" if trust.ceiling is None else f"{trust.ceiling:.3f}",
     }
     counts = f"{plural(trust.queries, 'query', 'queries')} and {plural(trust.subsets, 'subset')}"
     return (
         f"{TRUST_HEADING}<p>{text(interpretation(trust))}</p>"
-        f"{columns(value_table(f'LDS over {counts}', values))}{note_paragraph(LDS)}"
+        f"{columns(value_table(f'LDS over {counts}', values))}{note_paragraph(LDS.format(place=place))}"
     )
 
 
