@@ -20,6 +20,8 @@ from samplewise.core.text import plural
 from samplewise.errors import BatchError, CheckpointError
 from samplewise.ledger.previews import preview
 
+QUERY_NUMBERS = 2**28  # of gradients of a batch of queries, which EK-FAC holds as rows
+
 
 class Subject:
     """Model, loss and data of a recipe. The model has the parameters of the newest of the trained models.
@@ -92,12 +94,9 @@ class Subject:
         """Scores of a method; raises RecipeError if they are not finite."""
         checkpoints = list(zip(self.states, self.weights, strict=True))
         train = self.train.batches()
-        # Query batches of the size of training batches, for which the memory of a backward pass suffices.
-        task = Task(self.model, self.loss, checkpoints, train, self.validation.batches(queries, self.train.batch_size))
-        with (
-            self._recipe.errors(),
-            progress(len(train) * method.passes(task), "scores, batches of training samples") as advance,
-        ):
+        task = Task(self.model, self.loss, checkpoints, train, self.validation.batches(queries, self._query_batch_size))
+        total = len(train) * method.passes(task)
+        with self._recipe.errors(), progress(total, "scores, batches of training samples") as advance:
             train.on_batch = lambda: advance(1)
             scores = method.scores(task)
         known = scores.values.isfinite()
@@ -109,6 +108,12 @@ class Subject:
                 "data are finite."
             )
         return scores
+
+    @property
+    def _query_batch_size(self) -> int:
+        """That of training batches, for which the memory of a backward pass suffices; fewer for large models."""
+        parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return min(self.train.batch_size, max(1, QUERY_NUMBERS // max(1, parameters)))
 
     def _loaded_loss(self) -> Any:
         """The loss of the recipe on the device, with its saved weights if it has some, in evaluation mode."""
