@@ -232,11 +232,11 @@ def test_trak_of_several_runs(run):
     assert found.exit_code == 0
     about = settings("runs/again/attribution")
     assert [Path(each["path"]).name for each in about["checkpoints"]] == [
-        "update-000000006.ckpt",
         "update-000000003.ckpt",
+        "update-000000006.ckpt",
     ]
     assert about["dim"] == 15  # a quarter of the training samples
-    assert "TRAK at 2 checkpoints of again, recipe" in page_text("runs/again/attribution")
+    assert "Attribution: again|TRAK at 2 checkpoints of recipe, again" in page_text("runs/again/attribution")
 
 
 def add_loss(expression):
@@ -313,11 +313,16 @@ def test_many_scores_are_cut_to_the_highest_and_lowest(run, monkeypatch):
     assert cut == [row for start in (0, 60) for row in (*whole[start : start + 4], *whole[start + 56 : start + 60])]
 
 
-def test_samples_outside_of_a_subset_sampler_are_not_training_samples(recipe):
-    text = SPLIT.replace("shuffle=True)\n    z", "sampler=SubsetRandomSampler([40, 3, 17, 8]))\n    z")
-    text = text.replace("import DataLoader, ", "import DataLoader, SubsetRandomSampler, ")
+@pytest.mark.parametrize(
+    "sampler",
+    ["SubsetRandomSampler([40, 3, 17, 8])", "WeightedRandomSampler([k in (3, 8, 17, 40) for k in range(60)], 9)"],
+)
+def test_samples_that_a_sampler_never_draws_are_not_training_samples(recipe, sampler):
+    text = SPLIT.replace("shuffle=True)\n    z", f"sampler={sampler})\n    z")
+    text = text.replace("import DataLoader, ", f"import DataLoader, {sampler.partition('(')[0]}, ")
     command("train", recipe(text), "--device", "cpu")
-    assert attribute("--queries", "0").exit_code == 0
+    result = attribute("--queries", "0")
+    assert (result.exit_code, result.stderr) == (0, "")
     assert sorted(pq.read_table("runs/recipe/attribution/scores.parquet")["sample"].to_pylist()) == [3, 8, 17, 40]
 
 
@@ -433,6 +438,29 @@ def test_a_loss_with_weights_of_its_own(recipe):
     train, queries = batches()
     expected = scale**2 * sw.influence(trained_network("runs/recipe"), nn.CrossEntropyLoss(), train, queries).T
     torch.testing.assert_close(scores("runs/recipe/attribution")[1], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_of_the_trainer_without_frozen_parameters(recipe):
+    """A frozen layer that the checkpoints leave out is that of the recipe."""
+    text = SPLIT.replace("return nn.Sequential(nn.Linear(6, 8),", "return nn.Sequential(frozen(),") + (
+        "\n\ndef frozen():\n"
+        "    layer = nn.Linear(6, 8)\n"
+        "    nn.init.eye_(layer.weight)\n"
+        "    nn.init.zeros_(layer.bias)\n"
+        "    return layer.requires_grad_(False)\n"
+    )
+    recipe(text)
+    functions = {}
+    exec(text, functions)
+    model = functions["model"]()
+    step = sw.Step(model, functions["optimizer"](model), nn.CrossEntropyLoss())
+    trainer = sw.Trainer(step, "runs/recipe", save="trained", progress=False)
+    trainer.fit(functions["data"]()[0], epochs=2)
+    assert "0.weight" not in sw.load_checkpoint("runs/recipe")["model"]
+    assert attribute("--queries", "0-1", "--checkpoints", 1).exit_code == 0
+    expected = sw.influence(model, nn.CrossEntropyLoss(), *batches()).T
+    torch.testing.assert_close(scores("runs/recipe/attribution")[1], expected, rtol=1e-4, atol=1e-6)
+    assert attribute("--queries", "0-1").exit_code == 0
 
 
 @pytest.mark.parametrize("source", ["dataset", "ledger"])

@@ -36,8 +36,8 @@ def attribute(
         list[Path] | None,
         typer.Option(
             metavar="DIR",
-            help="Run directory of the trained model, or a checkpoint; may be repeated. Default: runs/<name of the "
-            "recipe>.",
+            help="Run directory of the trained model, or a checkpoint; may be repeated for an ensemble. Default: "
+            "runs/<name of the recipe>.",
             show_default=False,
         ),
     ] = None,
@@ -98,8 +98,8 @@ def attribute(
     target = device_named(device)
     runs = [absolute(path) for path in run or [Path("runs") / recipe.stem]]
     models = read_runs(runs, _checked_number(checkpoints, runs, chosen))
-    directory = writable(models[0].run / "attribution" if to is None else absolute(to))
-    quality = find_quality(trust, models[0].run)
+    directory = writable(models[-1].run / "attribution" if to is None else absolute(to))
+    quality = find_quality(trust, models[-1].run)
     seed = seed_of(models[-1])
     seed_everything(seed)  # before the recipe is loaded, as in training: data() may draw random numbers
     subject = Subject(Recipe(recipe, source), models, seed, target)

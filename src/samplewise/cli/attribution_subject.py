@@ -24,9 +24,9 @@ QUERY_NUMBERS = 2**28  # of gradients of a batch of queries, which EK-FAC holds 
 
 
 class Subject:
-    """Model, loss and data of a recipe. The model has the parameters of the newest of the trained models.
+    """Model, loss and data of a recipe. The model has the parameters of the last trained model.
 
-    models: trained models, the newest last
+    models: trained models; the last one is used for losses and predictions
     seed: of the run
     """
 
@@ -49,7 +49,7 @@ class Subject:
 
     @property
     def run(self) -> Path:
-        """Directory of the run of the newest model."""
+        """Directory of the run of the last model."""
         return self.models[-1].run
 
     @property
@@ -85,7 +85,7 @@ class Subject:
             return preview(item, features)
 
     def outcomes(self, batches: OrderedBatches) -> Outcomes:
-        """Losses and predictions of the newest model."""
+        """Losses and predictions of the last model."""
         with self._recipe.errors(), progress(len(batches), "losses, batches") as advance:
             batches.on_batch = lambda: advance(1)
             return outcomes(self.model, self.loss, batches)
@@ -130,13 +130,13 @@ class Subject:
 
     def _check_data(self) -> None:
         """Raise CheckpointError if the training data has another length than that of the run."""
-        trained = self.models[-1].samples
         length = len(self.train.loader.dataset)
-        if trained is not None and trained != length:
-            raise CheckpointError(
-                f"the training dataset of the recipe must be the one of the run, with {plural(trained, 'sample')}; "
-                f"found {plural(length, 'sample')}. Restore the data, or pass another run with --run."
-            )
+        for trained in (each.samples for each in self.models):
+            if trained not in (None, length):
+                raise CheckpointError(
+                    f"the training dataset of the recipe must be the one of the run, with {plural(trained, 'sample')}; "
+                    f"found {plural(length, 'sample')}. Restore the data, or pass another run with --run."
+                )
         sampler = unknown_sampler(self.train.loader)
         if sampler is not None:
             self._note(

@@ -23,7 +23,7 @@ from samplewise.loop.data.rng import seed_samples
 from samplewise.loop.data.sharding import RankShard
 
 BATCH = 64  # samples, for a loader whose batch sampler has no batch size
-WHOLE = (SequentialSampler, RandomSampler, WeightedRandomSampler, DistributedSampler)  # samplers of all samples
+KNOWN = (SequentialSampler, RandomSampler, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class OrderedSamples:
@@ -91,19 +91,25 @@ class OrderedBatches:
             self.on_batch()
 
 
+def _sampler(loader: Any) -> Any:
+    """Sampler of single samples; a batch sampler of the user's class that has none."""
+    return getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
+
+
 def _drawn_indices(loader: Any) -> Sequence[int]:
     """Indices that the sampler of a loader can draw, ascending; all of the dataset for a sampler of unknown class."""
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    sampler = _sampler(loader)
     if isinstance(sampler, SubsetRandomSampler):
         return sorted({int(index) for index in sampler.indices})
+    if isinstance(sampler, WeightedRandomSampler):
+        return [index for index, weight in enumerate(sampler.weights.tolist()) if weight > 0]
     return range(len(loader.dataset))
 
 
 def unknown_sampler(loader: Any) -> str | None:
     """Class name of the sampler of a loader, if it may leave out samples of the dataset; None if it is known."""
-    outer = loader.batch_sampler
-    sampler = loader.sampler if type(outer) is BatchSampler else outer
-    return None if isinstance(sampler, (*WHOLE, SubsetRandomSampler)) else type(sampler).__name__
+    sampler = _sampler(loader)
+    return None if isinstance(sampler, KNOWN) else type(sampler).__name__
 
 
 def _kind(loader: Any) -> str:

@@ -65,6 +65,7 @@ class TrainedModel:
         base = self.state.get("base", {})
         check_base(base, model)
         state = with_base(self.state["model"], base, model)
+        state |= {name: state[name].clone() for name in base}  # not the tensors of the model itself
         own = {name: tuple(getattr(value, "shape", ())) for name, value in model.state_dict().items()}
         saved = {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
         for name in dict.fromkeys([*own, *saved]):
@@ -78,11 +79,12 @@ class TrainedModel:
 
 
 def read_runs(runs: Sequence[Path], newest: int | None) -> list[TrainedModel]:
-    """Checkpoints of run directories, oldest first in each; an entry may also be the path of one checkpoint.
+    """Checkpoints of run directories; the newest one of the first run is last. An entry may also be the path of one
+    checkpoint.
 
     newest: number of checkpoints per run; default all. CheckpointWarning is issued for those that cannot be read.
     """
-    return [model for run in runs for model in _read(run, newest)]
+    return [model for run in reversed(runs) for model in _read(run, newest)]
 
 
 def _read(run: Path, newest: int | None) -> list[TrainedModel]:
