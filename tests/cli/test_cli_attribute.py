@@ -299,7 +299,7 @@ def test_measured_quality(run, place):
     given = {"default": (), "folder": ("--trust", folder), "file": ("--trust", folder / "lds.json")}[place]
     attribute("--queries", "0", *given)
     page = page_text(run / "attribution")
-    assert "0.330 ± 0.010 (standard error)" in page and "|noise ceiling|0.800|" in page
+    assert "|measured scores|0.330 ± 0.010|" in page and "|noise ceiling|0.800|" in page
     assert "better than nearest pixels (0.12): they reach an LDS of 0.33, 41% of" in page
     assert settings(run / "attribution")["lds"] == LDS
 

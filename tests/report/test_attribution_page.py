@@ -93,8 +93,8 @@ def test_quality_that_was_not_measured():
 
 def test_measured_quality():
     found = page(trust=TRUST)
-    assert found.tables["LDS over 30 queries and 50 subsets"] == [
-        ["measured scores", "0.330 ± 0.010 (standard error)"],
+    assert found.tables["LDS ± standard error, over 30 queries and 50 subsets"] == [
+        ["measured scores", "0.330 ± 0.010"],
         ["random", "0.000"],
         ["nearest pixels", "0.120"],
         ["noise ceiling", "0.800"],

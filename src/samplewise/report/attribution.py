@@ -174,15 +174,14 @@ def _trust(trust: Trust | None, place: str) -> str:
     if trust is None:
         return f"{TRUST_HEADING}<p>{text(NOT_MEASURED.format(place=place))}</p>"
     values = {
-        "measured scores": f"{trust.mean:.3f} ± {trust.standard_error:.3f} (standard error)",
+        "measured scores": f"{trust.mean:.3f} ± {trust.standard_error:.3f}",
         **{name: f"{value:.3f}" for name, value in trust.baselines.items()},
         "noise ceiling": "not measured" if trust.ceiling is None else f"{trust.ceiling:.3f}",
     }
     counts = f"{plural(trust.queries, 'query', 'queries')} and {plural(trust.subsets, 'subset')}"
-    return (
-        f"{TRUST_HEADING}<p>{text(interpretation(trust))}</p>"
-        f"{columns(value_table(f'LDS over {counts}', values))}{note_paragraph(LDS.format(place=place))}"
-    )
+    measured = value_table(f"LDS ± standard error, over {counts}", values)
+    explanation = note_paragraph(LDS.format(place=place))
+    return f"{TRUST_HEADING}<p>{text(interpretation(trust))}</p>{columns(measured)}{explanation}"
 
 
 def interpretation(trust: Trust) -> str:
