@@ -69,6 +69,36 @@ def test_linear_layers(damping, size):
     torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-9, atol=1e-9)
 
 
+def test_cosine_and_layers():
+    model, x, y = make(n=30)
+    query = (x[:4] + 0.2, y[:4])
+    inverse = explicit_inverse(model, [model[0], model[2]], x, y, 0.1)
+    mine, theirs = rows(model, x, y), rows(model, *query)
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 8), labels="data")
+    options = dict(curvature=curvature, damping=0.1)
+    lengths = [(each @ inverse * each).sum(1).sqrt() for each in (mine, theirs)]
+    wanted = mine @ inverse @ theirs.T / torch.outer(*lengths)
+    found = sw.influence(model, loss_fn, batches(x, y, 11), [query], cosine=True, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    by_layer = sw.influence(model, loss_fn, batches(x, y, 11), [query], by="layer", **options)
+    size = sum(p.numel() for p in model[0].parameters())
+    assert list(by_layer) == ["0", "2"]
+    torch.testing.assert_close(by_layer["0"], mine[:, :size] @ inverse[:size, :size] @ theirs[:, :size].T)
+    torch.testing.assert_close(sum(by_layer.values()), mine @ inverse @ theirs.T)
+
+
+def test_single_samples_and_parameters_that_are_not_reached():
+    model, x, y = make(n=30)
+    query = (x[:1] + 0.2, y[:1])
+    inverse = explicit_inverse(model, [model[0], model[2]], x, y, 0.1)
+    model.register_parameter("unused", nn.Parameter(torch.zeros(2).double()))
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 1), labels="data")
+    assert "1 parameter by the diagonal: unused" in repr(curvature)
+    found = sw.influence(model, loss_fn, batches(x, y, 1), [query], curvature=curvature, damping=0.1)
+    del model._parameters["unused"]
+    torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-9, atol=1e-9)
+
+
 class Tagger(nn.Module):
     """Each sample is a sequence; its loss is the sum over tokens, without those of label -100."""
 

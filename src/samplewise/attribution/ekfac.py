@@ -17,9 +17,6 @@ from samplewise.core.atomic_io import absolute, atomic_write
 from samplewise.core.losses import LossFn, as_loss_fn
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import listed, plural
-from samplewise.engine.gradients import Gradients, factored_forms
-from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.dense import DenseGrad
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_repeatable
 
@@ -102,17 +99,6 @@ class EKFAC:
         for block in self.blocks:
             solved.update(block.solve(rows, damping))
         return {name: solved[name] for name in rows}
-
-    def coordinates(self, g: Gradients) -> dict[Block, PerSampleGrad]:
-        """Gradients in the eigenbasis of each block."""
-        forms = factored_forms(g)
-        shapes = {name: tuple(form.shape) for name, form in forms.items()}
-        check_shapes({name: shapes.get(name, self.shapes.get(name)) for name in g.names}, self.shapes)
-        for block in self.blocks:
-            for name in block.names:  # zeros for parameters that the losses do not depend on
-                if name not in forms:
-                    forms[name] = DenseGrad(block.eigenvalues.new_zeros(len(g), *self.shapes[name]))
-        return {block: block.coordinates(forms) for block in self.blocks}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the curvature to a file, atomically."""

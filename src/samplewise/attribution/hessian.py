@@ -17,7 +17,7 @@ from samplewise.errors import ParameterError
 from samplewise.eval_pass import share_of_rank
 
 LARGEST = 20_000  # parameters: the matrix then has 3.2 GB in float64
-ELEMENTS = 2**22  # of one output of the model for all directions that are multiplied at a time
+ELEMENTS = 2**18  # of one output of the model for all directions that are multiplied at a time
 
 
 def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian:
