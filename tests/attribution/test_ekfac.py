@@ -99,6 +99,32 @@ def test_single_samples_and_parameters_that_are_not_reached():
     torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-9, atol=1e-9)
 
 
+class Gated(nn.Module):
+    """The bias has no part in the gradients of some samples, so that it cannot be a column of ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(noise(3, 5).double())
+        self.bias = nn.Parameter(noise(3).double())
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias * (x[:, :1] > 0)
+
+
+def test_a_vector_that_is_not_the_bias_of_the_weight():
+    model = Gated()
+    _, x, y = make(n=30)
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 8), labels="data")
+    assert repr(curvature) == ("EKFAC(1 layer by Kronecker factors: weight; 1 parameter by the diagonal: bias)")
+    positive = x[:, 0] > 0  # in these samples it is
+    joined = sw.ekfac(model, loss_fn, [(x[positive], y[positive])], labels="data")
+    assert repr(joined) == "EKFAC(1 layer by Kronecker factors: weight)"
+    gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    solved = joined.solve(gradients)
+    wanted = sum(gradients[name].flatten(1) @ solved[name].flatten(1).T for name in gradients)
+    torch.testing.assert_close(sw.influence(model, loss_fn, [(x, y)], [(x, y)], curvature=joined), wanted)
+
+
 class Tagger(nn.Module):
     """Each sample is a sequence; its loss is the sum over tokens, without those of label -100."""
 

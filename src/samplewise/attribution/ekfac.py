@@ -14,9 +14,11 @@ from samplewise.attribution.curvature import Rows, check_damping, check_shapes
 from samplewise.attribution.ekfac_fit import fit
 from samplewise.attribution.sampled_labels import SampledLoss
 from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.core.batches import check_loader
 from samplewise.core.losses import LossFn, as_loss_fn
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import listed, plural
+from samplewise.engine.checks import check_model
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_repeatable
 
@@ -55,6 +57,8 @@ def ekfac(
     microbatch: as in `sw.scan`, with another default, None: whole batches. With "auto", which watches what autograd
         saves, fewer layers may have factors
     """
+    check_model(model, "sw.ekfac(model, loss_fn, loader)")
+    check_loader(loader)
     check_repeatable(loader, "loader")
     loss_fn = _with_labels(as_loss_fn(loss_fn), labels)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
@@ -101,7 +105,7 @@ class EKFAC:
         return {name: solved[name] for name in rows}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the curvature to a file, atomically."""
+        """Write the curvature to a file, atomically. `samplewise.attribution.EKFAC.load(path)` reads it."""
         file_path = absolute(path)
         content = {
             "format": FORMAT,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.attribution.curvature import RELATIVE_DAMPING, Rows, check_damping, check_shapes
+from samplewise.core.batches import check_loader
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
 from samplewise.distributed.group import current_group, on_every_rank
-from samplewise.engine.checks import check_attached
+from samplewise.engine.checks import check_attached, check_model
 from samplewise.errors import ParameterError
 from samplewise.eval_pass import share_of_rank
 
@@ -28,6 +29,7 @@ def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian
     every rank passes the same arguments and a loader of all samples, uses its share of the batches, and gets the whole
     result.
     """
+    check_model(model, "sw.hessian(model, loss_fn, loader)")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     width = sum(p.numel() for p in parameters.values())
     if not 0 < width <= LARGEST:
@@ -36,13 +38,14 @@ def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian
             f"square of that number; found {width:,}. Use sw.ekfac."
         )
     loss_fn = as_loss_fn(loss_fn)
+    check_loader(loader)
     device = next(iter(parameters.values())).device
     total = torch.zeros(width, width, dtype=torch.float64, device=device)
     samples = 0
 
     def add_batches() -> None:
         nonlocal samples
-        for _, batch in share_of_rank(loader):
+        for _, batch in share_of_rank(loader, "sw.hessian"):
             with torch.enable_grad():
                 losses = per_sample(loss_fn(model, batch))[0]
             check_attached(losses)

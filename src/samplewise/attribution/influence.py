@@ -146,7 +146,7 @@ class _Scores(NamedTuple):
             pieces = scan(self.model, self.loss_fn, [batch], self.microbatch)
             return _joined([self._of_piece(g, query) for _, g in pieces], "train")
 
-        return _joined(list(map_over_ranks(of_batch, train)), "train")
+        return _joined(list(map_over_ranks(of_batch, train, "sw.influence")), "train")
 
     def _of_piece(self, g: Gradients, query: _Query) -> Parts:
         products = self._grouped(self.metric.products(g, query.gradients))

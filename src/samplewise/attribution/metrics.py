@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from samplewise.attribution.blocks import Block, divided
+from samplewise.attribution.blocks import Block, divided, with_zeros
 from samplewise.attribution.curvature import Curvature, Rows, check_shapes
 from samplewise.attribution.ekfac import EKFAC
 from samplewise.engine.gradients import Gradients, factored_forms
@@ -108,11 +108,7 @@ class Eigenbasis:
         shapes = self.curvature.shapes
         own = {name: tuple(form.shape) for name, form in forms.items()}
         check_shapes({name: own.get(name, shapes.get(name)) for name in g.names}, shapes)
-        for block in self.curvature.blocks:
-            for name in block.names:  # zeros for parameters that the losses do not depend on
-                if name not in forms:
-                    forms[name] = DenseGrad(block.eigenvalues.new_zeros(len(g), *shapes[name]))
-        return {block: block.coordinates(forms) for block in self.curvature.blocks}
+        return {block: block.coordinates(with_zeros(forms, block, shapes, len(g))) for block in self.curvature.blocks}
 
     def _squares(self, block: Block, form: PerSampleGrad) -> Iterator[Tensor]:
         return ((rows * divided(block, rows, self.damping)).flatten(1).sum(1) for _, rows in chunks(form))
