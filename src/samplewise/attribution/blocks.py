@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.attribution.curvature import RELATIVE_DAMPING, Rows
+from samplewise.attribution.curvature import Rows
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import CHUNK
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, OneHot, Term
 
 Forms = Mapping[str, PerSampleGrad]  # representations of per-sample gradients by parameter
+RELATIVE_DAMPING = 0.1  # default damping, as a fraction of the mean eigenvalue of the block
 SAME = 1e-3  # relative difference up to which gradients of a bias are the sums of output gradients
 LEFT = "left"
 RIGHT = "right"

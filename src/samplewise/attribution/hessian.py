@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.curvature import RELATIVE_DAMPING, Rows, check_damping, check_shapes
+from samplewise.attribution.curvature import Rows, check_damping, check_shapes
 from samplewise.core.batches import check_loader
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
@@ -99,13 +99,15 @@ class Hessian:
 
     @property
     def default_damping(self) -> float:
-        """0.1 times the mean of the eigenvalues."""
-        return RELATIVE_DAMPING * float(self.matrix.diagonal().mean())
+        """Mean of the eigenvalues."""
+        return float(self.matrix.diagonal().mean())
 
     def solve(self, rows: Rows, damping: float | None = None) -> dict[str, Tensor]:
         """Product of (H + damping * identity)^-1 with each row, name -> (n, *shape).
 
-        damping: default 0.1 times the mean of the eigenvalues. It must be larger than minus the smallest eigenvalue:
+        damping: default: the mean of the eigenvalues. For a model trained with SGD for a limited number of updates,
+            1 / (lr * updates) is a good choice, with lr / (1 - momentum) in place of lr: along eigenvectors with
+            smaller eigenvalues, the training has not converged. It must be larger than minus the smallest eigenvalue:
             the Hessian of a net has negative ones unless it is trained to a minimum, and that of a softmax has zeros.
         """
         check_shapes({name: tuple(each.shape[1:]) for name, each in rows.items()}, self.shapes)
