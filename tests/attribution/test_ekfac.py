@@ -63,7 +63,7 @@ def test_linear_layers(damping, size):
     query = (x[:4] + 0.2, y[:4])
     inverse = explicit_inverse(model, [model[0], model[2]], x, y, damping)
     curvature = sw.ekfac(model, loss_fn, batches(x, y, size), labels="data")
-    assert repr(curvature) == "EKFAC(2 layers by Kronecker factors: 0.weight, 2.weight)"
+    assert repr(curvature) == "EKFAC(2 by Kronecker factors: 0.weight, 2.weight)"
     assert not any(block.eigenvalues.requires_grad for block in curvature.blocks)
     found = sw.influence(model, loss_fn, batches(x, y, 11), [query], curvature=curvature, damping=damping)
     torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-9, atol=1e-9)
@@ -93,7 +93,7 @@ def test_single_samples_and_parameters_that_are_not_reached():
     inverse = explicit_inverse(model, [model[0], model[2]], x, y, 0.1)
     model.register_parameter("unused", nn.Parameter(torch.zeros(2).double()))
     curvature = sw.ekfac(model, loss_fn, batches(x, y, 1), labels="data")
-    assert "1 parameter by the diagonal: unused" in repr(curvature)
+    assert "1 by the diagonal: unused" in repr(curvature)
     found = sw.influence(model, loss_fn, batches(x, y, 1), [query], curvature=curvature, damping=0.1)
     del model._parameters["unused"]
     torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-9, atol=1e-9)
@@ -115,10 +115,10 @@ def test_a_vector_that_is_not_the_bias_of_the_weight():
     model = Gated()
     _, x, y = make(n=30)
     curvature = sw.ekfac(model, loss_fn, batches(x, y, 8), labels="data")
-    assert repr(curvature) == ("EKFAC(1 layer by Kronecker factors: weight; 1 parameter by the diagonal: bias)")
+    assert repr(curvature) == ("EKFAC(1 by Kronecker factors: weight; 1 by the diagonal: bias)")
     positive = x[:, 0] > 0  # in these samples it is
     joined = sw.ekfac(model, loss_fn, [(x[positive], y[positive])], labels="data")
-    assert repr(joined) == "EKFAC(1 layer by Kronecker factors: weight)"
+    assert repr(joined) == "EKFAC(1 by Kronecker factors: weight)"
     gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
     solved = joined.solve(gradients)
     wanted = sum(gradients[name].flatten(1) @ solved[name].flatten(1).T for name in gradients)
@@ -164,7 +164,7 @@ def test_convolution_equals_the_linear_layer_of_its_patches():
     net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)).double()
     x, y = noise(25, 2, 4, 4).double(), torch.arange(25) % 3
     curvature = sw.ekfac(net, loss_fn, batches(x, y, 10), labels="data")
-    assert repr(curvature) == "EKFAC(2 layers by Kronecker factors: 0.weight, 3.weight)"
+    assert repr(curvature) == "EKFAC(2 by Kronecker factors: 0.weight, 3.weight)"
 
     class ByPatches(nn.Module):
         def __init__(self):
@@ -190,9 +190,7 @@ def test_other_parameters_have_the_diagonal():
     model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3, bias=False)).double()
     x, y = noise(30, 5).double(), torch.arange(30) % 3
     curvature = sw.ekfac(model, loss_fn, batches(x, y, 9), labels="data")
-    assert repr(curvature) == (
-        "EKFAC(2 layers by Kronecker factors: 0.weight, 2.weight; 2 parameters by the diagonal: 1.weight, 1.bias)"
-    )
+    assert repr(curvature) == ("EKFAC(2 by Kronecker factors: 0.weight, 2.weight; 2 by the diagonal: 1.weight, 1.bias)")
     gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
     solved = curvature.solve(gradients, 0.1)
     for name in ("1.weight", "1.bias"):
@@ -205,6 +203,7 @@ def test_embeddings_have_one_factor():
     model = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(12, 3)).double()
     x, y = torch.arange(90).view(30, 3) * 7 % 6, torch.arange(30) % 3
     curvature = sw.ekfac(model, loss_fn, batches(x, y, 9), labels="data")
+    assert repr(curvature) == "EKFAC(1 by Kronecker factors: 2.weight; 1 by one factor: 0.weight)"
     gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
     of_outputs = torch.stack([g for i in range(30) for g in _gradients_of_lookups(model, x[i], y[i])])
     basis = torch.linalg.eigh(of_outputs.T @ of_outputs)[1]
@@ -217,6 +216,23 @@ def _gradients_of_lookups(model, x, y):
     looked_up = model[0](x[None]).detach().requires_grad_()
     loss = F.cross_entropy(model[2](looked_up.flatten(1)), y[None])
     return torch.autograd.grad(loss, looked_up)[0][0]
+
+
+def test_sides_with_too_many_dims_have_no_factor(monkeypatch):
+    monkeypatch.setattr("samplewise.attribution.ekfac_fit.LARGEST_SIDE", 7)
+    model, x, y = make(n=30)  # 5 + 1 inputs, 7 + 1 hidden, 3 outputs
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 9), labels="data")
+    assert repr(curvature) == "EKFAC(1 by Kronecker factors: 0.weight; 1 by one factor: 2.weight)"
+    gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    _, g = factors_of(model, model[2], x, y, loss_fn)
+    basis = torch.linalg.eigh(torch.einsum("nto,ntp->op", g, g))[1]
+    rotated = basis.T @ torch.cat([gradients["2.weight"], gradients["2.bias"][:, :, None]], 2)
+    wanted = basis @ (rotated / (rotated.square().mean(0) + 0.1))
+    solved = curvature.solve(gradients, 0.1)
+    torch.testing.assert_close(solved["2.weight"], wanted[:, :, :-1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(solved["2.bias"], wanted[:, :, -1], rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr("samplewise.attribution.ekfac_fit.LARGEST_SIDE", 2)
+    assert "4 by the diagonal" in repr(sw.ekfac(model, loss_fn, batches(x, y, 9), labels="data"))
 
 
 # ------------------------------------------------------------- sampled labels

@@ -28,7 +28,7 @@ from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import RandomState
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.engine.checks import wide_dtype
-from samplewise.engine.gradients import factored_forms
+from samplewise.engine.gradients import factored_forms, wanted_parameters
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, Term
@@ -42,7 +42,7 @@ def fit(
     model: nn.Module, loss_fn: LossFn, loader: Iterable[Any], seed: int, microbatch: int | str | None
 ) -> list[Block]:
     """Blocks of the EK-FAC matrix of all trainable parameters. Collective."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = wanted_parameters(model).named
     passes = Passes(model, loss_fn, loader, seed, microbatch)
     covariances = Covariances()
     on_every_rank(lambda: passes.run(covariances.add, "sw.ekfac, pass 1 of 2"))
@@ -159,8 +159,10 @@ def _zeros(p: Tensor) -> Tensor:
     return torch.zeros(p.shape, dtype=wide_dtype(p.dtype.to_real()), device=p.device)
 
 
-def find_layer(name: str, form: PerSampleGrad, forms: Forms) -> Layer:
-    """Layer of a weight, joined with a vector of the same module whose gradients are the sums of output gradients."""
+def find_layer(name: str, form: PerSampleGrad, forms: Forms) -> Layer | None:
+    """Layer of a weight, joined with a vector of the same module whose gradients are the sums of output gradients; None
+    if both sides have too many dims.
+    """
     term = only_term(form)
     assert isinstance(form, FactoredGrad) and term is not None
     dense = [side for side, factor in zip((LEFT, RIGHT), term, strict=True) if isinstance(factor, Tensor)]
@@ -173,7 +175,8 @@ def find_layer(name: str, form: PerSampleGrad, forms: Forms) -> Layer:
     candidates = [replace(layer, bias=vector, bias_side=side) for vector in vectors for side in (RIGHT, LEFT)]
     joined = [each for each in candidates if len(dense) == 2 and each.describes(forms, term)]
     layer = joined[0] if joined else layer
-    return replace(layer, bases=tuple(side for side in dense if layer.sides[side] <= LARGEST_SIDE))
+    bases = tuple(side for side in dense if layer.sides[side] <= LARGEST_SIDE)
+    return replace(layer, bases=bases) if bases else None
 
 
 def _has_gradient(term: Term) -> bool:

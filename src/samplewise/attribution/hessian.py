@@ -14,6 +14,7 @@ from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.engine.checks import check_attached, check_model
+from samplewise.engine.gradients import wanted_parameters
 from samplewise.errors import ParameterError
 from samplewise.eval_pass import share_of_rank
 
@@ -30,7 +31,7 @@ def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian
     result.
     """
     check_model(model, "sw.hessian(model, loss_fn, loader)")
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = wanted_parameters(model).named
     width = sum(p.numel() for p in parameters.values())
     if not 0 < width <= LARGEST:
         raise ParameterError(
