@@ -235,6 +235,57 @@ def test_sides_with_too_many_dims_have_no_factor(monkeypatch):
     assert "4 by the diagonal" in repr(sw.ekfac(model, loss_fn, batches(x, y, 9), labels="data"))
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.LSTM(4, 3, batch_first=True)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.steps(x)[0][:, -1])
+
+
+MODELS = {
+    "recurrent": (Recurrent, (6, 4)),
+    "attention": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), nn.Flatten(), nn.Linear(24, 3)
+        ),
+        (6, 4),
+    ),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 4, 3, groups=2),
+            nn.BatchNorm2d(4),
+            nn.ConvTranspose2d(4, 3, 2, stride=2),
+            nn.Conv2d(3, 2, 3, padding=1, stride=2),
+            nn.Flatten(),
+            nn.Linear(32, 3),
+        ),
+        (4, 6, 6),
+    ),
+    "spectral": (
+        lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)), nn.Linear(5, 3)),
+        (4,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_equal_those_of_solved_rows(name):
+    """Any model: gradients in the eigenbasis give the products of rows with rows that `solve` returns."""
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = build().double().eval()
+    x, y = noise(14, *shape).double(), torch.arange(14) % 3
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 5))
+    found = sw.influence(model, loss_fn, batches(x, y, 5), [(x[:3], y[:3])], curvature=curvature)
+    gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    solved = curvature.solve({name: each[:3] for name, each in gradients.items()})
+    wanted = sum(each.flatten(1) @ solved[name].flatten(1).T for name, each in gradients.items())
+    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+
+
 # ------------------------------------------------------------- sampled labels
 
 
