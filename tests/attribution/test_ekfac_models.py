@@ -148,14 +148,13 @@ def test_labels_are_sampled_and_queries_scored(case):
 
 def test_which_layers_have_factors():
     assert repr(sw.ekfac(made(gpt2_with_lora), ModelLoss(), [words()])) == (
-        "EKFAC(2 layers by Kronecker factors: base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight, "
+        "EKFAC(2 by Kronecker factors: base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight, "
         "base_model.model.transformer.h.0.attn.c_attn.lora_B.default.weight)"
     )
     text = repr(sw.ekfac(made(gpt2), ModelLoss(), [words()]))
-    assert "5 layers by Kronecker factors: transformer.wpe.weight, transformer.h.0.attn.c_attn.weight" in text
-    assert (
-        "7 parameters by the diagonal: transformer.wte.weight, transformer.h.0.ln_1.weight" in text
-    )  # tied to the head
+    assert "EKFAC(4 by Kronecker factors: transformer.h.0.attn.c_attn.weight, " in text
+    assert "; 1 by one factor: transformer.wpe.weight; " in text
+    assert "7 by the diagonal: transformer.wte.weight, transformer.h.0.ln_1.weight" in text  # tied to the head
 
 
 def test_tokens_by_a_function():

@@ -16,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.attribution.curvature import RELATIVE_DAMPING, Rows
+from samplewise.attribution.curvature import Rows
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import CHUNK
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import Factor, FactoredGrad, OneHot, Term
 
 Forms = Mapping[str, PerSampleGrad]  # representations of per-sample gradients by parameter
+RELATIVE_DAMPING = 0.1  # default damping, as a fraction of the mean eigenvalue of the block
+SAME = 1e-3  # relative difference up to which gradients of a bias are the sums of output gradients
 LEFT = "left"
 RIGHT = "right"
 
@@ -65,6 +67,22 @@ class Layer:
             parts[self.bias] = matrices[:, :, -1] if self.bias_side == RIGHT else matrices[:, -1, :]
         return parts
 
+    def describes(self, forms: Forms, term: Term) -> bool:
+        """True if these are gradients of this layer: factors of the same sizes, and gradients of the bias that are the
+        sums over tokens of the factor on the other side.
+        """
+        form = forms[self.weight]
+        if not isinstance(form, FactoredGrad) or form.matrix != self.matrix:
+            return False
+        if self.bias is None:
+            return True
+        bias = forms.get(self.bias)
+        factor = term.left if self.bias_side == RIGHT else term.right
+        if bias is None or not isinstance(factor, Tensor) or bias.shape != (factor.shape[2],):
+            return False
+        difference = (bias.rows(0, bias.samples) - factor.sum(1)).abs()
+        return bool((difference <= SAME * factor.abs().sum(1).amax(1, keepdim=True)).all())
+
     def extended(self, left: Factor, right: Factor) -> tuple[Factor, Factor]:
         """Factors (b, t, l) and (b, t, r) of the weight and the bias, from those of the weight."""
         if self.bias is None:
@@ -94,7 +112,7 @@ class KroneckerBlock:
         """Gradients in the eigenbasis, in factors if the weight has them."""
         form = forms[self.layer.weight]
         term = only_term(form)
-        if term is None:
+        if term is None or not self.layer.describes(forms, term):
             rows = {name: forms[name].rows(0, form.samples) for name in self.names}
             return DenseGrad(self.rotate(self.layer.join(rows)))
         left, right = self.layer.extended(*term)
@@ -158,6 +176,12 @@ def divided(block: Block, rows: Tensor, damping: float | None) -> Tensor:
             "gradients are not; found none. Pass damping=, for example 1e-4."
         )
     return torch.where(zero, 0, rows / torch.where(zero, 1, divisor))
+
+
+def with_zeros(forms: Forms, block: Block, shapes: Mapping[str, tuple[int, ...]], samples: int) -> Forms:
+    """Forms of a block's parameters; zeros for those that the losses do not depend on."""
+    missing = {name: block.eigenvalues.new_zeros(samples, *shapes[name]) for name in block.names if name not in forms}
+    return {**forms, **{name: DenseGrad(zeros) for name, zeros in missing.items()}}
 
 
 def only_term(form: PerSampleGrad) -> Term | None:

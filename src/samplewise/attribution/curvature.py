@@ -10,8 +10,6 @@ from torch import Tensor
 from samplewise.core.text import listed
 from samplewise.errors import ParameterError
 
-RELATIVE_DAMPING = 0.1  # default damping, as a fraction of the mean eigenvalue
-
 Rows = Mapping[str, Tensor]  # parameter name -> (n, *shape), as returned by `Gradients.full`
 
 

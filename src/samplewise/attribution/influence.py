@@ -76,8 +76,8 @@ def influence(
     checkpoints: list of (state_dict, lr), copies of the model's state; default: the current parameters with lr 1
     curvature: result of `sw.ekfac` or `sw.hessian`, or another object with a method `solve`, see
         `samplewise.attribution.Curvature`; used for all checkpoints. Default: none
-    damping: added to the eigenvalues of the curvature; default: see `solve` of its class, 0.1 times the mean eigenvalue
-        of each layer for EK-FAC, and of the whole matrix for a Hessian
+    damping: added to the eigenvalues of the curvature; default: see `solve` of its class, for EK-FAC 0.1 times the mean
+        eigenvalue of each layer, for a Hessian the mean eigenvalue
     cosine: if True, divide each dot product by both norms, at each checkpoint; 0 if a gradient is zero. With curvature,
         norms are those of the metric, sqrt(g^T (H + damping)^-1 g), which costs a `solve` of the training rows, too
     by: "layer" returns a dict with the matrix of each module that has parameters of its own, such as "encoder.fc" for
@@ -146,7 +146,7 @@ class _Scores(NamedTuple):
             pieces = scan(self.model, self.loss_fn, [batch], self.microbatch)
             return _joined([self._of_piece(g, query) for _, g in pieces], "train")
 
-        return _joined(list(map_over_ranks(of_batch, train)), "train")
+        return _joined(list(map_over_ranks(of_batch, train, "sw.influence")), "train")
 
     def _of_piece(self, g: Gradients, query: _Query) -> Parts:
         products = self._grouped(self.metric.products(g, query.gradients))

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from samplewise.attribution.blocks import Block, divided
-from samplewise.attribution.curvature import Curvature, Rows
+from samplewise.attribution.blocks import Block, divided, with_zeros
+from samplewise.attribution.curvature import Curvature, Rows, check_shapes
 from samplewise.attribution.ekfac import EKFAC
-from samplewise.engine.gradients import Gradients
+from samplewise.engine.gradients import Gradients, factored_forms
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import chunks
 from samplewise.engine.grads.dense import DenseGrad
@@ -89,18 +89,26 @@ class Eigenbasis:
 
     @torch.no_grad()
     def query(self, g: Gradients) -> dict[Block, Tensor]:
-        coordinates = self.curvature.coordinates(g)
+        coordinates = self._coordinates(g)
         return {block: divided(block, form.rows(0, len(g)), self.damping) for block, form in coordinates.items()}
 
     @torch.no_grad()
     def products(self, g: Gradients, query: Mapping[Block, Tensor]) -> Parts:
-        coordinates = self.curvature.coordinates(g)
+        coordinates = self._coordinates(g)
         return {block.names[0]: form.gram(DenseGrad(query[block])) for block, form in coordinates.items()}
 
     @torch.no_grad()
     def norms(self, g: Gradients) -> Parts:
-        coordinates = self.curvature.coordinates(g)
+        coordinates = self._coordinates(g)
         return {block.names[0]: _roots(self._squares(block, form)) for block, form in coordinates.items()}
+
+    def _coordinates(self, g: Gradients) -> dict[Block, PerSampleGrad]:
+        """Gradients in the eigenbasis of each block."""
+        forms = factored_forms(g)
+        shapes = self.curvature.shapes
+        own = {name: tuple(form.shape) for name, form in forms.items()}
+        check_shapes({name: own.get(name, shapes.get(name)) for name in g.names}, shapes)
+        return {block: block.coordinates(with_zeros(forms, block, shapes, len(g))) for block in self.curvature.blocks}
 
     def _squares(self, block: Block, form: PerSampleGrad) -> Iterator[Tensor]:
         return ((rows * divided(block, rows, self.damping)).flatten(1).sum(1) for _, rows in chunks(form))
