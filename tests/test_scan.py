@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
+from samplewise.engine.saved import HOOKS_ARE_VISIBLE
 from samplewise.testing.zoo import noise
 
 
@@ -106,3 +107,19 @@ def test_a_loss_function_that_returns_nothing(task):
     model, x, y = task
     with pytest.raises(sw.LossesError, match=r"found NoneType\. Return the losses from the loss function"):
         next(sw.scan(model, lambda model, batch: None, [(x, y)]))
+
+
+@pytest.mark.skipif(not HOOKS_ARE_VISIBLE, reason="torch does not show what hooks have saved")
+@pytest.mark.parametrize("microbatch", [None, "auto"])
+def test_slices_of_sample_data_interact(microbatch):
+    """The hooks that measure memory keep the base of a slice, by which it is recognised as sample data."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.arange(6) % 3
+
+    def centred(model, batch):
+        centre = (batch[0][1:] @ model.weight.T).mean(0)  # five of six samples
+        return F.cross_entropy(model(batch[0]) - centre, batch[1], reduction="none")
+
+    ((_, g),) = sw.scan(model, centred, [(x, y)], microbatch)
+    with pytest.raises(sw.SamplesInteractError, match=r"Mean .* mixes samples"):
+        g.norms()

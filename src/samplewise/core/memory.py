@@ -31,17 +31,17 @@ class SavedBytes:
         self._own = {t.untyped_storage().data_ptr() for m in modules for t in (*m.parameters(), *m.buffers())}
         self._places: dict[tuple[int, int], tuple[int, int]] = {}  # -> number of saved views, bytes of the largest
 
-    def hold(self, x: Tensor) -> _Held:
+    def hold(self, x: Tensor) -> HeldTensor:
         storage = x.untyped_storage()
         if storage.data_ptr() in self._own:
-            return _Held(x)
+            return HeldTensor(x)
         # A view of a whole dataset counts only the bytes that it covers.
         size = min(storage.nbytes(), x.numel() * x.element_size())
         place = storage.data_ptr(), int(x.storage_offset())
         holders, largest = self._places.get(place, (0, 0))
         self._places[place] = holders + 1, max(largest, size)
         self._grow(max(0, size - largest))
-        return _Held(x, partial(self._release, place))
+        return HeldTensor(x, partial(self._release, place))
 
     def _release(self, place: tuple[int, int]) -> None:
         holders, largest = self._places.pop(place)
@@ -57,15 +57,16 @@ class SavedBytes:
             raise OverBudget
 
 
-class _Held:
+class HeldTensor:
     """Saved tensor that calls `release` when the graph frees it.
 
-    Stored detached: an operation that saves its own output would otherwise form a reference cycle and never be freed.
-    Autograd attaches the tensor again on unpacking.
+    A tensor with gradient is stored detached: an operation that saves its own output would otherwise form a reference
+    cycle and never be freed. Autograd attaches the tensor again on unpacking. Other tensors are stored as they are,
+    since a view that is unpacked has lost its base.
     """
 
     def __init__(self, tensor: Tensor, release: Callable[[], None] = lambda: None):
-        self.tensor = tensor.detach()
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
         self._release = release
 
     def __del__(self) -> None:

@@ -20,7 +20,7 @@ from samplewise.core.text import listed
 from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.checks import is_traced
 from samplewise.engine.graph import Edge, Graph, Node, is_accumulate_grad, is_python_function, scalar
-from samplewise.engine.saved import SavedTensorReader, saved_tensor_names
+from samplewise.engine.saved import SavedTensorReader, saved_tensor_names, with_base
 from samplewise.errors import SamplesInteractError, SamplesMayInteractWarning
 
 BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
@@ -135,7 +135,8 @@ def sample_data(graph: Graph, entries: Iterable[int], constants: Constants) -> I
         open_ended = any(child is None for child, _ in graph.children[node])
         with _unsharded_below(graph, node):  # for nodes under activation checkpointing, which recompute their tensors
             saved = reader.take(node)
-        for tensor in _tensors([*saved.values(), *_attributes(node)]):
+        operands = [with_base(node, name, value) for name, value in saved.items()]
+        for tensor in _tensors([*operands, *_attributes(node)]):
             if (open_ended or not tensor.is_floating_point()) and _may_be_data(tensor, graph.samples, constants):
                 yield node, tensor
 

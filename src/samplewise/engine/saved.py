@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _Handle, _Holder
 
+from samplewise.core.memory import HeldTensor
 from samplewise.engine.graph import MODIFIED, Node, is_python_function
 from samplewise.errors import GraphError
 
@@ -52,10 +53,18 @@ def block_of(node: Node) -> Any:
     return None
 
 
+def with_base(node: Node, name: str, value: Any) -> Any:
+    """The value of a saved tensor; if hooks of `core.memory` hold a view, the view itself, which has its base."""
+    if not HOOKS_ARE_VISIBLE or is_python_function(node):
+        return value
+    packed = _packed(getattr(node, "_raw_saved_" + name))
+    return packed.tensor if isinstance(packed, HeldTensor) else value
+
+
 def _packed(raw: Any) -> Any:
     try:
         return raw.data
-    except RuntimeError:  # not packed: an ordinary saved tensor, or one already freed
+    except (RuntimeError, AttributeError):  # not packed: an ordinary or freed saved tensor; a list of saved tensors
         return None
 
 
