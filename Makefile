@@ -17,7 +17,7 @@ TORCH_TESTS ?= $(filter-out tests/report/ tests/__pycache__/,$(wildcard tests/*/
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch lint format docs bench comparison clean
+.PHONY: help demo test test-all test-integrations test-torch lint format docs api bench comparison clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
@@ -33,6 +33,7 @@ help:
 	@echo '                 run the benchmarks of samplewise alone, in less than three minutes'
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
 	@echo 'make docs        generate docs/reference.md from the docstrings, and docs/picture.png if its script is newer'
+	@echo 'make api         record the public names and signatures in tests/public_api.txt'
 	@echo 'make clean       remove the virtual environments and all caches'
 
 # ------------------------------------------------------------------------------ environment
@@ -110,6 +111,9 @@ comparison: $(BENCH)
 
 docs: $(DEV) docs/picture.png
 	@$(PY) docs/reference.py
+
+api: $(DEV)
+	@$(PY) tests/public_api.py
 
 docs/picture.png: docs/picture.py | $(DEV)
 	@$(PY) docs/picture.py
