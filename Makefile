@@ -17,7 +17,7 @@ TORCH_TESTS ?= $(filter-out tests/report/ tests/__pycache__/,$(wildcard tests/*/
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch lint format docs api bench comparison clean
+.PHONY: help demo test test-all test-integrations test-torch lint format docs api dist bench comparison clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
@@ -34,6 +34,7 @@ help:
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
 	@echo 'make docs        generate docs/reference.md from the docstrings, and docs/picture.png if its script is newer'
 	@echo 'make api         record the public names and signatures in tests/public_api.txt'
+	@echo 'make dist        build the sdist and the wheel, and try the wheel in clean environments, with each extra'
 	@echo 'make clean       remove the virtual environments and all caches'
 
 # ------------------------------------------------------------------------------ environment
@@ -111,6 +112,10 @@ comparison: $(BENCH)
 
 docs: $(DEV) docs/picture.png
 	@$(PY) docs/reference.py
+
+# The sdist and the wheel in dist/, checked, and tried in clean environments below build/: without extras and with each.
+dist: $(DEV)
+	@$(PY) tests/release/dist.py
 
 api: $(DEV)
 	@$(PY) tests/public_api.py

@@ -52,7 +52,7 @@ class BackwardResult:
         return norms
 
     @property
-    def weights(self) -> PerSample:
+    def weights(self) -> Tensor | Any:  # Any: dict[str, Tensor]
         coefficients = self.stats.coefficients
         return torch.ones_like(self.stats.losses) if coefficients is None else coefficients
 

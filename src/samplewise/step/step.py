@@ -397,7 +397,7 @@ class Step(CheckedAttributes):
         return self._counters
 
     @property
-    def privacy(self) -> PrivacyMeter | None:
+    def privacy(self) -> PrivacyMeter | Any:  # Any: None, which users would have to exclude before every call
         """Privacy of the step: `spent()`, `left`, `open(directory)`; None without privacy=."""
         return self.config.privacy
 

@@ -30,6 +30,8 @@ class Outcome:
     scheduled: SchedulerStep | None = None  # set with a flag and a scheduler
 
 
+# Some results have two types, of which one is rare. Their annotations say `| Any` in place of the rare one, so that type
+# checkers accept code for the other without a check of the type.
 class Update:
     """Results of one parameter update.
 
@@ -98,7 +100,7 @@ class Update:
         return sum(self.phases.values())
 
     @property
-    def lr(self) -> float | tuple[float, ...]:
+    def lr(self) -> float | Any:  # Any: tuple[float, ...]
         rates = tuple(map(float, self._outcome.lr))
         return rates[0] if len(set(rates)) == 1 else rates
 
@@ -142,12 +144,12 @@ class Update:
         return cat(norms)
 
     @property
-    def weights(self) -> PerSample:
+    def weights(self) -> Tensor | Any:  # Any: dict[str, Tensor]
         parts = self._checked_parts()
         return cat_values([torch.ones_like(p.losses) if p.coefficients is None else p.coefficients for p in parts])
 
     @property
-    def columns(self) -> dict[str, Column]:
+    def columns(self) -> dict[str, Tensor | Any]:  # Any: a list, if the values are not numbers
         return {**columns_of(self.batch_columns), **self.loss_columns}
 
     @property

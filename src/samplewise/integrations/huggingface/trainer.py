@@ -61,7 +61,7 @@ class PerSample(Base):
     """
 
     data_collator: Any  # of the Trainer
-    _signature_columns: list[Any]
+    _signature_columns: Any
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
