@@ -115,7 +115,7 @@ docs: $(DEV) docs/picture.png
 
 # The sdist and the wheel in dist/, checked, and tried in clean environments below build/: without extras and with each.
 dist: $(DEV)
-	@$(PY) tests/release/dist.py
+	@$(PY) tests/release/distributions.py
 
 api: $(DEV)
 	@$(PY) tests/public_api.py

@@ -28,7 +28,7 @@ from samplewise.framework_pass import FrameworkPass
 from samplewise.transforms.chain import Chain, as_chain
 from samplewise.transforms.measure import measure
 from samplewise.transforms.reference import Reference
-from samplewise.transforms.stats import PerSample, SampleStats, one_per_sample
+from samplewise.transforms.stats import SampleStats, one_per_sample
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Smoke test of an installed samplewise, run by tests/release/dist.py in environments with different extras.
+"""Smoke test of an installed samplewise, run by tests/release/distributions.py in environments with different extras.
 
 python smoke.py VERSION [EXTRA]
 

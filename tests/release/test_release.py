@@ -4,7 +4,7 @@ import re
 import zipfile
 from pathlib import Path
 
-import dist
+import distributions as dist
 import pytest
 
 import samplewise

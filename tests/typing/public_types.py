@@ -1,4 +1,4 @@
-"""Types of the main objects, as users see them. mypy and pyright check this file; tests/typing/test_typing.py runs them."""
+"""Types of the main objects, as users see them: test_typing.py checks this file with mypy and pyright."""
 
 from collections.abc import Iterator
 from pathlib import Path

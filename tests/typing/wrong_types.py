@@ -17,7 +17,7 @@ def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Up
     g.norms().keys()  # wrong
     g.norms(by="parameter").mean()  # wrong
     g.sum().norm()  # wrong
-    g[3].shape  # wrong
+    print(g[3].shape)  # wrong
     step.sampels = 3  # wrong
     step.samples = "all"  # wrong
     sw.Step(model, optimizer)  # wrong

@@ -52,7 +52,7 @@ class Suspects:
         return self.score.argsort(descending=True, stable=True)
 
     def top(self, k: int = 10) -> Tensor | Any:
-        """Ids of the k most suspicious samples, the most suspicious first."""
+        """Ids of the k most suspicious samples, the most suspicious first; a list if they are strings."""
         first = self.order[:k]
         if isinstance(self.ids, Tensor):
             return self.ids[first]

@@ -13,10 +13,10 @@ from torch import Tensor
 from samplewise.core.means import WeightedMean
 from samplewise.core.text import plural
 from samplewise.errors import LossesError, ParameterError, PrivacyError
-from samplewise.step.batch_columns import BatchColumns, Column, columns_of
+from samplewise.step.batch_columns import BatchColumns, columns_of
 from samplewise.step.skip_flag import SchedulerStep, SkipFlag
 from samplewise.step.window import WindowTotals
-from samplewise.transforms.stats import PerSample, SampleStats, cat, cat_values, total_count, total_loss
+from samplewise.transforms.stats import SampleStats, cat, cat_values, total_count, total_loss
 
 
 @dataclass(slots=True)
@@ -30,8 +30,8 @@ class Outcome:
     scheduled: SchedulerStep | None = None  # set with a flag and a scheduler
 
 
-# Some results have two types, of which one is rare. Their annotations say `| Any` in place of the rare one, so that type
-# checkers accept code for the other without a check of the type.
+# Some results have two types, of which one is rare. Their annotations have `| Any` in place of the rare one: type
+# checkers then accept code for the other one as it is.
 class Update:
     """Results of one parameter update.
 

@@ -1,6 +1,6 @@
 """Build the sdist and the wheel, check them, and try the wheel in clean environments: without extras and with each one.
 
-python tests/release/dist.py      # make dist
+python tests/release/distributions.py      # make dist
 
 The environments are below build/environments. The one with torch alone is kept for the next time, and the others are
 copies of it (hard links), because torch takes longest to install.
