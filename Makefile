@@ -1,8 +1,16 @@
 # `make demo` and `make test` do everything from a fresh clone on, including the set-up of .venv with pip.
 
+# On Windows, make needs the bash of Git: the recipes use sed, touch and rm.
+ifeq ($(OS),Windows_NT)
+SHELL   := bash
+PYTHON  ?= python
+BIN     := Scripts
+else
 PYTHON  ?= python3
+BIN     := bin
+endif
 VENV    := .venv
-PY      := $(VENV)/bin/python
+PY      := $(VENV)/$(BIN)/python
 # -qq: pip prints errors only.
 PIP     := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
 DEV     := $(VENV)/.installed-dev
@@ -40,11 +48,11 @@ help:
 # ------------------------------------------------------------------------------ environment
 # Stamp files: nothing is installed again unless the requirements have changed.
 
-$(VENV)/bin/pip:
+$(VENV)/pyvenv.cfg:
 	@echo 'creating the virtual environment $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
 
-$(DEV): pyproject.toml constraints.txt | $(VENV)/bin/pip
+$(DEV): pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	@echo 'installing samplewise and the development tools into $(VENV)'
 	@$(PIP) -e '.[dev]'
 	@touch $@
@@ -58,7 +66,7 @@ $(BENCH): benchmarks/requirements.txt constraints.txt $(DEV)
 $(FRAMEWORKS)/.installed: tests/integrations/requirements.txt constraints.txt pyproject.toml
 	@echo 'installing samplewise, the development tools and all frameworks into $(FRAMEWORKS)'
 	@$(PYTHON) -m venv $(FRAMEWORKS)
-	@$(FRAMEWORKS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+	@$(FRAMEWORKS)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 		-r tests/integrations/requirements.txt -e '.[dev]'
 	@touch $@
 
@@ -68,7 +76,7 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 	@echo 'installing samplewise, the development tools and torch $(TORCH) into $(TORCH_VENV)'
 	@$(PYTHON) -m venv $(TORCH_VENV)
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_VENV)/constraints.txt
-	@$(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
+	@$(TORCH_VENV)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
 # ----------------------------------------------------------------------------------- targets
@@ -84,16 +92,16 @@ test-all: lint
 	$(PY) -m pytest -q -n 2 -m '' --hypothesis-profile=explore
 
 test-integrations: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest -q -n 2 -m '' tests/integrations
+	$(FRAMEWORKS)/$(BIN)/python -m pytest -q -n 2 -m '' tests/integrations
 
 test-torch: $(TORCH_VENV)/.installed
-	$(TORCH_VENV)/bin/python -m pytest -q -n 2 $(TORCH_TESTS)
+	$(TORCH_VENV)/$(BIN)/python -m pytest -q -n 2 $(TORCH_TESTS)
 
 lint: $(DEV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/$(BIN)/lint-imports --no-logo
 
 format: $(DEV)
 	$(PY) -m ruff check --fix .
