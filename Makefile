@@ -19,8 +19,8 @@ BENCH   := $(VENV)/.installed-bench
 FRAMEWORKS := .venv-integrations
 # `make test-torch TORCH=2.8.0` tests with another torch version, and with another Python version by PYTHON=python3.12.
 TORCH_VENV  ?= .venv-torch-$(TORCH)
-# Not run: tests/report and tests/test_docs.py, which hardly depend on torch.
-TORCH_TESTS ?= $(filter-out tests/report/ tests/__pycache__/,$(wildcard tests/*/)) \
+# Not run: tests of the report, the documents, the types and the distributions, which hardly depend on torch.
+TORCH_TESTS ?= $(filter-out $(addprefix tests/,report/ release/ typing/ __pycache__/),$(wildcard tests/*/)) \
 	$(filter-out tests/test_docs.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
