@@ -25,7 +25,7 @@ TORCH_TESTS ?= $(filter-out $(addprefix tests/,report/ release/ typing/ __pycach
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch lint format docs api dist bench comparison clean
+.PHONY: help demo test test-all test-integrations test-torch lint format docs bench comparison clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
@@ -35,14 +35,14 @@ help:
 	@echo '                 run all tests with Hugging Face, TRL, peft, Lightning, Accelerate and the backends of Keras'
 	@echo 'make test-torch  run the tests with another torch version, for example TORCH=2.8.0'
 	@echo 'make lint        run ruff, mypy and import-linter'
+	@echo 'make api         record the public names and signatures in tests/public_api.txt'
+	@echo 'make dist        build the sdist and the wheel, and try the wheel in clean environments, with each extra'
 	@echo 'make format      format the code and apply automatic fixes with ruff'
 	@echo 'make bench       run the benchmarks against Opacus, BackPACK, torch.func, JAX and a plain loop (two hours)'
 	@echo 'make bench QUICK=1'
 	@echo '                 run the benchmarks of samplewise alone, in less than three minutes'
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
 	@echo 'make docs        generate docs/reference.md from the docstrings, and docs/picture.png if its script is newer'
-	@echo 'make api         record the public names and signatures in tests/public_api.txt'
-	@echo 'make dist        build the sdist and the wheel, and try the wheel in clean environments, with each extra'
 	@echo 'make clean       remove the virtual environments and all caches'
 
 # ------------------------------------------------------------------------------ environment
@@ -107,6 +107,15 @@ format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+.PHONY: api dist
+
+api: $(DEV)
+	@$(PY) tests/public_api.py
+
+# The sdist and the wheel in dist/, checked, and tried in clean environments below build/: without extras and with each.
+dist: $(DEV)
+	@$(PY) tests/release/distributions.py
+
 # `make bench QUICK=1` takes less than three minutes after the installation. `make bench WRITE=1` replaces the tables in
 # the documents.
 bench: $(BENCH)
@@ -120,13 +129,6 @@ comparison: $(BENCH)
 
 docs: $(DEV) docs/picture.png
 	@$(PY) docs/reference.py
-
-# The sdist and the wheel in dist/, checked, and tried in clean environments below build/: without extras and with each.
-dist: $(DEV)
-	@$(PY) tests/release/distributions.py
-
-api: $(DEV)
-	@$(PY) tests/public_api.py
 
 docs/picture.png: docs/picture.py | $(DEV)
 	@$(PY) docs/picture.py
