@@ -70,9 +70,30 @@ def step() -> None:
     sw.Step(model, sw.sgd(0.1), nn.functional.cross_entropy, microbatch=sw.auto(memory=10**9))
 
 
+class Net(nn.Module):
+    pass
+
+
+def losses_of_net(model: Net, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def functions_of_users() -> None:
+    """Loss functions may name the class of the model and of the batch; transforms may be functions."""
+    net = Net()
+    batch = (x, torch.zeros(8, dtype=torch.long))
+    sw.Step(net, sw.sgd(0.1), losses_of_net, transforms=lambda losses: losses.sigmoid())
+    sw.Step(net, sw.sgd(0.1), losses_of_net, transforms=sw.chain(sw.clip(1.0), sw.group("user")))
+    sw.fisher(net, losses_of_net, [batch])
+    sw.scan(net, losses_of_net, [batch])
+    sw.influence(net, losses_of_net, [batch], [batch])
+    sw.check(net, losses_of_net, batch)
+
+
 def private_step(plan: sw.Privacy) -> None:
     step = sw.Step(model, optimizer, losses_of, privacy=plan)
     assert_type(step.privacy.spent().epsilon, float | Any)
+    assert_type(plan.noise_multiplier, float | Any)
 
 
 def update(update: sw.Update) -> None:

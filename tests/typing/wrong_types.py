@@ -21,5 +21,7 @@ def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Up
     step.sampels = 3  # wrong
     step.samples = "all"  # wrong
     sw.Step(model, optimizer)  # wrong
+    sw.Step(model, optimizer, 3)  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), transforms=[1.0])  # wrong
     update.loss.backward()  # wrong
     sw.Trainer(step).fit(losses, epoch=3)  # wrong
