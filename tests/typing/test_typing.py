@@ -27,7 +27,7 @@ def mypy(*options_and_paths):
     command = [sys.executable, "-m", "mypy", "--output=json", *options_and_paths]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode in (0, 1), run.stderr
-    errors = [json.loads(line) for line in run.stdout.splitlines()]
+    errors = [json.loads(line) for line in run.stdout.splitlines() if line]  # without errors, mypy prints an empty line
     return {(ROOT / error["file"], error["line"]): error["message"] for error in errors}
 
 
