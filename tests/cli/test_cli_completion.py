@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from recipes import process
 from typer.testing import CliRunner
 
 from samplewise.cli.completion import complete_recipe, complete_run
@@ -71,6 +70,6 @@ def test_a_command_line_is_completed(line, found):
 
 
 def test_the_script_for_a_shell():
-    result = process("--show-completion", "bash")
-    assert (result.returncode, result.stderr) == (0, "")
+    result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="samplewise")
+    assert (result.exit_code, result.stderr) == (0, "")
     assert "_SAMPLEWISE_COMPLETE=complete_bash" in result.stdout
