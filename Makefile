@@ -1,8 +1,16 @@
 # `make demo` and `make test` do everything from a fresh clone on, including the set-up of .venv with pip.
 
+# On Windows, make needs the bash of Git: the recipes use sed, touch and rm.
+ifeq ($(OS),Windows_NT)
+SHELL   := bash
+PYTHON  ?= python
+BIN     := Scripts
+else
 PYTHON  ?= python3
+BIN     := bin
+endif
 VENV    := .venv
-PY      := $(VENV)/bin/python
+PY      := $(VENV)/$(BIN)/python
 # -qq: pip prints errors only.
 PIP     := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
 DEV     := $(VENV)/.installed-dev
@@ -13,8 +21,8 @@ FRAMEWORKS := .venv-integrations
 ATTRIBUTION := .venv-attribution
 # `make test-torch TORCH=2.8.0` tests with another torch version, and with another Python version by PYTHON=python3.12.
 TORCH_VENV  ?= .venv-torch-$(TORCH)
-# Not run: tests/report and tests/test_docs.py, which hardly depend on torch.
-TORCH_TESTS ?= $(filter-out tests/report/ tests/__pycache__/,$(wildcard tests/*/)) \
+# Not run: tests of the report, the documents, the types and the distributions, which hardly depend on torch.
+TORCH_TESTS ?= $(filter-out $(addprefix tests/,report/ release/ typing/ __pycache__/),$(wildcard tests/*/)) \
 	$(filter-out tests/test_docs.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
@@ -29,6 +37,8 @@ help:
 	@echo '                 run all tests with Hugging Face, TRL, peft, Lightning, Accelerate and the backends of Keras'
 	@echo 'make test-torch  run the tests with another torch version, for example TORCH=2.8.0'
 	@echo 'make lint        run ruff, mypy and import-linter'
+	@echo 'make api         record the public names and signatures in tests/public_api.txt'
+	@echo 'make dist        build the sdist and the wheel, and try the wheel in clean environments, with each extra'
 	@echo 'make format      format the code and apply automatic fixes with ruff'
 	@echo 'make bench       run the benchmarks against Opacus, BackPACK, torch.func, JAX and a plain loop (two hours)'
 	@echo 'make bench QUICK=1'
@@ -42,11 +52,11 @@ help:
 # ------------------------------------------------------------------------------ environment
 # Stamp files: nothing is installed again unless the requirements have changed.
 
-$(VENV)/bin/pip:
+$(VENV)/pyvenv.cfg:
 	@echo 'creating the virtual environment $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
 
-$(DEV): pyproject.toml constraints.txt | $(VENV)/bin/pip
+$(DEV): pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	@echo 'installing samplewise and the development tools into $(VENV)'
 	@$(PIP) -e '.[dev]'
 	@touch $@
@@ -60,7 +70,7 @@ $(BENCH): benchmarks/requirements.txt constraints.txt $(DEV)
 $(FRAMEWORKS)/.installed: tests/integrations/requirements.txt constraints.txt pyproject.toml
 	@echo 'installing samplewise, the development tools and all frameworks into $(FRAMEWORKS)'
 	@$(PYTHON) -m venv $(FRAMEWORKS)
-	@$(FRAMEWORKS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+	@$(FRAMEWORKS)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 		-r tests/integrations/requirements.txt -e '.[dev]'
 	@touch $@
 
@@ -77,7 +87,7 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 	@echo 'installing samplewise, the development tools and torch $(TORCH) into $(TORCH_VENV)'
 	@$(PYTHON) -m venv $(TORCH_VENV)
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_VENV)/constraints.txt
-	@$(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
+	@$(TORCH_VENV)/$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
 # ----------------------------------------------------------------------------------- targets
@@ -93,20 +103,29 @@ test-all: lint
 	$(PY) -m pytest -q -n 2 -m '' --hypothesis-profile=explore
 
 test-integrations: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest -q -n 2 -m '' tests/integrations
+	$(FRAMEWORKS)/$(BIN)/python -m pytest -q -n 2 -m '' tests/integrations
 
 test-torch: $(TORCH_VENV)/.installed
-	$(TORCH_VENV)/bin/python -m pytest -q -n 2 $(TORCH_TESTS)
+	$(TORCH_VENV)/$(BIN)/python -m pytest -q -n 2 $(TORCH_TESTS)
 
 lint: $(DEV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/$(BIN)/lint-imports --no-logo
 
 format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+.PHONY: api dist
+
+api: $(DEV)
+	@$(PY) tests/public_api.py
+
+# The sdist and the wheel in dist/, checked, and tried in clean environments below build/: without extras and with each.
+dist: $(DEV)
+	@$(PY) tests/release/distributions.py
 
 # `make bench QUICK=1` takes less than three minutes after the installation. `make bench WRITE=1` replaces the tables in
 # the documents.

@@ -156,8 +156,8 @@ def main():
         print(f"\n{share:.0%} wrong labels, mean of {options.seeds} seeds; cost as a multiple of one training epoch")
         print(f"{'':32}{'AUC':>8}{'AP':>8}{'first 10%':>11}{'first 20%':>11}{'cost':>8}")
         for name, rows in table.items():
-            *quality, costs = zip(*rows, strict=True)
-            auc, ap, tenth, fifth = map(mean, quality)
+            *qualities, costs = zip(*rows, strict=True)
+            auc, ap, tenth, fifth = map(mean, qualities)
             print(f"{name:32}{auc:8.3f}{ap:8.3f}{tenth:11.3f}{fifth:11.3f}{median(costs):8.2f}")
 
 

@@ -48,7 +48,7 @@ def make_model():
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=16,
-        num_labels=CLASSES,
+        id2label={k: str(k) for k in range(CLASSES)},
     )
     return BertForSequenceClassification(config)
 

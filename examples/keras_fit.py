@@ -26,11 +26,13 @@ wrong = rng.choice(SAMPLES, WRONG, replace=False)
 y = labels.copy()
 y[wrong] = (y[wrong] + rng.integers(1, CLASSES, WRONG)) % CLASSES
 
-model = keras.Sequential(
-    [keras.Input((10,)), layers.Dense(32, activation="relu"), layers.Dropout(0.2), layers.Dense(CLASSES)]
+model = PerSample.of(
+    keras.Sequential(
+        [keras.Input((10,)), layers.Dense(32, activation="relu"), layers.Dropout(0.2), layers.Dense(CLASSES)]
+    )
 )
 with tempfile.TemporaryDirectory() as run:
-    PerSample.of(model).compile(
+    model.compile(
         optimizer=keras.optimizers.Adam(0.003),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],

@@ -6,7 +6,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import samplewise as sw  # +
 from samplewise.integrations.lightning import PerSample  # +
@@ -18,7 +18,7 @@ labels = torch.randint(CLASSES, (SAMPLES,))
 x = 2 * torch.randn(CLASSES, FEATURES)[labels] + torch.randn(SAMPLES, FEATURES)
 flipped = torch.randperm(SAMPLES)[:WRONG]
 labels[flipped] = (labels[flipped] + 1) % CLASSES  # wrong labels
-data = TensorDataset(x, labels)
+data: Dataset = TensorDataset(x, labels)
 
 
 class Classifier(L.LightningModule):

@@ -40,14 +40,16 @@ print("one sample           ", sizes(g[3]))
 # Weighted sum: here the second sample has weight zero.
 weights = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
 g.backward(weights)
-same = torch.allclose(model[0].weight.grad, g.sum(weights)["0.weight"])
+weight = model.get_parameter("0.weight")
+assert weight.grad is not None
+same = torch.allclose(weight.grad, g.sum(weights)["0.weight"])
 print("\nbackward(weights) adds sum(weights) into .grad:", same)
 
 # The graph was not freed: an ordinary backward pass still works.
 model.zero_grad()
 losses.mean().backward()
 print("losses.mean().backward() gives the mean:       ", end=" ")
-print(torch.allclose(model[0].weight.grad, mean["0.weight"], atol=1e-6))
+print(torch.allclose(weight.grad, mean["0.weight"], atol=1e-6))
 
 x.requires_grad_()
 losses = F.cross_entropy(model(x), y, reduction="none")

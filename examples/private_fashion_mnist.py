@@ -66,7 +66,7 @@ def published_cnn():
     first, second = nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Conv2d(16, 32, 4, stride=2)
     features = first, nn.Tanh(), nn.MaxPool2d(2, stride=1), second, nn.Tanh(), nn.MaxPool2d(2, stride=1)
     model = nn.Sequential(*features, nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10))
-    return model.to(memory_format=torch.channels_last)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types do not have it
 
 
 DIGITS = Settings(batch=300, updates=150, noise=3.0, delta=1e-4, lr=4)

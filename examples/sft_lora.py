@@ -53,8 +53,16 @@ def make_tokenizer():
 
 
 def make_model(vocabulary):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=32, eos_token_id=1, **sizes))
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        eos_token_id=1,
+    )
+    return LlamaForCausalLM(config)
 
 
 def main():

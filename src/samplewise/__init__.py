@@ -10,6 +10,7 @@ from samplewise.backward import BackwardResult as BackwardResult
 from samplewise.backward import backward as backward
 from samplewise.check import check as check
 from samplewise.core.batchnorm import freeze_batchnorm as freeze_batchnorm
+from samplewise.core.version import installed_version as _installed_version
 from samplewise.diagnostics.fisher import fisher as fisher
 from samplewise.diagnostics.noise import NoiseScale as NoiseScale
 from samplewise.diagnostics.noise import noise_scale as noise_scale
@@ -63,6 +64,8 @@ from samplewise.transforms.group import group as group
 from samplewise.transforms.noise import noise as noise
 from samplewise.transforms.normalize import normalize as normalize
 from samplewise.transforms.weight import weight as weight
+
+__version__ = _installed_version()
 
 __all__ = [
     "BackwardResult",

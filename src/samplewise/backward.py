@@ -25,10 +25,10 @@ from samplewise.errors import (
     TransformError,
 )
 from samplewise.framework_pass import FrameworkPass
-from samplewise.transforms.chain import Chain, as_chain
+from samplewise.transforms.chain import Chain, Transforms, as_chain
 from samplewise.transforms.measure import measure
 from samplewise.transforms.reference import Reference
-from samplewise.transforms.stats import PerSample, SampleStats, one_per_sample
+from samplewise.transforms.stats import SampleStats, one_per_sample
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class BackwardResult:
         return norms
 
     @property
-    def weights(self) -> PerSample:
+    def weights(self) -> Tensor | Any:  # Any: dict[str, Tensor]
         coefficients = self.stats.coefficients
         return torch.ones_like(self.stats.losses) if coefficients is None else coefficients
 
@@ -68,7 +68,7 @@ def backward(
     loss: Tensor,
     model: Parameters,
     outputs: Outputs | None = None,
-    transforms: Any = (),
+    transforms: Transforms = (),
     through: Any = None,
     *,
     denominator: float = 1,
@@ -141,7 +141,7 @@ def without_norms(
     return BackwardResult(SampleStats(unknown if losses is None else losses.detach(), counts, raw_norms=unknown))
 
 
-def checked_chain(transforms: Any) -> Chain:
+def checked_chain(transforms: Transforms) -> Chain:
     """The transforms as a chain. Raises TransformError if one of them needs more samples than those of one pass."""
     chain = as_chain(transforms)
     if chain.on_sum:

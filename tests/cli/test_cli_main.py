@@ -1,9 +1,13 @@
 """The typer application, and samplewise report."""
 
 from pathlib import Path
+from platform import python_version
 
 import pytest
+import torch
 from recipes import HEALTHY, command, one_line, process
+
+import samplewise
 
 WITHOUT_TYPER = """
 import sys
@@ -49,6 +53,7 @@ def test_a_process_ends_with_the_same_code():
                 "Train the model of a recipe.",
                 "Find wrong labels in a small dataset with a per-sample ledger.",
                 "Check a recipe before training, or check this",
+                "--install-completion",
             ],
         ),
         (["train"], ["--resume", "loss(model, batch)", "cross entropy", "AdamW", "runs/<name"]),
@@ -61,6 +66,13 @@ def test_help_texts(arguments, output):
     assert result.exit_code == 0
     text = " ".join(result.stdout.split())
     assert [words for words in output if words not in text] == []
+
+
+def test_the_version():
+    result = command("--version")
+    assert (result.exit_code, result.stderr) == (0, "")
+    version = f"samplewise {samplewise.__version__}, torch {torch.__version__}, Python {python_version()}"
+    assert result.stdout == f"{version}\n"
 
 
 def test_a_report(recipe):

@@ -118,7 +118,10 @@ def test_the_number_of_threads_is_restored():
 @pytest.mark.parametrize(
     ("arguments", "output"),
     [
-        ([], "Invalid value for RECIPE: give one of RECIPE and --zoo; found neither."),
+        (
+            ["--dtype", "fp32"],
+            "Invalid value for --dtype: can only be used with --zoo; found neither --zoo nor",
+        ),
         (["recipe.py", "--zoo"], "Invalid value for RECIPE: give one of RECIPE and --zoo; found both."),
         (["recipe.py", "--dtype", "fp32"], "Invalid value for --dtype: can only be used with --zoo; found a recipe,"),
         (["--zoo", "--dtype", "fp16"], "Invalid value for --dtype: must be one of fp64, fp32, bf16; found 'fp16'."),

@@ -6,13 +6,14 @@ from html.parser import HTMLParser
 
 import pyarrow as pa
 
+import samplewise
 from samplewise.ledger.files import LedgerWriter
 
 ABOUT = {
     "format_version": 1,
     "name": "digits",
     "started": "2026-11-16T01:20:33+00:00",
-    "samplewise": "0.1.0",
+    "samplewise": samplewise.__version__,
     "torch": "2.13.0",
     "parameters": 21704164,
     "device": "cpu",

@@ -2,13 +2,15 @@
 
 main          the typer application; prints one line for a bad argument
 train         samplewise train RECIPE
-doctor        samplewise doctor RECIPE
+doctor        samplewise doctor [RECIPE]
+environment   versions and machine, printed by `samplewise doctor`
 costs         time and memory measurements of `samplewise doctor RECIPE`
 compile_gain  time with and without compile=True, for `samplewise doctor RECIPE`
 zoo           samplewise doctor --zoo
 report        samplewise report RUN
 privacy       samplewise privacy
 demo          samplewise demo
+completion    recipes and run directories for the completion of shells
 arguments     arguments shared by several commands
 definitions   names that a recipe defines, and near misses of the names it may have
 ids           ids in the batches of a recipe, for samplewise train --ledger

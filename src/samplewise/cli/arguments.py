@@ -8,12 +8,17 @@ from typing import Annotated
 import torch
 import typer
 
+from samplewise.cli.completion import complete_recipe
 from samplewise.distributed.launch import resolve_device
 
-RecipeFile = Annotated[
-    Path,
-    typer.Argument(metavar="RECIPE", help="A Python file with functions model() and data().", show_default=False),
-]
+recipe_argument = typer.Argument(
+    metavar="RECIPE",
+    help="A Python file with functions model() and data().",
+    show_default=False,
+    autocompletion=complete_recipe,
+)
+RecipeFile = Annotated[Path, recipe_argument]
+OptionalRecipeFile = Annotated[Path | None, recipe_argument]
 Device = Annotated[
     str, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps; auto: the accelerator if there is one, else cpu.")
 ]

@@ -1,4 +1,4 @@
-"""`samplewise doctor RECIPE` and `samplewise doctor --zoo`: check a recipe or this machine."""
+"""`samplewise doctor`: print the environment; with a recipe or --zoo, check the recipe or this machine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import typer
 from torch import nn
 
 from samplewise.check import check
-from samplewise.cli.arguments import Device, device_named
+from samplewise.cli.arguments import Device, OptionalRecipeFile, device_named
 from samplewise.cli.compile_gain import CompileGain, compile_advice, measure_compile_gain
 from samplewise.cli.costs import CLIPPED, PLAIN, Costs, cost_advice, measure_costs, memory_description, table
+from samplewise.cli.environment import environment
 from samplewise.cli.recipe import Recipe, RecipeError
 from samplewise.cli.zoo import precision_named, run_zoo
 from samplewise.core.batches import cut, length, to_device
@@ -71,9 +72,7 @@ class RecipeCheck:
 
 
 def doctor(
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="A Python file with functions model() and data().")
-    ] = None,
+    recipe: OptionalRecipeFile = None,
     zoo: Annotated[bool, typer.Option("--zoo", help="Check this machine instead of a recipe.")] = False,
     device: Device = "auto",
     dtype: Annotated[
@@ -82,6 +81,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Check a recipe before training, or check this machine.
+
+    Without arguments: prints versions, machine and optional packages, for bug reports.
 
     With a recipe, on one batch (at most 16 samples of it) and on copies of the model: compares each sample's gradient
     with one backward pass per sample, shows how the gradients of each parameter are computed, lists warnings and errors
@@ -93,18 +94,19 @@ def doctor(
 
     The exit code is 0 if no problem was found, and 1 if anything was wrong, refused or warned about.
     """
-    if (recipe is None) != zoo:
-        found = "neither" if recipe is None else "both"
-        raise typer.BadParameter(f"give one of RECIPE and --zoo; found {found}.", param_hint="RECIPE")
-    if recipe is not None and dtype is not None:
-        raise typer.BadParameter(
-            "can only be used with --zoo; found a recipe, which has its own dtype.", param_hint="--dtype"
-        )
+    if recipe is not None and zoo:
+        raise typer.BadParameter("give one of RECIPE and --zoo; found both.", param_hint="RECIPE")
+    if dtype is not None and not zoo:
+        found = "neither --zoo nor a recipe" if recipe is None else "a recipe, which has its own dtype"
+        raise typer.BadParameter(f"can only be used with --zoo; found {found}.", param_hint="--dtype")
     target = device_named(device)
-    if recipe is None:
+    if zoo:
         ok = run_zoo(precision_named(dtype, target), target)
-    else:
+    elif recipe is not None:
         ok = _check_recipe(recipe, target)
+    else:
+        typer.echo(environment())
+        ok = True
     if not ok:
         raise typer.Exit(1)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import torch
 
 try:
     import typer
@@ -21,6 +24,7 @@ from samplewise.cli.privacy import privacy
 from samplewise.cli.recipe import RecipeError
 from samplewise.cli.report import report
 from samplewise.cli.train import train
+from samplewise.core.version import installed_version
 
 
 class OneLineErrors(TyperGroup):
@@ -72,15 +76,24 @@ class OneLineErrors(TyperGroup):
 app = typer.Typer(
     name="samplewise",
     cls=OneLineErrors,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"samplewise {installed_version()}, torch {torch.__version__}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
 @app.callback()
-def _about() -> None:
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Train PyTorch models with access to per-sample gradients.
 
     Write a recipe first: a Python file with functions model() and data(). Check it with `samplewise doctor`, train it

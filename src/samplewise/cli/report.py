@@ -8,9 +8,14 @@ from typing import Annotated
 
 import typer
 
+from samplewise.cli.completion import complete_run
+
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories of one or more trainings.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run directories of one or more trainings.", autocompletion=complete_run),
+    ],
     to: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write the page to.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Rewrite the page whenever the run has changed.")] = False,
 ) -> None:

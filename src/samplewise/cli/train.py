@@ -15,6 +15,7 @@ import torch
 import typer
 
 from samplewise.cli.arguments import Device, RecipeFile, device_named
+from samplewise.cli.completion import complete_run
 from samplewise.cli.ids import explain_missing_ids, with_ids
 from samplewise.cli.private_training import PrivateOptions
 from samplewise.cli.recipe import Recipe, read_source, shortened
@@ -63,7 +64,11 @@ def train(
     ] = False,
     run: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Directory of log and checkpoints. Default: runs/<name of the recipe>."),
+        typer.Option(
+            metavar="DIR",
+            help="Directory of log and checkpoints. Default: runs/<name of the recipe>.",
+            autocompletion=complete_run,
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint of the run.")] = False,
     seed: Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from samplewise.core.text import did_you_mean
 
@@ -16,10 +16,12 @@ class CheckedAttributes:
 
     _fixed: ClassVar[dict[str, str]] = {}
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_complete" in vars(self) and (name in self._fixed or not hasattr(self, name)):
-            self._refuse(name)
-        super().__setattr__(name, value)
+    if not TYPE_CHECKING:  # type checkers accept every attribute of a class with __setattr__
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if "_complete" in vars(self) and (name in self._fixed or not hasattr(self, name)):
+                self._refuse(name)
+            super().__setattr__(name, value)
 
     def _refuse(self, name: str) -> None:
         kind = type(self)

@@ -1,5 +1,5 @@
 """Accelerator of this process through torch's device modules (torch.cuda, torch.xpu, torch.mps, …): random generators,
-memory and names. No function initializes a device.
+memory and names. No function but `device_name` initializes a device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ def accelerator() -> torch.device | None:
 def device_function(device: torch.device, name: str) -> Any:
     """Return a function of the device's module, such as torch.cuda.mem_get_info; None if it has no such function."""
     return None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device with the name of its model, as in "cuda:0: NVIDIA A100", if torch knows it."""
+    name = device_function(device, "get_device_name")
+    return str(device) if name is None else f"{device}: {name(device)}"
 
 
 class DeviceGenerator:

@@ -16,7 +16,7 @@ from samplewise.core.batches import cut, length, take
 from samplewise.core.criteria import as_criterion
 from samplewise.errors import LossesError
 
-LossFn = Callable[[nn.Module, Any], Any]
+LossFn = Callable[[Any, Any], Any]  # (model, batch); Any: functions may be annotated with the user's own model class
 RANDOM = "the losses are random (dropout?)"
 EXCHANGES = 3  # each with new random numbers: one alone misses a permutation that leaves the first half in place
 

@@ -40,7 +40,7 @@ class Suspects:
     unknown  ids of samples that are not ranked, because a table of visits has no finite score of them
     """
 
-    ids: Tensor | list[str]
+    ids: Tensor | Any  # Any: list[str]; a union of both would make every user check which it is
     score: Tensor
     scores: dict[str, Tensor]
     by: tuple[str, ...]
@@ -51,8 +51,8 @@ class Suspects:
         """Indices (N,) into `ids`, the most suspicious first."""
         return self.score.argsort(descending=True, stable=True)
 
-    def top(self, k: int = 10) -> Tensor | list[str]:
-        """Ids of the k most suspicious samples, the most suspicious first."""
+    def top(self, k: int = 10) -> Tensor | Any:
+        """Ids of the k most suspicious samples, the most suspicious first; a list if they are strings."""
         first = self.order[:k]
         if isinstance(self.ids, Tensor):
             return self.ids[first]

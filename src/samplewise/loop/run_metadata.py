@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from samplewise.core.devices import device_function
+from samplewise.core.devices import device_name
+from samplewise.core.version import UNKNOWN, installed_version
 from samplewise.loop.checkpoint.settings import loss_name
 from samplewise.step.step import Step
 
@@ -28,10 +28,10 @@ def about(step: Step, loader: Iterable[Any], device: torch.device, **settings: A
     """
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "samplewise": version("samplewise"),
+        "samplewise": installed_version(),
         "torch": torch.__version__,
         "parameters": sum(p.numel() for p in step.model.parameters()),
-        "device": _named(device),
+        "device": device_name(device),
         "settings": {**_plain(settings), **_plain(_of_step(step)), **_plain(_of_loader(loader))},
         "versions": {"python": platform.python_version(), **_versions()},
         "machine": {
@@ -41,11 +41,6 @@ def about(step: Step, loader: Iterable[Any], device: torch.device, **settings: A
             "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         },
     }
-
-
-def _named(device: torch.device) -> str:
-    name = device_function(device, "get_device_name")
-    return str(device) if name is None else f"{device}: {name(device)}"
 
 
 def _of_step(step: Step) -> dict[str, Any]:
@@ -90,11 +85,6 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        if name in sys.modules:
-            try:
-                found[name] = version(name)
-            except PackageNotFoundError:  # imported from a source tree, not installed
-                continue
-    return found
+    """Return the versions of the imported packages; not of those imported from a source tree."""
+    found = {name: installed_version(name) for name in PACKAGES if name in sys.modules}
+    return {name: version for name, version in found.items() if version != UNKNOWN}

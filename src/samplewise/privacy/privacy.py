@@ -71,8 +71,8 @@ class Privacy:
     updates: int
     sample_rate: float
     clip: float
-    epsilon: Any = None  # a number after __post_init__
-    noise_multiplier: Any = None
+    epsilon: float | Any = None  # a number after __post_init__
+    noise_multiplier: float | Any = None
     accountant: str = "pld"
     unit: str = "sample"
     group: Sequence[Hashable] | None = None

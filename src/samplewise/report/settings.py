@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from samplewise.core.version import UNKNOWN, installed_version
 from samplewise.report.html import Section, columns, number, text, value_table
 from samplewise.report.run_log import RunLog, is_number
 from samplewise.report.training import better_extremes, extreme, measured_curves
@@ -49,11 +49,8 @@ def configuration(run: RunLog) -> Section:
 def warnings(run: RunLog) -> list[str]:
     """Warning if the run was written by another version of samplewise."""
     written_by: Any = run.metadata.get("samplewise")
-    try:
-        installed = version("samplewise")
-    except PackageNotFoundError:  # imported from a source tree that is not installed
-        return []
-    if not isinstance(written_by, str) or written_by == installed:
+    installed = installed_version()
+    if not isinstance(written_by, str) or written_by == installed or UNKNOWN in (written_by, installed):
         return []
     return [
         f"The run was written by samplewise {written_by} and is read by {installed}: data whose format changed may be "

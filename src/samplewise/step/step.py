@@ -36,7 +36,7 @@ from samplewise.step.parameters import TrainedParameters
 from samplewise.step.update import Totals, Update
 from samplewise.step.window import BatchCursor, Counters
 from samplewise.step.window_builder import WindowBuilder
-from samplewise.transforms.chain import Chain, as_chain
+from samplewise.transforms.chain import Chain, Transforms, as_chain
 
 
 class Step(CheckedAttributes):
@@ -111,10 +111,10 @@ class Step(CheckedAttributes):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Rule,
-        loss_fn: Any,
+        loss_fn: Callable[..., Any],
         samples: int | None = None,
         microbatch: int | str | Auto | None = None,
-        transforms: Any = (),
+        transforms: Transforms = (),
         *,
         tail: str = "update",
         scheduler: Any = None,
@@ -335,7 +335,7 @@ class Step(CheckedAttributes):
         return self.config.transforms
 
     @transforms.setter
-    def transforms(self, transforms: Any) -> None:
+    def transforms(self, transforms: Transforms) -> None:
         if self.config.privacy is not None:
             raise PrivacyError(
                 "the transforms of a private step must stay as they are; found new ones. Create a new Step."
@@ -397,7 +397,7 @@ class Step(CheckedAttributes):
         return self._counters
 
     @property
-    def privacy(self) -> PrivacyMeter | None:
+    def privacy(self) -> PrivacyMeter | Any:  # Any: None, which users would have to exclude before every call
         """Privacy of the step: `spent()`, `left`, `open(directory)`; None without privacy=."""
         return self.config.privacy
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from samplewise.core.means import WeightedMean
 from samplewise.core.text import plural
 from samplewise.errors import LossesError, ParameterError, PrivacyError
-from samplewise.step.batch_columns import BatchColumns, Column, columns_of
+from samplewise.step.batch_columns import BatchColumns, columns_of
 from samplewise.step.skip_flag import SchedulerStep, SkipFlag
 from samplewise.step.window import WindowTotals
-from samplewise.transforms.stats import PerSample, SampleStats, cat, cat_values, total_count, total_loss
+from samplewise.transforms.stats import SampleStats, cat, cat_values, total_count, total_loss
 
 
 @dataclass(slots=True)
@@ -30,6 +30,8 @@ class Outcome:
     scheduled: SchedulerStep | None = None  # set with a flag and a scheduler
 
 
+# Some results have two types, of which one is rare. Their annotations have `| Any` in place of the rare one: type
+# checkers then accept code for the other one as it is.
 class Update:
     """Results of one parameter update.
 
@@ -98,7 +100,7 @@ class Update:
         return sum(self.phases.values())
 
     @property
-    def lr(self) -> float | tuple[float, ...]:
+    def lr(self) -> float | Any:  # Any: tuple[float, ...]
         rates = tuple(map(float, self._outcome.lr))
         return rates[0] if len(set(rates)) == 1 else rates
 
@@ -142,12 +144,12 @@ class Update:
         return cat(norms)
 
     @property
-    def weights(self) -> PerSample:
+    def weights(self) -> Tensor | Any:  # Any: dict[str, Tensor]
         parts = self._checked_parts()
         return cat_values([torch.ones_like(p.losses) if p.coefficients is None else p.coefficients for p in parts])
 
     @property
-    def columns(self) -> dict[str, Column]:
+    def columns(self) -> dict[str, Tensor | Any]:  # Any: a list, if the values are not numbers
         return {**columns_of(self.batch_columns), **self.loss_columns}
 
     @property

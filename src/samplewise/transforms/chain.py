@@ -159,11 +159,13 @@ def chain(*transforms: Transform | Chain | Callable[..., Any]) -> Chain:
     return Chain(tuple(flat), Stage(tuple(before)), grouping, Stage(tuple(after)), tuple(on_sum))
 
 
-def as_chain(transforms: Any) -> Chain:
+Element = Transform | Chain | Callable[..., Any]
+Transforms = Element | Iterable[Element]  # what users pass
+
+
+def as_chain(transforms: Transforms) -> Chain:
     """Chain from the `transforms` argument of `Step`: a transform, or an iterable of transforms."""
-    if isinstance(transforms, Iterable):
-        return chain(*transforms)
-    return chain(transforms)
+    return chain(*transforms) if isinstance(transforms, Iterable) else chain(transforms)
 
 
 def as_transform(given: Any) -> Transform:

@@ -23,6 +23,7 @@ from samplewise.integrations.private import refuse_privacy
 from samplewise.integrations.transformers_losses import KnownLosses, known_losses
 from samplewise.ledger.indexed import Indexed
 from samplewise.ledger.ledger import Ledger
+from samplewise.transforms.chain import Transforms
 
 if TYPE_CHECKING:
     Base = Any  # a Trainer; known only in the class that uses the mixin
@@ -61,14 +62,14 @@ class PerSample(Base):
     """
 
     data_collator: Any  # of the Trainer
-    _signature_columns: list[Any]
+    _signature_columns: Any
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         check_comes_first(cls, PerSample, Trainer)
 
     def __init__(
-        self, *args: Any, transforms: Any = (), ledger: Ledger | None = None, privacy: Any = None, **kwargs: Any
+        self, *args: Any, transforms: Transforms = (), ledger: Ledger | None = None, privacy: Any = None, **kwargs: Any
     ):
         refuse_privacy(privacy, "the Hugging Face Trainer")
         if not (ledger is None or isinstance(ledger, Ledger)):

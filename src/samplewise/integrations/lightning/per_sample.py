@@ -23,7 +23,7 @@ from samplewise.integrations.lightning.window import AccumulationWindow
 from samplewise.integrations.private import refuse_privacy
 from samplewise.integrations.recorder import Recorder
 from samplewise.ledger.ledger import Ledger
-from samplewise.transforms.chain import as_chain
+from samplewise.transforms.chain import Transforms, as_chain
 
 
 class PerSample(Callback):
@@ -60,7 +60,7 @@ class PerSample(Callback):
 
     def __init__(
         self,
-        transforms: Any = (),
+        transforms: Transforms = (),
         ledger: Ledger | None = None,
         *,
         exact_accumulation: bool = False,

@@ -1,0 +1,27 @@
+"""Mistakes that mypy and pyright must report: each line that ends with `# wrong`, and no other."""
+
+import torch
+from torch import nn
+
+import samplewise as sw
+
+model = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def mistakes(losses: torch.Tensor, g: sw.Gradients, step: sw.Step, update: sw.Update) -> None:
+    sw.gradients(losses, "model")  # wrong
+    sw.gradients(losses, model, createGraph=True)  # wrong
+    sw.clip("1.0")  # wrong
+    sw.gradient(losses, model)  # wrong
+    g.norms().keys()  # wrong
+    g.norms(by="parameter").mean()  # wrong
+    g.sum().norm()  # wrong
+    print(g[3].shape)  # wrong
+    step.sampels = 3  # wrong
+    step.samples = "all"  # wrong
+    sw.Step(model, optimizer)  # wrong
+    sw.Step(model, optimizer, 3)  # wrong
+    sw.Step(model, optimizer, nn.MSELoss(), transforms=[1.0])  # wrong
+    update.loss.backward()  # wrong
+    sw.Trainer(step).fit(losses, epoch=3)  # wrong
