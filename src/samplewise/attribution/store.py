@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from samplewise.core.losses import LossFn
 from samplewise.core.progress import progress
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import listed, plural
-from samplewise.distributed.group import on_rank_zero
+from samplewise.distributed.group import current_group, on_rank_zero
 from samplewise.engine.gradients import Gradients, project
 from samplewise.engine.projection import Projection
 from samplewise.errors import StoreError
@@ -157,7 +158,7 @@ class ProjectedStore:
         compute = features_of(model, fn, self._projection(number, trained, scale), output, microbatch)
         missing = skip_samples(loader, len(file), lambda first: self._compare(compute(first), file))
         writer = Writer(file)
-        with eval_mode(model), progress(_batches(loader), f"gradients of model {number}") as advance:
+        with eval_mode(model), _progress(loader, f"gradients of model {number}") as advance:
             for features in map_over_ranks(compute, missing):
                 writer.add(features)
                 advance(1)
@@ -176,7 +177,7 @@ class ProjectedStore:
         index = self._files[number].index
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         compute = features_of(model, fn, self._projection(number, trained), index.weighted, microbatch)
-        with eval_mode(model), progress(_batches(loader), "gradients of queries") as advance:
+        with eval_mode(model), _progress(loader, "gradients of queries") as advance:
             parts = []
             for features in map_over_ranks(compute, loader):
                 parts.append(features.rows)
@@ -437,11 +438,11 @@ class ProjectedStore:
         return counts.pop()
 
 
-def _batches(loader: Iterable[Any]) -> int:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return 0
+def _progress(loader: Iterable[Any], description: str) -> AbstractContextManager[Callable[[int], None]]:
+    """Progress in batches, on rank 0; nothing for a loader without a length."""
+    if not isinstance(loader, Sized) or current_group().rank != 0:
+        return nullcontext(lambda parts: None)
+    return progress(len(loader), description)
 
 
 def _check_positive(name: str, number: int) -> None:
