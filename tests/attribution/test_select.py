@@ -31,8 +31,8 @@ def test_selected_samples(tmp_path, cosine, reduce):
 
 def test_damping(tmp_path):
     store, *_ = filled(tmp_path)
-    queries = store.rows(0, 3)
-    wanted = store.scores(queries, damping=0.1, cosine=True).mean(0).topk(5).indices
+    queries = store.rows(0, 3) + store.rows(5, 8)
+    wanted = store.scores(queries, damping=0.1, cosine=True).amax(0).topk(5).indices
     assert torch.equal(sw.select(store, queries, 5, damping=0.1), wanted)
 
 

@@ -14,19 +14,20 @@ def select(
     queries: Queries,
     k: int,
     *,
-    reduce: str = "mean",
+    reduce: str = "max",
     cosine: bool = True,
     damping: float | None = None,
 ) -> Tensor:
     """Numbers (k,) of the k samples of a store with the largest scores for a target set, in descending order.
 
-    The score of a sample is the mean over the queries of its cosine with each query, so that samples with large
-    gradients, such as wrong labels, do not win by their size alone. No sample is chosen twice; of equal scores, the
-    earlier sample comes first. Fill the store with `adam=optimizer` to compare queries with the steps that Adam would
-    make, as LESS does.
+    The score of a sample is its largest cosine with a query: a cosine, so that samples with large gradients, such as
+    wrong labels, do not win by their size alone; the largest, so that samples like any part of the target set are
+    chosen. No sample is chosen twice; of equal scores, the earlier sample comes first. Fill the store with
+    `adam=optimizer` to compare queries with the steps that Adam would make, as LESS does.
 
     queries: the target set: Gradients, a tensor (Q, dim) as from `store.project`, or several, as in `store.search`
-    reduce: "mean" over the queries (default), or "max" for samples that help at least one query
+    reduce: "max" over the queries (default), or "mean" for samples that help all queries together, which may favor one
+        class
     cosine, damping: as in `store.search`, but cosine is True by default
     """
     if reduce not in ("mean", "max"):
