@@ -19,7 +19,7 @@ from samplewise.distributed.group import current_group, errors_on_all_ranks
 from samplewise.engine.gradients import project
 from samplewise.engine.projection import Projection
 from samplewise.errors import StoreError
-from samplewise.scan import scan
+from samplewise.scan import Scanner
 
 # Rows are written when they have this many elements, or when this time has passed since the last write.
 ELEMENTS_PER_WRITE = 2**24
@@ -48,10 +48,12 @@ def features_of(
         found[:] = [weights]
         return outputs
 
+    scanner = Scanner(model, outputs if weighted else fn, microbatch)
+
     def of_batch(batch: Any) -> Features:
         rows = []
         weights: list[Tensor] = []
-        for _, g in scan(model, outputs if weighted else fn, [batch], microbatch):
+        for _, g in scanner.of(batch):
             rows.append(checked_rows(project(g, projection), projection.dim, "rows"))
             weights.extend(checked_weights(each, len(g)) for each in found)
         return Features(torch.cat(rows), torch.cat(weights) if weighted else None)
@@ -67,7 +69,7 @@ def checked_rows(rows: Any, dim: int, name: str) -> Tensor:
     if rows.dim() != 2 or rows.shape[1] != dim:
         raise ValueError(f"{name} must have the store's shape (B, {dim}); found {tuple(rows.shape)}.")
     rows = rows.detach().float().cpu()
-    if not rows.isfinite().all():
+    if rows.numel() and not torch.linalg.vector_norm(rows, torch.inf).isfinite():  # the largest absolute entry, or NaN
         raise ValueError(f"{name} must be finite in float32; found NaN or infinity.")
     return rows
 
