@@ -64,6 +64,7 @@ def test_linear_layers(damping, size):
     inverse = explicit_inverse(model, [model[0], model[2]], x, y, damping)
     curvature = sw.ekfac(model, loss_fn, batches(x, y, size), labels="data")
     assert repr(curvature) == "EKFAC(2 layers by Kronecker factors: 0.weight, 2.weight)"
+    assert not any(block.eigenvalues.requires_grad for block in curvature.blocks)
     found = sw.influence(model, loss_fn, batches(x, y, 11), [query], curvature=curvature, damping=damping)
     torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-9, atol=1e-9)
 

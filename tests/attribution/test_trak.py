@@ -42,6 +42,10 @@ def test_one_model_and_a_generator(tmp_path):
     _, x, y = make(n=40)
     train, queries = batches(x, y, 9), batches(x[:3], y[:3], 2)
     together = sw.trak(models, sw.margin, train, queries, 16)
+    in_a_module = torch.nn.ModuleList(models)
+    torch.testing.assert_close(sw.trak(in_a_module, sw.margin, train, queries, 16), together)
+    half = sw.trak(models, sw.margin, train, queries, 16, dtype="float16")
+    assert 0 < (half - together).abs().max() < 0.01 * together.abs().max()
     model = make()[0]
 
     def loaded():

@@ -30,10 +30,9 @@ class Curvature(Protocol):
         """
 
 
-def check_shapes(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise if the rows are not those of the parameters that the curvature was computed for."""
-    found = {name: tuple(each.shape[1:]) for name, each in rows.items()}
-    if found == dict(shapes):
+def check_shapes(found: Mapping[str, tuple[int, ...] | None], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise if the parameters of a model are not those that the curvature was computed for."""
+    if found == shapes:
         return
     differing = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
     raise ParameterError(

@@ -17,6 +17,9 @@ from samplewise.core.atomic_io import absolute, atomic_write
 from samplewise.core.losses import LossFn, as_loss_fn
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import listed, plural
+from samplewise.engine.gradients import Gradients, factored_forms
+from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.dense import DenseGrad
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_repeatable
 
@@ -31,7 +34,7 @@ def ekfac(
     *,
     labels: Labels = "sampled",
     seed: int = 0,
-    microbatch: int | str | None = "auto",
+    microbatch: int | str | None = None,
 ) -> EKFAC:
     """EK-FAC approximation of the Fisher matrix (Gauss-Newton matrix) of the mean loss over a loader.
 
@@ -52,7 +55,8 @@ def ekfac(
         or a function; models of transformers are known, too. For another loss, a function (model, batch) -> batch with
         sampled labels. "data": the labels of the batches, which gives the empirical Fisher matrix.
     seed: of the sampled labels
-    microbatch: as in `sw.scan`
+    microbatch: as in `sw.scan`, with another default, None: whole batches. With "auto", which watches what autograd
+        saves, fewer layers may have factors
     """
     check_repeatable(loader, "loader")
     loss_fn = _with_labels(as_loss_fn(loss_fn), labels)
@@ -92,12 +96,23 @@ class EKFAC:
 
         damping: default, for each layer: 0.1 times the mean of its eigenvalues
         """
-        check_shapes(rows, self.shapes)
+        check_shapes({name: tuple(each.shape[1:]) for name, each in rows.items()}, self.shapes)
         check_damping(damping)
         solved: dict[str, Tensor] = {}
         for block in self.blocks:
             solved.update(block.solve(rows, damping))
         return {name: solved[name] for name in rows}
+
+    def coordinates(self, g: Gradients) -> dict[Block, PerSampleGrad]:
+        """Gradients in the eigenbasis of each block."""
+        forms = factored_forms(g)
+        shapes = {name: tuple(form.shape) for name, form in forms.items()}
+        check_shapes({name: shapes.get(name, self.shapes.get(name)) for name in g.names}, self.shapes)
+        for block in self.blocks:
+            for name in block.names:  # zeros for parameters that the losses do not depend on
+                if name not in forms:
+                    forms[name] = DenseGrad(block.eigenvalues.new_zeros(len(g), *self.shapes[name]))
+        return {block: block.coordinates(forms) for block in self.blocks}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the curvature to a file, atomically."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.blocks import LEFT, RIGHT, Block, DiagonalBlock, KroneckerBlock, Layer
+from samplewise.attribution.blocks import LEFT, RIGHT, Block, DiagonalBlock, Forms, KroneckerBlock, Layer, only_term
 from samplewise.core.batches import length, take
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import RandomState
@@ -21,14 +21,12 @@ from samplewise.engine.checks import wide_dtype
 from samplewise.engine.gradients import factored_forms
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import Factor, FactoredGrad, OneHot, Term
+from samplewise.engine.grads.factored import Factor, FactoredGrad, Term
 from samplewise.eval_pass import share_of_rank
 from samplewise.scan import scan
 
 LARGEST_SIDE = 16384  # a larger covariance would need more than 2 GB in float64; the identity is its eigenbasis
 SAME = 1e-3  # relative difference up to which gradients of a bias are the sums of output gradients
-
-Forms = Mapping[str, PerSampleGrad]
 
 
 def fit(
@@ -62,9 +60,10 @@ class Passes:
             for piece, g in scan(self.model, self._at_least_two, self._seeded_batches(), self.microbatch):
                 forms: Forms = factored_forms(g)
                 is_doubled = length(piece) == 1 and len(g) == 2
-                if is_doubled:
-                    forms = {name: _first_sample(form) for name, form in forms.items()}
-                add(forms, 1 if is_doubled else len(g))
+                with torch.no_grad():  # factors are attached to the graph
+                    if is_doubled:
+                        forms = {name: _first_sample(form) for name, form in forms.items()}
+                    add(forms, 1 if is_doubled else len(g))
         finally:
             state.restore()
 
@@ -96,7 +95,7 @@ class Covariances:
     def add(self, forms: Forms, samples: int) -> None:
         self.samples += samples
         for name, form in forms.items():
-            term = _only_term(form)
+            term = only_term(form)
             if term is None:
                 self.layers[name] = None
             elif name not in self.layers and _has_gradient(term):
@@ -137,7 +136,8 @@ class Covariances:
         joined = {name for layer in layers for name in layer.names}
         blocks: list[Block] = [self._kronecker_block(layer, parameters[layer.weight]) for layer in layers]
         blocks += [DiagonalBlock(name, torch.zeros_like(p)) for name, p in parameters.items() if name not in joined]
-        return blocks
+        order = {name: number for number, name in enumerate(parameters)}
+        return sorted(blocks, key=lambda block: order[block.names[0]])
 
     def _kronecker_block(self, layer: Layer, weight: Tensor) -> KroneckerBlock:
         dtype = wide_dtype(weight.dtype)
@@ -148,7 +148,7 @@ class Covariances:
 
 def find_layer(name: str, form: PerSampleGrad, forms: Forms) -> Layer:
     """Layer of a weight, joined with a vector of the same module whose gradients are the sums of output gradients."""
-    term = _only_term(form)
+    term = only_term(form)
     assert isinstance(form, FactoredGrad) and term is not None
     dense = [side for side, factor in zip((LEFT, RIGHT), term, strict=True) if isinstance(factor, Tensor)]
     rows, columns = form.matrix
@@ -165,14 +165,6 @@ def find_layer(name: str, form: PerSampleGrad, forms: Forms) -> Layer:
 
 def _feasible(layer: Layer) -> tuple[str, ...]:
     return tuple(side for side in layer.bases if layer.sides[side] <= LARGEST_SIDE)
-
-
-def _only_term(form: PerSampleGrad) -> Term | None:
-    """Factors of a matrix of real numbers; None if it has no factors, or several kinds of them."""
-    if not isinstance(form, FactoredGrad) or len(form.terms) > 1:
-        return None
-    (term,) = form.terms
-    return None if all(isinstance(factor, OneHot) for factor in term) else term
 
 
 def _has_gradient(term: Term) -> bool:
@@ -221,7 +213,7 @@ class Eigenvalues:
     def add(self, forms: Forms, samples: int) -> None:
         for block, total in zip(self._blocks, self.sums, strict=True):
             if block.names[0] in forms:
-                total += _squares(block, forms)
+                total += block.coordinates(forms).sum_of_squares(None)
 
     def blocks(self, samples: int) -> list[Block]:
         """Blocks with the mean over the samples of all ranks."""
@@ -230,20 +222,3 @@ class Eigenvalues:
             replace(block, eigenvalues=(total / samples).to(block.eigenvalues.dtype))
             for block, total in zip(self._blocks, self.sums, strict=True)
         ]
-
-
-def _squares(block: Block, forms: Forms) -> Tensor:
-    form = forms[block.names[0]]
-    if isinstance(block, DiagonalBlock):
-        return form.sum_of_squares(None)
-    term = _only_term(form)
-    if term is None:  # rows, because the loader has yielded other batches in this pass
-        rows = {name: forms[name].rows(0, form.samples) for name in block.names}
-        return block.rotate(block.layer.join(rows)).square().sum(0)
-    left, right = block.layer.extended(*term)
-    rotated = Term(_rotated(left, block.left), _rotated(right, block.right))
-    return FactoredGrad([rotated], tuple(block.eigenvalues.shape)).sum_of_squares(None)
-
-
-def _rotated(factor: Factor, basis: Tensor | None) -> Factor:
-    return factor if basis is None or isinstance(factor, OneHot) else factor @ basis.to(factor.dtype)

@@ -73,9 +73,13 @@ def _add_second_derivatives(total: Tensor, losses: Tensor, parameters: list[Tens
         directions = torch.zeros(stop - start, len(flat), dtype=flat.dtype, device=flat.device)
         directions[:, start:stop].fill_diagonal_(1)
         rows = torch.autograd.grad(
-            flat, parameters, directions, retain_graph=True, is_grads_batched=True, materialize_grads=True
+            flat, parameters, directions, retain_graph=True, is_grads_batched=True, allow_unused=True
         )
-        total[start:stop] += torch.cat([row.flatten(1) for row in rows], 1)
+        column = 0
+        for p, row in zip(parameters, rows, strict=True):
+            if row is not None:
+                total[start:stop, column : column + p.numel()] += row.reshape(stop - start, -1)
+            column += p.numel()
 
 
 class Hessian:
@@ -101,7 +105,7 @@ class Hessian:
         damping: default 0.1 times the mean of the eigenvalues. It must be larger than minus the smallest eigenvalue:
             the Hessian of a net has negative ones unless it is trained to a minimum, and that of a softmax has zeros.
         """
-        check_shapes(rows, self.shapes)
+        check_shapes({name: tuple(each.shape[1:]) for name, each in rows.items()}, self.shapes)
         check_damping(damping)
         factor = self._factored(self.default_damping if damping is None else float(damping))
         flat = torch.cat([rows[name].flatten(1) for name in self.shapes], 1)
