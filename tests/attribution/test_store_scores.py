@@ -138,7 +138,7 @@ def test_rows_beyond_the_range_of_squares(tmp_path):
 
 
 @pytest.mark.parametrize("damping", [None, 0.1])
-def test_faiss_finds_the_same_samples(tmp_path, damping):
+def test_search_equals_that_of_faiss(tmp_path, damping):
     faiss = pytest.importorskip("faiss", reason="needs faiss-cpu")
     store, queries = random_store(tmp_path, n=200, models=2, weighted=True)
     vectors = store.query_vectors(queries, damping=damping).numpy()

@@ -124,7 +124,7 @@ def test_refusals(tmp_path):
         sw.trak(model, sw.margin, train[::-1], train, 16, path=tmp_path)
 
 
-def test_equal_to_traker_on_the_same_projection(tmp_path):
+def test_equals_traker_on_the_same_projection(tmp_path):
     pytest.importorskip("trak", reason="needs traker")
     compare = runpy.run_path(str(BENCHMARKS / "attribution_trak_peers.py"))["compare"]
     for models, damping in ((1, 0.0), (1, 0.1), (3, 0.1)):

@@ -47,6 +47,7 @@ from samplewise.errors import StoreError
 from samplewise.eval_pass import check_has_all_samples, check_order, map_over_ranks
 
 FORMAT = 2
+SAME = 0.1  # relative difference of two computations of a row, in any dtype; other samples differ by about 1
 SETTINGS = {"dim": int, "seed": int, "dtype": str, "blocks": str}
 
 Rows = Gradients | Tensor
@@ -110,6 +111,8 @@ class ProjectedStore:
     def add(self, g: Rows, weights: Tensor | None = None, *, model: int = 0) -> None:
         """Append the projections of a batch of gradients, or rows (B, dim) that are projected already.
 
+        With several ranks, call it on one of them.
+
         weights: (B,), if the gradients are those of an output function, as in `sw.trak`; default: none
         model: number of the model; the next number starts the rows of another model
         """
@@ -122,7 +125,8 @@ class ProjectedStore:
             raise StoreError(f"rows of model {model} must be added {wanted}, as the first ones were; found the other.")
         if model == self.models:
             layers = layer_widths(g.names, self.dim) if isinstance(g, Gradients) and self.blocks else ()
-            self._start(ModelIndex(weighted=weights is not None, layers=layers))
+            index = ModelIndex(weighted=weights is not None, layers=layers)
+            self._files.append(RowsFile(self._next_folder(), self.dim, self.dtype, index))
         self._files[model].append(*features)
 
     def fill(
@@ -173,6 +177,7 @@ class ProjectedStore:
         The model must be one that the store was filled with, and `fn` a function of the same kind. With several ranks,
         each computes its share.
         """
+        check_order(loader, "Use shuffle=False: rows are in the order of the loader.")
         number = self._known(checksum_of_model(model))
         index = self._files[number].index
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -247,10 +252,10 @@ class ProjectedStore:
 
         out: path of a .npy file for the scores; the result is then a memory map of it. Default None: in memory
         """
-        chunks = self.score_chunks(queries, cosine=cosine, damping=damping, layers=layers)
+        projected = self._queries(queries)
+        chunks = self.score_chunks(projected, cosine=cosine, damping=damping, layers=layers)
         if out is None:
             return torch.cat([scores for _, scores in chunks], 1)
-        projected = self._queries(queries)
         size = len(next(iter(projected.values()))), self._common_count(projected)
         with npy_matrix(out, *size) as matrix:
             for part, scores in chunks:
@@ -339,17 +344,16 @@ class ProjectedStore:
                     f"{name}={index[name]!r}. Open it with {name}={index[name]!r}, or choose another path."
                 )
 
-    def _start(self, index: ModelIndex) -> None:
-        """Start the rows of another model."""
-        folder = self.path / f"model-{self.models:04d}"
-        on_rank_zero(lambda: RowsFile(folder, self.dim, self.dtype, index) and None)
-        self._files.append(RowsFile(folder, self.dim, self.dtype))
+    def _next_folder(self) -> Path:
+        return self.path / f"model-{self.models:04d}"
 
     def _number(self, wanted: ModelIndex) -> int:
-        """Number of the model with this checksum; starts its rows if there are none."""
+        """Number of the model with this checksum; starts its rows if there are none. Collective."""
         numbers = [number for number, file in enumerate(self._files) if file.index.model == wanted.model]
         if not numbers:
-            self._start(wanted)
+            folder = self._next_folder()
+            on_rank_zero(lambda: RowsFile(folder, self.dim, self.dtype, wanted) and None)
+            self._files.append(RowsFile(folder, self.dim, self.dtype))
             return self.models - 1
         found = self._files[numbers[0]].index
         if (found.weighted, found.scaling) != (wanted.weighted, wanted.scaling):
@@ -373,7 +377,7 @@ class ProjectedStore:
     def _compare(self, first: Features, file: RowsFile) -> None:
         """Raise if the first sample of the loader is not that of the store."""
         stored = file.rows(0, 1)
-        if (first.rows[:1] - stored).abs().max() > 0.01 * stored.abs().max():
+        if (first.rows[:1] - stored).norm() > SAME * stored.norm():
             raise StoreError(
                 f"continuing to fill the store at {self.path} needs the same samples, in the same order, and the same "
                 "function; found a first sample with another gradient than the stored one. Pass the same arguments, "
