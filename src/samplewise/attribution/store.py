@@ -40,7 +40,7 @@ from samplewise.core.losses import LossFn
 from samplewise.core.progress import progress
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import listed, plural
-from samplewise.distributed.group import current_group, on_rank_zero
+from samplewise.distributed.group import current_group, on_every_rank, on_rank_zero
 from samplewise.engine.gradients import Gradients, project
 from samplewise.engine.projection import Projection
 from samplewise.errors import StoreError
@@ -84,9 +84,7 @@ class ProjectedStore:
         self.dtype = dtype
         self.blocks = blocks
         on_rank_zero(self._create)
-        self._check_settings()
-        folders = sorted(index.parent for index in self.path.glob("model-*/model.json"))
-        self._files = [RowsFile(folder, dim, dtype) for folder in folders]
+        self._files = on_every_rank(self._open)  # before any rank goes on to write
 
     @property
     def models(self) -> int:
@@ -326,6 +324,11 @@ class ProjectedStore:
         content = {"format": FORMAT} | {name: getattr(self, name) for name in SETTINGS}
         with atomic_write(index, index.with_suffix(".json.partial")) as file:
             file.write(json.dumps(content, indent=1).encode())
+
+    def _open(self) -> list[RowsFile]:
+        self._check_settings()
+        folders = sorted(index.parent for index in self.path.glob("model-*/model.json"))
+        return [RowsFile(folder, self.dim, self.dtype) for folder in folders]
 
     def _check_settings(self) -> None:
         path = self.path / "store.json"
