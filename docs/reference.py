@@ -32,7 +32,7 @@ SECTIONS = {
     "Transforms": ["chain", "clip", "weight", "drop", "normalize", "align", "group", "noise", "check_transform"],
     "Differential privacy": ["Privacy", "privacy_audit"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
-    "Attribution": ["influence", "ekfac", "hessian", "trak", "margin", "ProjectedStore"],
+    "Attribution": ["influence", "ekfac", "hessian", "trak", "select", "margin", "ProjectedStore"],
     "Trainer": ["Trainer", "load_checkpoint", "sharded", "join_process_group"],
     "Ledger": ["Ledger", "Indexed", "samples"],
 }

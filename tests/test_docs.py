@@ -326,7 +326,17 @@ def test_public_surface():
         "similarity",
         "suspects",
     }
-    functions |= {"influence", "ekfac", "hessian", "margin", "ProjectedStore", "trak", "Privacy", "privacy_audit"}
+    functions |= {
+        "influence",
+        "ekfac",
+        "hessian",
+        "margin",
+        "ProjectedStore",
+        "select",
+        "trak",
+        "Privacy",
+        "privacy_audit",
+    }
     functions |= {"align", "clip", "drop", "group", "noise", "normalize", "weight"}
     assert set(samplewise.__all__) == functions | {"callbacks"} | _public_errors()
 

@@ -4,6 +4,7 @@ from samplewise.attribution.ekfac import ekfac as ekfac
 from samplewise.attribution.hessian import hessian as hessian
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.outputs import margin as margin
+from samplewise.attribution.select import select as select
 from samplewise.attribution.store import ProjectedStore as ProjectedStore
 from samplewise.attribution.trak import trak as trak
 from samplewise.backward import BackwardResult as BackwardResult
@@ -124,6 +125,7 @@ __all__ = [
     "privacy_audit",
     "samples",
     "scan",
+    "select",
     "sgd",
     "sharded",
     "signal_to_noise",

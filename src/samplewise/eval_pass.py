@@ -81,7 +81,7 @@ def map_over_ranks(
     what: name of the pass, for lines of progress on stderr; default: no such lines
     """
     group = current_group()
-    _check_has_all_samples(loader)
+    check_has_all_samples(loader)
     shown = _with_progress(loader, what)
     if not group.distributed:
         yield from map(compute, shown)
@@ -99,7 +99,7 @@ def share_of_rank(loader: Iterable[Any], what: str | None = None) -> Iterator[tu
     what: as in `map_over_ranks`
     """
     group = current_group()
-    _check_has_all_samples(loader)
+    check_has_all_samples(loader)
     if group.distributed:
         check_order(loader, "Use shuffle=False, so that all ranks have the same batches.")
     return (
@@ -113,7 +113,8 @@ def _with_progress(loader: Iterable[Any], what: str | None) -> Iterable[Any]:
     return loader if what is None or current_group().rank else reported(loader, what)
 
 
-def _check_has_all_samples(loader: Iterable[Any]) -> None:
+def check_has_all_samples(loader: Iterable[Any]) -> None:
+    """Raise if there are several ranks and the loader has the samples of one."""
     if current_group().distributed and any(isinstance(sampler, DistributedSampler) for sampler in _samplers(loader)):
         raise ValueError(
             "every rank must pass a loader of all samples, which are divided among the ranks here; found a loader with "

@@ -32,14 +32,33 @@ def scan(
     number whose activations take at most `memory` bytes (default: a quarter of the free memory). A batch that cannot
     be sliced is used whole.
     """
-    check_model(model, "sw.scan(model, loss_fn, loader)")
-    if not (microbatch in ("auto", None) or (type(microbatch) is int and microbatch > 0)):
-        raise ValueError(f"microbatch must be a positive integer, None or 'auto'; found {microbatch!r}.")
-    pieces = _Pieces(model, as_loss_fn(loss_fn), microbatch, memory or free_memory(model) // 4)
+    scanner = Scanner(model, loss_fn, microbatch, memory=memory, strategy=strategy)
     check_loader(loader)
-    return (
-        (piece, gradients(losses, model, strategy=strategy)) for batch in loader for piece, losses in pieces.of(batch)
-    )
+    return (pair for batch in loader for pair in scanner.of(batch))
+
+
+class Scanner:
+    """Gradients of batches, as in `scan`, one batch at a time. The size of microbatches is kept between batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        microbatch: int | str | None = "auto",
+        *,
+        memory: int | None = None,
+        strategy: str | None = None,
+    ):
+        check_model(model, "sw.scan(model, loss_fn, loader)")
+        if not (microbatch in ("auto", None) or (type(microbatch) is int and microbatch > 0)):
+            raise ValueError(f"microbatch must be a positive integer, None or 'auto'; found {microbatch!r}.")
+        self._pieces = _Pieces(model, as_loss_fn(loss_fn), microbatch, memory or free_memory(model) // 4)
+        self._strategy = strategy
+
+    def of(self, batch: Any) -> Iterator[tuple[Any, Gradients]]:
+        """Yield (microbatch, g) of a batch."""
+        for piece, losses in self._pieces.of(batch):
+            yield piece, gradients(losses, self._pieces.model, strategy=self._strategy)
 
 
 class _Pieces:

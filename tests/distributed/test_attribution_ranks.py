@@ -42,6 +42,68 @@ def test_an_error_of_one_rank_is_raised_on_all(two):
     assert "rank 1 of 2 failed" in first and "IndexError" in second
 
 
+def trak(path=None, size=3):
+    _, x, y = make(n=17)
+    models = [make(seed=seed)[0] for seed in range(2)]
+    return sw.trak(models, sw.margin, batches(x, y, size), batches(x[:5] + 0.3, y[:5], 2), 8, path=path)
+
+
+def selected(path):
+    model, x, y = make(n=17)
+    store = sw.ProjectedStore(path, 8)
+    store.fill(model, loss_fn, batches(x, y, 3))
+    store = sw.ProjectedStore(path, 8)  # every rank can read what rank 0 wrote
+    queries = store.project(model, loss_fn, batches(x[:5] + 0.3, y[:5], 2))
+    return sw.select(store, queries, 4, damping=0.1), store.rows()
+
+
+def filled_with_bad_labels(path):
+    model, x, y = make(n=8)
+    y[6] = 100  # in the batch of rank 1
+    sw.ProjectedStore(path, 8).fill(model, loss_fn, batches(x, y, 4))
+
+
+def filled_on_a_full_disk(path):
+    model, x, y = make(n=8)
+    store = sw.ProjectedStore(path, 8)
+    store.fill(model, loss_fn, [])
+    if torch.distributed.get_rank() == 0:
+        (store.path / "model-0000" / "rows.f16").mkdir()  # cannot be opened for writing
+    store.fill(model, loss_fn, batches(x, y, 4))
+
+
+def of_a_store_of_one_rank(path):
+    model, x, y = make(n=17)
+    data = TensorDataset(x, y)
+    sampler = DistributedSampler(data, shuffle=False)
+    sw.ProjectedStore(path, 8).fill(model, loss_fn, DataLoader(data, 4, sampler=sampler))
+
+
+def test_trak(two, three, tmp_path):
+    wanted = trak()
+    for team in (two, three):
+        for path in (None, str(tmp_path / str(team is two))):
+            for found in team.run(trak, path):
+                torch.testing.assert_close(found, wanted)
+    for found in two.run(trak, str(tmp_path / "True"), 5):  # complete: nothing is computed again
+        torch.testing.assert_close(found, wanted)
+
+
+def test_store_and_selection(two, tmp_path):
+    samples, rows = selected(tmp_path / "one")
+    for found, own in two.run(selected, str(tmp_path / "two")):
+        assert torch.equal(found, samples) and torch.equal(own, rows)
+
+
+def test_an_error_of_one_rank_while_a_store_is_filled(two, tmp_path):
+    first, second = two.errors(filled_with_bad_labels, str(tmp_path / "labels"))
+    assert "rank 1 of 2 failed" in first and "IndexError" in second
+    first, second = two.errors(filled_on_a_full_disk, str(tmp_path / "full"))
+    assert "IsADirectoryError" in first and "rank 0 of 2 failed" in second
+    for message in two.errors(of_a_store_of_one_rank, str(tmp_path / "sampler")):
+        assert "a loader of all samples" in message and "Remove the sampler" in message
+
+
 def ekfac(size=3):
     model, x, y = make(n=17)
     model.append(torch.nn.LayerNorm(3).double())

@@ -6,6 +6,7 @@ ekfac           curvature in Kronecker factors with corrected eigenvalues, of an
 hessian         exact curvature of small models
 outputs         output functions: the number per sample whose gradient is attributed, if it is not the loss
 store           random projections of gradients on disk, of several models, for repeated searches
+select          training data for a target set
 trak            scores from an ensemble of models, on top of the store
 evaluate        quality of scores, measured by retraining
 """
@@ -17,7 +18,19 @@ from samplewise.attribution.hessian import Hessian as Hessian
 from samplewise.attribution.hessian import hessian as hessian
 from samplewise.attribution.influence import influence as influence
 from samplewise.attribution.outputs import margin as margin
+from samplewise.attribution.select import select as select
 from samplewise.attribution.store import ProjectedStore as ProjectedStore
 from samplewise.attribution.trak import trak as trak
 
-__all__ = ["EKFAC", "Curvature", "Hessian", "ProjectedStore", "ekfac", "hessian", "influence", "margin", "trak"]
+__all__ = [
+    "EKFAC",
+    "Curvature",
+    "Hessian",
+    "ProjectedStore",
+    "ekfac",
+    "hessian",
+    "influence",
+    "margin",
+    "select",
+    "trak",
+]

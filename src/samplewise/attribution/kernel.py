@@ -7,6 +7,7 @@ brought up to date when it is needed, and replaced atomically, so that it is con
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from samplewise.attribution.rows_file import RowsFile
 from samplewise.core.atomic_io import atomic_write
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.core.text import plural
+from samplewise.distributed.group import current_group
 from samplewise.errors import StoreError
 
 CHUNK = 8192  # rows in memory at a time
@@ -31,6 +33,7 @@ class Kernel:
     def __init__(self, file: RowsFile, damping: float | None, cosine: bool, columns: Tensor | None = None):
         self.cosine = cosine
         self.columns = columns
+        self.width = file.dim if columns is None else len(columns)
         self._factor: Tensor | None = None  # lower triangular L with L L^T = X^T X + lambda I
         if damping is not None and len(file):
             gram = updated_gram(file)
@@ -58,6 +61,70 @@ class Kernel:
         return rows if self.columns is None else rows[:, self.columns]
 
 
+class Kernels:
+    """Scores of several models: mean of the inner products of `Kernel`, times the mean weight of the samples.
+
+    The weights are left out for the cosine. files: rows of each model, by number; columns: as in `Kernel`, by number
+    """
+
+    def __init__(
+        self,
+        files: Mapping[int, RowsFile],
+        damping: float | None,
+        cosine: bool,
+        columns: Mapping[int, Tensor | None],
+    ):
+        self._files = files
+        self._cosine = cosine
+        self._kernels = {number: Kernel(file, damping, cosine, columns[number]) for number, file in files.items()}
+
+    @property
+    def width(self) -> int:
+        """Number of columns of `of_rows`."""
+        return sum(kernel.width for kernel in self._kernels.values())
+
+    def of_queries(self, queries: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Vectors (Q, width) of the queries for each model. Without models, the queries are returned."""
+        return {n: self._kernels[n].of_queries(own) if n in self._kernels else own for n, own in queries.items()}
+
+    def scores(self, vectors: Mapping[int, Tensor], part: slice) -> Tensor:
+        """Scores (Q, samples of the slice)."""
+        queries = len(next(iter(vectors.values())))
+        scores = torch.zeros(queries, part.stop - part.start)
+        for number, kernel in self._kernels.items():
+            scores.addmm_(vectors[number], kernel.of_rows(self._files[number].rows(part.start, part.stop)).T)
+        scores *= self._factors(part)
+        if not scores.isfinite().all():
+            raise ValueError("scores must be finite in float32; found an overflow. Scale the queries down.")
+        return scores
+
+    def of_rows(self, part: slice) -> Tensor:
+        """Rows (samples of the slice, width) of all models side by side, with the weights as factors."""
+        rows = [k.of_rows(self._files[number].rows(part.start, part.stop)) for number, k in self._kernels.items()]
+        return torch.cat(rows, 1) * self._factors(part)[:, None]
+
+    def _factors(self, part: slice) -> Tensor:
+        """Mean weight of each sample, or one, divided by the number of models."""
+        if self._cosine or not self._files:
+            return torch.full((part.stop - part.start,), 1 / max(len(self._files), 1))
+        weights = torch.stack([file.weights(part.start, part.stop) for file in self._files.values()])
+        return weights.mean(0) / len(self._files)
+
+
+def largest(scores: Tensor, samples: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest scores of each row in descending order, and their samples; the earlier column of equals first."""
+    if scores.shape[1] > k:
+        top = scores.topk(k + 1)
+        tied = top.values[:, k - 1] == top.values[:, k]
+        columns = top.indices[:, :k].sort(dim=1).values
+        if tied.any():
+            columns[tied] = scores[tied].sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
+        scores = scores.gather(1, columns)
+        samples = samples.gather(1, columns)
+    values, order = scores.sort(dim=1, descending=True, stable=True)
+    return values, samples.gather(1, order)
+
+
 def check_damping(damping: float | None) -> None:
     if damping is not None and not (isinstance(damping, (int, float)) and 0 <= damping < math.inf):
         raise ValueError(
@@ -75,6 +142,8 @@ def updated_gram(file: RowsFile) -> Tensor:
         rows = file.rows(start, min(start + CHUNK, len(file))).double()
         gram.addmm_(rows.T, rows)
     path = file.path / "gram.f64"
+    if current_group().rank != 0:
+        return gram
     with atomic_write(path, path.with_suffix(".f64.partial")) as written:
         written.write(tensor_bytes(torch.tensor([float(len(file))], dtype=torch.float64)))
         written.write(tensor_bytes(gram))

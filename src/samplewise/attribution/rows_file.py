@@ -72,7 +72,7 @@ class RowsFile:
 
     def append(self, rows: Tensor, weights: Tensor | None = None) -> None:
         """Append rows (B, dim) float32, and their weights (B,) if the file has weights."""
-        scales = rows.abs().amax(1)
+        scales = torch.linalg.vector_norm(rows, torch.inf, dim=1)
         parts = {"rows": rows / scales.where(scales > 0, 1)[:, None], "scales": scales}
         if self.index.weighted:
             assert weights is not None

@@ -52,7 +52,7 @@ def trak(
     with _directory(path) as folder:
         store = ProjectedStore(folder, dim, seed, dtype=dtype)
         projected: dict[int, Tensor] = {}
-        for model in [models] if isinstance(models, nn.Module) else models:
+        for model in _each(models):
             number = store.fill(model, output_fn, train, microbatch, output=True)
             if number in projected:
                 raise ValueError(
@@ -63,6 +63,11 @@ def trak(
         if not projected:
             raise ValueError("models must be a model, or at least one model in a list; found none.")
         return store.scores(projected, damping=damping)
+
+
+def _each(models: nn.Module | Iterable[nn.Module]) -> Iterable[nn.Module]:
+    is_one = isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
+    return [models] if is_one else models  # type: ignore[return-value, list-item]
 
 
 @contextmanager

@@ -1,0 +1,200 @@
+"""Features of samples: projected gradients of a model, and weights if they are gradients of an output function."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.attribution.outputs import OutputFn, outputs_and_weights
+from samplewise.attribution.rows_file import RowsFile
+from samplewise.core.batches import cut, length
+from samplewise.core.losses import LossFn
+from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.distributed.group import current_group, errors_on_all_ranks
+from samplewise.engine.gradients import project
+from samplewise.engine.projection import Projection
+from samplewise.errors import StoreError
+from samplewise.scan import Scanner
+
+# Rows are written when they have this many elements, or when this time has passed since the last write.
+ELEMENTS_PER_WRITE = 2**24
+SECONDS_PER_WRITE = 5.0
+
+
+class Features(NamedTuple):
+    """Projected rows (B, dim) of a batch, and weights (B,), both float32 on the CPU."""
+
+    rows: Tensor
+    weights: Tensor | None
+
+
+def features_of(
+    model: nn.Module,
+    fn: LossFn | OutputFn,
+    projection: Projection,
+    weighted: bool,
+    microbatch: int | str | None,
+) -> Callable[[Any], Features]:
+    """Function batch -> Features. weighted: `fn` is an output function."""
+    found: list[Tensor] = []  # weights of the last call
+
+    def outputs(model: nn.Module, batch: Any) -> Tensor:
+        outputs, weights = outputs_and_weights(fn(model, batch))
+        found[:] = [weights]
+        return outputs
+
+    scanner = Scanner(model, outputs if weighted else fn, microbatch)
+
+    def of_batch(batch: Any) -> Features:
+        rows = []
+        weights: list[Tensor] = []
+        for _, g in scanner.of(batch):
+            rows.append(checked_rows(project(g, projection), projection.dim, "rows"))
+            weights.extend(checked_weights(each, len(g)) for each in found)
+        return Features(torch.cat(rows), torch.cat(weights) if weighted else None)
+
+    return of_batch
+
+
+def checked_rows(rows: Any, dim: int, name: str) -> Tensor:
+    """Rows (B, dim) in float32 on the CPU."""
+    if not isinstance(rows, Tensor) or rows.is_complex():
+        description = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise TypeError(f"{name} must be Gradients or a real tensor (B, {dim}); found {description}.")
+    if rows.dim() != 2 or rows.shape[1] != dim:
+        raise ValueError(f"{name} must have the store's shape (B, {dim}); found {tuple(rows.shape)}.")
+    rows = rows.detach().float().cpu()
+    if rows.numel() and not torch.linalg.vector_norm(rows, torch.inf).isfinite():  # the largest absolute entry, or NaN
+        raise ValueError(f"{name} must be finite in float32; found NaN or infinity.")
+    return rows
+
+
+def checked_weights(weights: Tensor, count: int) -> Tensor:
+    """Weights (count,) in float32 on the CPU."""
+    if not isinstance(weights, Tensor) or weights.shape != (count,):
+        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(f"weights must be a tensor ({count},), one per sample; found {found}.")
+    weights = weights.detach().float().cpu()
+    if not weights.isfinite().all():
+        raise ValueError("weights must be finite in float32; found NaN or infinity.")
+    return weights
+
+
+def layer_widths(names: Iterable[str], dim: int) -> tuple[tuple[str, int], ...]:
+    """Layers of parameters, in order, and the numbers of dimensions of their blocks, which differ by at most one."""
+    layers = list(dict.fromkeys(map(layer_of, names)))
+    if dim < len(layers):
+        raise ValueError(f"dim must be at least the number of layers, {len(layers)}, with blocks='layer'; found {dim}.")
+    return tuple((layer, dim // len(layers) + (k < dim % len(layers))) for k, layer in enumerate(layers))
+
+
+def layer_of(name: str) -> str:
+    """Module path of a parameter's name; the name itself for a parameter of the whole model."""
+    return name.rpartition(".")[0] or name
+
+
+def block_slices(widths: Iterable[tuple[str, int]]) -> dict[str, slice]:
+    """Columns of each layer."""
+    slices = {}
+    start = 0
+    for layer, width in widths:
+        slices[layer] = slice(start, start + width)
+        start += width
+    return slices
+
+
+def adam_scale(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Scale of Adam's steps, name -> 1 / (sqrt(v / (1 - beta2**step)) + eps), from the second moments v."""
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    scale = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            if p in names and "exp_avg_sq" in state:
+                second = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
+                corrected = second / (1 - group["betas"][1] ** float(state["step"]))
+                scale[names[p]] = (corrected.sqrt() + group["eps"]).reciprocal()
+    missing = set(names.values()) - set(scale)
+    if missing:
+        raise ValueError(
+            "adam must be an optimizer with second moments (exp_avg_sq) of all trained parameters, such as "
+            f"torch.optim.AdamW after a step; found none for {sorted(missing)[0]!r}. Train first, or leave out adam."
+        )
+    return scale
+
+
+def checksum_of_model(model: nn.Module) -> str:
+    """SHA-256 of names, dtypes, shapes and values of parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def checksum_of_scale(scale: Mapping[str, Tensor] | None) -> str:
+    """SHA-256 of names and values; empty for None."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted((scale or {}).items()):
+        digest.update(name.encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest() if scale is not None else ""
+
+
+def skip_samples(loader: Iterable[Any], samples: int, check: Callable[[Any], None]) -> Iterator[Any]:
+    """Batches of a loader without its first `samples` samples. `check` is called with the first sample that is skipped,
+    as a batch.
+    """
+    unchecked = samples > 0
+    for batch in loader:
+        size = length(batch) if samples else 0
+        if size is None:
+            raise StoreError(
+                "continuing to fill a store needs batches that can be sliced, to skip the samples it has; found a "
+                f"batch of type {type(batch).__name__}. Start a new store, or call add for the missing samples."
+            )
+        if unchecked:
+            check(cut(batch, 0, 1))
+            unchecked = False
+        if not samples:
+            yield batch
+        elif samples < size:
+            yield cut(batch, samples, size)
+        samples = max(samples - size, 0)
+
+
+class Writer:
+    """Collects features and appends them to a file, on rank 0."""
+
+    def __init__(self, file: RowsFile):
+        self._file = file
+        self._parts: list[Features] = []
+        self._elements = 0
+        self._written = time.monotonic()
+
+    def add(self, features: Features) -> None:
+        self._parts.append(features)
+        self._elements += features.rows.numel()
+        if self._elements >= ELEMENTS_PER_WRITE or time.monotonic() - self._written > SECONDS_PER_WRITE:
+            self._write()
+
+    def finish(self) -> None:
+        """Write the remaining rows. Collective."""
+        self._write()
+        current_group().barrier()
+        self._file.reload()
+
+    def _write(self) -> None:
+        if self._parts and current_group().rank == 0:
+            rows = torch.cat([part.rows for part in self._parts])
+            weights = [part.weights for part in self._parts if part.weights is not None]
+            with errors_on_all_ranks():
+                self._file.append(rows, torch.cat(weights) if weights else None)
+        self._parts.clear()
+        self._elements = 0
+        self._written = time.monotonic()
