@@ -7,6 +7,7 @@ PY      := $(VENV)/bin/python
 PIP     := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
 DEV     := $(VENV)/.installed-dev
 BENCH   := $(VENV)/.installed-bench
+SITE    := $(VENV)/.installed-site
 # TensorFlow, JAX and TRL have many dependencies of their own, hence a separate environment.
 FRAMEWORKS := .venv-integrations
 # `make test-torch TORCH=2.8.0` tests with another torch version, and with another Python version by PYTHON=python3.12.
@@ -17,7 +18,7 @@ TORCH_TESTS ?= $(filter-out tests/report/ tests/__pycache__/,$(wildcard tests/*/
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch lint format docs bench comparison clean
+.PHONY: help demo test test-all test-integrations test-torch lint format docs bench comparison migration site clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
@@ -33,6 +34,8 @@ help:
 	@echo '                 run the benchmarks of samplewise alone, in less than three minutes'
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
 	@echo 'make docs        generate docs/reference.md from the docstrings, and docs/picture.png if its script is newer'
+	@echo 'make site        build the documentation site into build/site and test it in a browser'
+	@echo 'make migration   run the code of the migration pages against both libraries, and measure one number each'
 	@echo 'make clean       remove the virtual environments and all caches'
 
 # ------------------------------------------------------------------------------ environment
@@ -51,6 +54,11 @@ $(BENCH): benchmarks/requirements.txt constraints.txt $(DEV)
 	@echo 'installing the libraries for the comparison into $(VENV)'
 	@$(PIP) -r benchmarks/requirements.txt
 	@$(PIP) --no-deps backpack-for-pytorch==1.7.1
+	@touch $@
+
+$(SITE): docs/requirements.txt constraints.txt $(DEV)
+	@echo 'installing the generator of the documentation site into $(VENV)'
+	@$(PIP) -r docs/requirements.txt
 	@touch $@
 
 $(FRAMEWORKS)/.installed: tests/integrations/requirements.txt constraints.txt pyproject.toml
@@ -77,9 +85,9 @@ demo: $(DEV)
 test: lint
 	$(PY) -m pytest -q -n 2
 
-# -m '' overrides the marker expression in pyproject.toml.
+# -m overrides the marker expression in pyproject.toml.
 test-all: lint
-	$(PY) -m pytest -q -n 2 -m '' --hypothesis-profile=explore
+	$(PY) -m pytest -q -n 2 -m 'not site' --hypothesis-profile=explore
 
 test-integrations: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest -q -n 2 -m '' tests/integrations
@@ -113,6 +121,14 @@ docs: $(DEV) docs/picture.png
 
 docs/picture.png: docs/picture.py | $(DEV)
 	@$(PY) docs/picture.py
+
+# The tutorials run when their code or the library has changed: a first build takes some minutes, a second one seconds.
+site: $(SITE)
+	@$(PY) docs/site/build.py
+	@$(PY) -m pytest -q -m site tests/site
+
+migration: $(BENCH)
+	@$(PY) benchmarks/migration.py $(if $(WRITE),--write)
 
 clean:
 	rm -rf $(VENV) $(FRAMEWORKS) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
