@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, get_overloads
 
 import reference
+
 import samplewise
 from samplewise.integrations import loggers
 from samplewise.loop import callbacks, events
@@ -89,7 +90,8 @@ def loggers_page() -> str:
 
 
 def testing_page() -> str:
-    return f"# Gradient rules\n\nIn `samplewise.testing`.\n\n{entry('check_rule', rules.check_rule, 'samplewise.testing')}\n"
+    found = entry("check_rule", rules.check_rule, "samplewise.testing")
+    return f"# Gradient rules\n\nIn `samplewise.testing`.\n\n{found}\n"
 
 
 def errors_page() -> str:

@@ -45,7 +45,9 @@ def main() -> None:
             path.unlink()
     options = ["-b", "html", "-W", "--keep-going", "-n", "-q", "-c", str(HERE)]
     command = [sys.executable, "-m", "sphinx", *options, "-d", str(ROOT / "build" / "site-doctrees")]
-    subprocess.run([*command, str(STAGE), str(TARGET)], check=True)
+    done = subprocess.run([*command, str(STAGE), str(TARGET)], check=False)
+    if done.returncode:
+        sys.exit("the site must build without a warning; see the lines above. Paths begin with build/site-source.")
     print(f"site: {TARGET / 'index.html'}")
 
 

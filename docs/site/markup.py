@@ -15,8 +15,9 @@ LINK = re.compile(r"\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 # Not in the text of a link and not in a heading.
 NAME = re.compile(r"(?<!\[)`sw\.(?P<name>[\w.]+)(?P<call>\([^`<|]*\))?`(?!\])")
 COLUMNS = re.compile(
-    r"^<!-- columns: (?P<left>.+?) \| (?P<right>.+?) -->$(?P<before>.*?)(?P<one>^```python$.*?^```$)(?P<two>.*?^```$)\s*"
-    r"^<!-- /columns -->$",
+    r"^<!-- columns: (?P<left>.+?) \| (?P<right>.+?) -->$"
+    r"\s*(?P<one>^```python$.*?^```$)\s*(?P<two>^```python$.*?^```$)\s*"
+    r"^<!-- /columns.*? -->$",
     re.M | re.S,
 )
 
@@ -65,7 +66,7 @@ def columns(text: str) -> str:
     """Put two code blocks side by side, each below the name of its library."""
 
     def side_by_side(match: re.Match[str]) -> str:
-        cells = [(match["left"], match["one"]), (match["right"], match["two"].strip())]
+        cells = [(match["left"], match["one"]), (match["right"], match["two"])]
         body = "\n".join(f"::::{{container}} column\n**{title}**\n\n{code}\n::::" for title, code in cells)
         return f":::::{{container}} columns\n{body}\n:::::"
 

@@ -57,5 +57,5 @@ def shown(text: str, result: dict[str, Any], folder: str) -> str:
         if found["text"]:
             parts.append(f"\n\n```{{code-block}} none\n:class: output\n\n{found['text'].rstrip()}\n```")
         parts += [f"\n\n![Figure drawn by the code above]({folder}/{name})" for name in found["figures"]]
-    note = f"The outputs of this page are from torch {torch.__version__}; its code took {result['seconds']:.0f} s of CPU time."
+    note = f"Outputs from torch {torch.__version__}; the code of this page took {result['seconds']:.0f} s of CPU time."
     return "".join([*parts, text[end:], f"\n*{note}*\n"])
