@@ -33,7 +33,7 @@ help:
 	@echo 'make bench QUICK=1'
 	@echo '                 run the benchmarks of samplewise alone, in less than three minutes'
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
-	@echo 'make docs        generate docs/reference.md from the docstrings, and docs/picture.png if its script is newer'
+	@echo 'make docs        generate docs/reference.md from the docstrings, and pictures whose script is newer'
 	@echo 'make site        build the documentation site into build/site and test it in a browser'
 	@echo 'make migration   run the code of the migration pages against both libraries, and measure one number each'
 	@echo 'make clean       remove the virtual environments and all caches'
@@ -116,11 +116,14 @@ comparison: $(BENCH)
 	@$(PY) benchmarks/comparison.py
 	@$(PY) benchmarks/loops.py
 
-docs: $(DEV) docs/picture.png
+docs: $(DEV) docs/picture.png docs/ownership.png
 	@$(PY) docs/reference.py
 
 docs/picture.png: docs/picture.py | $(DEV)
 	@$(PY) docs/picture.py
+
+docs/ownership.png: docs/drawings.py docs/report.png | $(DEV)
+	@$(PY) docs/drawings.py
 
 # The tutorials run when their code or the library has changed: a first build takes some minutes, a second one seconds.
 site: $(SITE)
