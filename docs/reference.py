@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, get_overloads
 
 import samplewise
-from samplewise import diagnostics
+from samplewise import attribution, diagnostics
 from samplewise.integrations import loggers
 from samplewise.loop import callbacks, events
 from samplewise.privacy.audit import PrivacyAudit
@@ -32,13 +32,14 @@ SECTIONS = {
     "Transforms": ["chain", "clip", "weight", "drop", "normalize", "align", "group", "noise", "check_transform"],
     "Differential privacy": ["Privacy", "privacy_audit"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],
-    "Attribution": ["influence", "ProjectedStore"],
+    "Attribution": ["influence", "ekfac", "hessian", "trak", "margin", "ProjectedStore"],
     "Trainer": ["Trainer", "load_checkpoint", "sharded", "join_process_group"],
     "Ledger": ["Ledger", "Indexed", "samples"],
 }
 RESULTS = {
     "Differential privacy": [Spent, PrivacyAudit],
     "Diagnostics": [diagnostics.Noise, diagnostics.Similarity, diagnostics.Suspects],
+    "Attribution": [attribution.Curvature, attribution.EKFAC, attribution.Hessian],
 }
 RETURNED = (
     samplewise.Gradients,

@@ -348,7 +348,7 @@ def test_public_surface():
         "similarity",
         "suspects",
     }
-    functions |= {"influence", "ProjectedStore", "Privacy", "privacy_audit"}
+    functions |= {"influence", "ekfac", "hessian", "margin", "ProjectedStore", "trak", "Privacy", "privacy_audit"}
     functions |= {"align", "clip", "drop", "group", "noise", "normalize", "weight"}
     assert set(samplewise.__all__) == functions | {"callbacks"} | _public_errors()
 

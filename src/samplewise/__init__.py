@@ -1,7 +1,11 @@
 """samplewise: per-sample gradients for PyTorch, and a training step as a value."""
 
+from samplewise.attribution.ekfac import ekfac as ekfac
+from samplewise.attribution.hessian import hessian as hessian
 from samplewise.attribution.influence import influence as influence
+from samplewise.attribution.outputs import margin as margin
 from samplewise.attribution.store import ProjectedStore as ProjectedStore
+from samplewise.attribution.trak import trak as trak
 from samplewise.backward import BackwardResult as BackwardResult
 from samplewise.backward import backward as backward
 from samplewise.check import check as check
@@ -99,15 +103,18 @@ __all__ = [
     "check_transform",
     "clip",
     "drop",
+    "ekfac",
     "fisher",
     "freeze_batchnorm",
     "fsdp",
     "gradients",
     "group",
+    "hessian",
     "influence",
     "input_gradients",
     "join_process_group",
     "load_checkpoint",
+    "margin",
     "noise",
     "noise_scale",
     "normalize",
@@ -119,5 +126,6 @@ __all__ = [
     "signal_to_noise",
     "similarity",
     "suspects",
+    "trak",
     "weight",
 ]

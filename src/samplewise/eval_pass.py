@@ -79,16 +79,29 @@ def map_over_ranks(compute: Callable[[Any], Result], loader: Iterable[Any]) -> I
     if not group.distributed:
         yield from map(compute, loader)
         return
-    if any(isinstance(sampler, DistributedSampler) for sampler in _samplers(loader)):
-        raise ValueError(
-            "every rank must pass a loader of all samples, which are divided among the ranks here; found a loader with "
-            "a DistributedSampler, which has the samples of one rank. Remove the sampler."
-        )
+    _check_has_all_samples(loader)
     batches = iter(loader)
     while turn := list(islice(batches, group.size)):
         own = turn[group.rank : group.rank + 1]  # empty if the last turn has fewer batches than ranks
         results = on_every_rank(lambda own=own: [compute(batch) for batch in own])  # type: ignore[misc]
         yield from (result for results in group.all_gather_object(results) for result in results)
+
+
+def share_of_rank(loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Yield (number, batch) of the batches of this rank: r, r + size, ... Every rank must pass the same loader."""
+    group = current_group()
+    _check_has_all_samples(loader)
+    if group.distributed:
+        check_order(loader, "Use shuffle=False, so that all ranks have the same batches.")
+    return ((number, batch) for number, batch in enumerate(loader) if number % group.size == group.rank)
+
+
+def _check_has_all_samples(loader: Iterable[Any]) -> None:
+    if current_group().distributed and any(isinstance(sampler, DistributedSampler) for sampler in _samplers(loader)):
+        raise ValueError(
+            "every rank must pass a loader of all samples, which are divided among the ranks here; found a loader with "
+            "a DistributedSampler, which has the samples of one rank. Remove the sampler."
+        )
 
 
 def _samplers(loader: Iterable[Any]) -> Iterator[Any]:

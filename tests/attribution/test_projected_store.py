@@ -10,7 +10,6 @@ import torch
 from plain_loop import batches, loss_fn, make
 
 import samplewise as sw
-from samplewise.attribution import store as store_module
 
 HALF = 2**-10  # of the largest entry of a row: twice the rounding error of float16
 
@@ -35,7 +34,7 @@ def test_stored_rows(tmp_path):
     assert store.rows(5, 5).shape == (0, 16)
     again = sw.ProjectedStore(tmp_path / "store", 16)
     assert torch.equal(again.rows(), store.rows())
-    assert (tmp_path / "store" / "rows.f16").stat().st_size == 20 * 16 * 2
+    assert (tmp_path / "store" / "model-0000" / "rows.f16").stat().st_size == 20 * 16 * 2
 
 
 @pytest.mark.parametrize("length", [1e-30, 1.0, 1e30])
@@ -102,10 +101,11 @@ def test_an_interrupted_fill_can_be_continued(tmp_path, taken):
 
     again = sw.ProjectedStore(tmp_path, 16)
     again.fill(model, counting, batches(x, y, 6))
-    assert sum(seen) == 20 - taken
+    assert sum(seen) == 20 - taken + (taken > 0)  # the first sample is computed again, and compared
     assert_close(again.rows(), sw.gradients(loss_fn(model, (x, y)), model).project(16).float())
+    seen.clear()
     again.fill(model, counting, batches(x, y, 6))
-    assert sum(seen) == 20 - taken
+    assert seen == [1]
 
 
 @pytest.mark.parametrize(("point", "call"), [("fsync", 1), ("fsync", 2), ("fsync", 3), ("replace", 1)])
@@ -120,7 +120,7 @@ def test_a_crash_in_the_middle_of_an_append(tmp_path, monkeypatch, point, call):
             raise Interrupted
         return real(*arguments)
 
-    monkeypatch.setattr(store_module.os, point, failing)
+    monkeypatch.setattr(os, point, failing)
     with pytest.raises(Interrupted):
         store.add(torch.randn(5, 16))
     monkeypatch.undo()
@@ -128,7 +128,7 @@ def test_a_crash_in_the_middle_of_an_append(tmp_path, monkeypatch, point, call):
     assert_close(again.rows(), wanted)
     again.add(wanted[:2])
     assert_close(sw.ProjectedStore(tmp_path, 16).rows(), torch.cat([wanted, wanted[:2]]))
-    assert (tmp_path / "rows.f16").stat().st_size == 22 * 16 * 2
+    assert (tmp_path / "model-0000" / "rows.f16").stat().st_size == 22 * 16 * 2
 
 
 @pytest.mark.slow
@@ -162,40 +162,51 @@ def test_another_size_or_seed(tmp_path):
 @pytest.mark.parametrize("name", ["rows.f16", "scales.f32"])
 def test_a_truncated_file(tmp_path, name):
     filled(tmp_path)
-    size = (tmp_path / name).stat().st_size
-    os.truncate(tmp_path / name, size - 1)
+    path = tmp_path / "model-0000" / name
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
     with pytest.raises(sw.StoreError, match=f"must have {size} bytes for 20 samples; found {size - 1}"):
         sw.ProjectedStore(tmp_path, 16)
-    (tmp_path / name).unlink()
+    path.unlink()
     with pytest.raises(sw.StoreError, match=f"must have {size} bytes for 20 samples; found 0"):
         sw.ProjectedStore(tmp_path, 16)
 
 
-INDEX = '{"format": 1, "dim": 16, "seed": 0, "count": COUNT, "model": ""}'
+INDEX = '{"count": COUNT, "model": "", "weighted": false, "scaling": "", "layers": LAYERS}'
 NO_COUNTS = [INDEX.replace("COUNT", count) for count in ("-1", "NaN", "true", "1.0", "null", "9" * 5000)]
+NO_LAYERS = [INDEX.replace("COUNT", "1").replace("LAYERS", layers) for layers in ("3", "[1]", '[["a", "b"]]')]
+NO_JSON = ["", "{", "[]", "{}", "[" * 100_000]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"format": 1, "dim": "16"}', "[" * 100_000, *NO_COUNTS], ids=lambda text: text[:70]
-)
+@pytest.mark.parametrize("text", [*NO_JSON, *NO_COUNTS, *NO_LAYERS], ids=lambda text: text[:90])
+def test_an_invalid_index_of_a_model(tmp_path, text):
+    filled(tmp_path)
+    (tmp_path / "model-0000" / "model.json").write_text(text.replace("LAYERS", "[]"))
+    with pytest.raises(sw.StoreError, match=r"model\.json must be a valid index of a store; found other content"):
+        sw.ProjectedStore(tmp_path, 16)
+
+
+@pytest.mark.parametrize("text", [*NO_JSON, '{"format": 2, "dim": "16"}'], ids=lambda text: text[:70])
 def test_an_invalid_index(tmp_path, text):
     (tmp_path / "store.json").write_text(text)
     with pytest.raises(sw.StoreError, match="must be a valid index of a store; found other content"):
         sw.ProjectedStore(tmp_path, 16)
 
 
-def test_a_later_format(tmp_path):
+def test_another_format(tmp_path):
     filled(tmp_path)
     index = tmp_path / "store.json"
-    index.write_text(json.dumps({**json.loads(index.read_text()), "format": 2}))
-    with pytest.raises(sw.StoreError, match="must have format 1; found 2"):
-        sw.ProjectedStore(tmp_path, 16)
+    for other in (1, 3):
+        index.write_text(json.dumps({**json.loads(index.read_text()), "format": other}))
+        with pytest.raises(sw.StoreError, match=f"must have format 2; found {other}. Use the version"):
+            sw.ProjectedStore(tmp_path, 16)
 
 
-def test_another_model(tmp_path):
-    _, _, x, y, _ = filled(tmp_path)
-    with pytest.raises(sw.StoreError, match="must hold gradients of one model; found 20 samples of other parameters"):
-        sw.ProjectedStore(tmp_path, 16).fill(make(seed=1)[0], loss_fn, [(x, y)])
+def test_other_samples_than_those_of_the_store(tmp_path):
+    store, model, x, y, _ = filled(tmp_path)
+    with pytest.raises(sw.StoreError, match="needs the same samples, in the same order, and the same function; found"):
+        store.fill(model, loss_fn, [(x.flip(0), y.flip(0))])
+    assert len(store) == 20
 
 
 def test_bad_arguments(tmp_path):
@@ -212,7 +223,7 @@ def test_bad_arguments(tmp_path):
     store.add(torch.full((1, 4), 1e38))
     with pytest.raises(ValueError, match="queries must be finite in float32; found NaN or infinity"):
         store.search(torch.full((1, 4), torch.nan))
-    with pytest.raises(ValueError, match=r"dot products must be finite in float32; found .* Scale the queries"):
+    with pytest.raises(ValueError, match=r"scores must be finite in float32; found .* Scale the queries"):
         store.search(torch.tensor([[1e38, -1e38, 0.0, 0.0]]))
     for options in ({"k": 0}, {"k": -1}, {"chunk": 0}, {"k": 2.0}):
         (name, found), *_ = options.items()
@@ -224,5 +235,5 @@ def test_bad_arguments(tmp_path):
         store.add(torch.zeros(1, 4, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"seed must be an integer; found 1\.5"):
         sw.ProjectedStore(tmp_path, 4, seed=1.5)
-    with pytest.raises(sw.StoreError, match="must hold gradients of one model; found 1 sample of other"):
-        store.fill(make()[0], loss_fn, [])
+    with pytest.raises(ValueError, match="dtype must be one of float16, float32; found 'int8'"):
+        sw.ProjectedStore(tmp_path, 4, dtype="int8")

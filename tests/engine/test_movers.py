@@ -23,6 +23,11 @@ def other(h):
     return torch.linspace(0.3, 0.9, h.numel(), dtype=h.dtype).view(h.shape)
 
 
+def chosen(h):
+    """Indices of the shape of h, which differ between samples."""
+    return (torch.arange(h.numel()) * 5 // 3 % B).view(h.shape)
+
+
 ELEMENTWISE = {
     "Abs": torch.abs,
     "Acos": lambda h: torch.acos(h * 0.5),
@@ -133,6 +138,16 @@ MOVING = {
         lambda h: h[:, 1:, 1:],
         lambda h: torch.cat([h, h], 1)[:, 2:5],
         lambda h: torch.cat([h, h], 0)[1:4],
+    ],
+    "Gather": [
+        *(lambda h, d=d: h.gather(d, chosen(h)) for d in (0, 1, 2, -1)),
+        *(lambda h, d=d: h.gather(d, chosen(h)[:, :, :1]) for d in (0, 1, 2)),
+        *(lambda h, d=d: torch.cat([h, h * 2], d).gather(1, chosen(h)) for d in (0, 1, 2)),
+    ],
+    "Scatter": [
+        *(lambda h, d=d: h.scatter(d, chosen(h)[:, :1], 0.5) for d in (0, 1, 2, -1)),
+        *(lambda h, d=d: h.scatter(d, chosen(h)[:, :1], other(h)) for d in (0, 1, 2)),
+        *(lambda h, d=d: other(h).scatter(d, chosen(h)[:, :1], h) for d in (0, 1, 2)),
     ],
     "Split": [lambda h, d=d: torch.cat(h.split(2, d)[::-1], d) for d in (0, 1, 2)],
     "SplitWithSizes": [lambda h, d=d: torch.cat(h.split([1, 2], d)[::-1], d) for d in (0, 1, 2)],

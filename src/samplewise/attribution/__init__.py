@@ -1,10 +1,23 @@
 """Training data attribution: which training samples affect a prediction. Works without a trainer.
 
-influence   TracIn: dot products of training and query gradients, summed over checkpoints
-store       random projections of gradients on disk, for repeated searches
+influence       TracIn, and influence functions: dot products of training and query gradients
+curvature       interface of the curvature in influence functions
+ekfac           curvature in Kronecker factors with corrected eigenvalues, of any size of model
+hessian         exact curvature of small models
+outputs         output functions: the number per sample whose gradient is attributed, if it is not the loss
+store           random projections of gradients on disk, of several models, for repeated searches
+trak            scores from an ensemble of models, on top of the store
+evaluate        quality of scores, measured by retraining
 """
 
+from samplewise.attribution.curvature import Curvature as Curvature
+from samplewise.attribution.ekfac import EKFAC as EKFAC
+from samplewise.attribution.ekfac import ekfac as ekfac
+from samplewise.attribution.hessian import Hessian as Hessian
+from samplewise.attribution.hessian import hessian as hessian
 from samplewise.attribution.influence import influence as influence
+from samplewise.attribution.outputs import margin as margin
 from samplewise.attribution.store import ProjectedStore as ProjectedStore
+from samplewise.attribution.trak import trak as trak
 
-__all__ = ["ProjectedStore", "influence"]
+__all__ = ["EKFAC", "Curvature", "Hessian", "ProjectedStore", "ekfac", "hessian", "influence", "margin", "trak"]

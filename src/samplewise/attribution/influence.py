@@ -1,20 +1,25 @@
-"""`sw.influence` (TracIn): first-order effect of a training sample on the loss of a query."""
+"""`sw.influence`: effect of training samples on the losses of queries, from dot products of their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
+from samplewise.attribution.curvature import Curvature, check_damping
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.gradients import Gradients
 from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, map_over_ranks, parameters_kept
 from samplewise.scan import scan
 
+ALL = ""  # name of the only part of scores that are not divided by layer
+CHUNK = 2**24  # elements of training rows held at a time for norms in the metric of a curvature
 
+
+@overload
 def influence(
     model: nn.Module,
     loss_fn: LossFn,
@@ -22,51 +27,186 @@ def influence(
     queries: Iterable[Any],
     checkpoints: Sequence[Checkpoint] | None = None,
     *,
+    curvature: Curvature | None = None,
+    damping: float | None = None,
+    cosine: bool = False,
+    by: None = None,
     microbatch: int | str | None = "auto",
-) -> Tensor:
-    """TracIn influence (training samples, queries): sum over checkpoints of lr times the dot product of the gradients.
+) -> Tensor: ...
+@overload
+def influence(
+    model: nn.Module,
+    loss_fn: LossFn,
+    train: Iterable[Any],
+    queries: Iterable[Any],
+    checkpoints: Sequence[Checkpoint] | None = None,
+    *,
+    curvature: Curvature | None = None,
+    damping: float | None = None,
+    cosine: bool = False,
+    by: Literal["layer"],
+    microbatch: int | str | None = "auto",
+) -> dict[str, Tensor]: ...
+def influence(
+    model: nn.Module,
+    loss_fn: LossFn,
+    train: Iterable[Any],
+    queries: Iterable[Any],
+    checkpoints: Sequence[Checkpoint] | None = None,
+    *,
+    curvature: Curvature | None = None,
+    damping: float | None = None,
+    cosine: bool = False,
+    by: str | None = None,
+    microbatch: int | str | None = "auto",
+) -> Tensor | dict[str, Tensor]:
+    """Influence (training samples, queries): dot products of training and query gradients, summed over checkpoints.
 
-    Positive for a training sample that lowers the query's loss, negative for one that raises it. No gradient is
-    stored: the products are computed from the inputs and output gradients of the layers. `train` is iterated once for
-    each checkpoint and batch of queries, so make the query batches as large as memory allows. The model is in
-    evaluation mode. With several ranks, every rank passes the same arguments, computes the rows of its share of the
-    training batches, and gets the whole result.
+    Without curvature this is TracIn: the sum over checkpoints of lr * g_train . g_query. With curvature H, the sum of
+    lr * g_train^T (H + damping)^-1 g_query: leaving a sample out of n and training again to convergence raises the loss
+    of the query by about its influence / n. Positive for a training sample that lowers the query's loss, negative for
+    one that raises it.
+
+    Gradients of training samples are not stored. `train` is iterated once for each checkpoint and batch of queries, so
+    make the query batches as large as memory allows; with curvature, the gradients of one batch of queries are held as
+    rows, a number for each query and parameter. The model is in evaluation mode. With several ranks, every rank passes
+    the same arguments, computes the rows of its share of the training batches, and gets the whole result.
 
     train, queries: loaders or lists of batches; rows and columns of the result are in their order
     checkpoints: list of (state_dict, lr), copies of the model's state; default: the current parameters with lr 1
+    curvature: result of `sw.ekfac` or `sw.hessian`, or another object with a method `solve`, see
+        `samplewise.attribution.Curvature`; used for all checkpoints. Default: none
+    damping: added to the eigenvalues of the curvature; default: see `solve` of its class, 0.1 times the mean eigenvalue
+        of each layer for EK-FAC, and of the whole matrix for a Hessian
+    cosine: if True, divide each dot product by both norms, at each checkpoint; 0 if a gradient is zero. With curvature,
+        norms are those of the metric, sqrt(g^T (H + damping)^-1 g), which costs a `solve` of the training rows, too
+    by: "layer" returns a dict with the matrix of each module that has parameters of its own, such as "encoder.fc" for
+        "encoder.fc.weight", and "" for those of the model itself. The matrices add up to the result without `by`,
+        except with cosine=True, which gives cosines within each layer
     microbatch: size of the pieces of training batches, as in `sw.scan`
     """
+    _check_options(curvature, damping, cosine, by)
     for loader, name in ((train, "train"), (queries, "queries")):
         check_repeatable(loader, name)
         check_order(loader, "Use shuffle=False: rows and columns of the result are in the order of the loaders.")
-    total: Tensor | None = None
+    products = _Products(model, loss_fn, curvature, damping, cosine, by, microbatch)
+    total: Parts = {}
     with eval_mode(model), parameters_kept(model):
         for lr in at_each(model, checkpoints):
-            products = lr * _dot_products(model, loss_fn, train, queries, microbatch)
-            total = products if total is None else total + products
-    assert total is not None  # there is at least one checkpoint
-    return total
+            for name, part in products.of_all(train, queries).items():
+                total[name] = lr * part + total[name] if name in total else lr * part
+    return total if by == "layer" else total[ALL]
 
 
-def _dot_products(
-    model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: Iterable[Any], microbatch: int | str | None
-) -> Tensor:
-    """Dot products (training samples, queries) of the gradients at the current parameters."""
+def _check_options(curvature: Curvature | None, damping: float | None, cosine: bool, by: str | None) -> None:
+    if by not in (None, "layer"):
+        raise ValueError(f"by must be None or 'layer'; found {by!r}.")
+    if curvature is not None and not callable(getattr(curvature, "solve", None)):
+        raise TypeError(
+            "curvature must be the result of sw.ekfac or sw.hessian, or have a method solve(rows, damping); found "
+            f"{type(curvature).__name__}."
+        )
+    check_damping(damping)
+    if damping is not None and curvature is None:
+        raise ValueError(f"damping needs a curvature; found damping={damping} without. Pass curvature=sw.ekfac(...).")
+    if cosine and curvature is not None and by == "layer":
+        raise ValueError(
+            "cosine=True with a curvature needs by=None, because a layer has no norm of its own in the metric of a "
+            "curvature; found by='layer'. Leave out one of the three."
+        )
 
-    def products_with(query: Gradients) -> list[Tensor]:
-        def of_batch(batch: Any) -> Tensor:
-            return torch.cat([g.gram(query).cpu() for _, g in scan(model, loss_fn, [batch], microbatch)])
 
-        return list(map_over_ranks(of_batch, train))
-
-    columns = [torch.cat(_nonempty(products_with(query), "train")) for _, query in scan(model, loss_fn, queries, None)]
-    return torch.cat(_nonempty(columns, "queries"), dim=1)
+Parts = dict[str, Tensor]  # layer -> scores; only ALL if scores are not divided by layer
 
 
-def _nonempty(parts: list[Tensor], name: str) -> list[Tensor]:
+class _Query(NamedTuple):
+    """Gradients of a batch of queries, multiplied by the inverse of the curvature if there is one."""
+
+    gradients: Gradients | Mapping[str, Tensor]
+    norms: Parts  # empty without cosine
+
+
+class _Products(NamedTuple):
+    """Dot products of the gradients of training samples and queries at the current parameters."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    curvature: Curvature | None
+    damping: float | None
+    cosine: bool
+    by: str | None
+    microbatch: int | str | None
+
+    def of_all(self, train: Iterable[Any], queries: Iterable[Any]) -> Parts:
+        """Scores (training samples, queries) of each part."""
+        columns = [self._with_query(train, self._query(g)) for _, g in scan(self.model, self.loss_fn, queries, None)]
+        return _joined(columns, "queries", dim=1)
+
+    def _with_query(self, train: Iterable[Any], query: _Query) -> Parts:
+        def of_batch(batch: Any) -> Parts:
+            pieces = scan(self.model, self.loss_fn, [batch], self.microbatch)
+            return _joined([self._of_piece(g, query) for _, g in pieces], "train")
+
+        return _joined(list(map_over_ranks(of_batch, train)), "train")
+
+    def _of_piece(self, g: Gradients, query: _Query) -> Parts:
+        products = _by_layer(g.gram(query.gradients, by="parameter")) if self.by else {ALL: g.gram(query.gradients)}
+        if self.cosine:
+            norms = self._norms(g)
+            products = {name: _cosines(part, norms[name], query.norms[name]) for name, part in products.items()}
+        return {name: part.cpu() for name, part in products.items()}
+
+    def _query(self, g: Gradients) -> _Query:
+        if self.curvature is None:
+            return _Query(g, self._norms(g) if self.cosine else {})
+        rows = g.full()
+        solved = self.curvature.solve(rows, self.damping)
+        return _Query(solved, {ALL: _root(_paired(rows, solved))} if self.cosine else {})
+
+    def _norms(self, g: Gradients) -> Parts:
+        """Norms (B,) of the samples in each part."""
+        if self.by == "layer":
+            squares = {name: norms.square() for name, norms in g.norms(by="parameter").items()}
+            return {name: total.sqrt() for name, total in _by_layer(squares).items()}
+        if self.curvature is None:
+            return {ALL: g.norms()}
+        size = max(1, CHUNK // sum(p.numel() for p in self.model.parameters() if p.requires_grad))
+        chunks = g.chunks(size)
+        return {ALL: _root(torch.cat([_paired(rows, self.curvature.solve(rows, self.damping)) for rows in chunks]))}
+
+
+def _by_layer(parts: Mapping[str, Tensor]) -> Parts:
+    """Sums over the parameters of each module, from values by parameter."""
+    layers: Parts = {}
+    for name, part in parts.items():
+        layer = name.rpartition(".")[0]
+        layers[layer] = layers[layer] + part if layer in layers else part
+    return layers
+
+
+def _paired(rows: Mapping[str, Tensor], solved: Mapping[str, Tensor]) -> Tensor:
+    """Inner product of each row with the row solved from it, (n,)."""
+    return torch.stack([(rows[name] * solved[name]).flatten(1).sum(1) for name in rows]).sum(0)
+
+
+def _root(squares: Tensor) -> Tensor:
+    if (squares < 0).any():
+        raise ValueError(
+            "cosine=True needs a curvature with g^T (H + damping)^-1 g of 0 or more for every gradient g; found "
+            f"{squares.min().item():.3g}. Pass a larger damping."
+        )
+    return squares.sqrt()
+
+
+def _cosines(products: Tensor, norms: Tensor, query_norms: Tensor) -> Tensor:
+    scale = norms[:, None] * query_norms
+    return torch.where(scale > 0, products / torch.where(scale > 0, scale, 1), 0)
+
+
+def _joined(parts: list[Parts], name: str, dim: int = 0) -> Parts:
     if not parts:
         raise ValueError(
             f"{name} must yield at least one batch; found none. Pass a loader or a list: an iterator is exhausted "
             "after one pass."
         )
-    return parts
+    return {key: torch.cat([part[key] for part in parts], dim) for key in parts[0]}

@@ -232,6 +232,22 @@ def check_direction(direction: Any, parameters: Mapping[str, Tensor]) -> None:
         _check_device(own, p.device, f"direction[{name!r}]", "parameter")
 
 
+def check_rows(rows: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> int:
+    """Check that `rows` maps each parameter's name to a tensor (n, *shape), with one n; return n."""
+    _check_names(rows, list(parameters), "rows")
+    first = rows[next(iter(parameters))]
+    count = len(first) if isinstance(first, Tensor) and first.dim() else 0
+    for name, p in parameters.items():
+        own = rows[name]
+        found = f"shape {tuple(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
+        if found != f"shape {(count, *p.shape)}":
+            raise ParameterError(
+                f"rows[{name!r}] must be a tensor (n, *shape) like g.full(), here {(count, *p.shape)}; found {found}."
+            )
+        _check_device(own, p.device, f"rows[{name!r}]", "parameter")
+    return count
+
+
 def _check_device(tensor: Tensor, device: torch.device, what: str, like: str) -> None:
     if tensor.device != device:
         raise ParameterError(

@@ -20,6 +20,7 @@ from samplewise.engine.checks import (
     check_attached,
     check_direction,
     check_is_tensor,
+    check_rows,
     finite_losses,
     finite_numbers,
     finite_tensors,
@@ -28,6 +29,7 @@ from samplewise.engine.checks import (
 )
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import random_signs
+from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph import Graph, graph_alive
 from samplewise.engine.norms import Norms
 from samplewise.engine.outputs import Outputs, parts_of_loss
@@ -197,6 +199,14 @@ def _no_check(*arguments: object) -> None:
     """Accept weights that are known to be finite."""
 
 
+def factored_forms(g: Gradients) -> dict[str, PerSampleGrad]:
+    """Representations of the parameters that the losses depend on, by name, from a backward pass of their own: factors
+    wherever the operation has them, also if rows are smaller. Not for a single sample, which has rows only.
+    """
+    g._settle()
+    return g._evaluator.factors()
+
+
 def norms_during(g: Gradients, run: Callable[[], object]) -> None:
     """Call run(), an ordinary backward pass through the graph of `g` that does not free it, and compute the norms for
     `g.norms()` in the same pass, if possible.
@@ -327,16 +337,35 @@ class Gradients:
         with self._evaluator.context(), torch.set_grad_enabled(differentiable):
             return {name: quantity(form, theirs[name]) for name, form in mine.items() if name in theirs}
 
-    def gram(self, other: Gradients | None = None) -> Tensor:
-        """Inner products of the gradients of all pairs of samples, (B, B); with another `Gradients`, (B, B2)."""
+    @overload
+    def gram(self, other: Gradients | Mapping[str, Tensor] | None = None, by: None = None) -> Tensor: ...
+    @overload
+    def gram(self, other: Gradients | Mapping[str, Tensor] | None = None, *, by: str) -> dict[str, Tensor]: ...
+    def gram(
+        self, other: Gradients | Mapping[str, Tensor] | None = None, by: str | None = None
+    ) -> Tensor | dict[str, Tensor]:
+        """Inner products of the gradients of all pairs of samples, (B, B); with other samples (B, B2).
+
+        other: another `Gradients`, or rows like those of `full`, name -> (B2, *shape); default: these gradients
+
+        With by="parameter", a dict name -> (B, B2) with the contribution of each parameter.
+        """
+        _check_by(by)
         self._settle()
         if other is None:
-            with self._evaluator.context():
-                return total_of(self._graph, self._evaluator.evaluate(lambda form, _: form.gram(form)), len(self))
-        parts = self._with_other(other, "gram", lambda mine, theirs: mine.gram(theirs))
-        other._settle()
+            columns = len(self)
+            parts = self._evaluate(lambda form, _: form.gram(form))
+        elif isinstance(other, Mapping):
+            columns = check_rows(other, self._parameters)
+            parts = self._evaluate(lambda form, name: form.gram(DenseGrad(other[name])))
+        else:
+            parts = self._with_other(other, "gram", lambda mine, theirs: mine.gram(theirs))
+            columns = len(other)
+            other._settle()
+        if by is not None:
+            return {name: parts[name] if name in parts else zeros(self._graph, columns) for name in self.names}
         with torch.enable_grad():  # parts require a gradient only with create_graph
-            return total_of(self._graph, parts, len(other))
+            return total_of(self._graph, parts, columns)
 
     def project(self, dim: int, seed: int = 0) -> Tensor:
         """Random projection of each sample's gradient, (B, dim). Preserves inner products in expectation.

@@ -3,7 +3,7 @@
 `proofs(graph)` starts at the losses, whose element i belongs to sample i, and follows the gradient toward the
 parameters. An output gradient in which each element provably belongs to one sample gets a value `inner` (see
 tags.Regular). Only operations whose routing is fixed by shapes and saved numbers are listed. For operations that route
-by data (index, gather, sort), contract over the samples, or are not listed, the proof ends and ownership is probed.
+by data (index, sort), contract over the samples, or are not listed, the proof ends and ownership is probed.
 
 Legend: `dim` is the dimension of the output that contains the samples; `post` is the number of consecutive entries of
 that dimension that belong to one sample.
@@ -183,6 +183,19 @@ def drop_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | 
 @moves("Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Split", "SplitWithSizes", "UnsafeSplit", "Cat", "Glu")
 def along_one_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     return [None if scalar(node, "dim") % len(shape) == place.dim else place] * len(children)
+
+
+@moves("Gather")
+def gather(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    # Indices choose along one dimension; the others are kept, except that the indices may leave out their last entries.
+    same = children[0] is not None and children[0][place.dim] == shape[place.dim]
+    return along_one_dim(node, place, shape, children) if same else [None]
+
+
+@moves("Scatter")
+def scatter(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    # Operands: the tensor, whose gradient has zeros where elements were replaced, and the source, if it is a tensor.
+    return [place, *(None for _ in children[1:])]
 
 
 @moves("Slice")

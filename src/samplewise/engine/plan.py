@@ -268,12 +268,21 @@ class GradBuilder:
     quantity(form, name) is stored in `results`, and with keep=True the representation in `forms`.
     """
 
-    def __init__(self, plan: Plan, graph: Graph, quantity: Quantity, differentiable: bool, keep: bool):
+    def __init__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        quantity: Quantity,
+        differentiable: bool,
+        keep: bool,
+        factors: bool = False,
+    ):
         self.plan = plan
         self.graph = graph
         self.quantity = quantity
         self.differentiable = differentiable
         self.keep = keep
+        self.factors = factors  # prefer factors, also if rows are smaller
         self.versions = Versions()  # version counters of the tensors that representations refer to
         self.results: dict[str, Any] = {}
         self.forms: dict[str, PerSampleGrad] = {}
@@ -309,7 +318,9 @@ class GradBuilder:
             form = None
             if gradients:
                 use = Use(node, planned.operand, gradients, saved)
-                form = planned.rule.form(use) if planned.rule is not None else None
+                rule = planned.rule
+                if rule is not None:
+                    form = rule.factors(use) if self.factors and rule.factors is not None else rule.form(use)
                 if form is None:
                     form = GenericGrad(use, self.differentiable)
             else:
@@ -323,8 +334,8 @@ class GradBuilder:
                 if not (isinstance(form, DenseGrad) and form.is_apart_from(tensors)):
                     self.versions.record(tensors)
                     break
-        rule = self.plan.operand_rules.get(at)
-        return partial(rule.gradients, use) if rule is not None and gradients else None
+        of_operands = self.plan.operand_rules.get(at)
+        return partial(of_operands.gradients, use) if of_operands is not None and gradients else None
 
     def _carry(self, planned: OperandPlan, form: PerSampleGrad) -> list[PerSampleGrad]:
         """Convert the representation of an operand into those of the parameters below it. Returns those that may refer

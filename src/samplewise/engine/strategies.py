@@ -2,6 +2,7 @@
 
     fused        one backward pass; all gradients are kept, as rows or factors, so that all quantities share the pass
     twice        gradients are dropped after use: one backward pass per quantity
+    factors      as twice, with factors also where rows are smaller
     full         as fused, with all gradients converted to rows
     reference    rows from one backward pass per sample
 
@@ -99,6 +100,12 @@ class QuantityEvaluator:
             self._check_exposed()
             return self._chosen(strategy).evaluate(lambda form, _: form)
 
+    def factors(self) -> dict[str, PerSampleGrad]:
+        """All representations by name, from a backward pass of their own: factors wherever an operation has them."""
+        with self.context():
+            self._check_exposed()
+            return self._chosen("factors").evaluate(lambda form, _: form)
+
     def expose(self, name: str, form: PerSampleGrad) -> None:
         """Note that the caller gets rows of a parameter: a later change of kept ones is an error."""
         if name not in self._exposed:
@@ -123,7 +130,9 @@ class QuantityEvaluator:
             return SingleSampleStrategy(self.graph)
         if strategy == "reference" or self.graph.samples == 1:
             return LoopStrategy(self.graph, self.create_graph)
-        source = BackwardStrategy(self._planner, self.create_graph, keep=strategy == "fused")
+        source = BackwardStrategy(
+            self._planner, self.create_graph, keep=strategy == "fused", factors=strategy == "factors"
+        )
         return RowsStrategy(source) if strategy == "full" else source
 
 
@@ -174,13 +183,14 @@ class GradStrategy(Protocol):
 
 
 class BackwardStrategy:
-    """Strategies "fused" (keep=True) and "twice" (keep=False): one backward pass to the cut."""
+    """Strategies "fused" (keep=True), "twice" and "factors" (keep=False): one backward pass to the cut."""
 
-    def __init__(self, planner: Planner, create_graph: bool, keep: bool):
+    def __init__(self, planner: Planner, create_graph: bool, keep: bool, factors: bool = False):
         self.planner = planner
         self.plan = planner.plan()
         self.create_graph = create_graph
         self.keep = keep
+        self.factors = factors
         self.forms: dict[str, PerSampleGrad] = {}
         self.versions = Versions()
         self.ordinary: Callable[[], object] | None = None  # ordinary backward pass that replaces the next one here
@@ -225,7 +235,7 @@ class BackwardStrategy:
         """Run one backward pass; None if it has shown that a proof of ownership does not hold."""
         plan = self.plan
         pending = self.planner.pending
-        builder = GradBuilder(plan, self.planner.graph, quantity, self.create_graph, keep)
+        builder = GradBuilder(plan, self.planner.graph, quantity, self.create_graph, keep, self.factors)
         graph = self.planner.graph
         probed = {} if self.create_graph or graph.sharded else dict(plan.gradients)
         plan.gradients.clear()

@@ -18,7 +18,7 @@ RULES: dict[tuple[str, int], Rule] = {
     ("Addmm", 2): Rule(products.addmm_right, ("mat1",)),
     ("Bmm", 1): Rule(products.bmm_right, ("self",)),
     ("Mv", 1): Rule(products.mv_vector, ("self",)),
-    ("Convolution", 1): Rule(convolution.kernel, ("input", "weight")),
+    ("Convolution", 1): Rule(convolution.kernel, ("input", "weight"), convolution.kernel_factors),
     ("Convolution", 2): Rule(convolution.bias),
     ("Embedding", 0): Rule(embedding.table, ("indices",)),
     ("NativeLayerNorm", 1): Rule(normalization.layer_norm_scale, ("input", "result1", "result2")),

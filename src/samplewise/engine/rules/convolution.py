@@ -68,17 +68,29 @@ def _settings(node: Node) -> ConvolutionSettings:
 
 def kernel(use: Use) -> PerSampleGrad | None:
     """Rule for the weight of a convolution."""
+    form = _kernel(use)
+    if form is None:
+        return None
+    if form.prefers_factors and not form.prefers_shifts:
+        return form.factors()
+    stored = form if form.prefers_factors else DenseGrad(*form.parts(0, form.samples))
+    return ChannelsLastGrad(stored) if form.channels_last else stored
+
+
+def kernel_factors(use: Use) -> PerSampleGrad | None:
+    """As `kernel`, in factors (patches and gradient) if the convolution has plain patches."""
+    form = _kernel(use)
+    return form.factors() if form is not None and form.settings.has_plain_patches else kernel(use)
+
+
+def _kernel(use: Use) -> ConvolutionGrad | None:
     g = use.gradient
     x = use.tensor("input")
     weight = use.tensor("weight")
     rows = use.rows(1)
     if rows is None or g.is_complex() or g.dim() != weight.dim():
         return None
-    form = ConvolutionGrad(rows.gather(x), rows.gather(g), weight.detach(), _settings(use.node))
-    if form.prefers_factors and not form.prefers_shifts:
-        return form.factors()
-    stored = form if form.prefers_factors else DenseGrad(*form.parts(0, form.samples))
-    return ChannelsLastGrad(stored) if form.channels_last else stored
+    return ConvolutionGrad(rows.gather(x), rows.gather(g), weight.detach(), _settings(use.node))
 
 
 def bias(use: Use) -> PerSampleGrad | None:

@@ -101,6 +101,7 @@ class Rule(NamedTuple):
 
     form: Callable[[Use], PerSampleGrad | None]
     reads: tuple[str, ...] = ()  # names of the saved tensors it needs
+    factors: Callable[[Use], PerSampleGrad | None] | None = None  # as `form`, in factors also if rows are smaller
 
 
 class OperandRule(NamedTuple):

@@ -1,0 +1,161 @@
+"""`sw.ekfac`: eigenvalue-corrected Kronecker-factored curvature, for `sw.influence(..., curvature=)`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.attribution.blocks import Block, DiagonalBlock, KroneckerBlock, Layer
+from samplewise.attribution.curvature import Rows, check_damping, check_shapes
+from samplewise.attribution.ekfac_fit import fit
+from samplewise.attribution.sampled_labels import SampledLoss
+from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.core.losses import LossFn, as_loss_fn
+from samplewise.core.snapshot import eval_mode
+from samplewise.core.text import listed, plural
+from samplewise.errors import StoreError
+from samplewise.eval_pass import check_repeatable
+
+FORMAT = 1
+Labels = str | Callable[[nn.Module, Any], Any]
+
+
+def ekfac(
+    model: nn.Module,
+    loss_fn: LossFn,
+    loader: Iterable[Any],
+    *,
+    labels: Labels = "sampled",
+    seed: int = 0,
+    microbatch: int | str | None = "auto",
+) -> EKFAC:
+    """EK-FAC approximation of the Fisher matrix (Gauss-Newton matrix) of the mean loss over a loader.
+
+    Each layer is a block of its own. For the weight of a linear layer or convolution, together with its bias, one pass
+    over the loader sums the covariances of the layer's inputs and of the gradients of its outputs, over all tokens or
+    positions, as if these were independent; their eigenvectors are computed in float64. A second pass computes the mean
+    over samples of the squared gradient along each pair of eigenvectors, which is exact in that basis. Other
+    parameters, such as those of normalization layers, get the diagonal of the Fisher matrix. `print` of the result
+    lists which. The memory is that of the eigenvectors: the squares of the numbers of inputs and outputs of each layer.
+
+    The model is in evaluation mode. With several ranks, every rank passes the same arguments and a loader of all
+    samples, uses its share of the batches, and gets the whole result.
+
+    loader: is iterated twice
+    labels: "sampled" (default) draws labels from the model's predictions: the true Fisher matrix, which equals the
+        Gauss-Newton matrix in expectation. The loss must be the cross-entropy, binary cross-entropy with logits or
+        squared error of the model's output and the labels of a batch (x, labels), or dict with "labels", in a criterion
+        or a function; models of transformers are known, too. For another loss, a function (model, batch) -> batch with
+        sampled labels. "data": the labels of the batches, which gives the empirical Fisher matrix.
+    seed: of the sampled labels
+    microbatch: as in `sw.scan`
+    """
+    check_repeatable(loader, "loader")
+    loss_fn = _with_labels(as_loss_fn(loss_fn), labels)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    with eval_mode(model):
+        return EKFAC(fit(model, loss_fn, loader, seed, microbatch), shapes)
+
+
+def _with_labels(loss_fn: LossFn, labels: Labels) -> LossFn:
+    if labels == "sampled":
+        return SampledLoss(loss_fn)
+    if labels == "data":
+        return loss_fn
+    if not callable(labels):
+        raise ValueError(
+            f"labels must be 'sampled', 'data', or a function (model, batch) -> batch with sampled labels; found "
+            f"{labels!r}."
+        )
+
+    def relabelled(model: nn.Module, batch: Any) -> Any:
+        with torch.no_grad():
+            batch = labels(model, batch)
+        return loss_fn(model, batch)
+
+    return relabelled
+
+
+class EKFAC:
+    """Curvature returned by `sw.ekfac`: blocks of Kronecker factors or diagonals."""
+
+    def __init__(self, blocks: Sequence[Block], shapes: Mapping[str, tuple[int, ...]]):
+        self.blocks = tuple(blocks)
+        self.shapes = dict(shapes)
+
+    def solve(self, rows: Rows, damping: float | None = None) -> dict[str, Tensor]:
+        """Product of (H + damping * identity)^-1 with each row, name -> (n, *shape).
+
+        damping: default, for each layer: 0.1 times the mean of its eigenvalues
+        """
+        check_shapes(rows, self.shapes)
+        check_damping(damping)
+        solved: dict[str, Tensor] = {}
+        for block in self.blocks:
+            solved.update(block.solve(rows, damping))
+        return {name: solved[name] for name in rows}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the curvature to a file, atomically."""
+        file_path = absolute(path)
+        content = {
+            "format": FORMAT,
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "blocks": [_block_state(block) for block in self.blocks],
+        }
+        with atomic_write(file_path, file_path.with_name(f"{file_path.name}.partial")) as file:
+            torch.save(content, file)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> EKFAC:
+        """Read a file written by `save`; runs no code from it."""
+        file_path = absolute(path)
+        try:
+            content = torch.load(file_path, map_location=device, weights_only=True)
+            version = content["format"]
+        except FileNotFoundError:
+            raise
+        except Exception as why:
+            raise StoreError(f"{file_path} must be a file written by EKFAC.save; found other content: {why}") from why
+        if version != FORMAT:
+            raise StoreError(
+                f"{file_path} must have format {FORMAT}; found {version!r}. Use the version of samplewise that wrote "
+                "it."
+            )
+        shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
+        return cls([_block_of(state) for state in content["blocks"]], shapes)
+
+    def __repr__(self) -> str:
+        kronecker = [block.layer.weight for block in self.blocks if isinstance(block, KroneckerBlock)]
+        diagonal = [block.name for block in self.blocks if isinstance(block, DiagonalBlock)]
+        parts = [f"{plural(len(kronecker), 'layer')} by Kronecker factors: {listed(kronecker)}"] if kronecker else []
+        parts += [f"{plural(len(diagonal), 'parameter')} by the diagonal: {listed(diagonal)}"] if diagonal else []
+        return f"EKFAC({'; '.join(parts)})"
+
+
+def _block_state(block: Block) -> dict[str, Any]:
+    if isinstance(block, DiagonalBlock):
+        return {"name": block.name, "eigenvalues": block.eigenvalues}
+    layer = block.layer
+    return {
+        "weight": layer.weight,
+        "matrix": list(layer.matrix),
+        "bases": list(layer.bases),
+        "bias": layer.bias,
+        "bias_side": layer.bias_side,
+        "left": block.left,
+        "right": block.right,
+        "eigenvalues": block.eigenvalues,
+    }
+
+
+def _block_of(state: dict[str, Any]) -> Block:
+    if "name" in state:
+        return DiagonalBlock(state["name"], state["eigenvalues"])
+    rows, columns = state["matrix"]
+    layer = Layer(state["weight"], (rows, columns), tuple(state["bases"]), state["bias"], state["bias_side"])
+    return KroneckerBlock(layer, state["left"], state["right"], state["eigenvalues"])

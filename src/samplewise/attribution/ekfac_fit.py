@@ -1,0 +1,249 @@
+"""The two passes of EK-FAC over a loader: covariances of the factors, then eigenvalues in their eigenbases.
+
+Legend: b sample, t token, l and r the two dims of a layer's matrix, with one more row or column for the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.attribution.blocks import LEFT, RIGHT, Block, DiagonalBlock, KroneckerBlock, Layer
+from samplewise.core.batches import length, take
+from samplewise.core.losses import LossFn
+from samplewise.core.snapshot import RandomState
+from samplewise.distributed.group import current_group, on_every_rank
+from samplewise.engine.checks import wide_dtype
+from samplewise.engine.gradients import factored_forms
+from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.dense import DenseGrad
+from samplewise.engine.grads.factored import Factor, FactoredGrad, OneHot, Term
+from samplewise.eval_pass import share_of_rank
+from samplewise.scan import scan
+
+LARGEST_SIDE = 16384  # a larger covariance would need more than 2 GB in float64; the identity is its eigenbasis
+SAME = 1e-3  # relative difference up to which gradients of a bias are the sums of output gradients
+
+Forms = Mapping[str, PerSampleGrad]
+
+
+def fit(
+    model: nn.Module, loss_fn: LossFn, loader: Iterable[Any], seed: int, microbatch: int | str | None
+) -> list[Block]:
+    """Blocks of the EK-FAC matrix of all trainable parameters. Collective."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    passes = Passes(model, loss_fn, loader, seed, microbatch)
+    covariances = Covariances()
+    on_every_rank(lambda: passes.run(covariances.add))
+    covariances.sum_over_ranks(parameters)
+    eigenvalues = Eigenvalues(covariances.blocks(parameters))
+    on_every_rank(lambda: passes.run(eigenvalues.add))
+    return eigenvalues.blocks(covariances.samples)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes over the batches of this rank, with random numbers that depend on the seed and the number of the batch."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    loader: Iterable[Any]
+    seed: int
+    microbatch: int | str | None
+
+    def run(self, add: Callable[[Forms, int], None]) -> None:
+        """Call add(forms, samples) for each microbatch. The state of the random generators is restored."""
+        state = RandomState()
+        try:
+            for piece, g in scan(self.model, self._at_least_two, self._seeded_batches(), self.microbatch):
+                forms: Forms = factored_forms(g)
+                is_doubled = length(piece) == 1 and len(g) == 2
+                if is_doubled:
+                    forms = {name: _first_sample(form) for name, form in forms.items()}
+                add(forms, 1 if is_doubled else len(g))
+        finally:
+            state.restore()
+
+    def _at_least_two(self, model: nn.Module, batch: Any) -> Any:
+        """Losses of the batch; a single sample is doubled, because the engine has no factors for one sample."""
+        return self.loss_fn(model, take(batch, [0, 0]) if length(batch) == 1 else batch)
+
+    def _seeded_batches(self) -> Iterator[Any]:
+        for number, batch in share_of_rank(self.loader):
+            torch.manual_seed((self.seed * 1_000_003 + number) % 2**63)
+            yield batch
+
+
+def _first_sample(form: PerSampleGrad) -> PerSampleGrad:
+    return form.some(slice(0, 1)) if isinstance(form, FactoredGrad) else DenseGrad(form.rows(0, 1))
+
+
+# --- first pass ----------------------------------------------------------------------------------------------------
+
+
+class Covariances:
+    """Sums over samples and tokens of the outer products of each layer's factors, in float64."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.layers: dict[str, Layer | None] = {}  # by weight; None: without factors in at least one microbatch
+        self.sums: dict[tuple[str, str], Tensor] = {}  # by weight and side
+
+    def add(self, forms: Forms, samples: int) -> None:
+        self.samples += samples
+        for name, form in forms.items():
+            term = _only_term(form)
+            if term is None:
+                self.layers[name] = None
+            elif name not in self.layers and _has_gradient(term):
+                self.layers[name] = find_layer(name, form, self._without_taken(forms))
+            layer = self.layers.get(name)
+            if layer is None or term is None:
+                continue
+            if layer.bias is not None and not _is_bias_of(forms.get(layer.bias), layer, term):
+                self.layers[name] = None
+                continue
+            left, right = layer.extended(*term)
+            for side, factor, other in ((LEFT, left, right), (RIGHT, right, left)):
+                if side in layer.bases:
+                    product = _covariance(factor, other)
+                    self.sums[name, side] = self.sums[name, side] + product if (name, side) in self.sums else product
+
+    def _without_taken(self, forms: Forms) -> Forms:
+        taken = {layer.bias for layer in self.layers.values() if layer is not None}
+        return {name: form for name, form in forms.items() if name not in taken}
+
+    def sum_over_ranks(self, parameters: Mapping[str, Tensor]) -> None:
+        """Add the sums of the other ranks. Layers must be the same on all ranks whose losses depend on the weight."""
+        group = current_group()
+        gathered = group.all_gather_object((self.samples, self.layers))
+        self.samples = sum(samples for samples, _ in gathered)
+        if not self.samples:
+            raise ValueError("the loader must yield at least one batch; found none.")
+        self.layers = _agreed([layers for _, layers in gathered], parameters)
+        for layer in filter(None, self.layers.values()):
+            for side in layer.bases:
+                size = layer.sides[side]
+                zeros = torch.zeros(size, size, dtype=torch.float64, device=parameters[layer.weight].device)
+                self.sums[layer.weight, side] = group.all_reduce_(self.sums.get((layer.weight, side), zeros))
+
+    def blocks(self, parameters: Mapping[str, Tensor]) -> list[Block]:
+        """Blocks with the eigenvectors of the covariances, and eigenvalues of zero."""
+        layers = [layer for layer in self.layers.values() if layer is not None]
+        joined = {name for layer in layers for name in layer.names}
+        blocks: list[Block] = [self._kronecker_block(layer, parameters[layer.weight]) for layer in layers]
+        blocks += [DiagonalBlock(name, torch.zeros_like(p)) for name, p in parameters.items() if name not in joined]
+        return blocks
+
+    def _kronecker_block(self, layer: Layer, weight: Tensor) -> KroneckerBlock:
+        dtype = wide_dtype(weight.dtype)
+        bases = {side: torch.linalg.eigh(self.sums.pop((layer.weight, side)))[1].to(dtype) for side in layer.bases}
+        eigenvalues = weight.new_zeros(*layer.sides.values(), dtype=dtype)
+        return KroneckerBlock(layer, bases.get(LEFT), bases.get(RIGHT), eigenvalues)
+
+
+def find_layer(name: str, form: PerSampleGrad, forms: Forms) -> Layer:
+    """Layer of a weight, joined with a vector of the same module whose gradients are the sums of output gradients."""
+    term = _only_term(form)
+    assert isinstance(form, FactoredGrad) and term is not None
+    dense = [side for side, factor in zip((LEFT, RIGHT), term, strict=True) if isinstance(factor, Tensor)]
+    rows, columns = form.matrix
+    layer = Layer(name, (rows, columns), bases=tuple(dense))
+    for other, vector in forms.items():
+        if len(dense) == 2 and other.rpartition(".")[0] == name.rpartition(".")[0]:
+            for side in (RIGHT, LEFT):
+                joined = replace(layer, bias=other, bias_side=side)
+                if _is_bias_of(vector, joined, term):
+                    layer = joined
+                    return replace(layer, bases=_feasible(layer))
+    return replace(layer, bases=_feasible(layer))
+
+
+def _feasible(layer: Layer) -> tuple[str, ...]:
+    return tuple(side for side in layer.bases if layer.sides[side] <= LARGEST_SIDE)
+
+
+def _only_term(form: PerSampleGrad) -> Term | None:
+    """Factors of a matrix of real numbers; None if it has no factors, or several kinds of them."""
+    if not isinstance(form, FactoredGrad) or len(form.terms) > 1:
+        return None
+    (term,) = form.terms
+    return None if all(isinstance(factor, OneHot) for factor in term) else term
+
+
+def _has_gradient(term: Term) -> bool:
+    return all(bool(factor.any()) for factor in term if isinstance(factor, Tensor))
+
+
+def _is_bias_of(form: PerSampleGrad | None, layer: Layer, term: Term) -> bool:
+    """True if the gradients of the layer's bias are the sums over tokens of the factor on the other side."""
+    factor = term.left if layer.bias_side == RIGHT else term.right
+    if form is None or not isinstance(factor, Tensor) or form.shape != (factor.shape[2],):
+        return False
+    difference = (form.rows(0, form.samples) - factor.sum(1)).abs()
+    return bool((difference <= SAME * factor.abs().sum(1).amax(1, keepdim=True)).all())
+
+
+def _covariance(factor: Factor, other: Factor) -> Tensor:
+    """Sum of outer products of a factor (b, t, l), in float64, over the tokens at which the other is not zero: padding
+    has no gradient.
+    """
+    assert isinstance(factor, Tensor)
+    if isinstance(other, Tensor):
+        factor = factor * (other != 0).any(2, keepdim=True)
+    tokens = factor.flatten(0, 1)
+    return (tokens.T @ tokens).double()
+
+
+def _agreed(of_ranks: Sequence[Mapping[str, Layer | None]], names: Iterable[str]) -> dict[str, Layer | None]:
+    """Layers that no rank contradicts, in the order of the names."""
+    layers: dict[str, Layer | None] = {}
+    for name in names:
+        found = [each[name] for each in of_ranks if name in each]
+        layers[name] = found[0] if found and all(each == found[0] for each in found) else None
+    return layers
+
+
+# --- second pass ---------------------------------------------------------------------------------------------------
+
+
+class Eigenvalues:
+    """Sums over samples of the squared gradients along the eigenvectors of each block, in float64."""
+
+    def __init__(self, blocks: Sequence[Block]):
+        self._blocks = blocks
+        self.sums = [torch.zeros_like(block.eigenvalues, dtype=torch.float64) for block in blocks]
+
+    def add(self, forms: Forms, samples: int) -> None:
+        for block, total in zip(self._blocks, self.sums, strict=True):
+            if block.names[0] in forms:
+                total += _squares(block, forms)
+
+    def blocks(self, samples: int) -> list[Block]:
+        """Blocks with the mean over the samples of all ranks."""
+        current_group().all_reduce_bucketed_(self.sums)
+        return [
+            replace(block, eigenvalues=(total / samples).to(block.eigenvalues.dtype))
+            for block, total in zip(self._blocks, self.sums, strict=True)
+        ]
+
+
+def _squares(block: Block, forms: Forms) -> Tensor:
+    form = forms[block.names[0]]
+    if isinstance(block, DiagonalBlock):
+        return form.sum_of_squares(None)
+    term = _only_term(form)
+    if term is None:  # rows, because the loader has yielded other batches in this pass
+        rows = {name: forms[name].rows(0, form.samples) for name in block.names}
+        return block.rotate(block.layer.join(rows)).square().sum(0)
+    left, right = block.layer.extended(*term)
+    rotated = Term(_rotated(left, block.left), _rotated(right, block.right))
+    return FactoredGrad([rotated], tuple(block.eigenvalues.shape)).sum_of_squares(None)
+
+
+def _rotated(factor: Factor, basis: Tensor | None) -> Factor:
+    return factor if basis is None or isinstance(factor, OneHot) else factor @ basis.to(factor.dtype)

@@ -1,0 +1,117 @@
+"""Scores that need no gradients: nearest neighbours of the same class, and the loss of the training sample.
+
+Scores of a method say little if these predict as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.core.losses import LossFn, as_loss_fn, per_sample
+from samplewise.core.snapshot import eval_mode
+from samplewise.eval_pass import check_order, check_repeatable
+
+
+def baselines(model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: Iterable[Any]) -> dict[str, Tensor]:
+    """Scores (queries, n) of simple methods, for `lds(..., baselines=)`.
+
+    "neighbours, pixels": cosine similarity of the inputs of samples of the same class, 0 for other classes; only for
+        inputs of floating-point numbers of one shape
+    "neighbours, features": the same for the input of the last layer
+    "loss": the loss of the training sample, equal for all queries
+
+    Batches are (x, labels), or dicts with labels. The features of a model with tokens are means over the tokens.
+    """
+    for loader, name in ((train, "train"), (queries, "queries")):
+        check_repeatable(loader, name)
+        check_order(loader, "Use shuffle=False: rows and columns of the result are in the order of the loaders.")
+    loss = as_loss_fn(loss_fn)
+    with eval_mode(model), torch.no_grad():
+        ours = _described(model, loss, queries)
+        theirs = _described(model, loss, train)
+    same = (ours.labels[:, None] == theirs.labels).double()
+    scores = {}
+    if ours.pixels is not None and theirs.pixels is not None:
+        scores["neighbours, pixels"] = _cosine(ours.pixels, theirs.pixels) * same
+    scores["neighbours, features"] = _cosine(ours.features, theirs.features) * same
+    scores["loss"] = theirs.losses.expand(len(ours.labels), -1).clone()
+    return scores
+
+
+class _Described(NamedTuple):
+    """What the baselines need to know about samples."""
+
+    pixels: Tensor | None  # (b, inputs)
+    features: Tensor  # (b, features)
+    labels: Tensor  # (b,)
+    losses: Tensor  # (b,)
+
+
+def _described(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> _Described:
+    parts = []
+    for batch in loader:
+        x, labels = _inputs_and_labels(batch)
+        with _last_input(model) as last:
+            losses = per_sample(loss_fn(model, batch))[0]
+        pictures = x.flatten(1).double().cpu() if isinstance(x, Tensor) and x.is_floating_point() else None
+        parts.append(_Described(pictures, _pooled(last[0], len(losses)), labels.cpu(), losses.double().cpu()))
+    if not parts:
+        raise ValueError("train and queries must yield at least one batch; found none. Pass a loader or a list.")
+    pixels = [part.pixels for part in parts if part.pixels is not None]
+    comparable = len(pixels) == len(parts) and len({p.shape[1] for p in pixels}) == 1
+    return _Described(
+        torch.cat(pixels) if comparable else None,
+        torch.cat([part.features for part in parts]),
+        torch.cat([part.labels for part in parts]),
+        torch.cat([part.losses for part in parts]),
+    )
+
+
+def _inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
+    if isinstance(batch, Mapping) and "labels" in batch:
+        found = None, batch["labels"]
+    elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        found = batch[0], batch[1]
+    else:
+        raise ValueError(f"batches must be (x, labels), or dicts with labels; found {type(batch).__name__}.")
+    if not isinstance(found[1], Tensor) or found[1].dim() != 1:
+        raise ValueError("labels must be a 1-D tensor, one number per sample; found another type or shape.")
+    return found
+
+
+@contextmanager
+def _last_input(model: nn.Module) -> Iterator[list[Tensor]]:
+    """List whose only element, after a forward pass, is the input of the last layer with parameters that ran."""
+    last: list[Tensor] = []
+
+    def note(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if arguments and isinstance(arguments[0], Tensor):
+            last[:] = [arguments[0]]
+
+    layers = [m for m in model.modules() if not list(m.children()) and list(m.parameters())]
+    handles = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        yield last
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pooled(features: Tensor, samples: int) -> Tensor:
+    """Features (b, width): the mean over tokens of (b, tokens, width)."""
+    if features.shape[0] != samples:
+        raise ValueError(
+            f"the input of the last layer must have a row for each of the {samples} samples; found "
+            f"{tuple(features.shape)}."
+        )
+    features = features.double().cpu()
+    return features.mean(1) if features.dim() == 3 else features.flatten(1)
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    return nn.functional.normalize(a, dim=1) @ nn.functional.normalize(b, dim=1).T

@@ -1,0 +1,209 @@
+"""Linear datamodeling score: rank correlation between predicted and actual outputs of retrained models.
+
+Scores predict the output of a model trained on a subset as the sum of the scores of the subset's samples. The
+prediction is compared with the outputs of models that were trained on these subsets, by Spearman's rank correlation
+over subsets, for each query.
+
+Legend: q query, s subset, i training sample, m repeated training of the same subset with another seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.core.text import render
+
+BOOTSTRAPS = 200
+
+Subsets = Tensor | Sequence[Tensor]  # (count, size), or a list of 1-D tensors: indices of training samples
+
+
+def subsets(n: int, count: int, share: float = 0.5, seed: int = 0) -> Tensor:
+    """Random subsets of n training samples: indices (count, size) with size = round(share * n), ascending."""
+    for name, number in (("n", n), ("count", count)):
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name} must be an integer, 1 or more; found {number!r}.")
+    size = round(share * n)
+    if not 0 < share < 1 or not 0 < size < n:
+        raise ValueError(
+            f"share must be between 0 and 1 and leave a part of the {n} samples on both sides; found {share!r}."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(n, generator=generator)[:size].sort().values for _ in range(count)])
+
+
+@dataclass(frozen=True)
+class LDS:
+    """Linear datamodeling score of attribution scores. `print` shows it beside baselines."""
+
+    mean: float  # over queries
+    standard_error: float  # by bootstrap over subsets and queries
+    per_query: Tensor = field(repr=False)  # (q,)
+    subsets: int
+    # Mean rank correlation between two trainings of the same subsets with different seeds; None without repetitions.
+    agreement: float | None = None
+    # Expected score of a prediction without error: outputs that are compared with it contain the noise of the seeds.
+    ceiling: float | None = None
+    baselines: Mapping[str, LDS] = field(default_factory=dict, repr=False)
+
+    def __str__(self) -> str:
+        limit = "" if self.ceiling is None else f", ceiling {self.ceiling:.3f}"
+        title = f"LDS over {self.subsets} subsets and {len(self.per_query)} queries{limit}"
+        rows = [(name, f"{each.mean:.3f}", f"{each.standard_error:.3f}") for name, each in self._all().items()]
+        return render(("scores", "LDS", "± standard error"), rows, title)
+
+    def _all(self) -> dict[str, LDS]:
+        return {"these": self, **self.baselines}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write mean, standard error, ceiling and baselines to a JSON file, which `samplewise attribute` shows."""
+        target = absolute(path)
+        content = {
+            "mean": self.mean,
+            "standard_error": self.standard_error,
+            "agreement": self.agreement,
+            "ceiling": self.ceiling,
+            "queries": len(self.per_query),
+            "subsets": self.subsets,
+            "baselines": {name: each.mean for name, each in self.baselines.items()},
+        }
+        with atomic_write(target, target.with_name(target.name + ".partial")) as file:
+            file.write(json.dumps(content, indent=1).encode())
+
+
+def lds(
+    scores: Tensor,
+    subsets: Subsets,
+    outcomes: Tensor,
+    *,
+    baselines: Mapping[str, Tensor] | None = None,
+    bootstraps: int = BOOTSTRAPS,
+    seed: int = 0,
+) -> LDS:
+    """Linear datamodeling score of attribution scores: 1 if they rank the retrained models perfectly, 0 by chance.
+
+    scores: (queries, n), as returned by `sw.trak`. Scores (n, queries), as returned by `sw.influence`, are recognised
+        by their shape if n is not the number of queries; transpose them otherwise.
+    subsets: indices of the training samples of each model, (count, size) or a list of 1-D tensors
+    outcomes: outputs of the models (count, queries), as returned by `retrain`; larger must mean better, as for scores.
+        With repeated trainings, (repeats, count, queries): scores are compared with their mean, and the agreement of
+        the repetitions gives the noise ceiling.
+    baselines: name -> scores, to be evaluated in the same way, as returned by `baselines`; random scores are added
+    bootstraps: number of resamplings of subsets and queries for the standard error
+    """
+    repeats = _repeats(outcomes)
+    members = membership(subsets, _samples(scores, repeats))
+    if repeats.shape[1] != len(members):
+        raise ValueError(f"outcomes must have a row for each of the {len(members)} subsets; found {repeats.shape[1]}.")
+    actual = repeats.mean(0).T
+    agreement = _agreement(repeats)
+    ceiling = None if agreement is None else _reliability_of_mean(agreement, len(repeats)) ** 0.5
+    generator = torch.Generator().manual_seed(seed)
+    draws = _draws(actual, bootstraps, generator)
+
+    def evaluate(scores: Tensor, beside: Mapping[str, LDS]) -> LDS:
+        predicted = oriented(scores, actual.shape[0], members.shape[1]).double().cpu() @ members.T
+        per_query = spearman(predicted, actual)
+        means = torch.stack([spearman(predicted[q][:, s], actual[q][:, s]).mean() for q, s in draws])
+        return LDS(float(per_query.mean()), float(means.std()), per_query, len(members), agreement, ceiling, beside)
+
+    random = torch.randn(actual.shape[0], members.shape[1], generator=generator, dtype=torch.float64)
+    others = {name: evaluate(each, {}) for name, each in {"random": random, **(baselines or {})}.items()}
+    return evaluate(scores, others)
+
+
+def membership(subsets: Subsets, n: int) -> Tensor:
+    """Matrix (count, n) in float64: 1 if the sample is in the subset, 0 otherwise."""
+    members = torch.zeros(len(subsets), n, dtype=torch.float64)
+    for row, indices in zip(members, subsets, strict=True):
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < n:
+            raise ValueError(
+                f"subsets must hold indices of the {n} training samples that have scores; found "
+                f"{int(indices.min())} to {int(indices.max())}."
+            )
+        if len(indices.unique()) < len(indices):
+            raise ValueError("a subset must have each training sample once; found a repeated index.")
+        row[indices] = 1
+    return members
+
+
+def oriented(scores: Tensor, queries: int, n: int) -> Tensor:
+    """Scores (queries, n); transposed if they have the shape (n, queries)."""
+    if scores.shape == (queries, n):
+        return scores
+    if scores.shape == (n, queries):
+        return scores.T
+    raise ValueError(
+        f"scores must have shape (queries, n) = ({queries}, {n}), or its transpose; found {tuple(scores.shape)}."
+    )
+
+
+def spearman(a: Tensor, b: Tensor) -> Tensor:
+    """Rank correlation (q,) of the rows of two matrices (q, s); 0 for a row without any difference."""
+    a, b = (ranks - ranks.mean(1, keepdim=True) for ranks in (_ranks(a), _ranks(b)))
+    sizes = a.norm(dim=1) * b.norm(dim=1)
+    return (a * b).sum(1) / sizes.where(sizes > 0, 1)
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Rank of each value in its row, (q, s) in float64; equal values get the mean of their ranks."""
+    values = values.contiguous()
+    ordered = values.sort(1).values
+    first = torch.searchsorted(ordered, values)
+    last = torch.searchsorted(ordered, values, right=True) - 1
+    return (first + last).double() / 2
+
+
+def _repeats(outcomes: Tensor) -> Tensor:
+    """Outcomes (m, s, q) in float64."""
+    if outcomes.dim() not in (2, 3):
+        raise ValueError(
+            f"outcomes must have shape (count, queries) or (repeats, count, queries); found {tuple(outcomes.shape)}."
+        )
+    if not outcomes.isfinite().all():
+        raise ValueError("outcomes must be finite; found NaN or infinity: the training of a model has diverged.")
+    return outcomes.double().cpu().view(-1, *outcomes.shape[-2:])
+
+
+def _samples(scores: Tensor, repeats: Tensor) -> int:
+    """Number of training samples."""
+    queries = repeats.shape[2]
+    if not isinstance(scores, Tensor) or scores.dim() != 2 or queries not in scores.shape:
+        found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"scores must have shape (queries, n) with {queries} queries; found {found}.")
+    if not scores.isfinite().all():
+        raise ValueError("scores must be finite; found NaN or infinity.")
+    return scores.shape[1] if scores.shape[0] == queries else scores.shape[0]
+
+
+def _agreement(repeats: Tensor) -> float | None:
+    """Mean rank correlation over queries and pairs of repetitions."""
+    pairs = [
+        spearman(repeats[a].T, repeats[b].T).mean() for a in range(len(repeats)) for b in range(a + 1, len(repeats))
+    ]
+    return float(torch.stack(pairs).mean()) if pairs else None
+
+
+def _reliability_of_mean(agreement: float, count: int) -> float:
+    """Squared correlation of the mean of `count` repetitions with its expectation (Spearman-Brown formula)."""
+    agreement = max(agreement, 0.0)
+    return count * agreement / (1 + (count - 1) * agreement)
+
+
+def _draws(actual: Tensor, count: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """Resampled (queries, subsets), with replacement."""
+    q, s = actual.shape
+    if type(count) is not int or count < 2:
+        raise ValueError(f"bootstraps must be an integer, 2 or more; found {count!r}.")
+    if s < 3:
+        raise ValueError(f"a rank correlation needs at least 3 subsets; found {s}.")
+    return [
+        (torch.randint(q, (q,), generator=generator), torch.randint(s, (s,), generator=generator)) for _ in range(count)
+    ]

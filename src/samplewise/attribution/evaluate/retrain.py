@@ -1,0 +1,266 @@
+"""Retraining on subsets of the training data, cached in a folder.
+
+    settings.json       settings of the trainings; a folder with other settings is refused
+    00-0007.pt          repetition 0, subset 7: outputs of the queries, and the parameters with keep_models=True
+
+Each model is written atomically when its training has ended, so that an interrupted call continues where it stopped.
+The result does not depend on the interruption: a model depends on its seed only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from samplewise.attribution.evaluate import stacked
+from samplewise.attribution.evaluate.lds import Subsets
+from samplewise.attribution.evaluate.training import MakeStep, Training, threads
+from samplewise.attribution.outputs import OutputFn, margin
+from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.core.progress import progress
+from samplewise.core.snapshot import random_state_restored
+from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.errors import StoreError
+from samplewise.eval_pass import check_order, check_repeatable
+from samplewise.step.step import Step
+
+Job = tuple[int, int]  # (repetition, subset)
+
+
+def retrain(
+    make_step: MakeStep,
+    dataset: Dataset[Any],
+    subsets: Subsets,
+    queries: Iterable[Any],
+    folder: str | os.PathLike[str],
+    *,
+    epochs: int,
+    batch_size: int = 64,
+    output_fn: OutputFn = margin,
+    repeats: int = 1,
+    seed: int = 0,
+    keep_models: bool = False,
+    processes: int = 1,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> Tensor:
+    """Train a model on each subset and return its outputs for the queries, (count, queries) or, with `repeats` above
+    one, (repeats, count, queries).
+
+    Outputs are kept in `folder`: a second call returns them without training, and an interrupted call, even one that
+    was killed, continues with the models that are missing. Small models with an elementwise optimizer (SGD, Adam, ...),
+    without transforms, buffers and dropout are trained stacked as one batched model, with the same result to rounding.
+
+    make_step: function without arguments that returns a `sw.Step` with a new model; called with a seeded random state
+    dataset: map-style data set of training samples
+    subsets: indices of training samples, (count, size) or a list of 1-D tensors
+    queries: loader or list of batches
+    epochs, batch_size: of each training; the subset is shuffled in each epoch
+    output_fn: (model, batch) -> outputs (B,), larger is better; default: the margin of the correct class
+    repeats: number of trainings per subset, with different seeds; 2 or more give `lds` the noise ceiling
+    keep_models: keep the parameters as well, see `models`
+    processes: number of worker processes, with one torch thread each; make_step and dataset must be picklable then
+    collate_fn: of a DataLoader; default: that of torch
+    """
+    check_repeatable(queries, "queries")
+    check_order(queries, "Use shuffle=False: outputs are in the order of the queries.")
+    for name, number in (
+        ("epochs", epochs),
+        ("batch_size", batch_size),
+        ("repeats", repeats),
+        ("processes", processes),
+    ):
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name} must be an integer, 1 or more; found {number!r}.")
+    training = Training(make_step, dataset, queries, output_fn, epochs, batch_size, collate_fn)
+    chosen = _checked(subsets, len(dataset))  # type: ignore[arg-type]  # a map-style data set has a length
+    folder = absolute(folder)
+    with random_state_restored():
+        step = training.new_step(_seed_of(seed, (0, 0)))
+    asked = len(training.outputs(step.model))  # also finds errors of output_fn before anything is trained
+    _claim(folder, {**_settings(training, step, chosen, seed), "queries": asked})
+    jobs = [(r, s) for r in range(repeats) for s in range(len(chosen)) if not _is_done(folder, (r, s), keep_models)]
+    if jobs:
+        _train_all(_Retraining(training, chosen, folder, seed, keep_models), jobs, step, processes)
+    found = torch.stack([torch.stack([_read(folder, (r, s)) for s in range(len(chosen))]) for r in range(repeats)])
+    return found if repeats > 1 else found[0]
+
+
+def models(make_step: MakeStep, folder: str | os.PathLike[str], repeat: int = 0) -> Iterator[nn.Module]:
+    """Iterate over the models that `retrain(..., keep_models=True)` has trained, in the order of the subsets."""
+    files = sorted(absolute(folder).glob(f"{repeat:02}-*.pt"))
+    if not files:
+        raise FileNotFoundError(f"{folder} must hold trained models; found none. Call retrain with keep_models=True.")
+    with random_state_restored():
+        model = make_step().model
+    for file in files:
+        parameters = torch.load(file, weights_only=True)["parameters"]
+        if parameters is None:
+            raise FileNotFoundError(
+                f"{file} must hold parameters; found outputs only. Call retrain with keep_models=True."
+            )
+        model.load_state_dict(parameters)
+        yield model
+
+
+class _Retraining:
+    """Trains models and writes their files. Picklable, for worker processes."""
+
+    def __init__(self, training: Training, subsets: Sequence[Tensor], folder: Path, seed: int, keep_models: bool):
+        self.training = training
+        self.subsets = subsets
+        self.folder = folder
+        self.seed = seed
+        self.keep_models = keep_models
+
+    def train(self, jobs: Sequence[Job], data: Any = None) -> int:
+        """Train the models of some jobs and return their number. With `data`, all samples as one batch: stacked."""
+        subsets = [self.subsets[s] for _, s in jobs]
+        seeds = [_seed_of(self.seed, job) for job in jobs]
+        if data is not None:
+            trained: Iterable[nn.Module] = stacked.trained_stack(self.training, data, subsets, seeds)
+        else:
+            trained = (self.training.trained(*each) for each in zip(subsets, seeds, strict=True))
+        for job, model in zip(jobs, trained, strict=True):
+            parameters = model.state_dict() if self.keep_models else None
+            _write(self.folder, job, {"outputs": self.training.outputs(model), "parameters": parameters})
+        return len(jobs)
+
+    def train_in_worker(self, jobs: Sequence[Job], stack: bool) -> int:
+        with threads(1):
+            return self.train(jobs, stacked.collated(self.training) if stack else None)
+
+
+def _train_all(retraining: _Retraining, jobs: list[Job], step: Step, processes: int) -> None:
+    """Train the models of all jobs, stacked if possible."""
+    training = retraining.training
+    groups = [[job] for job in jobs]
+    size = min(stacked.stack_size(step), -(-len(jobs) // processes))
+    equal = len({len(subset) for subset in retraining.subsets}) == 1
+    data = stacked.collated(training) if size > 1 and equal else None
+    if data is not None and stacked.can_be_stacked(training, data, retraining.subsets[0], retraining.seed):
+        remaining = iter(jobs)
+        groups = list(iter(lambda: list(islice(remaining, size)), []))
+    else:
+        data = None
+    with progress(len(jobs), f"training {len(jobs)} models") as advance:
+        if processes == 1:
+            for group in groups:
+                advance(retraining.train(group, data))
+        else:
+            for done in _in_processes(retraining, groups, data is not None, processes):
+                advance(done)
+
+
+def _in_processes(
+    retraining: _Retraining, groups: Sequence[Sequence[Job]], stack: bool, processes: int
+) -> Iterator[int]:
+    try:
+        pickle.dumps(retraining)
+    except Exception as why:
+        raise ValueError(
+            f"processes={processes} needs make_step, dataset, queries and output_fn that can be pickled; found {why}. "
+            "Define them at the top level of a module, or use processes=1."
+        ) from why
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(retraining.train_in_worker, group, stack) for group in groups]):
+            yield future.result()
+
+
+def _seed_of(seed: int, job: Job) -> int:
+    """Seed of a model: the same for the same subset in any call with this seed."""
+    repeat, subset = job
+    return (seed * 1_000 + repeat) * 100_000 + subset
+
+
+def _checked(subsets: Subsets, n: int) -> list[Tensor]:
+    chosen = [torch.as_tensor(subset) for subset in subsets]
+    if not chosen:
+        raise ValueError("subsets must have at least one subset; found none.")
+    for subset in chosen:
+        if subset.dim() != 1 or not len(subset) or subset.dtype != torch.int64 or not (subset >= 0).all():
+            raise ValueError("each subset must be a 1-D tensor of indices, at least one; found another tensor.")
+        if int(subset.max()) >= n:
+            raise ValueError(
+                f"subsets must hold indices below {n}, the size of the data set; found {int(subset.max())}."
+            )
+    return chosen
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _settings(training: Training, step: Step, subsets: Sequence[Tensor], seed: int) -> dict[str, Any]:
+    """Settings that change the outputs; a function is known by what it makes."""
+    optimizer = getattr(step.optimizer, "param_groups", [])
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer]
+    return {
+        "step": repr(step),
+        "model": _digest(step.model.parameters()),
+        "optimizer": json.loads(json.dumps(groups, default=repr)),
+        "samples": len(training.dataset),  # type: ignore[arg-type]
+        "subsets": _digest(subsets),
+        "epochs": training.epochs,
+        "batch_size": training.batch_size,
+        "output_fn": getattr(training.output_fn, "__qualname__", type(training.output_fn).__name__),
+        "seed": seed,
+    }
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(str(tuple(tensor.shape)).encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Write the settings, or raise if the folder holds models of other settings."""
+    path = folder / "settings.json"
+    if path.exists():
+        try:
+            found = json.loads(path.read_text())
+        except ValueError:
+            raise StoreError(f"{path} must be valid JSON; found other content. Choose another folder.") from None
+        differing = [name for name in settings if found.get(name) != settings[name]]
+        if differing:
+            name = differing[0]
+            raise StoreError(
+                f"{folder} must hold models of the same settings; found other {name}: {found.get(name)} in the folder, "
+                f"{settings[name]} in this call. Choose another folder, or remove this one."
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path, path.with_name("settings.json.partial")) as file:
+        file.write(json.dumps(settings, indent=1).encode())
+
+
+def _file(folder: Path, job: Job) -> Path:
+    return folder / f"{job[0]:02}-{job[1]:04}.pt"
+
+
+def _write(folder: Path, job: Job, content: dict[str, Any]) -> None:
+    path = _file(folder, job)
+    with atomic_write(path, path.with_suffix(".partial")) as file:
+        torch.save(content, file)
+
+
+def _is_done(folder: Path, job: Job, keep_models: bool) -> bool:
+    path = _file(folder, job)
+    return path.exists() and not (keep_models and torch.load(path, weights_only=True)["parameters"] is None)
+
+
+def _read(folder: Path, job: Job) -> Tensor:
+    return torch.load(_file(folder, job), weights_only=True)["outputs"]

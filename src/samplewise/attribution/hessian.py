@@ -1,0 +1,137 @@
+"""`sw.hessian`: exact Hessian of the mean loss as an explicit matrix, for small models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.attribution.curvature import RELATIVE_DAMPING, Rows, check_damping, check_shapes
+from samplewise.core.losses import LossFn, as_loss_fn, per_sample
+from samplewise.core.snapshot import eval_mode
+from samplewise.distributed.group import current_group, on_every_rank
+from samplewise.engine.checks import check_attached
+from samplewise.errors import ParameterError
+from samplewise.eval_pass import share_of_rank
+
+LARGEST = 20_000  # parameters: the matrix then has 3.2 GB in float64
+ELEMENTS = 2**22  # of one output of the model for all directions that are multiplied at a time
+
+
+def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian:
+    """Exact Hessian of the mean of the losses over a loader, as a matrix over all trainable parameters.
+
+    For models of up to 20,000 parameters, such as a logistic regression. Each batch costs as many Hessian-vector
+    products as there are parameters, computed many at a time. The model is in evaluation mode. With several ranks,
+    every rank passes the same arguments and a loader of all samples, uses its share of the batches, and gets the whole
+    result.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    width = sum(p.numel() for p in parameters.values())
+    if not 0 < width <= LARGEST:
+        raise ParameterError(
+            f"sw.hessian needs a model of 1 to {LARGEST:,} trainable parameters, because it computes a matrix with the "
+            f"square of that number; found {width:,}. Use sw.ekfac."
+        )
+    loss_fn = as_loss_fn(loss_fn)
+    device = next(iter(parameters.values())).device
+    total = torch.zeros(width, width, dtype=torch.float64, device=device)
+    samples = 0
+
+    def add_batches() -> None:
+        nonlocal samples
+        for _, batch in share_of_rank(loader):
+            with torch.enable_grad():
+                losses = per_sample(loss_fn(model, batch))[0]
+            check_attached(losses)
+            samples += len(losses)
+            _add_second_derivatives(total, losses, list(parameters.values()))
+
+    with eval_mode(model):
+        on_every_rank(add_batches)
+    group = current_group()
+    (count,) = group.all_reduce_scalars(samples)
+    if not count:
+        raise ValueError("the loader must yield at least one batch; found none.")
+    matrix = group.all_reduce_(total).div_(count)
+    matrix = (matrix + matrix.T).div_(2)  # equal up to rounding
+    return Hessian(matrix, {name: tuple(p.shape) for name, p in parameters.items()})
+
+
+def _add_second_derivatives(total: Tensor, losses: Tensor, parameters: list[Tensor]) -> None:
+    """Add the Hessian of the sum of the losses to `total`, some of its rows at a time."""
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
+        flat = torch.cat([g.reshape(-1) for g in gradients])
+    if not flat.requires_grad:  # the losses are linear in the parameters
+        return
+    step = max(1, ELEMENTS // len(losses))
+    for start in range(0, len(flat), step):
+        stop = min(start + step, len(flat))
+        directions = torch.zeros(stop - start, len(flat), dtype=flat.dtype, device=flat.device)
+        directions[:, start:stop].fill_diagonal_(1)
+        rows = torch.autograd.grad(
+            flat, parameters, directions, retain_graph=True, is_grads_batched=True, materialize_grads=True
+        )
+        total[start:stop] += torch.cat([row.flatten(1) for row in rows], 1)
+
+
+class Hessian:
+    """Curvature returned by `sw.hessian`: an explicit symmetric matrix.
+
+    matrix: (parameters, parameters) in float64, in the order of the model's trainable parameters
+    """
+
+    def __init__(self, matrix: Tensor, shapes: Mapping[str, tuple[int, ...]]):
+        self.matrix = matrix
+        self.shapes = dict(shapes)
+        self._factor: Tensor | None = None  # Cholesky factor of the matrix with `_damping`
+        self._damping: float | None = None
+
+    @property
+    def default_damping(self) -> float:
+        """0.1 times the mean of the eigenvalues."""
+        return RELATIVE_DAMPING * float(self.matrix.diagonal().mean())
+
+    def solve(self, rows: Rows, damping: float | None = None) -> dict[str, Tensor]:
+        """Product of (H + damping * identity)^-1 with each row, name -> (n, *shape).
+
+        damping: default 0.1 times the mean of the eigenvalues. It must be larger than minus the smallest eigenvalue:
+            the Hessian of a net has negative ones unless it is trained to a minimum, and that of a softmax has zeros.
+        """
+        check_shapes(rows, self.shapes)
+        check_damping(damping)
+        factor = self._factored(self.default_damping if damping is None else float(damping))
+        flat = torch.cat([rows[name].flatten(1) for name in self.shapes], 1)
+        solved = torch.cholesky_solve(flat.T.to(factor), factor).T
+        parts = solved.split([rows[name][0].numel() for name in self.shapes], 1)
+        by_name = dict(zip(self.shapes, parts, strict=True))
+        return {name: by_name[name].to(each.dtype).reshape(each.shape) for name, each in rows.items()}
+
+    def _factored(self, damping: float) -> Tensor:
+        if self._factor is None or damping != self._damping:
+            self._factor = None  # free its memory first
+            damped = self.matrix.clone()
+            damped.diagonal().add_(damping)
+            factor, failed = torch.linalg.cholesky_ex(damped)
+            if failed or not _is_regular(factor):
+                smallest = float(torch.linalg.eigvalsh(self.matrix)[0])
+                raise ValueError(
+                    f"the Hessian plus damping must be positive definite; found the smallest eigenvalue {smallest:.3g} "
+                    f"with damping {damping:.3g}. Pass a damping above {max(-smallest, 0):.3g}, or train the model "
+                    "closer to a minimum."
+                )
+            self._factor = factor
+            self._damping = damping
+        return self._factor
+
+    def __repr__(self) -> str:
+        return f"Hessian({len(self.matrix):,} parameters)"
+
+
+def _is_regular(factor: Tensor) -> bool:
+    """False if the matrix of a Cholesky factor is singular up to rounding."""
+    diagonal = factor.diagonal()
+    return bool(diagonal.min() ** 2 > len(factor) * torch.finfo(factor.dtype).eps * diagonal.max() ** 2)

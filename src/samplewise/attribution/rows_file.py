@@ -1,0 +1,160 @@
+"""Rows of one model on disk, with crash-safe appends.
+
+    rows.f16      (count, dim) float16, or rows.f32 float32: each row divided by its largest absolute entry
+    scales.f32    (count,) float32: the divisor of each row; avoids overflow and underflow of float16
+    weights.f32   (count,) float32: weights of the samples, if the rows are gradients of an output function
+    gram.f64      X^T X of the first rows, see `kernel`
+    model.json    count, checksum of the model, settings
+
+Rows are written first; then model.json, which holds their count, is replaced atomically. Rows beyond the count, left by
+a crash, are not part of the file, and the next append overwrites them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from samplewise.core.atomic_io import atomic_write, sync_file
+from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.core.text import plural
+from samplewise.errors import StoreError
+
+DTYPES = {"float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ModelIndex:
+    """Content of model.json.
+
+    count: number of complete rows
+    model: checksum of parameters and buffers; empty if rows were added without a model
+    weighted: the rows are gradients of an output function, and have weights
+    scaling: checksum of the scales of the parameters; empty if there are none
+    layers: width of the block of each layer; empty if there are no blocks
+    """
+
+    count: int = 0
+    model: str = ""
+    weighted: bool = False
+    scaling: str = ""
+    layers: tuple[tuple[str, int], ...] = ()
+
+
+class RowsFile:
+    """Directory with the projected rows of one model. Opens the directory at `path`, or creates one with `index`."""
+
+    def __init__(self, path: Path, dim: int, dtype: str, index: ModelIndex | None = None):
+        self.path = path
+        self.dim = dim
+        rows = {"float16": "rows.f16", "float32": "rows.f32"}[dtype]
+        self._files: dict[str, tuple[str, int, torch.dtype]] = {
+            "rows": (rows, dim, DTYPES[dtype]),
+            "scales": ("scales.f32", 1, torch.float32),
+        }
+        if index is None:
+            self.index = _read(path / "model.json")
+        else:
+            self.index = index
+            path.mkdir(parents=True, exist_ok=True)
+            self._write_index(index)
+        if self.index.weighted:
+            self._files["weights"] = ("weights.f32", 1, torch.float32)
+        self._check_sizes()
+
+    def __len__(self) -> int:
+        return self.index.count
+
+    def append(self, rows: Tensor, weights: Tensor | None = None) -> None:
+        """Append rows (B, dim) float32, and their weights (B,) if the file has weights."""
+        scales = rows.abs().amax(1)
+        parts = {"rows": rows / scales.where(scales > 0, 1)[:, None], "scales": scales}
+        if self.index.weighted:
+            assert weights is not None
+            parts["weights"] = weights
+        for kind, part in parts.items():
+            name, width, dtype = self._files[kind]
+            with _open_for_writing(self.path / name) as file:
+                file.seek(len(self) * width * dtype.itemsize)
+                file.write(tensor_bytes(part.to(dtype)))
+                file.truncate()
+                sync_file(file)
+        index = replace(self.index, count=len(self) + len(rows))
+        self._write_index(index)
+        self.index = index
+
+    def reload(self) -> None:
+        """Read the number of rows again, after another process has appended."""
+        self.index = _read(self.path / "model.json")
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows (stop - start, dim) in float32, read through a memory map."""
+        if stop <= start:
+            return torch.zeros(0, self.dim)
+        return self._memory_map("rows")[start:stop].float() * self._memory_map("scales")[start:stop]
+
+    def weights(self, start: int, stop: int) -> Tensor:
+        """Weights (stop - start,) of samples; ones if the file has no weights."""
+        if stop <= start or not self.index.weighted:
+            return torch.ones(max(stop - start, 0))
+        return self._memory_map("weights")[start:stop, 0].clone()
+
+    def _memory_map(self, kind: str) -> Tensor:
+        name, width, dtype = self._files[kind]
+        size = len(self) * width
+        return torch.from_file(str(self.path / name), shared=False, size=size, dtype=dtype).view(len(self), width)
+
+    def _write_index(self, index: ModelIndex) -> None:
+        path = self.path / "model.json"
+        with atomic_write(path, path.with_suffix(".json.partial")) as file:
+            file.write(json.dumps(asdict(index), indent=1).encode())
+
+    def _check_sizes(self) -> None:
+        for name, width, dtype in self._files.values():
+            expected = len(self) * width * dtype.itemsize
+            path = self.path / name
+            size = path.stat().st_size if path.exists() else 0
+            if size < expected:
+                raise StoreError(
+                    f"{path} must have {expected} bytes for {plural(len(self), 'sample')}; found {size}. "
+                    f"Remove {self.path} and fill the store again."
+                )
+
+
+def read_json(path: Path, types: dict[str, type]) -> dict[str, Any]:
+    """Read a JSON object whose values have the given types."""
+    try:
+        content = json.loads(path.read_text())
+        valid = all(type(content[name]) is type_ for name, type_ in types.items())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        valid = False
+    if not valid:
+        raise invalid(path)
+    return dict(content)
+
+
+def invalid(path: Path) -> StoreError:
+    return StoreError(f"{path} must be a valid index of a store; found other content. Choose another path.")
+
+
+def _read(path: Path) -> ModelIndex:
+    types = {"count": int, "model": str, "weighted": bool, "scaling": str, "layers": list}
+    content = read_json(path, types)
+    try:
+        layers = tuple((str(name), int(width)) for name, width in content["layers"])
+    except (TypeError, ValueError):
+        raise invalid(path) from None
+    if content["count"] < 0:
+        raise invalid(path)
+    return ModelIndex(**{name: content[name] for name in types if name != "layers"}, layers=layers)
+
+
+def _open_for_writing(path: Path) -> BinaryIO:
+    """Open a file for writing without truncating it; it is created if needed."""
+    path.touch()
+    return open(path, "r+b")

@@ -1,0 +1,62 @@
+"""Progress of a long computation on stderr: a bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+QUIET = 2.0  # seconds before the first line
+INTERVAL = 15.0  # seconds between two lines
+
+
+@contextmanager
+def progress(total: int, description: str) -> Iterator[Callable[[int], None]]:
+    """Show the progress of the block. Yields a function that adds to the number of finished parts.
+
+    A bar of rich if stderr is a terminal and rich is installed; otherwise a line after 2 s and then every 15 s.
+    """
+    bar = _bar()
+    if bar is None:
+        yield _Lines(total, description).advance
+        return
+    with bar:
+        task = bar.add_task(description, total=total)
+        yield lambda parts: bar.update(task, advance=parts)
+
+
+def _bar():  # type: ignore[no-untyped-def]  # rich is optional
+    """Progress bar of rich, or None if stderr is not a terminal or rich is not installed."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError:
+        return None
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    return progress.Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+class _Lines:
+    """Plain lines, none in the first two seconds."""
+
+    def __init__(self, total: int, description: str):
+        self._total = total
+        self._description = description
+        self._done = 0
+        self._next = time.monotonic() + QUIET
+
+    def advance(self, parts: int) -> None:
+        self._done += parts
+        if sys.stderr is None or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + INTERVAL
+        with suppress(OSError):  # a closed pipe must not stop the computation
+            print(f"{self._description}: {self._done} of {self._total}", file=sys.stderr, flush=True)

@@ -1,0 +1,313 @@
+"""EK-FAC against explicit matrices, built from the inputs and output gradients that hooks see, in float64."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plain_loop import batches, loss_fn, make, rows
+from torch import nn
+
+import samplewise as sw
+from samplewise.attribution import EKFAC
+from samplewise.attribution.sampled_labels import SampledLoss
+from samplewise.testing.zoo import noise
+
+
+def factors_of(model, module, x, y, loss_fn):
+    """Inputs (n, t, i) of a module with a column of ones, and gradients (n, t, o) of its outputs, from hooks."""
+    inputs, gradients = [], []
+
+    def hook(module, args, output):
+        inputs.append(args[0].detach())
+        output.register_hook(lambda gradient: gradients.append(gradient.detach()))
+
+    handle = module.register_forward_hook(hook)
+    for i in range(len(x)):
+        torch.autograd.grad(loss_fn(model, (x[i : i + 1], y[i : i + 1])).sum(), list(model.parameters()))
+    handle.remove()
+    a = torch.stack([each.reshape(-1, each.shape[-1]) for each in inputs])
+    g = torch.stack([each.reshape(-1, each.shape[-1]) for each in gradients])
+    ones = torch.ones(*a.shape[:2], 1, dtype=a.dtype)
+    return torch.cat([a, ones], 2), g
+
+
+def explicit_inverse(model, modules, x, y, damping, loss_fn=loss_fn):
+    """Matrix over all parameters: a block (weight and bias) for each of the modules, which have all the parameters."""
+    inverses = []
+    for module in modules:
+        a, g = factors_of(model, module, x, y, loss_fn)
+        left = torch.linalg.eigh(torch.einsum("nto,ntp->op", g, g))[1]
+        used = a * (g != 0).any(2, keepdim=True)  # inputs count where the output has a gradient
+        right = torch.linalg.eigh(torch.einsum("nti,ntj->ij", used, used))[1]
+        basis = torch.kron(left, right)  # columns are outer products, flattened
+        matrices = torch.einsum("nto,nti->noi", g, a).flatten(1)
+        values = (matrices @ basis).square().mean(0)
+        added = 0.1 * values.mean() if damping is None else damping
+        inverse = basis @ torch.diag(1 / (values + added)) @ basis.T
+        inverses.append(_weight_before_bias(inverse, g.shape[2], a.shape[2]))
+    return torch.block_diag(*inverses)
+
+
+def _weight_before_bias(matrix, outputs, inputs):
+    """Reorder a matrix over (outputs, inputs with bias) to one over (weight, bias)."""
+    number = torch.arange(outputs * inputs).view(outputs, inputs)
+    order = torch.cat([number[:, :-1].flatten(), number[:, -1]])
+    return matrix[order][:, order]
+
+
+@pytest.mark.parametrize("damping", [None, 0.02])
+@pytest.mark.parametrize("size", [30, 29, 7])
+def test_linear_layers(damping, size):
+    model, x, y = make(n=30)
+    query = (x[:4] + 0.2, y[:4])
+    inverse = explicit_inverse(model, [model[0], model[2]], x, y, damping)
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, size), labels="data")
+    assert repr(curvature) == "EKFAC(2 layers by Kronecker factors: 0.weight, 2.weight)"
+    found = sw.influence(model, loss_fn, batches(x, y, 11), [query], curvature=curvature, damping=damping)
+    torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-9, atol=1e-9)
+
+
+class Tagger(nn.Module):
+    """Each sample is a sequence; its loss is the sum over tokens, without those of label -100."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def token_losses(model, batch):
+    logits = model(batch[0]).transpose(1, 2)
+    return F.cross_entropy(logits, batch[1], reduction="none").sum(1)
+
+
+def test_tokens_are_summed_and_padding_does_not_count():
+    torch.manual_seed(0)
+    model = Tagger().double()
+    x, y = noise(20, 5, 4).double(), torch.arange(100).view(20, 5) % 3
+    query = (x[:3] + 0.1, y[:3])
+    inverse = explicit_inverse(model, [model.first, model.second], x, y, None, token_losses)
+    wanted = rows(model, x, y, token_losses) @ inverse @ rows(model, *query, token_losses).T
+    curvature = sw.ekfac(model, token_losses, batches(x, y, 6), labels="data")
+    found = sw.influence(model, token_losses, [(x, y)], [query], curvature=curvature)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    padded = F.pad(x, (0, 0, 0, 2), value=7.0), F.pad(y, (0, 2), value=-100)
+    of_padded = sw.ekfac(model, token_losses, [padded], labels="data")
+    torch.testing.assert_close(
+        sw.influence(model, token_losses, [(x, y)], [query], curvature=of_padded), wanted, rtol=1e-9, atol=1e-9
+    )
+
+
+def test_convolution_equals_the_linear_layer_of_its_patches():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y = noise(25, 2, 4, 4).double(), torch.arange(25) % 3
+    curvature = sw.ekfac(net, loss_fn, batches(x, y, 10), labels="data")
+    assert repr(curvature) == "EKFAC(2 layers by Kronecker factors: 0.weight, 3.weight)"
+
+    class ByPatches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel = nn.Linear(18, 3)
+            self.kernel.load_state_dict({"weight": net[0].weight.flatten(1), "bias": net[0].bias})
+            self.head = copy.deepcopy(net[3])
+
+        def forward(self, x):
+            positions = self.kernel(F.unfold(x, 3).transpose(1, 2))
+            return self.head(positions.relu().transpose(1, 2).flatten(1))
+
+    same = ByPatches().double()
+    torch.testing.assert_close(same(x), net(x))
+    inverse = explicit_inverse(same, [same.kernel, same.head], x, y, None)
+    wanted = rows(net, x, y) @ inverse @ rows(net, x[:5], y[:5]).T
+    found = sw.influence(net, loss_fn, [(x, y)], [(x[:5], y[:5])], curvature=curvature)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_other_parameters_have_the_diagonal():
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3, bias=False)).double()
+    x, y = noise(30, 5).double(), torch.arange(30) % 3
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 9), labels="data")
+    assert repr(curvature) == (
+        "EKFAC(2 layers by Kronecker factors: 0.weight, 2.weight; 2 parameters by the diagonal: 1.weight, 1.bias)"
+    )
+    gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    solved = curvature.solve(gradients, 0.1)
+    for name in ("1.weight", "1.bias"):
+        torch.testing.assert_close(solved[name], gradients[name] / (gradients[name].square().mean(0) + 0.1))
+
+
+def test_embeddings_have_one_factor():
+    """The inputs of an embedding are unit vectors, whose covariance is diagonal."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y = torch.arange(90).view(30, 3) * 7 % 6, torch.arange(30) % 3
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 9), labels="data")
+    gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    of_outputs = torch.stack([g for i in range(30) for g in _gradients_of_lookups(model, x[i], y[i])])
+    basis = torch.linalg.eigh(of_outputs.T @ of_outputs)[1]
+    rotated = gradients["0.weight"] @ basis
+    wanted = (rotated / (rotated.square().mean(0) + 0.1)) @ basis.T
+    torch.testing.assert_close(curvature.solve(gradients, 0.1)["0.weight"], wanted, rtol=1e-9, atol=1e-9)
+
+
+def _gradients_of_lookups(model, x, y):
+    looked_up = model[0](x[None]).detach().requires_grad_()
+    loss = F.cross_entropy(model[2](looked_up.flatten(1)), y[None])
+    return torch.autograd.grad(loss, looked_up)[0][0]
+
+
+# ------------------------------------------------------------- sampled labels
+
+
+def gauss_newton(model, x, hessian_of_loss):
+    """Mean over samples of J^T H J, with the Jacobian J of the outputs and the Hessian H of the loss at the outputs."""
+    total = 0
+    for each in x:
+        output = model(each[None])[0]
+        jacobian = torch.stack(
+            [
+                torch.cat([g.flatten() for g in torch.autograd.grad(z, model.parameters(), retain_graph=True)])
+                for z in output
+            ]
+        )
+        total = total + jacobian.T @ hessian_of_loss(output.detach()) @ jacobian
+    return total / len(x)
+
+
+def of_softmax(z):
+    p = z.softmax(0)
+    return torch.diag(p) - torch.outer(p, p)
+
+
+CRITERIA = {
+    "classes": (nn.CrossEntropyLoss(), lambda n: torch.arange(n) % 3, of_softmax),
+    "values": (nn.MSELoss(), lambda n: noise(n, 3).double(), lambda z: torch.eye(3, dtype=z.dtype) * 2 / 3),
+    "binary": (
+        nn.BCEWithLogitsLoss(),
+        lambda n: (noise(n, 3) > 0).double(),
+        lambda z: torch.diag(z.sigmoid() * (1 - z.sigmoid())) / 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_sampled_labels_give_the_gauss_newton_matrix(name):
+    """In expectation: the mean of the squared gradients over 4,000 draws of each label is its diagonal."""
+    criterion, labels, second_derivative = CRITERIA[name]
+    model, x, _ = make(n=4)
+    y = labels(4)
+    repeated = x.repeat(4000, 1), y.repeat(4000, *[1] * (y.dim() - 1))
+    torch.manual_seed(0)
+    losses = SampledLoss(sw.core.losses.as_loss_fn(criterion))(model, repeated)
+    found = torch.cat([s.flatten() for s in sw.gradients(losses, model).sum_of_squares().values()]) / len(losses)
+    wanted = gauss_newton(model, x, second_derivative).diagonal()
+    torch.testing.assert_close(found, wanted, rtol=0.08, atol=1e-3)
+
+
+def test_sampled_labels_do_not_depend_on_batches_or_global_random_state():
+    model, x, y = make(n=24)
+    query = [(x[:3], y[:3])]
+
+    def scores(seed=0, **options):
+        curvature = sw.ekfac(model, nn.CrossEntropyLoss(), batches(x, y, 12), seed=seed, **options)
+        return sw.influence(model, loss_fn, [(x, y)], query, curvature=curvature)
+
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = scores()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(6)
+    assert torch.equal(scores(), first)
+    torch.testing.assert_close(scores(microbatch=5), first)
+    assert not torch.allclose(scores(seed=1), first)
+    assert not torch.allclose(scores(labels="data"), first)
+
+
+def test_the_loss_may_be_a_function():
+    model, x, y = make(n=24)
+    of_function = sw.ekfac(model, loss_fn, batches(x, y, 12))
+    of_criterion = sw.ekfac(model, nn.CrossEntropyLoss(), batches(x, y, 12))
+    for mine, other in zip(of_function.blocks, of_criterion.blocks, strict=True):
+        assert torch.equal(mine.eigenvalues, other.eigenvalues)
+
+
+def test_labels_may_be_sampled_by_a_function():
+    model, x, y = make(n=24)
+    relabelled = sw.ekfac(model, loss_fn, [(x, y)], labels=lambda model, batch: (batch[0], model(batch[0]).argmax(1)))
+    predicted = sw.ekfac(model, loss_fn, [(x, model(x).argmax(1))], labels="data")
+    for mine, other in zip(relabelled.blocks, predicted.blocks, strict=True):
+        assert torch.equal(mine.eigenvalues, other.eigenvalues)
+
+
+def test_losses_that_cannot_be_sampled():
+    model, x, y = make()
+
+    def other_loss(model, batch):
+        return loss_fn(model, batch) + 0.1
+
+    for loss in (other_loss, nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(torch.ones(3).double() * 2)):
+        with pytest.raises(sw.LossesError, match=r"known negative log-likelihood .* found another one. Pass labels="):
+            sw.ekfac(model, loss, [(x, y)])
+    with pytest.raises(sw.LossesError, match=r"needs batches \(x, labels\), or dicts with 'labels'.*found Tensor"):
+        sw.ekfac(model, lambda model, x: model(x).square().sum(1), [x])
+    with pytest.raises(sw.LossesError, match="a loss_fn that calls the model once; found 2 calls"):
+        sw.ekfac(model, lambda model, batch: loss_fn(model, batch) + loss_fn(model, batch), [(x, y)])
+    with pytest.raises(ValueError, match="labels must be 'sampled', 'data', or a function"):
+        sw.ekfac(model, loss_fn, [(x, y)], labels="true")
+
+
+# ------------------------------------------------------------- the object
+
+
+def test_save_and_load(tmp_path):
+    model, x, y = make(n=24)
+    model.append(nn.LayerNorm(3).double())
+    curvature = sw.ekfac(model, loss_fn, [(x, y)])
+    curvature.save(tmp_path / "curvature.pt")
+    loaded = EKFAC.load(tmp_path / "curvature.pt")
+    assert repr(loaded) == repr(curvature) and "by the diagonal" in repr(loaded)
+    found, wanted = (sw.influence(model, loss_fn, [(x, y)], [(x, y)], curvature=each) for each in (loaded, curvature))
+    assert torch.equal(found, wanted)
+    assert [path.name for path in tmp_path.iterdir()] == ["curvature.pt"]
+
+
+def test_load_refuses_other_files(tmp_path):
+    path = tmp_path / "other"
+    path.write_bytes(b"not a curvature")
+    with pytest.raises(sw.StoreError, match=r"must be a file written by EKFAC.save; found other content"):
+        EKFAC.load(path)
+    torch.save({"format": 99}, path)
+    with pytest.raises(sw.StoreError, match="must have format 1; found 99"):
+        EKFAC.load(path)
+
+
+def test_refuses_another_model():
+    model, x, y = make()
+    curvature = sw.ekfac(model, loss_fn, [(x, y)])
+    other = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with pytest.raises(sw.ParameterError, match=r"other names or shapes: 0.bias, 0.weight, 2.weight. Compute it again"):
+        sw.influence(other, loss_fn, [(x, y)], [(x, y)], curvature=curvature)
+
+
+def test_zero_curvature_needs_damping():
+    model, x, y = make()
+    x[:, 0] = 0
+    curvature = sw.ekfac(model, loss_fn, [(x, y)])
+    query = [(x[:2] + 1, y[:2])]
+    sw.influence(model, loss_fn, [(x, y)], query, curvature=curvature)
+    with pytest.raises(ValueError, match=r"damping must be above 0 for 0.weight and 0.bias, whose curvature is zero"):
+        sw.influence(model, loss_fn, [(x, y)], query, curvature=curvature, damping=0)
+
+
+def test_bad_loaders():
+    model, x, y = make()
+    with pytest.raises(ValueError, match="the loader must yield at least one batch; found none"):
+        sw.ekfac(model, loss_fn, [])
+    with pytest.raises(ValueError, match="loader must be a loader or a list"):
+        sw.ekfac(model, loss_fn, iter([(x, y)]))
