@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def run(page: Path, target: Path) -> dict[str, Any]:
     stamp = target / "key"
     if not stamp.exists() or stamp.read_text() != key:
         print(f"running {page.relative_to(ROOT)}", flush=True)
-        stamp.unlink(missing_ok=True)
+        shutil.rmtree(target, ignore_errors=True)  # figures of an earlier version
         execute_page(page, target)
         stamp.write_text(key)
     return json.loads((target / "outputs.json").read_text(encoding="utf-8"))

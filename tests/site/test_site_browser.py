@@ -25,7 +25,7 @@ def found(browser, word):
     browser.show(SITE / "search.html")
     browser.run("document.querySelector('.sidebar-search').value = arguments[0]", word)
     browser.run("document.querySelector('.sidebar-search-container').submit()")
-    browser.until(lambda: browser.run("return document.querySelectorAll('#search-results .search li').length"))
+    browser.until(lambda: "found" in (browser.texts(".search-summary") or [""])[0])
     return browser.run("return [...document.querySelectorAll('#search-results .search li a')].map(a => a.href)")
 
 
