@@ -10,6 +10,8 @@ BENCH   := $(VENV)/.installed-bench
 SITE    := $(VENV)/.installed-site
 # TensorFlow, JAX and TRL have many dependencies of their own, hence a separate environment.
 FRAMEWORKS := .venv-integrations
+# Libraries of attribution: captum and kronfluence have many dependencies, too.
+ATTRIBUTION := .venv-attribution
 # `make test-torch TORCH=2.8.0` tests with another torch version, and with another Python version by PYTHON=python3.12.
 TORCH_VENV  ?= .venv-torch-$(TORCH)
 # Not run: tests/report and tests/test_docs.py, which hardly depend on torch.
@@ -18,7 +20,7 @@ TORCH_TESTS ?= $(filter-out tests/report/ tests/__pycache__/,$(wildcard tests/*/
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch lint format docs bench comparison migration site clean
+.PHONY: help demo test test-all test-integrations test-torch lint format docs bench comparison attribution migration site clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
@@ -33,6 +35,8 @@ help:
 	@echo 'make bench QUICK=1'
 	@echo '                 run the benchmarks of samplewise alone, in less than three minutes'
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
+	@echo 'make attribution make the tables of docs/attribution.md, and compare with traker, dattri, kronfluence and captum'
+	@echo '                 (an hour at first; continues where it stopped)'
 	@echo 'make docs        generate docs/reference.md from the docstrings, and pictures whose script is newer'
 	@echo 'make site        build the documentation site into build/site and test it in a browser'
 	@echo 'make migration   run the code of the migration pages against both libraries, and measure one number each'
@@ -66,6 +70,13 @@ $(FRAMEWORKS)/.installed: tests/integrations/requirements.txt constraints.txt py
 	@$(PYTHON) -m venv $(FRAMEWORKS)
 	@$(FRAMEWORKS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 		-r tests/integrations/requirements.txt -e '.[dev]'
+	@touch $@
+
+$(ATTRIBUTION)/.installed: benchmarks/attribution-requirements.txt constraints.txt pyproject.toml
+	@echo 'installing samplewise and other attribution libraries into $(ATTRIBUTION)'
+	@$(PYTHON) -m venv $(ATTRIBUTION)
+	@$(ATTRIBUTION)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		-r benchmarks/attribution-requirements.txt -e '.[train]'
 	@touch $@
 
 # The other pins stay: all of them work with torch 2.8 and newer.
@@ -116,6 +127,13 @@ comparison: $(BENCH)
 	@$(PY) benchmarks/comparison.py
 	@$(PY) benchmarks/loops.py
 
+# The tests that are skipped without the other libraries are those whose name begins with test_equals.
+attribution: $(DEV) $(ATTRIBUTION)/.installed
+	@$(PY) benchmarks/attribution.py --write docs/attribution.md
+	@$(ATTRIBUTION)/bin/python -m pytest -q -m '' -k equals tests/attribution
+	@$(ATTRIBUTION)/bin/python benchmarks/attribution_trak_peers.py
+	@$(ATTRIBUTION)/bin/python benchmarks/attribution_peers.py
+
 docs: $(DEV) docs/picture.png docs/ownership.png
 	@$(PY) docs/reference.py
 
@@ -130,8 +148,9 @@ site: $(SITE)
 	@$(PY) docs/site/build.py
 	@$(PY) -m pytest -q -m site tests/site
 
-migration: $(BENCH)
-	@$(PY) benchmarks/migration.py $(if $(WRITE),--write)
+migration: $(BENCH) $(ATTRIBUTION)/.installed
+	@$(PY) benchmarks/migration.py opacus backpack vmap lightning accelerate $(if $(WRITE),--write)
+	@$(ATTRIBUTION)/bin/python benchmarks/migration.py attribution $(if $(WRITE),--write)
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(ATTRIBUTION) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

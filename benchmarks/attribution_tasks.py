@@ -67,7 +67,9 @@ def pictures(samples: int, queries: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 def text(samples: int, queries: int) -> tuple[TensorDataset, TensorDataset]:
-    """Sequences of letters; each is by one author, whose pairs of letters have frequencies of their own."""
+    """Sequences of letters, and the letter that follows each. A sequence is by one author, whose pairs of letters have
+    frequencies of their own.
+    """
     generator = torch.Generator().manual_seed(0)
     habits = (2 * torch.randn(AUTHORS, LETTERS, LETTERS, generator=generator)).softmax(2)
 
@@ -76,7 +78,7 @@ def text(samples: int, queries: int) -> tuple[TensorDataset, TensorDataset]:
         letters = [torch.randint(LETTERS, (count,), generator=generator)]
         for _ in range(LENGTH):
             letters.append(torch.multinomial(habits[author, letters[-1]], 1, generator=generator)[:, 0])
-        return TensorDataset(torch.stack(letters, 1), author)
+        return TensorDataset(torch.stack(letters[:-1], 1), torch.stack(letters[1:], 1))
 
     return write(samples), write(queries)
 
@@ -118,9 +120,8 @@ class LanguageModel(nn.Module):
 
 def sequence_losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Mean loss (b,) over the letters of each sequence."""
-    letters = batch[0]
-    logits = model(letters[:, :-1])
-    return F.cross_entropy(logits.transpose(1, 2), letters[:, 1:], reduction="none").mean(1)
+    letters, following = batch
+    return F.cross_entropy(model(letters).transpose(1, 2), following, reduction="none").mean(1)
 
 
 def log_likelihoods(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

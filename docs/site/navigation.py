@@ -21,6 +21,7 @@ NAVIGATION = {
         "integrations",
         "privacy",
         "diagnostics",
+        "attribution",
         "ledger",
         "report",
         "compile",

@@ -414,6 +414,17 @@ def test_baselines_of_tokens():
     same = batch["labels"][:, None] == batch["labels"]
     wanted = F.cosine_similarity(pooled[:, None], pooled[None], dim=2) * same
     torch.testing.assert_close(found["neighbours, features"], wanted.double())
+    with pytest.raises(ValueError, match=r"batches must be \(x, labels\), or dicts with labels; found Tensor"):
+        evaluate.baselines(model, loss_fn, [batch["input_ids"]], [batch])
+
+
+def test_baselines_of_regression():
+    def loss_fn(model, batch):
+        return (model(batch[0])[:, 0] - batch[1]).square()
+
+    model, (x, _) = make_step().model, data().tensors
+    found = evaluate.baselines(model, loss_fn, [(x, x[:, 0])], [(x[:4], x[:4, 0])])
+    torch.testing.assert_close(found["neighbours, pixels"], F.cosine_similarity(x[:4, None], x[None], dim=2))
 
 
 # --- output functions ------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ def baselines(model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: 
     "neighbours, features": the same for the input of the last layer
     "loss": the loss of the training sample, equal for all queries
 
-    Batches are (x, labels), or dicts with labels. The features of a model with tokens are means over the tokens.
+    Batches are (x, labels), or dicts with labels. If a label is not one integer, all samples are of the same class. The
+    features of a model with tokens are means over the tokens.
     """
     for loader, name in ((train, "train"), (queries, "queries")):
         check_repeatable(loader, name)
@@ -34,12 +35,14 @@ def baselines(model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: 
     with eval_mode(model), torch.no_grad():
         ours = _described(model, loss, queries)
         theirs = _described(model, loss, train)
-    same = (ours.labels[:, None] == theirs.labels).double()
+    same: Tensor | float = 1.0
+    if ours.labels is not None and theirs.labels is not None:
+        same = (ours.labels[:, None] == theirs.labels).double()
     scores = {}
     if ours.pixels is not None and theirs.pixels is not None:
         scores["neighbours, pixels"] = _cosine(ours.pixels, theirs.pixels) * same
     scores["neighbours, features"] = _cosine(ours.features, theirs.features) * same
-    scores["loss"] = theirs.losses.expand(len(ours.labels), -1).clone()
+    scores["loss"] = theirs.losses.expand(len(ours.losses), -1).clone()
     return scores
 
 
@@ -48,7 +51,7 @@ class _Described(NamedTuple):
 
     pixels: Tensor | None  # (b, inputs)
     features: Tensor  # (b, features)
-    labels: Tensor  # (b,)
+    labels: Tensor | None  # (b,)
     losses: Tensor  # (b,)
 
 
@@ -59,29 +62,34 @@ def _described(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> _Des
         with _last_input(model) as last:
             losses = per_sample(loss_fn(model, batch))[0]
         pictures = x.flatten(1).double().cpu() if isinstance(x, Tensor) and x.is_floating_point() else None
-        parts.append(_Described(pictures, _pooled(last[0], len(losses)), labels.cpu(), losses.double().cpu()))
+        parts.append(_Described(pictures, _pooled(last[0], len(losses)), labels, losses.double().cpu()))
     if not parts:
         raise ValueError("train and queries must yield at least one batch; found none. Pass a loader or a list.")
-    pixels = [part.pixels for part in parts if part.pixels is not None]
-    comparable = len(pixels) == len(parts) and len({p.shape[1] for p in pixels}) == 1
     return _Described(
-        torch.cat(pixels) if comparable else None,
+        _joined([part.pixels for part in parts]),
         torch.cat([part.features for part in parts]),
-        torch.cat([part.labels for part in parts]),
+        _joined([part.labels for part in parts]),
         torch.cat([part.losses for part in parts]),
     )
 
 
-def _inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    """Rows of all batches; None if a batch has none, or another width."""
+    known = [part for part in parts if part is not None]
+    same = len(known) == len(parts) and len({part.shape[1:] for part in known}) == 1
+    return torch.cat(known) if same else None
+
+
+def _inputs_and_labels(batch: Any) -> tuple[Any, Tensor | None]:
+    """Inputs and classes (b,) of a batch; None if a label is not one integer."""
     if isinstance(batch, Mapping) and "labels" in batch:
-        found = None, batch["labels"]
+        x, labels = None, batch["labels"]
     elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
-        found = batch[0], batch[1]
+        x, labels = batch[0], batch[1]
     else:
         raise ValueError(f"batches must be (x, labels), or dicts with labels; found {type(batch).__name__}.")
-    if not isinstance(found[1], Tensor) or found[1].dim() != 1:
-        raise ValueError("labels must be a 1-D tensor, one number per sample; found another type or shape.")
-    return found
+    classes = isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point()
+    return x, labels.cpu() if classes else None
 
 
 @contextmanager
