@@ -66,9 +66,8 @@ def execute(page, tmp_path):
 
 def test_a_page_is_run_and_its_outputs_are_kept(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(
-        "```python\na = 2\n```\n\n```python\nprint(a + 1)\nfrom matplotlib import pyplot as plt\nplt.plot([1, 2])\n```\n"
-    )
+    draw = "from matplotlib import pyplot as plt\nplt.plot([1, 2])"
+    page.write_text(f"```python\na = 2\n```\n\n```python\nprint(a + 1)\n{draw}\n```\n")
     assert execute(page, tmp_path).returncode == 0
     first, second = json.loads((tmp_path / "out" / "outputs.json").read_text())["blocks"]
     assert first == {"text": "", "figures": []}
@@ -139,7 +138,7 @@ def test_a_difference_is_an_error(migration, tmp_path, added, claim):
 def test_a_correlation_is_checked(migration):
     one, two = {"s": torch.arange(9.0)}, {"s": torch.arange(9.0) ** 2}
     migration["compare"]("correlation of s > 0.9", one, two)
-    with pytest.raises(ValueError, match="the page claims: correlation of s > 0.99; found 0.96"):
+    with pytest.raises(ValueError, match=r"the page claims: correlation of s > 0\.99; found 0\.96"):
         migration["compare"]("correlation of s > 0.99", one, two)
 
 
