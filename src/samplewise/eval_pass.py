@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from samplewise.core.slow_notice import reported
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.engine.independence import storage_of
 
@@ -69,31 +70,47 @@ def check_repeatable(loader: Iterable[Any], name: str) -> None:
         )
 
 
-def map_over_ranks(compute: Callable[[Any], Result], loader: Iterable[Any]) -> Iterator[Result]:
+def map_over_ranks(
+    compute: Callable[[Any], Result], loader: Iterable[Any], what: str | None = None
+) -> Iterator[Result]:
     """Yield compute(batch) for each batch, in order, on every rank. Rank r computes batches r, r + size, ...
 
     Results of several ranks are exchanged with pickle; they should be small, and on the CPU. Every rank must pass the
     same loader and exhaust the iterator. If `compute` raises on a rank, all ranks raise.
+
+    what: name of the pass, for lines of progress on stderr; default: no such lines
     """
     group = current_group()
-    if not group.distributed:
-        yield from map(compute, loader)
-        return
     _check_has_all_samples(loader)
-    batches = iter(loader)
+    shown = _with_progress(loader, what)
+    if not group.distributed:
+        yield from map(compute, shown)
+        return
+    batches = iter(shown)
     while turn := list(islice(batches, group.size)):
         own = turn[group.rank : group.rank + 1]  # empty if the last turn has fewer batches than ranks
         results = on_every_rank(lambda own=own: [compute(batch) for batch in own])  # type: ignore[misc]
         yield from (result for results in group.all_gather_object(results) for result in results)
 
 
-def share_of_rank(loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """Yield (number, batch) of the batches of this rank: r, r + size, ... Every rank must pass the same loader."""
+def share_of_rank(loader: Iterable[Any], what: str | None = None) -> Iterator[tuple[int, Any]]:
+    """Yield (number, batch) of the batches of this rank: r, r + size, ... Every rank must pass the same loader.
+
+    what: as in `map_over_ranks`
+    """
     group = current_group()
     _check_has_all_samples(loader)
     if group.distributed:
         check_order(loader, "Use shuffle=False, so that all ranks have the same batches.")
-    return ((number, batch) for number, batch in enumerate(loader) if number % group.size == group.rank)
+    return (
+        (number, batch)
+        for number, batch in enumerate(_with_progress(loader, what))
+        if number % group.size == group.rank
+    )
+
+
+def _with_progress(loader: Iterable[Any], what: str | None) -> Iterable[Any]:
+    return loader if what is None or current_group().rank else reported(loader, what)
 
 
 def _check_has_all_samples(loader: Iterable[Any]) -> None:

@@ -63,9 +63,66 @@ def test_linear_layers(damping, size):
     query = (x[:4] + 0.2, y[:4])
     inverse = explicit_inverse(model, [model[0], model[2]], x, y, damping)
     curvature = sw.ekfac(model, loss_fn, batches(x, y, size), labels="data")
-    assert repr(curvature) == "EKFAC(2 layers by Kronecker factors: 0.weight, 2.weight)"
+    assert repr(curvature) == "EKFAC(2 by Kronecker factors: 0.weight, 2.weight)"
+    assert not any(block.eigenvalues.requires_grad for block in curvature.blocks)
     found = sw.influence(model, loss_fn, batches(x, y, 11), [query], curvature=curvature, damping=damping)
     torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-9, atol=1e-9)
+
+
+def test_cosine_and_layers():
+    model, x, y = make(n=30)
+    query = (x[:4] + 0.2, y[:4])
+    inverse = explicit_inverse(model, [model[0], model[2]], x, y, 0.1)
+    mine, theirs = rows(model, x, y), rows(model, *query)
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 8), labels="data")
+    options = dict(curvature=curvature, damping=0.1)
+    lengths = [(each @ inverse * each).sum(1).sqrt() for each in (mine, theirs)]
+    wanted = mine @ inverse @ theirs.T / torch.outer(*lengths)
+    found = sw.influence(model, loss_fn, batches(x, y, 11), [query], cosine=True, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    by_layer = sw.influence(model, loss_fn, batches(x, y, 11), [query], by="layer", **options)
+    size = sum(p.numel() for p in model[0].parameters())
+    assert list(by_layer) == ["0", "2"]
+    torch.testing.assert_close(by_layer["0"], mine[:, :size] @ inverse[:size, :size] @ theirs[:, :size].T)
+    torch.testing.assert_close(sum(by_layer.values()), mine @ inverse @ theirs.T)
+
+
+def test_single_samples_and_parameters_that_are_not_reached():
+    model, x, y = make(n=30)
+    query = (x[:1] + 0.2, y[:1])
+    inverse = explicit_inverse(model, [model[0], model[2]], x, y, 0.1)
+    model.register_parameter("unused", nn.Parameter(torch.zeros(2).double()))
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 1), labels="data")
+    assert "1 by the diagonal: unused" in repr(curvature)
+    found = sw.influence(model, loss_fn, batches(x, y, 1), [query], curvature=curvature, damping=0.1)
+    del model._parameters["unused"]
+    torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-9, atol=1e-9)
+
+
+class Gated(nn.Module):
+    """The bias has no part in the gradients of some samples, so that it cannot be a column of ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(noise(3, 5).double())
+        self.bias = nn.Parameter(noise(3).double())
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias * (x[:, :1] > 0)
+
+
+def test_a_vector_that_is_not_the_bias_of_the_weight():
+    model = Gated()
+    _, x, y = make(n=30)
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 8), labels="data")
+    assert repr(curvature) == ("EKFAC(1 by Kronecker factors: weight; 1 by the diagonal: bias)")
+    positive = x[:, 0] > 0  # in these samples it is
+    joined = sw.ekfac(model, loss_fn, [(x[positive], y[positive])], labels="data")
+    assert repr(joined) == "EKFAC(1 by Kronecker factors: weight)"
+    gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    solved = joined.solve(gradients)
+    wanted = sum(gradients[name].flatten(1) @ solved[name].flatten(1).T for name in gradients)
+    torch.testing.assert_close(sw.influence(model, loss_fn, [(x, y)], [(x, y)], curvature=joined), wanted)
 
 
 class Tagger(nn.Module):
@@ -107,7 +164,7 @@ def test_convolution_equals_the_linear_layer_of_its_patches():
     net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)).double()
     x, y = noise(25, 2, 4, 4).double(), torch.arange(25) % 3
     curvature = sw.ekfac(net, loss_fn, batches(x, y, 10), labels="data")
-    assert repr(curvature) == "EKFAC(2 layers by Kronecker factors: 0.weight, 3.weight)"
+    assert repr(curvature) == "EKFAC(2 by Kronecker factors: 0.weight, 3.weight)"
 
     class ByPatches(nn.Module):
         def __init__(self):
@@ -133,9 +190,7 @@ def test_other_parameters_have_the_diagonal():
     model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3, bias=False)).double()
     x, y = noise(30, 5).double(), torch.arange(30) % 3
     curvature = sw.ekfac(model, loss_fn, batches(x, y, 9), labels="data")
-    assert repr(curvature) == (
-        "EKFAC(2 layers by Kronecker factors: 0.weight, 2.weight; 2 parameters by the diagonal: 1.weight, 1.bias)"
-    )
+    assert repr(curvature) == ("EKFAC(2 by Kronecker factors: 0.weight, 2.weight; 2 by the diagonal: 1.weight, 1.bias)")
     gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
     solved = curvature.solve(gradients, 0.1)
     for name in ("1.weight", "1.bias"):
@@ -148,6 +203,7 @@ def test_embeddings_have_one_factor():
     model = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(12, 3)).double()
     x, y = torch.arange(90).view(30, 3) * 7 % 6, torch.arange(30) % 3
     curvature = sw.ekfac(model, loss_fn, batches(x, y, 9), labels="data")
+    assert repr(curvature) == "EKFAC(1 by Kronecker factors: 2.weight; 1 by one factor: 0.weight)"
     gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
     of_outputs = torch.stack([g for i in range(30) for g in _gradients_of_lookups(model, x[i], y[i])])
     basis = torch.linalg.eigh(of_outputs.T @ of_outputs)[1]
@@ -160,6 +216,74 @@ def _gradients_of_lookups(model, x, y):
     looked_up = model[0](x[None]).detach().requires_grad_()
     loss = F.cross_entropy(model[2](looked_up.flatten(1)), y[None])
     return torch.autograd.grad(loss, looked_up)[0][0]
+
+
+def test_sides_with_too_many_dims_have_no_factor(monkeypatch):
+    monkeypatch.setattr("samplewise.attribution.ekfac_fit.LARGEST_SIDE", 7)
+    model, x, y = make(n=30)  # 5 + 1 inputs, 7 + 1 hidden, 3 outputs
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 9), labels="data")
+    assert repr(curvature) == "EKFAC(1 by Kronecker factors: 0.weight; 1 by one factor: 2.weight)"
+    gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    _, g = factors_of(model, model[2], x, y, loss_fn)
+    basis = torch.linalg.eigh(torch.einsum("nto,ntp->op", g, g))[1]
+    rotated = basis.T @ torch.cat([gradients["2.weight"], gradients["2.bias"][:, :, None]], 2)
+    wanted = basis @ (rotated / (rotated.square().mean(0) + 0.1))
+    solved = curvature.solve(gradients, 0.1)
+    torch.testing.assert_close(solved["2.weight"], wanted[:, :, :-1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(solved["2.bias"], wanted[:, :, -1], rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr("samplewise.attribution.ekfac_fit.LARGEST_SIDE", 2)
+    assert "4 by the diagonal" in repr(sw.ekfac(model, loss_fn, batches(x, y, 9), labels="data"))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.LSTM(4, 3, batch_first=True)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.steps(x)[0][:, -1])
+
+
+MODELS = {
+    "recurrent": (Recurrent, (6, 4)),
+    "attention": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), nn.Flatten(), nn.Linear(24, 3)
+        ),
+        (6, 4),
+    ),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 4, 3, groups=2),
+            nn.BatchNorm2d(4),
+            nn.ConvTranspose2d(4, 3, 2, stride=2),
+            nn.Conv2d(3, 2, 3, padding=1, stride=2),
+            nn.Flatten(),
+            nn.Linear(32, 3),
+        ),
+        (4, 6, 6),
+    ),
+    "spectral": (
+        lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)), nn.Linear(5, 3)),
+        (4,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_equal_those_of_solved_rows(name):
+    """Any model: gradients in the eigenbasis give the products of rows with rows that `solve` returns."""
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = build().double().eval()
+    x, y = noise(14, *shape).double(), torch.arange(14) % 3
+    curvature = sw.ekfac(model, loss_fn, batches(x, y, 5))
+    found = sw.influence(model, loss_fn, batches(x, y, 5), [(x[:3], y[:3])], curvature=curvature)
+    gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    solved = curvature.solve({name: each[:3] for name, each in gradients.items()})
+    wanted = sum(each.flatten(1) @ solved[name].flatten(1).T for name, each in gradients.items())
+    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
 
 
 # ------------------------------------------------------------- sampled labels

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
+from samplewise.core import slow_notice
 
 
 @pytest.mark.parametrize("microbatch", [None, 2])
@@ -79,3 +80,102 @@ def test_bad_arguments():
         sw.influence(model, loss_fn, [], [(x, y)])
     with pytest.raises(ValueError, match=r"found one that shuffles. Use shuffle=False"):
         sw.influence(model, loss_fn, DataLoader(TensorDataset(x, y), shuffle=True), [(x, y)])
+
+
+# ------------------------------------------------------------- cosine, layers, curvature
+
+
+def blocks_of(model, x, y):
+    """Rows of the Jacobian by layer."""
+    sizes = {name: sum(p.numel() for p in layer.parameters()) for name, layer in model.named_children()}
+    parts = rows(model, x, y).split(list(sizes.values()), 1)
+    return {name: part for name, part in zip(sizes, parts, strict=True) if part.shape[1]}
+
+
+def test_cosine():
+    model, x, y = make()
+    query = (x[:4] + 0.3, y[:4])
+    states = [make(seed=seed)[0] for seed in (1, 2)]
+    wanted = sum(
+        rate * nn.functional.cosine_similarity(rows(m, x, y)[:, None], rows(m, *query)[None], dim=2)
+        for m, rate in zip(states, (0.1, 0.3), strict=True)
+    )
+    checkpoints = [(m.state_dict(), rate) for m, rate in zip(states, (0.1, 0.3), strict=True)]
+    found = sw.influence(model, loss_fn, batches(x, y, 5), [query], checkpoints, cosine=True)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_cosine_with_a_zero_gradient_is_zero():
+    model, x, y = make()
+
+    def weighted(model, batch):
+        return loss_fn(model, batch) * batch[2]
+
+    weights = torch.ones(len(x)).double()
+    weights[3] = 0
+    found = sw.influence(model, weighted, [(x, y, weights)], [(x, y, weights)], cosine=True)
+    assert not found[3].any() and not found[:, 3].any()
+    torch.testing.assert_close(found.diagonal(), weights)
+
+
+def test_by_layer():
+    model, x, y = make()
+    query = (x[:4] + 0.3, y[:4])
+    mine, theirs = blocks_of(model, x, y), blocks_of(model, *query)
+    found = sw.influence(model, loss_fn, batches(x, y, 5), batches(*query, 3), by="layer")
+    assert list(found) == ["0", "2"]
+    for name, part in found.items():
+        torch.testing.assert_close(part, mine[name] @ theirs[name].T)
+    torch.testing.assert_close(sum(found.values()), sw.influence(model, loss_fn, [(x, y)], [query]))
+    for name, part in sw.influence(model, loss_fn, [(x, y)], [query], by="layer", cosine=True).items():
+        wanted = nn.functional.cosine_similarity(mine[name][:, None], theirs[name][None], dim=2)
+        torch.testing.assert_close(part, wanted)
+
+
+class Diagonal:
+    """Curvature of a user: the identity times the number of the parameter, plus damping."""
+
+    def solve(self, rows, damping=None):
+        return {name: each / (k + 1 + (damping or 0)) for k, (name, each) in enumerate(rows.items())}
+
+
+def test_a_curvature_of_another_class():
+    model, x, y = make()
+    divisor = torch.cat([torch.full((p.numel(),), k + 1.5) for k, p in enumerate(model.parameters())])
+    full = rows(model, x, y)
+    wanted = full @ (full[:4] / divisor).T
+    found = sw.influence(model, loss_fn, [(x, y)], [(x[:4], y[:4])], curvature=Diagonal(), damping=0.5)
+    torch.testing.assert_close(found, wanted)
+    by_layer = sw.influence(model, loss_fn, [(x, y)], [(x[:4], y[:4])], curvature=Diagonal(), damping=0.5, by="layer")
+    torch.testing.assert_close(sum(by_layer.values()), wanted)
+    cosines = sw.influence(
+        model, loss_fn, [(x, y)], [(x[:4], y[:4])], curvature=Diagonal(), damping=0.5, cosine=True, microbatch=5
+    )
+    scaled = full / divisor.sqrt()
+    torch.testing.assert_close(cosines, nn.functional.cosine_similarity(scaled[:, None], scaled[None, :4], dim=2))
+
+
+def test_bad_options():
+    model, x, y = make()
+    data = [(x, y)]
+    with pytest.raises(ValueError, match="by must be None or 'layer'; found 'parameter'"):
+        sw.influence(model, loss_fn, data, data, by="parameter")
+    with pytest.raises(TypeError, match=r"curvature must be the result of sw.ekfac or sw.hessian, .* found dict"):
+        sw.influence(model, loss_fn, data, data, curvature={"solve": 1})
+    with pytest.raises(ValueError, match=r"damping needs a curvature; found damping=0.1 without"):
+        sw.influence(model, loss_fn, data, data, damping=0.1)
+    with pytest.raises(ValueError, match=r"damping must be a number, 0 or more, or None for the default; found -1"):
+        sw.influence(model, loss_fn, data, data, curvature=Diagonal(), damping=-1)
+    with pytest.raises(ValueError, match="cosine=True with a curvature needs by=None"):
+        sw.influence(model, loss_fn, data, data, curvature=Diagonal(), cosine=True, by="layer")
+
+
+def test_progress_of_slow_passes(monkeypatch, capsys):
+    model, x, y = make()
+    sw.influence(model, loss_fn, batches(x, y, 6), [(x, y)])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(slow_notice, "PATIENCE", 0.0)
+    sw.influence(model, loss_fn, batches(x, y, 6), [(x, y)])
+    sw.ekfac(model, loss_fn, batches(x, y, 6))
+    found = capsys.readouterr().err.splitlines()
+    assert found[0] == "sw.influence: 0 of 2 batches" and "sw.ekfac, pass 2 of 2: 0 of 2 batches" in found

@@ -9,16 +9,22 @@ Legend: n row, l and r the two dims of the weight as a matrix, with one more row
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.attribution.curvature import RELATIVE_DAMPING, Rows
+from samplewise.attribution.curvature import Rows
+from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.by_rows import CHUNK
-from samplewise.engine.grads.factored import Factor
+from samplewise.engine.grads.dense import DenseGrad
+from samplewise.engine.grads.factored import Factor, FactoredGrad, OneHot, Term
 
+Forms = Mapping[str, PerSampleGrad]  # representations of per-sample gradients by parameter
+RELATIVE_DAMPING = 0.1  # default damping, as a fraction of the mean eigenvalue of the block
+SAME = 1e-3  # relative difference up to which gradients of a bias are the sums of output gradients
 LEFT = "left"
 RIGHT = "right"
 
@@ -61,6 +67,22 @@ class Layer:
             parts[self.bias] = matrices[:, :, -1] if self.bias_side == RIGHT else matrices[:, -1, :]
         return parts
 
+    def describes(self, forms: Forms, term: Term) -> bool:
+        """True if these are gradients of this layer: factors of the same sizes, and gradients of the bias that are the
+        sums over tokens of the factor on the other side.
+        """
+        form = forms[self.weight]
+        if not isinstance(form, FactoredGrad) or form.matrix != self.matrix:
+            return False
+        if self.bias is None:
+            return True
+        bias = forms.get(self.bias)
+        factor = term.left if self.bias_side == RIGHT else term.right
+        if bias is None or not isinstance(factor, Tensor) or bias.shape != (factor.shape[2],):
+            return False
+        difference = (bias.rows(0, bias.samples) - factor.sum(1)).abs()
+        return bool((difference <= SAME * factor.abs().sum(1).amax(1, keepdim=True)).all())
+
     def extended(self, left: Factor, right: Factor) -> tuple[Factor, Factor]:
         """Factors (b, t, l) and (b, t, r) of the weight and the bias, from those of the weight."""
         if self.bias is None:
@@ -73,7 +95,7 @@ def _with_one(factor: Tensor) -> Tensor:
     return F.pad(factor, (0, 1), value=1.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KroneckerBlock:
     """Curvature of one layer. A basis is None if it is the identity: one-hot inputs, or too many dims."""
 
@@ -86,15 +108,24 @@ class KroneckerBlock:
     def names(self) -> tuple[str, ...]:
         return self.layer.names
 
+    def coordinates(self, forms: Forms) -> PerSampleGrad:
+        """Gradients in the eigenbasis, in factors if the weight has them."""
+        form = forms[self.layer.weight]
+        term = only_term(form)
+        if term is None or not self.layer.describes(forms, term):
+            rows = {name: forms[name].rows(0, form.samples) for name in self.names}
+            return DenseGrad(self.rotate(self.layer.join(rows)))
+        left, right = self.layer.extended(*term)
+        rotated = Term(_rotated(left, self.left), _rotated(right, self.right))
+        return FactoredGrad([rotated], tuple(self.eigenvalues.shape))
+
     def solve(self, rows: Rows, damping: float | None) -> dict[str, Tensor]:
-        divisor = _damped(self.eigenvalues, damping)
         matrices = self.layer.join(rows)
         solved = torch.empty_like(matrices)
         step = max(1, CHUNK // max(matrices[:1].numel(), 1))
         for start in range(0, len(matrices), step):
             chunk = self.rotate(matrices[start : start + step])
-            chunk = _divided(chunk, divisor, self.names)
-            solved[start : start + step] = self._rotate_back(chunk)
+            solved[start : start + step] = self._rotate_back(divided(self, chunk, damping))
         return self.layer.split(solved, rows)
 
     def rotate(self, matrices: Tensor) -> Tensor:
@@ -109,7 +140,7 @@ class KroneckerBlock:
         return matrices if self.right is None else matrices @ self.right.T.to(matrices)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DiagonalBlock:
     """Curvature of one parameter by its diagonal."""
 
@@ -121,25 +152,45 @@ class DiagonalBlock:
         return (self.name,)
 
     def solve(self, rows: Rows, damping: float | None) -> dict[str, Tensor]:
-        return {self.name: _divided(rows[self.name], _damped(self.eigenvalues, damping), self.names)}
+        return {self.name: divided(self, rows[self.name], damping)}
+
+    def coordinates(self, forms: Forms) -> PerSampleGrad:
+        """Gradients in the eigenbasis: the coordinates of the parameter."""
+        return forms[self.name]
 
 
 Block = KroneckerBlock | DiagonalBlock
 
 
-def _damped(eigenvalues: Tensor, damping: float | None) -> Tensor:
-    return eigenvalues + (RELATIVE_DAMPING * eigenvalues.mean() if damping is None else damping)
-
-
-def _divided(rows: Tensor, divisor: Tensor, names: tuple[str, ...]) -> Tensor:
-    """Rows (n, ...) divided by (...); 0 where both are zero."""
+def divided(block: Block, rows: Tensor, damping: float | None) -> Tensor:
+    """Rows (n, ...) in the eigenbasis, divided by the damped eigenvalues; 0 where both are zero."""
+    eigenvalues = block.eigenvalues
+    divisor = eigenvalues + (RELATIVE_DAMPING * eigenvalues.mean() if damping is None else damping)
     divisor = divisor.to(rows)
-    flat = divisor == 0
-    if not flat.any():
+    zero = divisor == 0
+    if not zero.any():
         return rows / divisor
-    if rows[:, flat].any():
+    if rows[:, zero].any():
         raise ValueError(
-            f"damping must be above 0 for {' and '.join(names)}, whose curvature is zero in directions in which "
+            f"damping must be above 0 for {' and '.join(block.names)}, whose curvature is zero in directions in which "
             "gradients are not; found none. Pass damping=, for example 1e-4."
         )
-    return torch.where(flat, 0, rows / torch.where(flat, 1, divisor))
+    return torch.where(zero, 0, rows / torch.where(zero, 1, divisor))
+
+
+def with_zeros(forms: Forms, block: Block, shapes: Mapping[str, tuple[int, ...]], samples: int) -> Forms:
+    """Forms of a block's parameters; zeros for those that the losses do not depend on."""
+    missing = {name: block.eigenvalues.new_zeros(samples, *shapes[name]) for name in block.names if name not in forms}
+    return {**forms, **{name: DenseGrad(zeros) for name, zeros in missing.items()}}
+
+
+def only_term(form: PerSampleGrad) -> Term | None:
+    """Factors of the gradients of a matrix; None if they have no factors, or several kinds of them."""
+    if not isinstance(form, FactoredGrad) or len(form.terms) > 1:
+        return None
+    (term,) = form.terms
+    return None if all(isinstance(factor, OneHot) for factor in term) else term
+
+
+def _rotated(factor: Factor, basis: Tensor | None) -> Factor:
+    return factor if basis is None or isinstance(factor, OneHot) else factor @ basis.to(factor.dtype)

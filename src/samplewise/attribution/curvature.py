@@ -10,8 +10,6 @@ from torch import Tensor
 from samplewise.core.text import listed
 from samplewise.errors import ParameterError
 
-RELATIVE_DAMPING = 0.1  # default damping, as a fraction of the mean eigenvalue
-
 Rows = Mapping[str, Tensor]  # parameter name -> (n, *shape), as returned by `Gradients.full`
 
 
@@ -30,10 +28,9 @@ class Curvature(Protocol):
         """
 
 
-def check_shapes(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise if the rows are not those of the parameters that the curvature was computed for."""
-    found = {name: tuple(each.shape[1:]) for name, each in rows.items()}
-    if found == dict(shapes):
+def check_shapes(found: Mapping[str, tuple[int, ...] | None], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise if the parameters of a model are not those that the curvature was computed for."""
+    if found == shapes:
         return
     differing = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
     raise ParameterError(

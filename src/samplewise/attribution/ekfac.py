@@ -14,9 +14,12 @@ from samplewise.attribution.curvature import Rows, check_damping, check_shapes
 from samplewise.attribution.ekfac_fit import fit
 from samplewise.attribution.sampled_labels import SampledLoss
 from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.core.batches import check_loader
 from samplewise.core.losses import LossFn, as_loss_fn
 from samplewise.core.snapshot import eval_mode
-from samplewise.core.text import listed, plural
+from samplewise.core.text import listed
+from samplewise.engine.checks import check_model
+from samplewise.engine.gradients import wanted_parameters
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_repeatable
 
@@ -31,16 +34,20 @@ def ekfac(
     *,
     labels: Labels = "sampled",
     seed: int = 0,
-    microbatch: int | str | None = "auto",
+    microbatch: int | str | None = None,
 ) -> EKFAC:
     """EK-FAC approximation of the Fisher matrix (Gauss-Newton matrix) of the mean loss over a loader.
 
     Each layer is a block of its own. For the weight of a linear layer or convolution, together with its bias, one pass
     over the loader sums the covariances of the layer's inputs and of the gradients of its outputs, over all tokens or
-    positions, as if these were independent; their eigenvectors are computed in float64. A second pass computes the mean
-    over samples of the squared gradient along each pair of eigenvectors, which is exact in that basis. Other
-    parameters, such as those of normalization layers, get the diagonal of the Fisher matrix. `print` of the result
-    lists which. The memory is that of the eigenvectors: the squares of the numbers of inputs and outputs of each layer.
+    positions, as if these were independent; their eigenvectors are computed in float64. Inputs count where the output
+    has a gradient, so that padding does not. A second pass computes the mean over samples of the squared gradient along
+    each pair of eigenvectors, which is exact in that basis.
+
+    Other parameters, such as those of normalization layers, get the diagonal of the Fisher matrix. An embedding has one
+    factor, of its outputs, because the covariance of its inputs is diagonal; so has a weight with a side of more than
+    16,384 dims. `print` of the result lists which. The memory is that of the eigenvectors: the squares of the numbers
+    of inputs and outputs of each layer.
 
     The model is in evaluation mode. With several ranks, every rank passes the same arguments and a loader of all
     samples, uses its share of the batches, and gets the whole result.
@@ -52,11 +59,14 @@ def ekfac(
         or a function; models of transformers are known, too. For another loss, a function (model, batch) -> batch with
         sampled labels. "data": the labels of the batches, which gives the empirical Fisher matrix.
     seed: of the sampled labels
-    microbatch: as in `sw.scan`
+    microbatch: as in `sw.scan`, with another default, None: whole batches. With "auto", which watches what autograd
+        saves, fewer layers may have factors
     """
+    check_model(model, "sw.ekfac(model, loss_fn, loader)")
+    check_loader(loader)
     check_repeatable(loader, "loader")
     loss_fn = _with_labels(as_loss_fn(loss_fn), labels)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    shapes = {name: tuple(p.shape) for name, p in wanted_parameters(model).named.items()}
     with eval_mode(model):
         return EKFAC(fit(model, loss_fn, loader, seed, microbatch), shapes)
 
@@ -92,7 +102,7 @@ class EKFAC:
 
         damping: default, for each layer: 0.1 times the mean of its eigenvalues
         """
-        check_shapes(rows, self.shapes)
+        check_shapes({name: tuple(each.shape[1:]) for name, each in rows.items()}, self.shapes)
         check_damping(damping)
         solved: dict[str, Tensor] = {}
         for block in self.blocks:
@@ -100,7 +110,7 @@ class EKFAC:
         return {name: solved[name] for name in rows}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the curvature to a file, atomically."""
+        """Write the curvature to a file, atomically. `samplewise.attribution.EKFAC.load(path)` reads it."""
         file_path = absolute(path)
         content = {
             "format": FORMAT,
@@ -130,10 +140,13 @@ class EKFAC:
         return cls([_block_of(state) for state in content["blocks"]], shapes)
 
     def __repr__(self) -> str:
-        kronecker = [block.layer.weight for block in self.blocks if isinstance(block, KroneckerBlock)]
-        diagonal = [block.name for block in self.blocks if isinstance(block, DiagonalBlock)]
-        parts = [f"{plural(len(kronecker), 'layer')} by Kronecker factors: {listed(kronecker)}"] if kronecker else []
-        parts += [f"{plural(len(diagonal), 'parameter')} by the diagonal: {listed(diagonal)}"] if diagonal else []
+        layers = [block.layer for block in self.blocks if isinstance(block, KroneckerBlock)]
+        groups = {
+            "by Kronecker factors": [layer.weight for layer in layers if len(layer.bases) == 2],
+            "by one factor": [layer.weight for layer in layers if len(layer.bases) == 1],
+            "by the diagonal": [block.name for block in self.blocks if isinstance(block, DiagonalBlock)],
+        }
+        parts = [f"{len(names):,} {how}: {listed(names)}" for how, names in groups.items() if names]
         return f"EKFAC({'; '.join(parts)})"
 
 

@@ -12,36 +12,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.blocks import LEFT, RIGHT, Block, DiagonalBlock, KroneckerBlock, Layer
+from samplewise.attribution.blocks import (
+    LEFT,
+    RIGHT,
+    Block,
+    DiagonalBlock,
+    Forms,
+    KroneckerBlock,
+    Layer,
+    only_term,
+    with_zeros,
+)
 from samplewise.core.batches import length, take
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import RandomState
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.engine.checks import wide_dtype
-from samplewise.engine.gradients import factored_forms
+from samplewise.engine.gradients import factored_forms, wanted_parameters
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import Factor, FactoredGrad, OneHot, Term
+from samplewise.engine.grads.factored import Factor, FactoredGrad, Term
 from samplewise.eval_pass import share_of_rank
 from samplewise.scan import scan
 
 LARGEST_SIDE = 16384  # a larger covariance would need more than 2 GB in float64; the identity is its eigenbasis
-SAME = 1e-3  # relative difference up to which gradients of a bias are the sums of output gradients
-
-Forms = Mapping[str, PerSampleGrad]
 
 
 def fit(
     model: nn.Module, loss_fn: LossFn, loader: Iterable[Any], seed: int, microbatch: int | str | None
 ) -> list[Block]:
     """Blocks of the EK-FAC matrix of all trainable parameters. Collective."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = wanted_parameters(model).named
     passes = Passes(model, loss_fn, loader, seed, microbatch)
     covariances = Covariances()
-    on_every_rank(lambda: passes.run(covariances.add))
+    on_every_rank(lambda: passes.run(covariances.add, "sw.ekfac, pass 1 of 2"))
     covariances.sum_over_ranks(parameters)
-    eigenvalues = Eigenvalues(covariances.blocks(parameters))
-    on_every_rank(lambda: passes.run(eigenvalues.add))
+    eigenvalues = Eigenvalues(covariances.blocks(parameters), {name: tuple(p.shape) for name, p in parameters.items()})
+    on_every_rank(lambda: passes.run(eigenvalues.add, "sw.ekfac, pass 2 of 2"))
     return eigenvalues.blocks(covariances.samples)
 
 
@@ -55,16 +62,17 @@ class Passes:
     seed: int
     microbatch: int | str | None
 
-    def run(self, add: Callable[[Forms, int], None]) -> None:
+    def run(self, add: Callable[[Forms, int], None], what: str) -> None:
         """Call add(forms, samples) for each microbatch. The state of the random generators is restored."""
         state = RandomState()
         try:
-            for piece, g in scan(self.model, self._at_least_two, self._seeded_batches(), self.microbatch):
+            for piece, g in scan(self.model, self._at_least_two, self._seeded_batches(what), self.microbatch):
                 forms: Forms = factored_forms(g)
                 is_doubled = length(piece) == 1 and len(g) == 2
-                if is_doubled:
-                    forms = {name: _first_sample(form) for name, form in forms.items()}
-                add(forms, 1 if is_doubled else len(g))
+                with torch.no_grad():  # factors are attached to the graph
+                    if is_doubled:
+                        forms = {name: _first_sample(form) for name, form in forms.items()}
+                    add(forms, 1 if is_doubled else len(g))
         finally:
             state.restore()
 
@@ -72,8 +80,8 @@ class Passes:
         """Losses of the batch; a single sample is doubled, because the engine has no factors for one sample."""
         return self.loss_fn(model, take(batch, [0, 0]) if length(batch) == 1 else batch)
 
-    def _seeded_batches(self) -> Iterator[Any]:
-        for number, batch in share_of_rank(self.loader):
+    def _seeded_batches(self, what: str) -> Iterator[Any]:
+        for number, batch in share_of_rank(self.loader, what):
             torch.manual_seed((self.seed * 1_000_003 + number) % 2**63)
             yield batch
 
@@ -96,7 +104,7 @@ class Covariances:
     def add(self, forms: Forms, samples: int) -> None:
         self.samples += samples
         for name, form in forms.items():
-            term = _only_term(form)
+            term = only_term(form)
             if term is None:
                 self.layers[name] = None
             elif name not in self.layers and _has_gradient(term):
@@ -104,7 +112,7 @@ class Covariances:
             layer = self.layers.get(name)
             if layer is None or term is None:
                 continue
-            if layer.bias is not None and not _is_bias_of(forms.get(layer.bias), layer, term):
+            if not layer.describes(forms, term):
                 self.layers[name] = None
                 continue
             left, right = layer.extended(*term)
@@ -136,8 +144,9 @@ class Covariances:
         layers = [layer for layer in self.layers.values() if layer is not None]
         joined = {name for layer in layers for name in layer.names}
         blocks: list[Block] = [self._kronecker_block(layer, parameters[layer.weight]) for layer in layers]
-        blocks += [DiagonalBlock(name, torch.zeros_like(p)) for name, p in parameters.items() if name not in joined]
-        return blocks
+        blocks += [DiagonalBlock(name, _zeros(p)) for name, p in parameters.items() if name not in joined]
+        order = {name: number for number, name in enumerate(parameters)}
+        return sorted(blocks, key=lambda block: order[block.names[0]])
 
     def _kronecker_block(self, layer: Layer, weight: Tensor) -> KroneckerBlock:
         dtype = wide_dtype(weight.dtype)
@@ -146,46 +155,32 @@ class Covariances:
         return KroneckerBlock(layer, bases.get(LEFT), bases.get(RIGHT), eigenvalues)
 
 
-def find_layer(name: str, form: PerSampleGrad, forms: Forms) -> Layer:
-    """Layer of a weight, joined with a vector of the same module whose gradients are the sums of output gradients."""
-    term = _only_term(form)
+def _zeros(p: Tensor) -> Tensor:
+    return torch.zeros(p.shape, dtype=wide_dtype(p.dtype.to_real()), device=p.device)
+
+
+def find_layer(name: str, form: PerSampleGrad, forms: Forms) -> Layer | None:
+    """Layer of a weight, joined with a vector of the same module whose gradients are the sums of output gradients; None
+    if both sides have too many dims.
+    """
+    term = only_term(form)
     assert isinstance(form, FactoredGrad) and term is not None
     dense = [side for side, factor in zip((LEFT, RIGHT), term, strict=True) if isinstance(factor, Tensor)]
     rows, columns = form.matrix
     layer = Layer(name, (rows, columns), bases=tuple(dense))
-    for other, vector in forms.items():
-        if len(dense) == 2 and other.rpartition(".")[0] == name.rpartition(".")[0]:
-            for side in (RIGHT, LEFT):
-                joined = replace(layer, bias=other, bias_side=side)
-                if _is_bias_of(vector, joined, term):
-                    layer = joined
-                    return replace(layer, bases=_feasible(layer))
-    return replace(layer, bases=_feasible(layer))
-
-
-def _feasible(layer: Layer) -> tuple[str, ...]:
-    return tuple(side for side in layer.bases if layer.sides[side] <= LARGEST_SIDE)
-
-
-def _only_term(form: PerSampleGrad) -> Term | None:
-    """Factors of a matrix of real numbers; None if it has no factors, or several kinds of them."""
-    if not isinstance(form, FactoredGrad) or len(form.terms) > 1:
-        return None
-    (term,) = form.terms
-    return None if all(isinstance(factor, OneHot) for factor in term) else term
+    module = name.rpartition(".")[0]
+    vectors = [
+        other for other, vector in forms.items() if other.rpartition(".")[0] == module and len(vector.shape) == 1
+    ]
+    candidates = [replace(layer, bias=vector, bias_side=side) for vector in vectors for side in (RIGHT, LEFT)]
+    joined = [each for each in candidates if len(dense) == 2 and each.describes(forms, term)]
+    layer = joined[0] if joined else layer
+    bases = tuple(side for side in dense if layer.sides[side] <= LARGEST_SIDE)
+    return replace(layer, bases=bases) if bases else None
 
 
 def _has_gradient(term: Term) -> bool:
     return all(bool(factor.any()) for factor in term if isinstance(factor, Tensor))
-
-
-def _is_bias_of(form: PerSampleGrad | None, layer: Layer, term: Term) -> bool:
-    """True if the gradients of the layer's bias are the sums over tokens of the factor on the other side."""
-    factor = term.left if layer.bias_side == RIGHT else term.right
-    if form is None or not isinstance(factor, Tensor) or form.shape != (factor.shape[2],):
-        return False
-    difference = (form.rows(0, form.samples) - factor.sum(1)).abs()
-    return bool((difference <= SAME * factor.abs().sum(1).amax(1, keepdim=True)).all())
 
 
 def _covariance(factor: Factor, other: Factor) -> Tensor:
@@ -214,14 +209,16 @@ def _agreed(of_ranks: Sequence[Mapping[str, Layer | None]], names: Iterable[str]
 class Eigenvalues:
     """Sums over samples of the squared gradients along the eigenvectors of each block, in float64."""
 
-    def __init__(self, blocks: Sequence[Block]):
+    def __init__(self, blocks: Sequence[Block], shapes: Mapping[str, tuple[int, ...]]):
         self._blocks = blocks
+        self._shapes = shapes
         self.sums = [torch.zeros_like(block.eigenvalues, dtype=torch.float64) for block in blocks]
 
     def add(self, forms: Forms, samples: int) -> None:
         for block, total in zip(self._blocks, self.sums, strict=True):
-            if block.names[0] in forms:
-                total += _squares(block, forms)
+            if any(name in forms for name in block.names):
+                complete = with_zeros(forms, block, self._shapes, samples)
+                total += block.coordinates(complete).sum_of_squares(None)
 
     def blocks(self, samples: int) -> list[Block]:
         """Blocks with the mean over the samples of all ranks."""
@@ -230,20 +227,3 @@ class Eigenvalues:
             replace(block, eigenvalues=(total / samples).to(block.eigenvalues.dtype))
             for block, total in zip(self._blocks, self.sums, strict=True)
         ]
-
-
-def _squares(block: Block, forms: Forms) -> Tensor:
-    form = forms[block.names[0]]
-    if isinstance(block, DiagonalBlock):
-        return form.sum_of_squares(None)
-    term = _only_term(form)
-    if term is None:  # rows, because the loader has yielded other batches in this pass
-        rows = {name: forms[name].rows(0, form.samples) for name in block.names}
-        return block.rotate(block.layer.join(rows)).square().sum(0)
-    left, right = block.layer.extended(*term)
-    rotated = Term(_rotated(left, block.left), _rotated(right, block.right))
-    return FactoredGrad([rotated], tuple(block.eigenvalues.shape)).sum_of_squares(None)
-
-
-def _rotated(factor: Factor, basis: Tensor | None) -> Factor:
-    return factor if basis is None or isinstance(factor, OneHot) else factor @ basis.to(factor.dtype)

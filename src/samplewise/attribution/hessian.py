@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.curvature import RELATIVE_DAMPING, Rows, check_damping, check_shapes
+from samplewise.attribution.curvature import Rows, check_damping, check_shapes
+from samplewise.core.batches import check_loader
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
 from samplewise.distributed.group import current_group, on_every_rank
-from samplewise.engine.checks import check_attached
+from samplewise.engine.checks import check_attached, check_model
+from samplewise.engine.gradients import wanted_parameters
 from samplewise.errors import ParameterError
 from samplewise.eval_pass import share_of_rank
 
 LARGEST = 20_000  # parameters: the matrix then has 3.2 GB in float64
-ELEMENTS = 2**22  # of one output of the model for all directions that are multiplied at a time
+ELEMENTS = 2**18  # of one output of the model for all directions that are multiplied at a time
 
 
 def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian:
@@ -28,7 +30,8 @@ def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian
     every rank passes the same arguments and a loader of all samples, uses its share of the batches, and gets the whole
     result.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    check_model(model, "sw.hessian(model, loss_fn, loader)")
+    parameters = wanted_parameters(model).named
     width = sum(p.numel() for p in parameters.values())
     if not 0 < width <= LARGEST:
         raise ParameterError(
@@ -36,13 +39,14 @@ def hessian(model: nn.Module, loss_fn: LossFn, loader: Iterable[Any]) -> Hessian
             f"square of that number; found {width:,}. Use sw.ekfac."
         )
     loss_fn = as_loss_fn(loss_fn)
+    check_loader(loader)
     device = next(iter(parameters.values())).device
     total = torch.zeros(width, width, dtype=torch.float64, device=device)
     samples = 0
 
     def add_batches() -> None:
         nonlocal samples
-        for _, batch in share_of_rank(loader):
+        for _, batch in share_of_rank(loader, "sw.hessian"):
             with torch.enable_grad():
                 losses = per_sample(loss_fn(model, batch))[0]
             check_attached(losses)
@@ -73,9 +77,13 @@ def _add_second_derivatives(total: Tensor, losses: Tensor, parameters: list[Tens
         directions = torch.zeros(stop - start, len(flat), dtype=flat.dtype, device=flat.device)
         directions[:, start:stop].fill_diagonal_(1)
         rows = torch.autograd.grad(
-            flat, parameters, directions, retain_graph=True, is_grads_batched=True, materialize_grads=True
+            flat, parameters, directions, retain_graph=True, is_grads_batched=True, allow_unused=True
         )
-        total[start:stop] += torch.cat([row.flatten(1) for row in rows], 1)
+        column = 0
+        for p, row in zip(parameters, rows, strict=True):
+            if row is not None:
+                total[start:stop, column : column + p.numel()] += row.reshape(stop - start, -1)
+            column += p.numel()
 
 
 class Hessian:
@@ -92,16 +100,18 @@ class Hessian:
 
     @property
     def default_damping(self) -> float:
-        """0.1 times the mean of the eigenvalues."""
-        return RELATIVE_DAMPING * float(self.matrix.diagonal().mean())
+        """Mean of the eigenvalues."""
+        return float(self.matrix.diagonal().mean())
 
     def solve(self, rows: Rows, damping: float | None = None) -> dict[str, Tensor]:
         """Product of (H + damping * identity)^-1 with each row, name -> (n, *shape).
 
-        damping: default 0.1 times the mean of the eigenvalues. It must be larger than minus the smallest eigenvalue:
+        damping: default: the mean of the eigenvalues. For a model trained with SGD for a limited number of updates,
+            1 / (lr * updates) is a good choice, with lr / (1 - momentum) in place of lr: along eigenvectors with
+            smaller eigenvalues, the training has not converged. It must be larger than minus the smallest eigenvalue:
             the Hessian of a net has negative ones unless it is trained to a minimum, and that of a softmax has zeros.
         """
-        check_shapes(rows, self.shapes)
+        check_shapes({name: tuple(each.shape[1:]) for name, each in rows.items()}, self.shapes)
         check_damping(damping)
         factor = self._factored(self.default_damping if damping is None else float(damping))
         flat = torch.cat([rows[name].flatten(1) for name in self.shapes], 1)

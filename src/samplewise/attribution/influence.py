@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
 from samplewise.attribution.curvature import Curvature, check_damping
+from samplewise.attribution.metrics import Metric, Parts, metric_of
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.gradients import Gradients
@@ -16,7 +17,6 @@ from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeata
 from samplewise.scan import scan
 
 ALL = ""  # name of the only part of scores that are not divided by layer
-CHUNK = 2**24  # elements of training rows held at a time for norms in the metric of a curvature
 
 
 @overload
@@ -76,8 +76,8 @@ def influence(
     checkpoints: list of (state_dict, lr), copies of the model's state; default: the current parameters with lr 1
     curvature: result of `sw.ekfac` or `sw.hessian`, or another object with a method `solve`, see
         `samplewise.attribution.Curvature`; used for all checkpoints. Default: none
-    damping: added to the eigenvalues of the curvature; default: see `solve` of its class, 0.1 times the mean eigenvalue
-        of each layer for EK-FAC, and of the whole matrix for a Hessian
+    damping: added to the eigenvalues of the curvature; default: see `solve` of its class, for EK-FAC 0.1 times the mean
+        eigenvalue of each layer, for a Hessian the mean eigenvalue
     cosine: if True, divide each dot product by both norms, at each checkpoint; 0 if a gradient is zero. With curvature,
         norms are those of the metric, sqrt(g^T (H + damping)^-1 g), which costs a `solve` of the training rows, too
     by: "layer" returns a dict with the matrix of each module that has parameters of its own, such as "encoder.fc" for
@@ -89,11 +89,11 @@ def influence(
     for loader, name in ((train, "train"), (queries, "queries")):
         check_repeatable(loader, name)
         check_order(loader, "Use shuffle=False: rows and columns of the result are in the order of the loaders.")
-    products = _Products(model, loss_fn, curvature, damping, cosine, by, microbatch)
+    scores = _Scores(model, loss_fn, metric_of(curvature, damping), cosine, by, microbatch)
     total: Parts = {}
     with eval_mode(model), parameters_kept(model):
         for lr in at_each(model, checkpoints):
-            for name, part in products.of_all(train, queries).items():
+            for name, part in scores.of_all(train, queries).items():
                 total[name] = lr * part + total[name] if name in total else lr * part
     return total if by == "layer" else total[ALL]
 
@@ -116,23 +116,19 @@ def _check_options(curvature: Curvature | None, damping: float | None, cosine: b
         )
 
 
-Parts = dict[str, Tensor]  # layer -> scores; only ALL if scores are not divided by layer
-
-
 class _Query(NamedTuple):
-    """Gradients of a batch of queries, multiplied by the inverse of the curvature if there is one."""
+    """Gradients of a batch of queries, as the metric has prepared them."""
 
-    gradients: Gradients | Mapping[str, Tensor]
+    gradients: Any
     norms: Parts  # empty without cosine
 
 
-class _Products(NamedTuple):
-    """Dot products of the gradients of training samples and queries at the current parameters."""
+class _Scores(NamedTuple):
+    """Scores of training samples and queries at the current parameters: layer -> values, or ALL -> values."""
 
     model: nn.Module
     loss_fn: LossFn
-    curvature: Curvature | None
-    damping: float | None
+    metric: Metric
     cosine: bool
     by: str | None
     microbatch: int | str | None
@@ -142,60 +138,34 @@ class _Products(NamedTuple):
         columns = [self._with_query(train, self._query(g)) for _, g in scan(self.model, self.loss_fn, queries, None)]
         return _joined(columns, "queries", dim=1)
 
+    def _query(self, g: Gradients) -> _Query:
+        return _Query(self.metric.query(g), self._norms(g) if self.cosine else {})
+
     def _with_query(self, train: Iterable[Any], query: _Query) -> Parts:
         def of_batch(batch: Any) -> Parts:
             pieces = scan(self.model, self.loss_fn, [batch], self.microbatch)
             return _joined([self._of_piece(g, query) for _, g in pieces], "train")
 
-        return _joined(list(map_over_ranks(of_batch, train)), "train")
+        return _joined(list(map_over_ranks(of_batch, train, "sw.influence")), "train")
 
     def _of_piece(self, g: Gradients, query: _Query) -> Parts:
-        products = _by_layer(g.gram(query.gradients, by="parameter")) if self.by else {ALL: g.gram(query.gradients)}
+        products = self._grouped(self.metric.products(g, query.gradients))
         if self.cosine:
             norms = self._norms(g)
             products = {name: _cosines(part, norms[name], query.norms[name]) for name, part in products.items()}
         return {name: part.cpu() for name, part in products.items()}
 
-    def _query(self, g: Gradients) -> _Query:
-        if self.curvature is None:
-            return _Query(g, self._norms(g) if self.cosine else {})
-        rows = g.full()
-        solved = self.curvature.solve(rows, self.damping)
-        return _Query(solved, {ALL: _root(_paired(rows, solved))} if self.cosine else {})
-
     def _norms(self, g: Gradients) -> Parts:
-        """Norms (B,) of the samples in each part."""
-        if self.by == "layer":
-            squares = {name: norms.square() for name, norms in g.norms(by="parameter").items()}
-            return {name: total.sqrt() for name, total in _by_layer(squares).items()}
-        if self.curvature is None:
-            return {ALL: g.norms()}
-        size = max(1, CHUNK // sum(p.numel() for p in self.model.parameters() if p.requires_grad))
-        chunks = g.chunks(size)
-        return {ALL: _root(torch.cat([_paired(rows, self.curvature.solve(rows, self.damping)) for rows in chunks]))}
+        squares = self._grouped({name: norms.square() for name, norms in self.metric.norms(g).items()})
+        return {name: total.sqrt() for name, total in squares.items()}
 
-
-def _by_layer(parts: Mapping[str, Tensor]) -> Parts:
-    """Sums over the parameters of each module, from values by parameter."""
-    layers: Parts = {}
-    for name, part in parts.items():
-        layer = name.rpartition(".")[0]
-        layers[layer] = layers[layer] + part if layer in layers else part
-    return layers
-
-
-def _paired(rows: Mapping[str, Tensor], solved: Mapping[str, Tensor]) -> Tensor:
-    """Inner product of each row with the row solved from it, (n,)."""
-    return torch.stack([(rows[name] * solved[name]).flatten(1).sum(1) for name in rows]).sum(0)
-
-
-def _root(squares: Tensor) -> Tensor:
-    if (squares < 0).any():
-        raise ValueError(
-            "cosine=True needs a curvature with g^T (H + damping)^-1 g of 0 or more for every gradient g; found "
-            f"{squares.min().item():.3g}. Pass a larger damping."
-        )
-    return squares.sqrt()
+    def _grouped(self, parts: Parts) -> Parts:
+        """Sums of values by parameter over all parameters, or those of each module."""
+        sums: Parts = {}
+        for name, part in parts.items():
+            layer = name.rpartition(".")[0] if self.by == "layer" else ALL
+            sums[layer] = sums[layer] + part if layer in sums else part
+        return sums
 
 
 def _cosines(products: Tensor, norms: Tensor, query_norms: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def _cholesky(gram: Tensor, damping: float, file: RowsFile) -> Tensor:
     if failed or pivots.min() ** 2 < torch.finfo(torch.float64).eps * len(gram) * pivots.max() ** 2:
         raise StoreError(
             f"X^T X + lambda must be invertible; found a singular matrix with {plural(len(file), 'sample')}, "
-            f"{len(gram)} numbers each, and damping={damping}. Use a larger damping, such as 0.01."
+            f"{len(gram)} numbers each, and damping={damping}. Use a larger damping, such as 0.1."
         )
     return factor
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.kernel import CHUNK, Kernel, check_damping, updated_gram
+from samplewise.attribution.kernel import CHUNK, Kernel, check_damping
 from samplewise.attribution.outputs import OutputFn, outputs_and_weights
 from samplewise.attribution.rows_file import DTYPES, ModelIndex, RowsFile, read_json
 from samplewise.core.atomic_io import absolute, atomic_write
@@ -27,14 +27,15 @@ from samplewise.core.snapshot import eval_mode
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.core.text import plural
 from samplewise.distributed.group import current_group, errors_on_all_ranks, on_rank_zero
-from samplewise.engine.gradients import Gradients
+from samplewise.engine.gradients import Gradients, project
+from samplewise.engine.projection import Projection
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_order, map_over_ranks
 from samplewise.scan import scan
 
 FORMAT = 2
-# `fill` writes rows when there are this many, or when this time has passed since the last write.
-ROWS_PER_WRITE = 4096
+# `fill` writes rows when they have this many elements, or when this time has passed since the last write.
+ELEMENTS_PER_WRITE = 2**24
 SECONDS_PER_WRITE = 5.0
 
 Rows = Gradients | Tensor
@@ -112,7 +113,7 @@ class ProjectedStore:
 
         A model is identified by the checksum of its parameters and buffers. Samples that the store has of this model
         are skipped, so an interrupted fill can be continued with the same arguments; the first sample is computed again
-        and compared. Another model starts new rows. Rows are written every 4096 samples or 5 seconds. The model is in
+        and compared. Another model starts new rows. Rows are written every 5 seconds. The model is in
         evaluation mode. With several ranks, each computes its share of the batches, and rank 0 writes.
 
         fn: loss function or criterion, as in `sw.scan`; with output=True an output function such as `sw.margin`, whose
@@ -128,7 +129,6 @@ class ProjectedStore:
             for rows, weights in map_over_ranks(compute, missing):
                 writer.add(rows, weights)
         writer.finish()
-        on_rank_zero(lambda: None if len(file) == 0 else updated_gram(file).sum().item())
         return number
 
     def project(
@@ -294,6 +294,7 @@ class ProjectedStore:
     ) -> Callable[[Any], tuple[Tensor, Tensor | None]]:
         """Function of a batch that returns projected rows (B, dim), and weights (B,) or None."""
         weighted = self._models[number].index.weighted
+        projection = Projection(self.dim, self.seed + number)
 
         def of_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
             weights: list[Tensor] = []
@@ -307,7 +308,7 @@ class ProjectedStore:
             rows = []
             kept = []
             for _, g in scan(model, function, [batch], microbatch):
-                rows.append(self._projected(g, number, "rows"))
+                rows.append(self._checked(project(g, projection), "rows"))
                 kept.append(_checked_weights(weights.pop(), len(g)) if weighted else torch.ones(0))
             return torch.cat(rows), torch.cat(kept) if weighted else None
 
@@ -355,8 +356,11 @@ class ProjectedStore:
         return counts.pop()
 
     def _projected(self, gradients: Rows, model: int, name: str) -> Tensor:
-        """Projected rows (B, dim), float32, on the CPU."""
+        """Rows (B, dim) of gradients or of a tensor, float32, on the CPU."""
         rows = gradients.project(self.dim, self.seed + model) if isinstance(gradients, Gradients) else gradients
+        return self._checked(rows, name)
+
+    def _checked(self, rows: Tensor, name: str) -> Tensor:
         if not isinstance(rows, Tensor) or rows.is_complex():
             description = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
             raise TypeError(f"{name} must be Gradients or a real tensor (B, {self.dim}); found {description}.")
@@ -369,18 +373,19 @@ class ProjectedStore:
 
 
 class _Writer:
-    """Collects rows and appends them to a file on rank 0, every ROWS_PER_WRITE rows or SECONDS_PER_WRITE seconds."""
+    """Collects rows and appends them to a file on rank 0, every ELEMENTS_PER_WRITE elements or
+    SECONDS_PER_WRITE seconds."""
 
     def __init__(self, file: RowsFile):
         self._file = file
         self._parts: list[tuple[Tensor, Tensor | None]] = []
-        self._rows = 0
+        self._elements = 0
         self._written = time.monotonic()
 
     def add(self, rows: Tensor, weights: Tensor | None) -> None:
         self._parts.append((rows, weights))
-        self._rows += len(rows)
-        if self._rows >= ROWS_PER_WRITE or time.monotonic() - self._written > SECONDS_PER_WRITE:
+        self._elements += rows.numel()
+        if self._elements >= ELEMENTS_PER_WRITE or time.monotonic() - self._written > SECONDS_PER_WRITE:
             self._write()
 
     def finish(self) -> None:
@@ -395,7 +400,7 @@ class _Writer:
             with errors_on_all_ranks():
                 self._file.append(torch.cat(rows), None if weights[0] is None else torch.cat(weights))
         self._parts.clear()
-        self._rows = 0
+        self._elements = 0
         self._written = time.monotonic()
 
 

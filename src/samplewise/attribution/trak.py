@@ -24,7 +24,7 @@ def trak(
     dim: int,
     *,
     seed: int = 0,
-    damping: float = 0.01,
+    damping: float = 0.1,
     path: str | os.PathLike[str] | None = None,
     dtype: str = "float32",
     microbatch: int | str | None = "auto",
@@ -41,7 +41,7 @@ def trak(
     output_fn: (model, batch) -> outputs (B,), or (outputs, weights); `sw.margin` for classification
     train, queries: loaders or lists of batches; columns and rows of the result are in their order
     dim: numbers per sample and model, fewer than there are training samples
-    damping: lambda divided by the mean eigenvalue of Phi^T Phi; default 0.01
+    damping: lambda divided by the mean eigenvalue of Phi^T Phi; default 0.1, which was best in measurements
     path: directory of a `ProjectedStore`, to continue an interrupted call, or to add models later; default: a temporary
         directory
     dtype: of the stored rows, "float32" (default), or "float16" for half the disk space and an error of about 0.1 %

@@ -13,6 +13,7 @@ try:
 except ImportError:
     raise SystemExit("the command line needs typer: pip install 'samplewise[cli]'") from None
 
+from samplewise.cli.attribute import attribute
 from samplewise.cli.demo import demo
 from samplewise.cli.doctor import doctor
 from samplewise.cli.output import OutputError, guarded_output
@@ -83,14 +84,15 @@ def _about() -> None:
     """Train PyTorch models with access to per-sample gradients.
 
     Write a recipe first: a Python file with functions model() and data(). Check it with `samplewise doctor`, train it
-    with `samplewise train`, and write a report with `samplewise report`. `samplewise train --help` describes the other
-    functions of a recipe.
+    with `samplewise train`, write a report with `samplewise report`, and find the training samples behind predictions
+    with `samplewise attribute`. `samplewise train --help` describes the other functions of a recipe.
     """
 
 
 app.command()(train)
 app.command()(doctor)
 app.command()(report)
+app.command()(attribute)
 app.command()(privacy)
 app.command()(demo)
 

@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any
 
 QUIET = 2.0  # seconds before the first line
 INTERVAL = 15.0  # seconds between two lines
@@ -26,13 +28,13 @@ def progress(total: int, description: str) -> Iterator[Callable[[int], None]]:
         yield lambda parts: bar.update(task, advance=parts)
 
 
-def _bar():  # type: ignore[no-untyped-def]  # rich is optional
+def _bar() -> Any:
     """Progress bar of rich, or None if stderr is not a terminal or rich is not installed."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     try:
-        from rich import progress
-        from rich.console import Console
+        progress = import_module("rich.progress")
+        console = import_module("rich.console").Console(stderr=True)
     except ImportError:
         return None
     columns = (
@@ -41,7 +43,7 @@ def _bar():  # type: ignore[no-untyped-def]  # rich is optional
         progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
     )
-    return progress.Progress(*columns, console=Console(stderr=True), transient=True)
+    return progress.Progress(*columns, console=console, transient=True)
 
 
 class _Lines:

@@ -28,13 +28,13 @@ from samplewise.engine.checks import (
     weights_by_name,
 )
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.by_rows import random_signs
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph import Graph, graph_alive
 from samplewise.engine.norms import Norms
 from samplewise.engine.outputs import Outputs, parts_of_loss
 from samplewise.engine.pending_checks import PendingChecks, collecting
 from samplewise.engine.plan import Planner, Quantity
+from samplewise.engine.projection import Projection
 from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.engine.totals import total_of, zeros
 from samplewise.errors import LossesError, ParameterError, SamplewiseError
@@ -149,6 +149,16 @@ def gradients_of(
         graph.check_twice_differentiable()
     evaluator = QuantityEvaluator(Planner(graph, modules, interacting), strategy or "fused", create_graph)
     return Gradients(evaluator, checks, settles=outside is None)
+
+
+def project(g: Gradients, projection: Projection) -> Tensor:
+    """Projection (B, dim) of each sample's gradient, as in `Gradients.project`."""
+    g._settle()
+    device = g._graph.losses.device
+    with g._evaluator.context():
+        parts = g._evaluator.evaluate(lambda form, name: projection.part(form, name, device))
+        ordered = {name: parts[name] for name in g.names if name in parts}  # not that of the backward pass
+        return projection.total(ordered, zeros(g._graph, projection.dim))
 
 
 Ready = Callable[[Tensor], None]
@@ -373,15 +383,7 @@ class Gradients:
         The same seed gives the same map. Each parameter, viewed as a matrix G, contributes u^T G v to each dimension,
         with random signs u and v.
         """
-        if type(dim) is not int or dim < 1:
-            raise ValueError(f"dim must be a positive integer; found {dim!r}.")
-        self._settle()
-        device = self._graph.losses.device
-        with self._evaluator.context():
-            parts = self._evaluator.evaluate(
-                lambda form, name: form.project(*random_signs(name, form.shape, dim, seed, device))
-            )
-            return total_of(self._graph, parts, dim) / dim**0.5
+        return project(self, Projection(dim, seed))
 
     # --- tensors like the parameters -------------------------------------------------------------------------------
 

@@ -23,14 +23,14 @@ VERSION = 1
 FOLDER = "samples"
 
 
-def load_pyarrow() -> Any:
-    """The module pyarrow, with parquet and compute loaded."""
+def load_pyarrow(user: str = "the ledger needs") -> Any:
+    """The module pyarrow, with parquet and compute loaded. `user`: the beginning of the error message without it."""
     try:
         import_module("pyarrow.parquet")
         import_module("pyarrow.compute")
         return import_module("pyarrow")
     except ImportError:
-        raise ImportError("the ledger needs pyarrow: pip install 'samplewise[ledger]'") from None
+        raise ImportError(f"{user} pyarrow: pip install 'samplewise[ledger]'") from None
 
 
 def samples(run: str | Path, damaged: str = "raise") -> Any:
@@ -251,7 +251,7 @@ class LedgerWriter:
         partial = self.run / f".{path.name}.partial"
         try:
             with atomic_write(path, partial) as file:
-                _write(table, file)
+                write_parquet(table, file, FORMAT, VERSION)
         except OSError as why:
             raise LedgerError(
                 f"a part of the ledger must be written to {path}; writing failed: {why}. Free some disk space or "
@@ -270,16 +270,16 @@ def _remove(path: Path) -> None:
         ) from why
 
 
-def _write(table: Any, file: Any) -> None:
+def write_parquet(table: Any, file: Any, format_name: str, version: int) -> None:
     """Write a table as Parquet with encodings that compress well: deltas of integers, byte streams of floats split,
-    strings in a dictionary.
+    strings in a dictionary. Name and version of the format are part of the metadata.
     """
     pa = load_pyarrow()
     is_integer, is_float = pa.types.is_integer, pa.types.is_floating
     encodings = {column.name: "DELTA_BINARY_PACKED" for column in table.schema if is_integer(column.type)}
     encodings |= {column.name: "BYTE_STREAM_SPLIT" for column in table.schema if is_float(column.type)}
     pa.parquet.write_table(
-        table.replace_schema_metadata({"format": FORMAT, "version": str(VERSION)}),
+        table.replace_schema_metadata({"format": format_name, "version": str(version)}),
         file,
         compression="zstd",
         use_dictionary=[name for name in table.column_names if name not in encodings],

@@ -192,12 +192,12 @@ def _to_array(name: str, values: Column) -> Any:
     pa = load_pyarrow()
     if name in STANDARD_COLUMNS and name != "id":
         dtype = {"epoch": torch.int32, "update": torch.int64}.get(name, torch.float32)
-        return _array_from_tensor(torch.as_tensor(values).to(dtype))
+        return array_from_tensor(torch.as_tensor(values).to(dtype))
     if isinstance(values, Tensor):
         if values.dtype in INTEGER_DTYPES:
-            return _array_from_tensor(values.to(torch.int64))
+            return array_from_tensor(values.to(torch.int64))
         if name != "id" and not values.is_complex():
-            return _array_from_tensor(values.to(STORED_DTYPES.get(values.dtype, torch.float32)))
+            return array_from_tensor(values.to(STORED_DTYPES.get(values.dtype, torch.float32)))
     elif all(isinstance(v, str) for v in values):
         return pa.array(list(values), pa.string())
     elif all(isinstance(v, Integral) and not isinstance(v, bool) for v in values):
@@ -222,7 +222,7 @@ def _check_int64(name: str, values: list[int]) -> list[int]:
     return values
 
 
-def _array_from_tensor(values: Tensor) -> Any:
+def array_from_tensor(values: Tensor) -> Any:
     """Pyarrow array with a copy of a tensor's memory; avoids a conversion through NumPy or Python numbers."""
     pa = load_pyarrow()
     types = {torch.int8: pa.int8(), torch.int32: pa.int32(), torch.int64: pa.int64()}

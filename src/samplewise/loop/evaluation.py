@@ -58,7 +58,7 @@ class Evaluator:
                 outputs.clear()
                 with self._step.precision.autocast(self._device):
                     losses, counts = per_sample(self._step.loss_fn(self._model, batch))
-                _check_losses(losses)
+                check_one_per_sample(losses)
                 mean.add(losses, counts)
                 for metric in self._metrics.values():
                     metric.update(outputs.last("metrics use the outputs of the model", "remove the metrics"), batch)
@@ -129,7 +129,7 @@ class Evaluator:
             self._loader.close()
 
 
-def _check_losses(losses: Any) -> None:
+def check_one_per_sample(losses: Any) -> None:
     if not isinstance(losses, Tensor) or losses.dim() != 1:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise LossesError(f"losses must be 1-D, one value per sample; found {found}. Use reduction='none'.")

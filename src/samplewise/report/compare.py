@@ -50,7 +50,7 @@ def write_comparison(runs: Sequence[Path], to: Path | None = None, reload: float
 def comparison(logs: Sequence[RunLog], reload: float | None = None) -> str:
     """HTML page that compares several runs. `reload`: seconds after which the page reloads itself."""
     runs = [
-        ComparedRun(name, run, training.charts(run), read_samples(run), read_previews(run))
+        ComparedRun(name, run, training.charts(run), read_samples(run), read_previews(run.directory))
         for name, run in zip(names(logs), logs, strict=True)
     ]
     sections = [

@@ -27,7 +27,7 @@ class Section(NamedTuple):
 
     @property
     def anchor(self) -> str:
-        return re.sub(r"[^a-z]+", "-", self.title.lower())
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower())
 
     def html(self) -> str:
         return f'<section id="{self.anchor}">\n<h2>{text(self.title)}</h2>\n{self.content}\n</section>\n'

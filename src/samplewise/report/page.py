@@ -43,7 +43,7 @@ def write(page: str, to: Path) -> Path:
 def report(run: RunLog, reload: float | None = None) -> str:
     """HTML page of a run."""
     samples = read_samples(run)
-    previews = read_previews(run)
+    previews = read_previews(run.directory)
     charts = training.charts(run)
     of_samples = [scatter(samples, previews), norms(run, samples)]
     of_log = [

@@ -8,10 +8,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from samplewise.report.html import definition_list, shortened, text
-from samplewise.report.run_log import RunLog
 
 VERSION = 1
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -71,9 +71,9 @@ class Previews:
         return shown
 
 
-def read_previews(run: RunLog) -> Previews:
-    """Previews of a run; empty without previews.json, and with a warning if it cannot be read."""
-    path = run.directory / "previews.json"
+def read_previews(run: Path) -> Previews:
+    """Previews of a run directory; empty without previews.json, and with a warning if it cannot be read."""
+    path = run / "previews.json"
     if not path.exists():
         return Previews()
     try:

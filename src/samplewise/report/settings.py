@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -25,8 +26,13 @@ def tiles(run: RunLog, samples: int | None) -> str:
                 (f"{extreme_name} {measured_curve.name}", number(value))
                 for _, value in extreme(measured_curve, extreme_name)
             ]
-    items = (f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in entries[:MAX_TILES])
-    return f'<dl class="tiles">{"".join(items)}</dl>\n' if run.lines else ""
+    return headline_tiles(entries[:MAX_TILES]) if run.lines else ""
+
+
+def headline_tiles(entries: Iterable[tuple[str, str]]) -> str:
+    """Tiles of names and values."""
+    items = (f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in entries)
+    return f'<dl class="tiles">{"".join(items)}</dl>\n'
 
 
 def configuration(run: RunLog) -> Section:

@@ -135,12 +135,19 @@ def sum_of_squares(form: HasRows, centre: Tensor | None) -> Tensor:
     return total
 
 
-def project(form: HasRows, left: Tensor, right: Tensor) -> Tensor:
-    parts = []
-    for _, rows in chunks(form):
-        matrices = rows.reshape(len(rows), *as_matrix(form.shape))
-        parts.append(torch.einsum("boi,ok,ik->bk", matrices, left.to(rows.dtype), right.to(rows.dtype)))
-    return torch.cat(parts)
+def project(form: HasRows, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Tensor:
+    """As `PerSampleGrad.project`; rows are multiplied by `scale`, of the parameter's shape, if it is not None."""
+    return torch.cat(
+        [_projected(form, rows if scale is None else rows * scale, left, right) for _, rows in chunks(form)]
+    )
+
+
+def _projected(form: HasRows, rows: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    left, right = left.to(rows.dtype), right.to(rows.dtype)
+    o, i = as_matrix(form.shape)
+    if i == 1:
+        return _flat(rows) @ (left * right)
+    return torch.einsum("boi,ok,ik->bk", rows.reshape(len(rows), o, i), left, right)
 
 
 def random_signs(name: str, shape: tuple[int, ...], dim: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:

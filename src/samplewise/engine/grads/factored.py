@@ -326,10 +326,16 @@ class FactoredGrad(PerSampleGrad):
             return by_rows.project(self, left, right)
         dtype = self.terms[0].dtype
         left, right = left.to(dtype), right.to(dtype)
-        return total((_times(t.left, left) * _times(t.right, right)).sum(1) for t in self.terms)
+        return total(_projected(term, left, right) for term in self.terms)
 
     def describe(self) -> str:
         return f"factors, {self.tokens} token{'s' * (self.tokens != 1)}"
+
+
+def _projected(term: Term, left: Tensor, right: Tensor) -> Tensor:
+    """Sum over t of (left[b, t] @ left signs) * (right[b, t] @ right signs), (b, k)."""
+    products = _times(term.left, left) * _times(term.right, right)
+    return products[:, 0] if term.tokens == 1 else products.sum(1)
 
 
 def _as_double(factor: Factor) -> Factor:

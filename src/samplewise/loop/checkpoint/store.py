@@ -80,7 +80,7 @@ def newest_checkpoint(directory: Path, read: Callable[[Path], dict[Any, Any]]) -
 
     CheckpointWarning is issued for each newer one that cannot be read.
     """
-    for _, path in _newest_first(directory):
+    for _, path in newest_first(directory):
         try:
             return read(path), path
         except CheckpointError as why:
@@ -88,7 +88,7 @@ def newest_checkpoint(directory: Path, read: Callable[[Path], dict[Any, Any]]) -
     return None
 
 
-def _newest_first(directory: Path) -> list[tuple[int, Path]]:
+def newest_first(directory: Path) -> list[tuple[int, Path]]:
     """Return (number of updates, path) of each checkpoint, newest first."""
     paths = {_final(path) for path in directory.iterdir()}
     named = ((NAME.fullmatch(path.name), path) for path in paths)
@@ -141,12 +141,12 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """List the paths of all checkpoints, readable or not, newest first."""
-        return [path for _, path in _newest_first(self.directory)]
+        return [path for _, path in newest_first(self.directory)]
 
     def remove_older_than(self, update: int) -> None:
         """Remove checkpoints before `update`, except the newest `keep - 1` of them and those in `protect`."""
         # Later checkpoints stay: they may still be needed after a run was resumed from an earlier one.
-        older = [path for number, path in _newest_first(self.directory) if number < update]
+        older = [path for number, path in newest_first(self.directory) if number < update]
         protected = {path.resolve() for path in self.protect}
         for path in older[self.keep - 1 :]:
             if path.resolve() not in protected:

@@ -1,0 +1,166 @@
+"""Methods of `samplewise attribute`, one entry each in METHODS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import typer
+from torch import Tensor, nn
+
+from samplewise.attribution.ekfac import ekfac
+from samplewise.attribution.influence import influence
+from samplewise.attribution.outputs import OutputFn, margin
+from samplewise.attribution.trak import trak
+from samplewise.cli.dataset_order import OrderedBatches
+from samplewise.core.losses import as_loss_fn, per_sample
+from samplewise.core.snapshot import eval_mode
+from samplewise.core.text import did_you_mean
+from samplewise.errors import LossesError
+from samplewise.eval_pass import Checkpoint, parameters_kept
+
+LOWERS_LOSS = "training on the sample lowers the loss of the query"
+RAISES_MARGIN = "training on the sample raises the margin of the query, the log-odds of its label"
+TRAK_DAMPING = 0.1  # that of `sw.trak`
+MAX_DIM = 512  # default of --dim for many training samples
+SAMPLES_PER_DIM = 4  # of training samples per dimension, for few
+
+
+@dataclass(frozen=True)
+class Task:
+    """Inputs of a method."""
+
+    model: nn.Module  # at the newest checkpoint
+    loss: Any
+    checkpoints: Sequence[Checkpoint]  # (state dict, weight), the newest last
+    train: OrderedBatches
+    queries: OrderedBatches
+
+
+class Scores(NamedTuple):
+    """Result of a method.
+
+    values    (queries, training samples)
+    effect    meaning of a positive score, for the page
+    details   settings that the method has used, for attribution.json
+    """
+
+    values: Tensor
+    effect: str
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """Attribution method.
+
+    compute   function of a task and the given options; returns Scores
+    passes    number of passes over the training samples
+    accepts   names of options
+    models    largest number of checkpoints that it can use; None: any number
+    given     values of options
+    """
+
+    name: str
+    title: str
+    compute: Callable[..., Scores]
+    passes: Callable[[Task], int]
+    accepts: tuple[str, ...] = ()
+    models: int | None = None
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def scores(self, task: Task) -> Scores:
+        return self.compute(task, **self.given)
+
+
+def method_named(name: str, **options: Any) -> Method:
+    """Method of this name with the options that are not None; raises typer.BadParameter for one it does not accept."""
+    if name not in METHODS:
+        raise typer.BadParameter(
+            f"must be one of {', '.join(METHODS)}; found {name!r}. {did_you_mean(name, METHODS)}".rstrip(),
+            param_hint="--method",
+        )
+    method = METHODS[name]
+    given = {option: value for option, value in options.items() if value is not None}
+    for option in given:
+        if option not in method.accepts:
+            others = " or ".join(each.name for each in METHODS.values() if option in each.accepts)
+            raise typer.BadParameter(f"must be used with --method {others}; found {name}.", param_hint=f"--{option}")
+    return replace(method, given=given)
+
+
+# --- influence --------------------------------------------------------------------------------------------------------
+
+
+def _influence(task: Task) -> Scores:
+    scores = influence(task.model, task.loss, task.train, task.queries, task.checkpoints)
+    return Scores(scores.T, LOWERS_LOSS, {"weights": [weight for _, weight in task.checkpoints]})
+
+
+def _ekfac(task: Task, damping: float | None = None) -> Scores:
+    labels = "sampled"
+    try:
+        curvature = ekfac(task.model, task.loss, task.train, labels=labels)
+    except LossesError:  # not a known likelihood, from which labels could be drawn
+        labels = "data"
+        curvature = ekfac(task.model, task.loss, task.train, labels=labels)
+    scores = influence(task.model, task.loss, task.train, task.queries, curvature=curvature, damping=damping)
+    used = "0.1 times the mean eigenvalue of each layer" if damping is None else damping
+    return Scores(scores.T, LOWERS_LOSS, {"damping": used, "labels": labels})
+
+
+# --- TRAK -------------------------------------------------------------------------------------------------------------
+
+
+def _trak(task: Task, dim: int | None = None, damping: float = TRAK_DAMPING) -> Scores:
+    dim = dim or max(1, min(MAX_DIM, task.train.samples // SAMPLES_PER_DIM))
+    has_margin = _is_cross_entropy(task)
+    output_fn = margin if has_margin else _minus_loss(task.loss)
+    with parameters_kept(task.model):
+        scores = trak(_models(task), output_fn, task.train, task.queries, dim, damping=damping)
+    output = "margin" if has_margin else "minus the loss"
+    return Scores(
+        scores, RAISES_MARGIN if has_margin else LOWERS_LOSS, {"dim": dim, "damping": damping, "output": output}
+    )
+
+
+def _models(task: Task) -> Iterator[nn.Module]:
+    """The model with the parameters of each checkpoint in turn."""
+    for state, _ in task.checkpoints:
+        task.model.load_state_dict(state)
+        yield task.model
+
+
+def _is_cross_entropy(task: Task) -> bool:
+    """True if the losses of the first queries are log(1 + exp(-margin)), the cross-entropy of classes."""
+    batch = next(iter(task.queries))
+    with eval_mode(task.model), torch.no_grad():
+        losses = per_sample(as_loss_fn(task.loss)(task.model, batch))[0]
+        try:
+            margins = margin(task.model, batch)
+        except Exception:  # a batch of another form, or a model that the loss calls in another way
+            return False
+    return margins.shape == losses.shape and torch.allclose(F.softplus(-margins), losses, rtol=1e-3, atol=1e-5)
+
+
+def _minus_loss(loss: Any) -> OutputFn:
+    loss_fn = as_loss_fn(loss)
+
+    def output_fn(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        losses = per_sample(loss_fn(model, batch))[0]
+        return -losses, torch.ones_like(losses)  # minus the derivative of the loss with respect to the output
+
+    return output_fn
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("influence", "TracIn influence", _influence, lambda task: len(task.checkpoints) * len(task.queries)),
+        Method("trak", "TRAK", _trak, lambda task: len(task.checkpoints), accepts=("dim", "damping")),
+        Method("ekfac", "EK-FAC influence", _ekfac, lambda task: 2 + len(task.queries), ("damping",), models=1),
+    )
+}

@@ -1,0 +1,144 @@
+"""Trained models that runs have left: parameters, learning rates and seed of their checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from torch import Tensor, nn
+
+from samplewise.cli.recipe import shortened
+from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.errors import CheckpointError, CheckpointWarning
+from samplewise.loop.checkpoint import storage
+from samplewise.loop.checkpoint.base import check_base, with_base
+from samplewise.loop.checkpoint.format import STATE_FILE
+from samplewise.loop.checkpoint.store import FOLDER, newest_first
+
+NEEDED = ("model", "base", "loss", "running", "trainer")  # of the state in a checkpoint
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Checkpoint of a run.
+
+    path      of the checkpoint
+    run       directory of the run
+    state     as returned by `sw.load_checkpoint`, without the state of the optimizer and the like
+    """
+
+    path: Path
+    run: Path
+    state: dict[str, Any]
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Learning rate of the last update; None if the checkpoint does not have it."""
+        rate = self.state.get("running", {}).get("lr")
+        return rate if isinstance(rate, (int, float)) and math.isfinite(rate) else None
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples of the training dataset; None if the checkpoint does not have it."""
+        data = self.state.get("trainer", {}).get("data") or [{}]
+        return data[0].get("dataset length")
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of names, dtypes, shapes and values of the saved parameters and buffers."""
+        digest = hashlib.sha256()
+        for name, tensor in self.state["model"].items():
+            if isinstance(tensor, Tensor):
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                digest.update(tensor_bytes(tensor))
+        return digest.hexdigest()
+
+    def parameters(self, model: nn.Module) -> dict[str, Any]:
+        """State dict for a model of the recipe; raises CheckpointError if it does not fit."""
+        base = self.state.get("base", {})
+        check_base(base, model)
+        state = with_base(self.state["model"], base, model)
+        state |= {name: state[name].clone() for name in base}  # not the tensors of the model itself
+        own = {name: tuple(getattr(value, "shape", ())) for name, value in model.state_dict().items()}
+        saved = {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
+        for name in dict.fromkeys([*own, *saved]):
+            if own.get(name) != saved.get(name):
+                raise CheckpointError(
+                    f"the model of the recipe must be the one that was trained; found {name!r} of shape "
+                    f"{own.get(name, 'none')} in the recipe and {saved.get(name, 'none')} in {self.path}. Restore the "
+                    "recipe of that run, or pass the run of this recipe with --run."
+                )
+        return state
+
+
+def read_runs(runs: Sequence[Path], newest: int | None) -> list[TrainedModel]:
+    """Checkpoints of run directories; the newest one of the first run is last. An entry may also be the path of one
+    checkpoint.
+
+    newest: number of checkpoints per run; default all. CheckpointWarning is issued for those that cannot be read.
+    """
+    return [model for run in reversed(runs) for model in _read(run, newest)]
+
+
+def _read(run: Path, newest: int | None) -> list[TrainedModel]:
+    paths = _checkpoint_paths(run)
+    models: list[TrainedModel] = []
+    for path in paths:
+        if newest is not None and len(models) == newest:
+            break
+        try:
+            state = storage.read(path)
+            needed = {name: state[name] for name in NEEDED if name in state}
+            models.insert(0, TrainedModel(path, _run_of(path), needed))
+        except CheckpointError as why:
+            warnings.warn(f"{why} It is left out.", CheckpointWarning, stacklevel=2)
+    if not models:
+        raise _no_checkpoint(run)
+    return models
+
+
+def _checkpoint_paths(run: Path) -> list[Path]:
+    """Checkpoints of a run directory, newest first; or the path itself if it is a checkpoint."""
+    try:
+        if (run / STATE_FILE).is_file():
+            return [run]
+        return [path for _, path in newest_first(run / FOLDER)] if (run / FOLDER).is_dir() else []
+    except OSError as why:
+        raise typer.BadParameter(
+            f"must be an accessible directory; found {shortened(run)}: {why.strerror}.", param_hint="--run"
+        ) from why
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """Directory of the run that a checkpoint belongs to."""
+    return checkpoint.parent.parent if checkpoint.parent.name == FOLDER else checkpoint.parent
+
+
+def _no_checkpoint(run: Path) -> typer.BadParameter:
+    return typer.BadParameter(
+        f"attribution needs a trained model: a run directory with a readable checkpoint; found none in {shortened(run)}"
+        ". Train first with samplewise train RECIPE, or pass the directory of a run with --run.",
+        param_hint="--run",
+    )
+
+
+def seed_of(model: TrainedModel) -> int:
+    """Seed of the run, from the checkpoint or from run.json; 0 if neither has it."""
+    seed = model.state.get("trainer", {}).get("seed", run_settings(model.run).get("seed"))
+    return seed if type(seed) is int else 0
+
+
+def run_settings(run: Path) -> dict[str, Any]:
+    """Settings in the run.json of a run directory; empty if it cannot be read."""
+    try:
+        settings = json.loads((run / "run.json").read_bytes())["settings"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

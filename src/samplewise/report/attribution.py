@@ -1,0 +1,250 @@
+"""`attribution_page`: queries, the training samples with the highest and lowest scores, and how far to trust them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samplewise.core.text import plural
+from samplewise.report.html import (
+    Section,
+    aligned,
+    columns,
+    definition_list,
+    note_paragraph,
+    number,
+    text,
+    value_table,
+)
+from samplewise.report.page import page, warnings_section
+from samplewise.report.previews import Preview, Previews, as_html
+from samplewise.report.run_log import is_number
+from samplewise.report.settings import headline_tiles
+
+MAX_QUERIES = 100  # on the page
+BUDGET = 4_000_000  # characters of the previews of queries, and of those of training samples
+LIMITS = (
+    "Scores are estimates from gradients at the checkpoints, not the result of an experiment: they do not prove that a "
+    "sample caused a prediction, nor what the model would predict without it. Samples that are alike share the credit. "
+    "Compare scores within one query; their scale depends on the method, the model and the query."
+)
+NOT_MEASURED = (
+    "Not measured. To measure the quality of these scores, train models on random subsets of the training data and "
+    "compare: subsets, retrain and lds of samplewise.attribution.evaluate. Write the result with "
+    "lds(...).save({place!r}) and run this command again, or pass its folder with --trust."
+)
+TRUST_HEADING = "<h3>How far to trust them</h3>"
+LDS = (
+    "LDS: rank correlation between predicted and actual outputs of models that were retrained on random subsets of the "
+    "training data. 1 is perfect, 0 is chance. The values are those in {place}; they hold for scores of the same "
+    "method, model and data."
+)
+
+
+class Trust(NamedTuple):
+    """Linear datamodeling score (LDS) of the scores, measured by retraining.
+
+    ceiling    largest LDS that the noise of retraining allows; None if it was not measured
+    baselines  LDS of scores that need no gradients, by name
+    """
+
+    mean: float
+    standard_error: float
+    ceiling: float | None
+    queries: int
+    subsets: int
+    baselines: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """Sample on the page. score: None for a query; prediction: class index, or None if it is not known."""
+
+    index: int
+    loss: float
+    score: float | None = None
+    prediction: Any = None
+
+
+@dataclass(frozen=True)
+class ShownQuery:
+    """Query with its training samples of highest scores, in descending order, and of lowest, in ascending order."""
+
+    sample: ShownSample
+    highest: list[ShownSample]
+    lowest: list[ShownSample]
+
+
+@dataclass
+class AttributionPage:
+    """Content of the page.
+
+    method, effect   title of the method, and the meaning of a positive score
+    shown, count     the first queries, and the number of all
+    samples          number of training samples
+    train, queries   previews of training samples and of queries, by index
+    trust            None: not measured; `place` is where the page expects it
+    """
+
+    title: str
+    summary: str
+    method: str
+    effect: str
+    shown: list[ShownQuery]
+    count: int
+    samples: int
+    train: Previews
+    queries: Previews
+    settings: Mapping[str, Any]
+    trust: Trust | None
+    place: str
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_trust(path: Path) -> Trust:
+    """Read lds.json, as written by `LDS.save`; raises ValueError for other content."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        trust = Trust(**{name: content[name] for name in Trust._fields})
+        numbers = [trust.mean, trust.standard_error, *trust.baselines.values()]
+        numbers += [] if trust.ceiling is None else [trust.ceiling]
+        valid = all(is_number(value) and math.isfinite(value) for value in numbers)
+        valid = valid and all(type(count) is int for count in (trust.queries, trust.subsets))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"{path} must be the JSON file that LDS.save of samplewise.attribution.evaluate writes, with "
+            f"{', '.join(Trust._fields)}; found other content."
+        )
+    return trust
+
+
+def attribution_page(content: AttributionPage) -> str:
+    """HTML page of an attribution."""
+    shown = content.shown
+    of_queries = content.queries.shown([str(query.sample.index) for query in shown], BUDGET)
+    of_train = content.train.shown(dict.fromkeys(str(each.index) for query in shown for each in _scored(query)), BUDGET)
+    sections = [_query(query, content, of_queries, of_train) for query in shown]
+    messages = [*content.warnings, *content.queries.warnings, *content.train.warnings]
+    if content.count > len(shown):
+        messages.append(
+            f"The page shows the first {len(shown)} of {plural(content.count, 'query', 'queries')}; the scores of all "
+            "are in scores.parquet."
+        )
+    head = f'<p class="quiet">{text(content.summary)}</p>\n{_tiles(content)}'
+    settings = Section("Configuration", columns(value_table("Attribution", content.settings)))
+    return page(content.title, head, [warnings_section(messages), _reading(content), *sections, settings])
+
+
+def _scored(query: ShownQuery) -> list[ShownSample]:
+    return [*query.highest, *query.lowest]
+
+
+def _tiles(content: AttributionPage) -> str:
+    trust = content.trust
+    lds = "not measured" if trust is None else f"{trust.mean:.2f} ± {trust.standard_error:.2f}"
+    return headline_tiles(
+        [
+            ("queries", f"{content.count:,}"),
+            ("training samples", f"{content.samples:,}"),
+            ("quality (LDS)", lds),
+        ]
+    )
+
+
+# --- how to read and trust the scores ---------------------------------------------------------------------------------
+
+
+def _reading(content: AttributionPage) -> Section:
+    meaning = (
+        f'<p><b class="helps">Positive: helps.</b> By {text(content.method)}, {text(content.effect)}. '
+        '<b class="harms">Negative: harms</b>, the opposite.</p>'
+    )
+    return Section(
+        "How to read the scores", f"{meaning}\n{note_paragraph(LIMITS)}\n{_trust(content.trust, content.place)}"
+    )
+
+
+def _trust(trust: Trust | None, place: str) -> str:
+    if trust is None:
+        return f"{TRUST_HEADING}<p>{text(NOT_MEASURED.format(place=place))}</p>"
+    values = {
+        "measured scores": f"{trust.mean:.3f} ± {trust.standard_error:.3f}",
+        **{name: f"{value:.3f}" for name, value in trust.baselines.items()},
+        "noise ceiling": "not measured" if trust.ceiling is None else f"{trust.ceiling:.3f}",
+    }
+    counts = f"{plural(trust.queries, 'query', 'queries')} and {plural(trust.subsets, 'subset')}"
+    measured = value_table(f"LDS ± standard error, over {counts}", values)
+    explanation = note_paragraph(LDS.format(place=place))
+    return f"{TRUST_HEADING}<p>{text(interpretation(trust))}</p>{columns(measured)}{explanation}"
+
+
+def interpretation(trust: Trust) -> str:
+    """One sentence about an LDS: against its error, the best baseline and the ceiling."""
+    best = max(trust.baselines, key=trust.baselines.__getitem__, default=None)
+    floor = max(0.0, trust.baselines[best]) if best is not None else 0.0
+    beaten = f"{best} ({floor:.2f})" if best is not None and floor > 0 else "chance"
+    if trust.mean - 2 * trust.standard_error <= floor:
+        return (
+            f"The scores are not clearly better than {beaten}: do not draw conclusions about single samples from them."
+        )
+    share = "" if not trust.ceiling else f", {trust.mean / trust.ceiling:.0%} of what the noise of retraining allows"
+    return (
+        f"The scores are better than {beaten}: they reach an LDS of {trust.mean:.2f}{share}. They rank groups of "
+        "samples; a single sample can still be misjudged."
+    )
+
+
+# --- queries ----------------------------------------------------------------------------------------------------------
+
+
+def _query(
+    query: ShownQuery, content: AttributionPage, of_queries: Mapping[str, Preview], of_train: Mapping[str, Preview]
+) -> Section:
+    index = str(query.sample.index)
+    own = _query_card(query.sample, of_queries.get(index, {}), content.queries)
+    largest = max((abs(each.score or 0.0) for each in _scored(query)), default=0.0)
+    scores = dict(zip([each.index for each in _scored(query)], aligned([e.score for e in _scored(query)]), strict=True))
+
+    def gallery(title: str, samples: Sequence[ShownSample]) -> str:
+        cards = (
+            _train_card(each, scores[each.index], largest, of_train.get(str(each.index), {}), content.train)
+            for each in samples
+        )
+        return f'<h3>{title}</h3><ul class="gallery">{"".join(cards)}</ul>' if samples else ""
+
+    galleries = gallery("Highest scores", query.highest) + gallery("Lowest scores", query.lowest)
+    return Section(f"Query {index}", f'<div class="query">{own}<div>{galleries}</div></div>')
+
+
+def _query_card(sample: ShownSample, preview: Preview, previews: Previews) -> str:
+    label = previews.label(str(sample.index))
+    lines = _label_line(label)
+    if sample.prediction is not None:
+        prediction = str(previews.class_name(sample.prediction))
+        wrong = " wrong" if label is not None and prediction != label else ""
+        lines += f'<span class="label{wrong}">predicted {text(prediction)}</span>'
+    return _card(f"query {sample.index}", preview, lines + definition_list([("loss", number(sample.loss))]))
+
+
+def _train_card(sample: ShownSample, score: str, largest: float, preview: Preview, previews: Previews) -> str:
+    value = sample.score or 0.0
+    share = abs(value) / largest if largest else 0.0
+    kind = "harms" if value < 0 else "helps"
+    sign = "+" if value > 0 else ""
+    meter = f'<b class="{kind}">{sign}{text(score)}</b><i class="meter {kind}" style="width: {share:.0%}"></i>'
+    lines = meter + _label_line(previews.label(str(sample.index))) + definition_list([("loss", number(sample.loss))])
+    return f"<li>{_card(f'sample {sample.index}', preview, lines)}</li>"
+
+
+def _card(name: str, preview: Preview, lines: str) -> str:
+    return f'<div class="card">{as_html(preview)}<strong>{text(name)}</strong>{lines}</div>'
+
+
+def _label_line(label: str | None) -> str:
+    return "" if label is None else f'<span class="label">label {text(label)}</span>'

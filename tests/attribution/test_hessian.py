@@ -1,0 +1,155 @@
+"""The exact Hessian against torch.autograd.functional.hessian, and influence against training without a sample."""
+
+from importlib import import_module
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plain_loop import batches, loss_fn, make, rows
+from torch import nn
+from torch.func import functional_call
+
+import samplewise as sw
+from samplewise.attribution import Hessian, hessian
+from samplewise.testing.zoo import noise
+
+RIDGE = 0.05
+
+
+def explicit_hessian(model, x, y, loss_fn=loss_fn):
+    """Hessian of the mean loss over all parameters, (P, P)."""
+    names = dict(model.named_parameters())
+    sizes = [p.numel() for p in names.values()]
+
+    class Moved(nn.Module):
+        def forward(self, x):
+            return functional_call(model, self.values, (x,))
+
+    def mean_loss(flat):
+        moved = Moved()
+        parts = flat.split(sizes)
+        moved.values = {n: part.view_as(p) for (n, p), part in zip(names.items(), parts, strict=True)}
+        return loss_fn(moved, (x, y)).mean()
+
+    return torch.autograd.functional.hessian(mean_loss, nn.utils.parameters_to_vector(names.values()).detach())
+
+
+def logistic_regression(n=40, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    x = noise(n, 4).double()
+    y = (x @ noise(4, 3).double() + noise(n, 3).double()).argmax(1)
+    return model, x, y
+
+
+@pytest.mark.parametrize("make_model", [logistic_regression, make])
+def test_matrix(make_model):
+    model, x, y = make_model(n=20)
+    found = sw.hessian(model, loss_fn, batches(x, y, 7))
+    torch.testing.assert_close(found.matrix, explicit_hessian(model, x, y), rtol=1e-10, atol=1e-12)
+    assert repr(found) == f"Hessian({sum(p.numel() for p in model.parameters())} parameters)"
+
+
+def test_rows_in_several_chunks(monkeypatch):
+    monkeypatch.setattr(import_module("samplewise.attribution.hessian"), "ELEMENTS", 60)
+    model, x, y = make(n=20)
+    found = sw.hessian(model, nn.CrossEntropyLoss(), batches(x, y, 7))
+    torch.testing.assert_close(found.matrix, explicit_hessian(model, x, y), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("damping", [None, 0.01])
+def test_influence_equals_the_formula(damping):
+    model, x, y = logistic_regression()
+    query = (x[:6] + 0.5, y[:6])
+    matrix = explicit_hessian(model, x, y)
+    added = matrix.trace() / len(matrix) if damping is None else damping
+    inverse = torch.linalg.inv(matrix + added * torch.eye(len(matrix)))
+    found = sw.influence(
+        model, loss_fn, batches(x, y, 16), [query], curvature=hessian(model, loss_fn, [(x, y)]), damping=damping
+    )
+    torch.testing.assert_close(found, rows(model, x, y) @ inverse @ rows(model, *query).T, rtol=1e-6, atol=1e-9)
+
+
+def trained_to_convergence(model, x, y, n):
+    """Minimize sum of losses / n + ridge / 2 |parameters|^2 with Newton's method."""
+    parameters = list(model.parameters())
+    for _ in range(12):
+        losses = loss_fn(model, (x, y)).sum() / n + RIDGE / 2 * sum(p.square().sum() for p in parameters)
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(losses, parameters)])
+        matrix = explicit_hessian(model, x, y) * len(x) / n
+        move = torch.linalg.solve(matrix + RIDGE * torch.eye(len(matrix)), gradient)
+        for p, part in zip(parameters, move.split([p.numel() for p in parameters]), strict=True):
+            p.data -= part.view_as(p)
+    assert gradient.norm() < 1e-12
+
+
+def test_influence_predicts_training_without_a_sample():
+    """The ridge penalty is the damping. Leaving sample i out raises the loss of a query by influence / n."""
+    model, x, y = logistic_regression(n=400)
+    query = (x[:20] + 0.1, y[:20])
+    trained_to_convergence(model, x, y, len(x))
+    before = loss_fn(model, query).detach()
+    found = sw.influence(
+        model, loss_fn, [(x, y)], [query], curvature=sw.hessian(model, loss_fn, [(x, y)]), damping=RIDGE
+    )
+    strongest = found.norm(dim=1).topk(40).indices[::10]
+    changes = []
+    for i in strongest:
+        rest = torch.arange(len(x)) != i
+        without = nn.Sequential(nn.Linear(4, 3)).double()
+        without.load_state_dict(model.state_dict())
+        trained_to_convergence(without, x[rest], y[rest], len(x))
+        changes.append((loss_fn(without, query).detach() - before) * len(x))
+    changes = torch.stack(changes)
+    assert (changes - found[strongest]).norm() < 0.05 * changes.norm()
+    assert torch.corrcoef(torch.stack([changes.flatten(), found[strongest].flatten()]))[0, 1] > 0.99
+
+
+def test_indefinite_hessians_need_damping():
+    model, x, y = make()
+    curvature = sw.hessian(model, loss_fn, [(x, y)])
+    smallest = torch.linalg.eigvalsh(curvature.matrix)[0].item()
+    assert smallest < 0
+    gradients = sw.gradients(loss_fn(model, (x, y)), model).full()
+    with pytest.raises(
+        ValueError, match=rf"found the smallest eigenvalue {smallest:.3g} with damping 0. Pass a damping"
+    ):
+        curvature.solve(gradients, 0)
+    curvature.solve(gradients, -smallest + 0.01)
+
+
+def test_a_singular_hessian_needs_damping():
+    model, x, y = logistic_regression()
+    with pytest.raises(ValueError, match="the Hessian plus damping must be positive definite; found the smallest"):
+        sw.hessian(model, loss_fn, [(x, y)]).solve(sw.gradients(loss_fn(model, (x, y)), model).full(), 0)
+
+
+def test_losses_linear_in_the_parameters_have_a_zero_hessian():
+    model = nn.Linear(3, 1).double()
+    x = noise(4, 3).double()
+    found = sw.hessian(model, lambda model, x: model(x)[:, 0], [x])
+    assert not found.matrix.any()
+
+
+def test_frozen_and_unused_parameters():
+    model, x, y = make()
+    model[0].bias.requires_grad_(False)
+    model.register_parameter("unused", nn.Parameter(torch.zeros(2).double()))
+    found = sw.hessian(model, loss_fn, [(x, y)])
+    assert list(found.shapes) == ["unused", "0.weight", "2.weight", "2.bias"]
+    assert not found.matrix[:2].any() and found.matrix[2:].any()
+
+
+def test_too_many_parameters():
+    model = nn.Linear(200, 101)
+    with pytest.raises(sw.ParameterError, match=r"1 to 20,000 trainable parameters, .* found 20,301. Use sw.ekfac"):
+        sw.hessian(model, F.cross_entropy, [])
+    with pytest.raises(ValueError, match="the loader must yield at least one batch; found none"):
+        sw.hessian(nn.Linear(2, 2), nn.CrossEntropyLoss(), [])
+
+
+def test_refuses_another_model():
+    model, x, y = logistic_regression()
+    other = Hessian(torch.eye(3).double(), {"weight": (3,)})
+    with pytest.raises(sw.ParameterError, match=r"other names or shapes: 0.bias, 0.weight, weight"):
+        sw.influence(model, loss_fn, [(x, y)], [(x, y)], curvature=other)
