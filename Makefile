@@ -15,6 +15,7 @@ PY      := $(VENV)/$(BIN)/python
 PIP     := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
 DEV     := $(VENV)/.installed-dev
 BENCH   := $(VENV)/.installed-bench
+SITE    := $(VENV)/.installed-site
 # TensorFlow, JAX and TRL have many dependencies of their own, hence a separate environment.
 FRAMEWORKS := .venv-integrations
 # Libraries of attribution: captum and kronfluence have many dependencies, too.
@@ -27,7 +28,7 @@ TORCH_TESTS ?= $(filter-out $(addprefix tests/,report/ release/ typing/ __pycach
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integrations test-torch lint format docs bench comparison attribution clean
+.PHONY: help demo test test-all test-integrations test-torch lint format docs bench comparison attribution migration site clean
 
 help:
 	@echo 'make demo        train a small network on digits and find the wrong labels'
@@ -46,7 +47,9 @@ help:
 	@echo 'make comparison  run the correctness and training-loop tests of docs/comparison.md'
 	@echo 'make attribution make the tables of docs/attribution.md, and compare with traker, dattri, kronfluence and captum'
 	@echo '                 (an hour at first; continues where it stopped)'
-	@echo 'make docs        generate docs/reference.md from the docstrings, and docs/picture.png if its script is newer'
+	@echo 'make docs        generate docs/reference.md from the docstrings, and pictures whose script is newer'
+	@echo 'make site        build the documentation site into build/site and test it in a browser'
+	@echo 'make migration   run the code of the migration pages against both libraries, and measure one number each'
 	@echo 'make clean       remove the virtual environments and all caches'
 
 # ------------------------------------------------------------------------------ environment
@@ -65,6 +68,11 @@ $(BENCH): benchmarks/requirements.txt constraints.txt $(DEV)
 	@echo 'installing the libraries for the comparison into $(VENV)'
 	@$(PIP) -r benchmarks/requirements.txt
 	@$(PIP) --no-deps backpack-for-pytorch==1.7.1
+	@touch $@
+
+$(SITE): docs/requirements.txt constraints.txt $(DEV)
+	@echo 'installing the generator of the documentation site into $(VENV)'
+	@$(PIP) -r docs/requirements.txt
 	@touch $@
 
 $(FRAMEWORKS)/.installed: tests/integrations/requirements.txt constraints.txt pyproject.toml
@@ -98,9 +106,9 @@ demo: $(DEV)
 test: lint
 	$(PY) -m pytest -q -n 2
 
-# -m '' overrides the marker expression in pyproject.toml.
+# -m overrides the marker expression in pyproject.toml.
 test-all: lint
-	$(PY) -m pytest -q -n 2 -m '' --hypothesis-profile=explore
+	$(PY) -m pytest -q -n 2 -m 'not site' --hypothesis-profile=explore
 
 test-integrations: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/$(BIN)/python -m pytest -q -n 2 -m '' tests/integrations
@@ -145,11 +153,23 @@ attribution: $(DEV) $(ATTRIBUTION)/.installed
 	@$(ATTRIBUTION)/bin/python benchmarks/attribution_trak_peers.py
 	@$(ATTRIBUTION)/bin/python benchmarks/attribution_peers.py
 
-docs: $(DEV) docs/picture.png
+docs: $(DEV) docs/picture.png docs/ownership.png
 	@$(PY) docs/reference.py
 
 docs/picture.png: docs/picture.py | $(DEV)
 	@$(PY) docs/picture.py
+
+docs/ownership.png: docs/drawings.py docs/report.png | $(DEV)
+	@$(PY) docs/drawings.py
+
+# The tutorials run when their code or the library has changed: a first build takes some minutes, a second one seconds.
+site: $(SITE)
+	@$(PY) docs/site/build.py
+	@$(PY) -m pytest -q -m site tests/site
+
+migration: $(BENCH) $(ATTRIBUTION)/.installed
+	@$(PY) benchmarks/migration.py opacus backpack vmap lightning accelerate $(if $(WRITE),--write)
+	@$(ATTRIBUTION)/bin/python benchmarks/migration.py attribution $(if $(WRITE),--write)
 
 clean:
 	rm -rf $(VENV) $(FRAMEWORKS) $(ATTRIBUTION) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

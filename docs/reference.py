@@ -144,8 +144,10 @@ def text(thing: Any) -> str:
 
 def block(part: str, parameters: set[str]) -> str:
     lines = part.split("\n")
+    if option(lines[0], parameters) != lines[0]:
+        lines = [line.removeprefix("    ") for line in lines]  # continuation lines of an argument
     if any(line.startswith("    ") or re.search(r"\S {2,}\S", line) for line in lines):
-        return shown(inspect.cleandoc("\n" + part))
+        return shown(inspect.cleandoc("\n" + "\n".join(lines)))
     lines = [option(line, parameters) for line in lines]
     lines = [line if "`" in line else line.replace("*", r"\*") for line in lines]
     listed = [f"\n{line}" if line.startswith("- ") and before[:2] != "- " else line for before, line in pairs(lines)]

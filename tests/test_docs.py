@@ -1,6 +1,7 @@
 """Documentation: code blocks and examples run, links have targets, the public names are documented."""
 
 import itertools
+import json
 import re
 import runpy
 import subprocess
@@ -19,6 +20,8 @@ import samplewise.errors
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+MIGRATION = sorted((ROOT / "docs" / "migration").glob("*.md"))  # benchmarks/migration.py runs their code
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FRAMEWORKS = re.compile(r"^(?:from|import) (?:accelerate|keras|lightning|transformers|trl)\b", re.MULTILINE)
 # tests/integrations runs the others.
@@ -50,6 +53,16 @@ def test_code_blocks_run_in_order_without_a_warning(path):
         for line, code in _blocks(path.read_text()):
             # Leading newlines make a traceback point at the line of the document.
             exec(compile("\n" * line + code, str(path), "exec"), namespace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.name)
+def test_tutorial_runs_without_a_warning(path, tmp_path):
+    """Run a page as `make site` does, in a process of its own."""
+    command = [sys.executable, str(ROOT / "docs" / "site" / "execute.py"), str(path), str(tmp_path)]
+    run = forks.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr
+    assert any(block["text"] for block in json.loads((tmp_path / "outputs.json").read_text())["blocks"])
 
 
 HOW_TO = dict(
@@ -157,7 +170,9 @@ def _dead_links(path: Path):
             yield link
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*DOCUMENTS, *TUTORIALS, *MIGRATION, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name
+)
 def test_links_have_targets(path):
     assert list(_dead_links(path)) == []
 
@@ -168,9 +183,16 @@ def test_a_dead_link_is_found(tmp_path):
     assert list(_dead_links(page)) == ["other.md", "#another"]
 
 
-def test_every_page_can_be_reached_from_the_readme():
-    reached = {(ROOT / link.partition("#")[0]).resolve() for link in _links((ROOT / "README.md").read_text())}
-    assert [page.name for page in DOCUMENTS[1:] if page not in reached] == []
+def test_every_page_can_be_reached_from_the_index():
+    index = ROOT / "docs" / "index.md"
+    assert index in _targets(ROOT / "README.md")
+    pages = [*DOCUMENTS[1:], *TUTORIALS, *MIGRATION]
+    assert [page.name for page in pages if page not in _targets(index) | {index}] == []
+
+
+def _targets(page: Path):
+    """Files that a page links to."""
+    return {(page.parent / link.partition("#")[0]).resolve() for link in _links(page.read_text())}
 
 
 def test_every_example_has_its_section_in_the_examples_page():

@@ -56,3 +56,15 @@ def test_a_label_for_each_picture(place):
     write(place / "train-labels-idx1-ubyte.gz", (3,), [9, 0, 1])
     with pytest.raises(ValueError, match="each picture must have one label; found 2 and 3 in"):
         load("train", place)
+
+
+def test_digits_take_the_place_of_a_missing_package(tmp_path):
+    """The tutorials then have images of the same size and ten classes; no image is in both parts."""
+    module = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "fashion_mnist.py"))
+    either = module["load_or_digits"]
+    either.__globals__["PLACE"] = tmp_path / "missing"
+    pixels, labels, names = either()
+    tests, answers, _ = either("t10k")
+    assert pixels.shape == (1497, 1, 28, 28) and tests.shape == (300, 1, 28, 28)
+    assert labels.shape == (1497,) and answers.shape == (300,)
+    assert names == list("0123456789") and pixels.min() >= 0 and pixels.max() <= 1

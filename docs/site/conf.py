@@ -1,0 +1,32 @@
+"""Sphinx settings of the documentation site. docs/site/build.py writes the pages that Sphinx reads."""
+
+from importlib.metadata import version as installed
+
+project = "samplewise"
+author = "the samplewise authors"
+project_copyright = "the samplewise authors, MIT licence"
+version = release = installed("samplewise")
+
+extensions = ["myst_parser", "sphinx.ext.viewcode", "sphinx_copybutton"]
+myst_enable_extensions = ["colon_fence", "attrs_block"]
+myst_heading_anchors = 4  # links such as page.md#heading, with the anchors that GitHub makes
+highlight_language = "none"  # blocks without a language are output, tables and shell commands
+
+# Names of other packages in signatures have no page here; every name of samplewise must have one.
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!samplewise\b).*")]
+add_module_names = True
+python_maximum_signature_line_length = 90
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"samplewise {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_show_search_summary = False  # summaries are fetched, which browsers refuse for file:// pages
+html_theme_options = {"sidebar_hide_name": False, "top_of_page_buttons": []}
+# The order in which Furo's styles define them; Pygments has no style that is legible on both.
+pygments_style = "tango"
+pygments_dark_style = "monokai"

@@ -1,0 +1,159 @@
+"""Scripts that prepare the documentation site and run its code. `make site` builds and tests the pages themselves."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+SITE = ROOT / "docs" / "site"
+
+
+@pytest.fixture(scope="module")
+def markup():
+    return runpy.run_path(str(SITE / "markup.py"))
+
+
+@pytest.fixture(scope="module")
+def migration():
+    return runpy.run_path(str(ROOT / "benchmarks" / "migration.py"))
+
+
+# ---------------------------------------------------------------------------------------- pages
+
+
+def test_links_lead_to_pages_of_the_site(markup):
+    source = ROOT / "docs" / "tutorials" / "page.md"
+    text = "[a](../step.md#errors) [b](../../examples/fashion_mnist.py) ![c](shown.png) [d](https://e.org/f.md)\n"
+    pages = {ROOT / "docs" / "step.md": "step.md"}
+    changed, scripts = markup["links"](text, source, "tutorials/page.md", pages)
+    assert changed == (
+        "[a](../step.md#errors) [b](../scripts/examples/fashion_mnist.md) ![c](shown.png) [d](https://e.org/f.md)\n"
+    )
+    assert scripts == {ROOT / "examples" / "fashion_mnist.py"}
+
+
+def test_names_of_the_api_are_linked_in_prose_only(markup):
+    text = "# `sw.clip`\n`sw.clip(1.0)` and [`sw.clip`](x.md), `sw.unknown`\n```python\nx = '`sw.clip`'\n```\n"
+    changed = markup["names"](text, {"samplewise.clip"})
+    assert changed == text.replace("`sw.clip(1.0)`", "{py:obj}`sw.clip(1.0) <samplewise.clip>`")
+
+
+def test_two_blocks_become_columns(markup):
+    text = "<!-- columns: Theirs | ours -->\n\n```python\na = 1\n```\n\n```python\nb = 2\n```\n\n<!-- /columns: a -->\n"
+    changed = markup["columns"](text)
+    assert changed.count("::::{container} column\n") == 2
+    assert changed.index("**Theirs**") < changed.index("a = 1") < changed.index("**ours**") < changed.index("b = 2")
+
+
+def test_a_page_of_a_script_shows_its_code(markup):
+    path = ROOT / "examples" / "fashion_mnist.py"
+    assert markup["script_page"](path) == "scripts/examples/fashion_mnist.md"
+    assert path.read_text() in markup["script"](path)
+
+
+# -------------------------------------------------------------------------------------- outputs
+
+
+def execute(page, tmp_path):
+    command = [sys.executable, str(SITE / "execute.py"), str(page), str(tmp_path / "out")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_a_page_is_run_and_its_outputs_are_kept(tmp_path):
+    page = tmp_path / "page.md"
+    draw = "from matplotlib import pyplot as plt\nplt.plot([1, 2])"
+    page.write_text(f"```python\na = 2\n```\n\n```python\nprint(a + 1)\n{draw}\n```\n")
+    assert execute(page, tmp_path).returncode == 0
+    first, second = json.loads((tmp_path / "out" / "outputs.json").read_text())["blocks"]
+    assert first == {"text": "", "figures": []}
+    assert second == {"text": "3\n", "figures": ["1-1.png"]}
+    assert (tmp_path / "out" / "1-1.png").stat().st_size > 1000
+
+
+def test_an_error_and_a_warning_of_a_page_name_its_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n```python\nimport warnings\nwarnings.warn('careful')\n```\n")
+    run = execute(page, tmp_path)
+    assert run.returncode != 0
+    assert f'"{page}", line 5' in run.stderr
+    assert "UserWarning: careful" in run.stderr
+    assert not (tmp_path / "out" / "outputs.json").exists()
+
+
+def test_outputs_are_shown_below_their_block(monkeypatch):
+    monkeypatch.syspath_prepend(SITE)
+    outputs = runpy.run_path(str(SITE / "outputs.py"))
+    result = {"blocks": [{"text": "3\n", "figures": ["0-1.png"]}], "seconds": 1.2}
+    shown = outputs["shown"]("```python\nprint(3)\n```\n\nend\n", result, "/outputs/page")
+    assert shown.index("print(3)") < shown.index("\n3\n") < shown.index("/outputs/page/0-1.png") < shown.index("end")
+
+
+# ------------------------------------------------------------------------------------ migration
+
+
+PAGE = """
+```python
+x = 2.0
+```
+
+<!-- columns: Theirs | ours -->
+
+```python
+y = x * 2
+```
+
+```python
+y = x + {}
+```
+
+<!-- /columns: {} -->
+
+<!-- measured: y -->
+old
+<!-- /measured -->
+"""
+
+
+@pytest.mark.parametrize("claim", ["y", "y ~ 0.01"])
+def test_both_sides_of_a_page_are_compared(migration, tmp_path, claim):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.format("2.0", claim))
+    left, right = migration["run"](page)
+    assert (left["y"], right["y"]) == (4.0, 4.0)
+
+
+@pytest.mark.parametrize(("added", "claim"), [("2.1", "y"), ("2.1", "y ~ 0.01"), ("torch.ones(2)", "y")])
+def test_a_difference_is_an_error(migration, tmp_path, added, claim):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nimport torch\n```\n" + PAGE.format(added, claim))
+    with pytest.raises(ValueError, match=r"y must have one shape|the page claims: y"):
+        migration["run"](page)
+
+
+def test_a_correlation_is_checked(migration):
+    one, two = {"s": torch.arange(9.0)}, {"s": torch.arange(9.0) ** 2}
+    migration["compare"]("correlation of s > 0.9", one, two)
+    with pytest.raises(ValueError, match=r"the page claims: correlation of s > 0\.99; found 0\.96"):
+        migration["compare"]("correlation of s > 0.99", one, two)
+
+
+def test_the_measured_number_is_written(migration, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.format("2.0", "y"))
+    migration["check"](page, write=True)
+    text = page.read_text()
+    assert "`y`: **4** with Theirs, **4** with samplewise." in text and "old" not in text
+    assert text.endswith("\n<!-- /measured -->\n")
+
+
+def test_every_migration_page_compares_something_and_has_a_number(migration):
+    for page in (ROOT / "docs" / "migration").glob("*.md"):
+        text = page.read_text()
+        assert any(part.claims for part in migration["parts"](text)), page
+        assert migration["MEASURED"].search(text), page
+        assert "takes **" in text or "with samplewise." in text, page
