@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from samplewise.core.slow_notice import reported
+from samplewise.core.progress import with_progress
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.engine.independence import storage_of
 
@@ -78,7 +78,7 @@ def map_over_ranks(
     Results of several ranks are exchanged with pickle; they should be small, and on the CPU. Every rank must pass the
     same loader and exhaust the iterator. If `compute` raises on a rank, all ranks raise.
 
-    what: name of the pass, for lines of progress on stderr; default: no such lines
+    what: name of the pass, whose progress is shown on stderr; default: nothing is shown
     """
     group = current_group()
     check_has_all_samples(loader)
@@ -110,7 +110,7 @@ def share_of_rank(loader: Iterable[Any], what: str | None = None) -> Iterator[tu
 
 
 def _with_progress(loader: Iterable[Any], what: str | None) -> Iterable[Any]:
-    return loader if what is None or current_group().rank else reported(loader, what)
+    return loader if what is None or current_group().rank else with_progress(loader, f"{what}, batches")
 
 
 def check_has_all_samples(loader: Iterable[Any]) -> None:

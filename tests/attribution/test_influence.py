@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
-from samplewise.core import slow_notice
+from samplewise.core import progress
 
 
 @pytest.mark.parametrize("microbatch", [None, 2])
@@ -174,8 +174,8 @@ def test_progress_of_slow_passes(monkeypatch, capsys):
     model, x, y = make()
     sw.influence(model, loss_fn, batches(x, y, 6), [(x, y)])
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(slow_notice, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "QUIET", 0.0)
     sw.influence(model, loss_fn, batches(x, y, 6), [(x, y)])
     sw.ekfac(model, loss_fn, batches(x, y, 6))
     found = capsys.readouterr().err.splitlines()
-    assert found[0] == "sw.influence: 0 of 2 batches" and "sw.ekfac, pass 2 of 2: 0 of 2 batches" in found
+    assert found[0] == "sw.influence, batches: 1 of 2" and "sw.ekfac, pass 2 of 2, batches: 1 of 2" in found

@@ -4,21 +4,57 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 QUIET = 2.0  # seconds before the first line
 INTERVAL = 15.0  # seconds between two lines
 
+Item = TypeVar("Item")
+
+_shown = False  # True inside of `progress`: only the outermost one shows something
+
 
 @contextmanager
-def progress(total: int, description: str) -> Iterator[Callable[[int], None]]:
+def progress(total: int | None, description: str) -> Iterator[Callable[[int], None]]:
     """Show the progress of the block. Yields a function that adds to the number of finished parts.
 
-    A bar of rich if stderr is a terminal and rich is installed; otherwise a line after 2 s and then every 15 s.
+    A bar of rich if stderr is a terminal and rich is installed; otherwise a line after 2 s and then every 15 s. Inside
+    of another `progress`, nothing.
+
+    total: number of parts; None if unknown
     """
+    global _shown
+    if _shown:
+        yield lambda parts: None
+        return
+    _shown = True
+    try:
+        with _display(total, description) as advance:
+            yield advance
+    finally:
+        _shown = False
+
+
+def with_progress(items: Iterable[Item], description: str) -> Iterator[Item]:
+    """Yield the items and show how many are done."""
+    with progress(_length(items), description) as advance:
+        for item in items:
+            yield item
+            advance(1)
+
+
+def _length(items: object) -> int | None:
+    try:
+        return len(items)  # type: ignore[arg-type]
+    except TypeError:  # no length, as an iterator or the loader of an iterable dataset
+        return None
+
+
+@contextmanager
+def _display(total: int | None, description: str) -> Iterator[Callable[[int], None]]:
     bar = _bar()
     if bar is None:
         yield _Lines(total, description).advance
@@ -49,8 +85,8 @@ def _bar() -> Any:
 class _Lines:
     """Plain lines, none in the first two seconds."""
 
-    def __init__(self, total: int, description: str):
-        self._total = total
+    def __init__(self, total: int | None, description: str):
+        self._total = "" if total is None else f" of {total}"
         self._description = description
         self._done = 0
         self._next = time.monotonic() + QUIET
@@ -61,4 +97,4 @@ class _Lines:
             return
         self._next = time.monotonic() + INTERVAL
         with suppress(OSError):  # a closed pipe must not stop the computation
-            print(f"{self._description}: {self._done} of {self._total}", file=sys.stderr, flush=True)
+            print(f"{self._description}: {self._done}{self._total}", file=sys.stderr, flush=True)
