@@ -241,11 +241,11 @@ def test_outputs_without_models_are_completed(tmp_path):
 def test_a_second_call_trains_only_what_is_missing(tmp_path):
     sets = subsets(40, 3)
     first = retrain(make_step, data(), sets, queries(), tmp_path, epochs=2)
-    (tmp_path / "00-0001.pt").unlink()
-    times = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.pt")}
+    (tmp_path / "00-0001.safetensors").unlink()
+    times = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")}
     torch.testing.assert_close(retrain(make_step, data(), sets, queries(), tmp_path, epochs=2), first)
     assert all(file.stat().st_mtime_ns == written for file, written in times.items())
-    assert (tmp_path / "00-0001.pt").exists()
+    assert (tmp_path / "00-0001.safetensors").exists()
 
 
 KILLED = """
@@ -273,11 +273,11 @@ def test_a_killed_call_is_continued(tmp_path):
     folder = tmp_path / "models"
     process = subprocess.Popen([sys.executable, str(script), str(folder)])
     deadline = time.monotonic() + 60
-    while len(list(folder.glob("*.pt"))) < 2 and time.monotonic() < deadline and process.poll() is None:
+    while len(list(folder.glob("*.safetensors"))) < 2 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    times = {file: file.stat().st_mtime_ns for file in folder.glob("*.pt")}
+    times = {file: file.stat().st_mtime_ns for file in folder.glob("*.safetensors")}
     assert 2 <= len(times) < 6
     options = {"epochs": 2, "output_fn": slow}
     found = retrain(make_step_with_dropout, data(), subsets(40, 6), queries(), folder, **options)
@@ -307,6 +307,14 @@ def test_a_folder_belongs_to_its_settings(tmp_path):
         retrain(make_step_with_dropout, data(), sets, queries(), tmp_path, epochs=1)
     with pytest.raises(StoreError, match="found other queries"):
         retrain(make_step, data(), sets, queries()[:1], tmp_path, epochs=1)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    sets = subsets(40, 2)
+    retrain(make_step, data(), sets, queries(), tmp_path, epochs=1)
+    (tmp_path / "00-0001.safetensors").write_bytes(b"other content")
+    with pytest.raises(StoreError, match=r"00-0001.safetensors must be a file of tensors; found .* Remove the file"):
+        retrain(make_step, data(), sets, queries(), tmp_path, epochs=1)
 
 
 def test_samples_that_are_not_tensors(tmp_path):

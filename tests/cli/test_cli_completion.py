@@ -69,7 +69,9 @@ def test_a_command_line_is_completed(line, found):
     assert completed(line) == found
 
 
-def test_the_script_for_a_shell():
+def test_the_script_for_a_shell(monkeypatch):
+    # typer otherwise looks for a shell among the parent processes, and there may be none.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "True")
     result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="samplewise")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "_SAMPLEWISE_COMPLETE=complete_bash" in result.stdout

@@ -13,10 +13,11 @@ from samplewise.attribution.blocks import Block, DiagonalBlock, KroneckerBlock, 
 from samplewise.attribution.curvature import Rows, check_damping, check_shapes
 from samplewise.attribution.ekfac_fit import fit
 from samplewise.attribution.sampled_labels import SampledLoss
-from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.core.atomic_io import absolute
 from samplewise.core.batches import check_loader
 from samplewise.core.losses import LossFn, as_loss_fn
 from samplewise.core.snapshot import eval_mode
+from samplewise.core.tensor_file import read_tensors, write_tensors
 from samplewise.core.text import listed
 from samplewise.engine.checks import check_model
 from samplewise.engine.gradients import wanted_parameters
@@ -111,25 +112,23 @@ class EKFAC:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the curvature to a file, atomically. `samplewise.attribution.EKFAC.load(path)` reads it."""
-        file_path = absolute(path)
-        content = {
-            "format": FORMAT,
-            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "blocks": [_block_state(block) for block in self.blocks],
-        }
-        with atomic_write(file_path, file_path.with_name(f"{file_path.name}.partial")) as file:
-            torch.save(content, file)
+        tensors: dict[str, Tensor] = {}
+        blocks = []
+        for number, block in enumerate(self.blocks):
+            fields, own = _block_state(block)
+            blocks.append(fields)
+            tensors.update({f"{number}.{name}": tensor for name, tensor in own.items()})
+        shapes = {name: list(shape) for name, shape in self.shapes.items()}
+        write_tensors(absolute(path), tensors, {"format": FORMAT, "shapes": shapes, "blocks": blocks})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> EKFAC:
         """Read a file written by `save`; runs no code from it."""
         file_path = absolute(path)
         try:
-            content = torch.load(file_path, map_location=device, weights_only=True)
+            tensors, content = read_tensors(file_path, device)
             version = content["format"]
-        except FileNotFoundError:
-            raise
-        except Exception as why:
+        except (ValueError, KeyError, TypeError) as why:
             raise StoreError(f"{file_path} must be a file written by EKFAC.save; found other content: {why}") from why
         if version != FORMAT:
             raise StoreError(
@@ -137,7 +136,11 @@ class EKFAC:
                 "it."
             )
         shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
-        return cls([_block_of(state) for state in content["blocks"]], shapes)
+        own: list[dict[str, Tensor]] = [{} for _ in content["blocks"]]
+        for name, tensor in tensors.items():
+            number, _, field = name.partition(".")
+            own[int(number)][field] = tensor
+        return cls([_block_of(fields, each) for fields, each in zip(content["blocks"], own, strict=True)], shapes)
 
     def __repr__(self) -> str:
         layers = [block.layer for block in self.blocks if isinstance(block, KroneckerBlock)]
@@ -150,25 +153,25 @@ class EKFAC:
         return f"EKFAC({'; '.join(parts)})"
 
 
-def _block_state(block: Block) -> dict[str, Any]:
+def _block_state(block: Block) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Fields and tensors of a block, to be written."""
     if isinstance(block, DiagonalBlock):
-        return {"name": block.name, "eigenvalues": block.eigenvalues}
+        return {"name": block.name}, {"eigenvalues": block.eigenvalues}
     layer = block.layer
-    return {
+    fields = {
         "weight": layer.weight,
         "matrix": list(layer.matrix),
         "bases": list(layer.bases),
         "bias": layer.bias,
         "bias_side": layer.bias_side,
-        "left": block.left,
-        "right": block.right,
-        "eigenvalues": block.eigenvalues,
     }
+    tensors = {"left": block.left, "right": block.right, "eigenvalues": block.eigenvalues}
+    return fields, {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def _block_of(state: dict[str, Any]) -> Block:
-    if "name" in state:
-        return DiagonalBlock(state["name"], state["eigenvalues"])
-    rows, columns = state["matrix"]
-    layer = Layer(state["weight"], (rows, columns), tuple(state["bases"]), state["bias"], state["bias_side"])
-    return KroneckerBlock(layer, state["left"], state["right"], state["eigenvalues"])
+def _block_of(fields: dict[str, Any], tensors: dict[str, Tensor]) -> Block:
+    if "name" in fields:
+        return DiagonalBlock(fields["name"], tensors["eigenvalues"])
+    rows, columns = fields["matrix"]
+    layer = Layer(fields["weight"], (rows, columns), tuple(fields["bases"]), fields["bias"], fields["bias_side"])
+    return KroneckerBlock(layer, tensors.get("left"), tensors.get("right"), tensors["eigenvalues"])

@@ -51,6 +51,8 @@ class Projection:
 
     def total(self, parts: Mapping[str, Tensor], zeros: Tensor) -> Tensor:
         """Sum (b, dim) of the contributions of the parameters, in the order of `parts`, added to zeros (b, dim)."""
+        for part in parts.values():  # complex parameters have complex projections
+            zeros = zeros.to(torch.promote_types(zeros.dtype, part.dtype))
         for name, part in parts.items():
             zeros[:, self._block(name)] += part
         return zeros * self._normalization.to(zeros)

@@ -1,7 +1,7 @@
 """Retraining on subsets of the training data, cached in a folder.
 
     settings.json       settings of the trainings; a folder with other settings is refused
-    00-0007.pt          repetition 0, subset 7: outputs of the queries, and the parameters with keep_models=True
+    00-0007.safetensors repetition 0, subset 7: outputs of the queries, and the state dict with keep_models=True
 
 Each model is written atomically when its training has ended, so that an interrupted call continues where it stopped.
 The result does not depend on the interruption: a model depends on its seed only.
@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
 from multiprocessing import get_context
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,14 @@ from samplewise.core.atomic_io import absolute, atomic_write
 from samplewise.core.progress import progress
 from samplewise.core.snapshot import random_state_restored
 from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.core.tensor_file import read_tensors, require_safetensors, write_tensors
 from samplewise.errors import StoreError
 from samplewise.eval_pass import check_order, check_repeatable
 from samplewise.step.step import Step
 
 Job = tuple[int, int]  # (repetition, subset)
+SUFFIX = ".safetensors"
+STATE = "model."  # prefix of the tensors of the state dict
 
 
 def retrain(
@@ -86,6 +89,7 @@ def retrain(
     training = Training(make_step, dataset, queries, output_fn, epochs, batch_size, collate_fn)
     chosen = _checked(subsets, len(dataset))  # type: ignore[arg-type]  # a map-style data set has a length
     folder = absolute(folder)
+    require_safetensors("retrained models")
     with random_state_restored():
         step = training.new_step(_seed_of(seed, (0, 0)))
     asked = len(training.outputs(step.model))  # also finds errors of output_fn before anything is trained
@@ -99,14 +103,14 @@ def retrain(
 
 def models(make_step: MakeStep, folder: str | os.PathLike[str], repeat: int = 0) -> Iterator[nn.Module]:
     """Iterate over the models that `retrain(..., keep_models=True)` has trained, in the order of the subsets."""
-    files = sorted(absolute(folder).glob(f"{repeat:02}-*.pt"))
+    files = sorted(absolute(folder).glob(f"{repeat:02}-*{SUFFIX}"))
     if not files:
         raise FileNotFoundError(f"{folder} must hold trained models; found none. Call retrain with keep_models=True.")
     with random_state_restored():
         model = make_step().model
     for file in files:
-        parameters = torch.load(file, weights_only=True)["parameters"]
-        if parameters is None:
+        parameters = {name.removeprefix(STATE): t for name, t in _load(file).items() if name.startswith(STATE)}
+        if not parameters:
             raise FileNotFoundError(
                 f"{file} must hold parameters; found outputs only. Call retrain with keep_models=True."
             )
@@ -133,8 +137,9 @@ class _Retraining:
         else:
             trained = (self.training.trained(*each) for each in zip(subsets, seeds, strict=True))
         for job, model in zip(jobs, trained, strict=True):
-            parameters = model.state_dict() if self.keep_models else None
-            _write(self.folder, job, {"outputs": self.training.outputs(model), "parameters": parameters})
+            state = model.state_dict() if self.keep_models else {}
+            parameters = {STATE + name: tensor for name, tensor in state.items()}
+            write_tensors(_file(self.folder, job), {"outputs": self.training.outputs(model), **parameters}, None)
         return len(jobs)
 
     def train_in_worker(self, jobs: Sequence[Job], stack: bool) -> int:
@@ -167,7 +172,7 @@ def _in_processes(
     retraining: _Retraining, groups: Sequence[Sequence[Job]], stack: bool, processes: int
 ) -> Iterator[int]:
     try:
-        pickle.dumps(retraining)
+        ForkingPickler.dumps(retraining)
     except Exception as why:
         raise ValueError(
             f"processes={processes} needs make_step, dataset, queries and output_fn that can be pickled; found {why}. "
@@ -248,19 +253,20 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _file(folder: Path, job: Job) -> Path:
-    return folder / f"{job[0]:02}-{job[1]:04}.pt"
-
-
-def _write(folder: Path, job: Job, content: dict[str, Any]) -> None:
-    path = _file(folder, job)
-    with atomic_write(path, path.with_suffix(".partial")) as file:
-        torch.save(content, file)
+    return folder / f"{job[0]:02}-{job[1]:04}{SUFFIX}"
 
 
 def _is_done(folder: Path, job: Job, keep_models: bool) -> bool:
     path = _file(folder, job)
-    return path.exists() and not (keep_models and torch.load(path, weights_only=True)["parameters"] is None)
+    return path.exists() and (not keep_models or len(_load(path)) > 1)
 
 
 def _read(folder: Path, job: Job) -> Tensor:
-    return torch.load(_file(folder, job), weights_only=True)["outputs"]
+    return _load(_file(folder, job))["outputs"]
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return read_tensors(path)[0]
+    except ValueError as why:
+        raise StoreError(f"{why} Remove the file; the next call trains its model again.") from why

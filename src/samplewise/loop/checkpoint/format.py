@@ -40,6 +40,7 @@ from torch import Tensor
 from samplewise.core.atomic_io import sync_file
 from samplewise.core.format_version import other_version
 from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.core.tensor_file import require_safetensors
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint.encoding import RESERVED_NAME, Malformed, check_sizes, from_json, to_json
 from samplewise.loop.checkpoint.schema import COUNT, DICT, TEXT, Schema, check
@@ -82,16 +83,6 @@ class Chunk(NamedTuple):
 
 def shard_file(rank: int) -> str:
     return f"rank-{rank}.safetensors"
-
-
-def require_safetensors() -> Any:
-    """Import safetensors, or raise ImportError with the command to install it."""
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError:
-        raise ImportError("checkpoints need safetensors: pip install 'samplewise[train]'") from None
-    return safetensors
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from samplewise.core.atomic_io import sync_directory
+from samplewise.core.tensor_file import require_safetensors
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.distributed.sharded_parameters import is_dtensor
 from samplewise.errors import CheckpointError
@@ -33,7 +34,6 @@ from samplewise.loop.checkpoint.format import (
     corrupt,
     read_shard,
     read_state,
-    require_safetensors,
     shard_file,
     write_shard,
     write_state,
