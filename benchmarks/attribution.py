@@ -13,7 +13,7 @@ missing, and a call that was interrupted continues. The first call takes about a
   TracIn                  sw.influence over 5 checkpoints
   influence, Hessian      sw.influence with curvature=sw.hessian (logistic regression)
   EK-FAC                  sw.influence with curvature=sw.ekfac
-  TRAK-k                  sw.trak with k models
+  TRAK-k                  sw.trak with k models, 512 dimensions each
 
 LDS is the agreement with the mean output of two trainings on each subset; "one training" uses the first only, as
 published numbers of other libraries do. The ceiling is what a perfect prediction would reach.
@@ -140,7 +140,8 @@ class Study:
             del methods["influence, Hessian"]
         for count in (1, 10, self.task.models):
             if count <= self.task.models:
-                methods[f"TRAK-{count}"] = lambda count=count: self._trak(count)
+                methods[f"TRAK-{count}"] = lambda count=count: self._trak(count, DIM)
+        methods[f"TRAK-{self.task.models}, {2 * DIM} dimensions"] = lambda: self._trak(self.task.models, 2 * DIM)
         return methods
 
     def _influence(self, states: list[dict[str, Tensor]], **options: Any) -> tuple[Tensor, float]:
@@ -163,9 +164,9 @@ class Study:
         scores = sw.influence(model, self.task.loss_fn, self.train, self.queries, curvature=curvature)
         return scores.T, path.stat().st_size / MEGABYTE
 
-    def _trak(self, count: int) -> tuple[Tensor, float]:
-        store = self.folder / f"store-{count}"
-        scores = sw.trak(self.ensemble(count), self.task.output_fn, self.train, self.queries, DIM, path=store)
+    def _trak(self, count: int, dim: int) -> tuple[Tensor, float]:
+        store = self.folder / f"store-{count}-{dim}"
+        scores = sw.trak(self.ensemble(count), self.task.output_fn, self.train, self.queries, dim, path=store)
         return scores, sum(file.stat().st_size for file in store.rglob("*") if file.is_file()) / MEGABYTE
 
     def scored(self, name: str) -> Scored:
@@ -219,7 +220,7 @@ def table(study: Study, threads: int) -> Table:
     )
     machine = f"torch {torch.__version__}, {plural(threads, 'thread')}; {processor()}"
     header = ["method", "LDS", "± standard error", "LDS, one training", "seconds", "MB"]
-    caption = f"{sizes}; TRAK with {DIM} dimensions; default damping. {machine}."
+    caption = f"{sizes}; TRAK with {DIM} dimensions, if no other number is given; default damping. {machine}."
     return Table(f"lds-{task.name}", f"Attribution: {task.name}", [header, *study.rows()], caption)
 
 

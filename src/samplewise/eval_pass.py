@@ -70,6 +70,13 @@ def check_repeatable(loader: Iterable[Any], name: str) -> None:
         )
 
 
+def check_train_and_queries(train: Iterable[Any], queries: Iterable[Any]) -> None:
+    """Raise if scores of training samples for queries would not be in the order of the datasets."""
+    for loader, name in ((train, "train"), (queries, "queries")):
+        check_repeatable(loader, name)
+        check_order(loader, "Use shuffle=False: rows and columns of the result are in the order of the loaders.")
+
+
 def map_over_ranks(
     compute: Callable[[Any], Result], loader: Iterable[Any], what: str | None = None
 ) -> Iterator[Result]:

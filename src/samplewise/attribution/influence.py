@@ -13,7 +13,7 @@ from samplewise.attribution.metrics import Metric, Parts, metric_of
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.gradients import Gradients
-from samplewise.eval_pass import Checkpoint, at_each, check_order, check_repeatable, map_over_ranks, parameters_kept
+from samplewise.eval_pass import Checkpoint, at_each, check_train_and_queries, map_over_ranks, parameters_kept
 from samplewise.scan import scan
 
 ALL = ""  # name of the only part of scores that are not divided by layer
@@ -86,9 +86,7 @@ def influence(
     microbatch: size of the pieces of training batches, as in `sw.scan`
     """
     _check_options(curvature, damping, cosine, by)
-    for loader, name in ((train, "train"), (queries, "queries")):
-        check_repeatable(loader, name)
-        check_order(loader, "Use shuffle=False: rows and columns of the result are in the order of the loaders.")
+    check_train_and_queries(train, queries)
     scores = _Scores(model, loss_fn, metric_of(curvature, damping), cosine, by, microbatch)
     total: Parts = {}
     with eval_mode(model), parameters_kept(model):

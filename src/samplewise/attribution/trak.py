@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from samplewise.attribution.outputs import OutputFn
 from samplewise.attribution.store import ProjectedStore
 from samplewise.distributed.group import current_group, on_rank_zero
-from samplewise.eval_pass import check_order, check_repeatable
+from samplewise.eval_pass import check_train_and_queries
 
 
 def trak(
@@ -48,9 +48,7 @@ def trak(
     dtype: of the stored rows, "float32" (default), or "float16" for half the disk space and errors of about
         0.25 % of the largest score
     """
-    for loader, name in ((train, "train"), (queries, "queries")):
-        check_repeatable(loader, name)
-        check_order(loader, "Use shuffle=False: rows and columns of the result are in the order of the loaders.")
+    check_train_and_queries(train, queries)
     with _directory(path) as folder:
         store = ProjectedStore(folder, dim, seed, dtype=dtype)
         projected: dict[int, Tensor] = {}

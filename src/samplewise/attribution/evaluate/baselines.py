@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
-from samplewise.eval_pass import check_order, check_repeatable
+from samplewise.eval_pass import check_train_and_queries
 
 
 def baselines(model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: Iterable[Any]) -> dict[str, Tensor]:
@@ -28,9 +28,7 @@ def baselines(model: nn.Module, loss_fn: LossFn, train: Iterable[Any], queries: 
     Batches are (x, labels), or dicts with labels. If a label is not one integer, all samples are of the same class. The
     features of a model with tokens are means over the tokens.
     """
-    for loader, name in ((train, "train"), (queries, "queries")):
-        check_repeatable(loader, name)
-        check_order(loader, "Use shuffle=False: rows and columns of the result are in the order of the loaders.")
+    check_train_and_queries(train, queries)
     loss = as_loss_fn(loss_fn)
     with eval_mode(model), torch.no_grad():
         ours = _described(model, loss, queries)
