@@ -16,6 +16,7 @@ from typing import Any, get_overloads
 
 import samplewise
 from samplewise import attribution, diagnostics
+from samplewise.attribution import evaluate
 from samplewise.integrations import loggers
 from samplewise.loop import callbacks, events
 from samplewise.privacy.audit import PrivacyAudit
@@ -46,7 +47,10 @@ RETURNED = (
     samplewise.BackwardResult,
     samplewise.Update,
     *(kind for kinds in RESULTS.values() for kind in kinds),
+    evaluate.LDS,
+    evaluate.Removal,
 )  # not created by users
+EVALUATE = ("subsets", "retrain", "models", "lds", "LDS", "removal", "Removal", "baselines")  # in the order of use
 SHOWN = ("__call__", "__getitem__")  # special methods that are documented
 
 
@@ -55,6 +59,8 @@ def page() -> str:
     for title, names in SECTIONS.items():
         parts += [f"## {title}", *(entry(f"sw.{name}", getattr(samplewise, name)) for name in names)]
         parts += [entry(kind.__name__, kind) for kind in RESULTS.get(title, ())]
+    parts += ["## Quality of attribution", f"In `{evaluate.__name__}`. {text(evaluate)}"]
+    parts += [entry(name, getattr(evaluate, name)) for name in EVALUATE]
     parts += ["## Callbacks", "In `sw.callbacks`."]
     parts += [entry(name, each) for name, each in classes(callbacks)]
     parts += ["### Events", text(events), "## Loggers", f"In `{loggers.__name__}`. {text(loggers)}"]
@@ -122,7 +128,8 @@ def argument(parameter: inspect.Parameter) -> str:
     kind = f": {kind}" if kind not in ("", "Any") else ""
     if parameter.default is parameter.empty:
         return f"{star}{parameter.name}{kind}"
-    return f"{parameter.name}{kind}{' = ' if kind else '='}{parameter.default!r}"
+    value = parameter.default.__name__ if inspect.isfunction(parameter.default) else repr(parameter.default)
+    return f"{parameter.name}{kind}{' = ' if kind else '='}{value}"
 
 
 def annotation(value: Any) -> str:

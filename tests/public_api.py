@@ -20,6 +20,7 @@ FILE = Path(__file__).with_suffix(".txt")
 MODULES = (
     "samplewise",
     "samplewise.attribution",
+    "samplewise.attribution.evaluate",
     "samplewise.diagnostics",
     "samplewise.integrations.loggers",
     "samplewise.loop.callbacks",

@@ -14,6 +14,7 @@ from typing import Any, get_overloads
 import reference
 
 import samplewise
+from samplewise.attribution import evaluate
 from samplewise.integrations import loggers
 from samplewise.loop import callbacks, events
 from samplewise.testing import rules
@@ -22,6 +23,7 @@ from samplewise.testing import rules
 def pages() -> dict[str, str]:
     """Path of each page -> its Markdown."""
     found = {f"reference/{slug(title)}.md": section(title) for title in reference.SECTIONS}
+    found["reference/evaluate.md"] = evaluate_page()
     found["reference/callbacks.md"] = callbacks_page()
     found["reference/loggers.md"] = loggers_page()
     found["reference/testing.md"] = testing_page()
@@ -47,6 +49,7 @@ def overview(paths: list[str]) -> str:
         parts += [f"## {title}", "\n".join(["| name | |", "|---|---|", *rows])]
     parts += [
         "## More",
+        "- [Quality of attribution](reference/evaluate.md), in `samplewise.attribution.evaluate`\n"
         "- [Callbacks](reference/callbacks.md), in `sw.callbacks`\n"
         "- [Loggers](reference/loggers.md), in `samplewise.integrations.loggers`\n"
         "- [Gradient rules](reference/testing.md), in `samplewise.testing`\n"
@@ -77,6 +80,11 @@ def section(title: str) -> str:
     parts += [entry(name, getattr(samplewise, name), "samplewise") for name in reference.SECTIONS[title]]
     parts += [entry(kind.__name__, kind, kind.__module__) for kind in reference.RESULTS.get(title, ())]
     return "\n\n".join(parts) + "\n"
+
+
+def evaluate_page() -> str:
+    entries = [entry(name, getattr(evaluate, name), evaluate.__name__) for name in reference.EVALUATE]
+    return "\n\n".join(["# Quality of attribution", reference.text(evaluate), *entries]) + "\n"
 
 
 def callbacks_page() -> str:
