@@ -72,7 +72,7 @@ class RowsFile:
 
     def append(self, rows: Tensor, weights: Tensor | None = None) -> None:
         """Append rows (B, dim) float32, and their weights (B,) if the file has weights."""
-        scales = torch.linalg.vector_norm(rows, torch.inf, dim=1)
+        scales = torch.maximum(rows.amax(1), -rows.amin(1))  # ten times as fast as a norm or abs
         parts = {"rows": rows / scales.where(scales > 0, 1)[:, None], "scales": scales}
         if self.index.weighted:
             assert weights is not None
