@@ -307,6 +307,28 @@ def test_a_folder_belongs_to_its_settings(tmp_path):
         retrain(make_step_with_dropout, data(), sets, queries(), tmp_path, epochs=1)
     with pytest.raises(StoreError, match="found other queries"):
         retrain(make_step, data(), sets, queries()[:1], tmp_path, epochs=1)
+    x, y = data().tensors
+    with pytest.raises(StoreError, match="found other dataset"):
+        retrain(make_step, TensorDataset(x, (y + 1) % 3), sets, queries(), tmp_path, epochs=1)
+    with pytest.raises(StoreError, match="found other content of queries"):
+        retrain(make_step, data(), sets, [(x + 1, y) for x, y in queries()], tmp_path, epochs=1)
+
+
+class Augmented(Dataset):
+    """Samples with noise that differs at each access."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        x, y = data()[i]
+        return x + 0.01 * torch.randn(5, dtype=torch.float64), y
+
+
+def test_augmented_data_can_be_continued(tmp_path):
+    sets = subsets(40, 2)
+    first = retrain(make_step_with_dropout, Augmented(), sets, queries(), tmp_path, epochs=1)
+    assert torch.equal(retrain(make_step_with_dropout, Augmented(), sets, queries(), tmp_path, epochs=1), first)
 
 
 def test_a_damaged_file_is_named(tmp_path):
@@ -341,6 +363,8 @@ def test_bad_arguments_of_retrain(tmp_path):
         retrain(make_step, data(), sets, queries(), tmp_path, epochs=0)
     with pytest.raises(ValueError, match="indices below 40, the size of the data set; found 44"):
         retrain(make_step, data(), [torch.tensor([44])], queries(), tmp_path, epochs=1)
+    with pytest.raises(TypeError, match="dataset must be a map-style data set, with a length and an index; found"):
+        retrain(make_step, iter([]), sets, queries(), tmp_path, epochs=1)
     with pytest.raises(ValueError, match="at least one subset; found none"):
         retrain(make_step, data(), [], queries(), tmp_path, epochs=1)
     with pytest.raises(TypeError, match=r"make_step\(\) must return a sw.Step with a new model; found Sequential"):

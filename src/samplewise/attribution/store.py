@@ -226,9 +226,9 @@ class ProjectedStore:
         chunk: rows in memory at a time; default 8192
         """
         _check_positive("k", k)
-        options = {"cosine": cosine, "damping": damping, "layers": layers}
+        chunks = self.score_chunks(queries, chunk, cosine=cosine, damping=damping, layers=layers)
         best: tuple[Tensor, Tensor] | None = None
-        for part, scores in self.score_chunks(queries, chunk, **options):  # type: ignore[arg-type]
+        for part, scores in chunks:
             samples = torch.arange(part.start, part.stop).expand(len(scores), -1)
             if best is not None:
                 scores = torch.cat([best[0], scores], 1)

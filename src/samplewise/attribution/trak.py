@@ -66,8 +66,9 @@ def trak(
 
 
 def _each(models: nn.Module | Iterable[nn.Module]) -> Iterable[nn.Module]:
-    is_one = isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
-    return [models] if is_one else models  # type: ignore[return-value, list-item]
+    if isinstance(models, nn.ModuleList) or not isinstance(models, nn.Module):
+        return models
+    return [models]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from samplewise.attribution.evaluate.lds import oriented
 from samplewise.attribution.evaluate.retrain import retrain
-from samplewise.attribution.evaluate.training import MakeStep
+from samplewise.attribution.evaluate.training import MakeStep, number_of_samples
 from samplewise.core.text import render
 
 
@@ -55,7 +55,7 @@ def removal(
     baselines: name -> scores for comparison, such as nearest neighbours; removing random samples is added
     training: further arguments of `retrain`, such as epochs, batch_size and output_fn
     """
-    n = len(dataset)  # type: ignore[arg-type]  # a map-style data set has a length
+    n = number_of_samples(dataset)
     if type(k) is not int or not 0 < k < n:
         raise ValueError(f"k must be an integer from 1 to {n - 1}, fewer than the training samples; found {k!r}.")
     count = _number_of_queries(scores, n)

@@ -26,9 +26,10 @@ from torch.utils.data import Dataset
 
 from samplewise.attribution.evaluate import stacked
 from samplewise.attribution.evaluate.lds import Subsets
-from samplewise.attribution.evaluate.training import MakeStep, Training, threads
+from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples, threads
 from samplewise.attribution.outputs import OutputFn, margin
 from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.core.batches import leaves
 from samplewise.core.progress import progress
 from samplewise.core.snapshot import random_state_restored
 from samplewise.core.tensor_bytes import tensor_bytes
@@ -39,6 +40,7 @@ from samplewise.step.step import Step
 
 Job = tuple[int, int]  # (repetition, subset)
 SUFFIX = ".safetensors"
+COMPARED = 64  # training samples whose values are compared with those of an earlier call
 STATE = "model."  # prefix of the tensors of the state dict
 
 
@@ -87,13 +89,13 @@ def retrain(
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} must be an integer, 1 or more; found {number!r}.")
     training = Training(make_step, dataset, queries, output_fn, epochs, batch_size, collate_fn)
-    chosen = _checked(subsets, len(dataset))  # type: ignore[arg-type]  # a map-style data set has a length
+    chosen = _checked(subsets, number_of_samples(dataset))
     folder = absolute(folder)
     require_safetensors("retrained models")
     with random_state_restored():
         step = training.new_step(_seed_of(seed, (0, 0)))
     asked = len(training.outputs(step.model))  # also finds errors of output_fn before anything is trained
-    _claim(folder, {**_settings(training, step, chosen, seed), "queries": asked})
+    _claim(folder, _settings(training, step, chosen, asked, seed))
     jobs = [(r, s) for r in range(repeats) for s in range(len(chosen)) if not _is_done(folder, (r, s), keep_models)]
     if jobs:
         _train_all(_Retraining(training, chosen, folder, seed, keep_models), jobs, step, processes)
@@ -206,15 +208,18 @@ def _checked(subsets: Subsets, n: int) -> list[Tensor]:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _settings(training: Training, step: Step, subsets: Sequence[Tensor], seed: int) -> dict[str, Any]:
-    """Settings that change the outputs; a function is known by what it makes."""
+def _settings(training: Training, step: Step, subsets: Sequence[Tensor], queries: int, seed: int) -> dict[str, Any]:
+    """Settings that change the outputs; a function is known by what it makes, data by some of their values."""
     optimizer = getattr(step.optimizer, "param_groups", [])
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer]
     return {
         "step": repr(step),
         "model": _digest(step.model.parameters()),
         "optimizer": json.loads(json.dumps(groups, default=repr)),
-        "samples": len(training.dataset),  # type: ignore[arg-type]
+        "samples": number_of_samples(training.dataset),
+        "dataset": _repeatable(lambda: _digest_of_data(_some_samples(training.dataset))),
+        "queries": queries,
+        "content of queries": _repeatable(lambda: _digest_of_data(training.queries)),
         "subsets": _digest(subsets),
         "epochs": training.epochs,
         "batch_size": training.batch_size,
@@ -229,6 +234,28 @@ def _digest(tensors: Iterable[Tensor]) -> str:
         digest.update(str(tuple(tensor.shape)).encode())
         digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
+
+
+def _some_samples(dataset: Any) -> list[Any]:
+    """Up to COMPARED samples at equal distances."""
+    count = number_of_samples(dataset)
+    return [dataset[i] for i in range(0, count, -(-count // COMPARED))]
+
+
+def _digest_of_data(items: Iterable[Any]) -> str:
+    """Checksum of the tensors and plain values in samples or batches."""
+    digest = hashlib.sha256()
+    for item in items:
+        for leaf in leaves(item):
+            digest.update(tensor_bytes(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
+    return digest.hexdigest()
+
+
+def _repeatable(compute: Callable[[], str]) -> str:
+    """Result of a function, or "random" if a second call gives another one, as for data with augmentations."""
+    with random_state_restored():
+        first = compute()
+        return first if compute() == first else "random"
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:

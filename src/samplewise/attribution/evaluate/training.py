@@ -18,6 +18,16 @@ from samplewise.step.step import Step
 MakeStep = Callable[[], Step]
 
 
+def number_of_samples(dataset: Any) -> int:
+    """Length of a map-style data set; raises TypeError for others."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            "dataset must be a map-style data set, with a length and an index; found "
+            f"{type(dataset).__name__}. Subsets are chosen by index: pass a list of samples, or a TensorDataset."
+        )
+    return len(dataset)
+
+
 @dataclass(frozen=True)
 class Training:
     """Settings that are the same for all models."""
