@@ -14,7 +14,7 @@ from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import eval_mode
 from samplewise.engine.gradients import Gradients
 from samplewise.eval_pass import Checkpoint, at_each, check_train_and_queries, map_over_ranks, parameters_kept
-from samplewise.scan import scan
+from samplewise.scan import Scanner, scan
 
 ALL = ""  # name of the only part of scores that are not divided by layer
 
@@ -133,16 +133,17 @@ class _Scores(NamedTuple):
 
     def of_all(self, train: Iterable[Any], queries: Iterable[Any]) -> Parts:
         """Scores (training samples, queries) of each part."""
-        columns = [self._with_query(train, self._query(g)) for _, g in scan(self.model, self.loss_fn, queries, None)]
+        scanner = Scanner(self.model, self.loss_fn, self.microbatch)  # keeps the size of microbatches that fits
+        queried = scan(self.model, self.loss_fn, queries, None)
+        columns = [self._with_query(scanner, train, self._query(g)) for _, g in queried]
         return _joined(columns, "queries", dim=1)
 
     def _query(self, g: Gradients) -> _Query:
         return _Query(self.metric.query(g), self._norms(g) if self.cosine else {})
 
-    def _with_query(self, train: Iterable[Any], query: _Query) -> Parts:
+    def _with_query(self, scanner: Scanner, train: Iterable[Any], query: _Query) -> Parts:
         def of_batch(batch: Any) -> Parts:
-            pieces = scan(self.model, self.loss_fn, [batch], self.microbatch)
-            return _joined([self._of_piece(g, query) for _, g in pieces], "train")
+            return _joined([self._of_piece(g, query) for _, g in scanner.of(batch)], "train")
 
         return _joined(list(map_over_ranks(of_batch, train, "sw.influence")), "train")
 
