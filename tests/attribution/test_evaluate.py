@@ -369,6 +369,17 @@ def test_bad_arguments_of_retrain(tmp_path):
         retrain(make_step, data(), [], queries(), tmp_path, epochs=1)
     with pytest.raises(TypeError, match=r"make_step\(\) must return a sw.Step with a new model; found Sequential"):
         retrain(lambda: make_step().model, data(), sets, queries(), tmp_path, epochs=1)
+    shared, generator = make_step(), torch.Generator().manual_seed(0)
+    with pytest.raises(ValueError, match="a new model in each call; found the same parameters in two calls"):
+        retrain(lambda: shared, data(), sets, queries(), tmp_path, epochs=1)
+
+    def unseeded():
+        step = make_step()
+        step.model[0].weight.data.normal_(generator=generator)
+        return step
+
+    with pytest.raises(ValueError, match="the same parameters for the same random state of torch; found different"):
+        retrain(unseeded, data(), sets, queries(), tmp_path, epochs=1)
     with pytest.raises(ValueError, match="queries must be a loader or a list"):
         retrain(make_step, data(), sets, iter(queries()), tmp_path, epochs=1)
     with pytest.raises(ValueError, match="queries must yield at least one batch"):

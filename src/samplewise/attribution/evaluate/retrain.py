@@ -94,6 +94,7 @@ def retrain(
     require_safetensors("retrained models")
     with random_state_restored():
         step = training.new_step(_seed_of(seed, (0, 0)))
+        _check_new_model(step.model, training.new_step(_seed_of(seed, (0, 0))).model)
     asked = len(training.outputs(step.model))  # also finds errors of output_fn before anything is trained
     _claim(folder, _settings(training, step, chosen, asked, seed))
     jobs = [(r, s) for r in range(repeats) for s in range(len(chosen)) if not _is_done(folder, (r, s), keep_models)]
@@ -203,6 +204,21 @@ def _checked(subsets: Subsets, n: int) -> list[Tensor]:
                 f"subsets must hold indices below {n}, the size of the data set; found {int(subset.max())}."
             )
     return chosen
+
+
+def _check_new_model(one: nn.Module, other: nn.Module) -> None:
+    """Raise if two models that make_step returned for the same seed share trained parameters, or differ in them."""
+    pairs = [(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True) if a.requires_grad]
+    if any(a.data_ptr() == b.data_ptr() and a.numel() for a, b in pairs):
+        raise ValueError(
+            "make_step() must return a Step with a new model in each call; found the same parameters in two calls. "
+            "Create the model inside make_step."
+        )
+    if not all(torch.equal(a, b) for a, b in pairs):
+        raise ValueError(
+            "make_step() must return the same parameters for the same random state of torch; found different ones. "
+            "Draw initial parameters from the global generator of torch, which is seeded before the call."
+        )
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
