@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from by_loop import assert_as_loop, count_passes
 from daily import every
 from torch import nn
@@ -143,6 +144,80 @@ def test_a_hook_somewhere_in_the_process_refuses_nothing(case):
 
 
 # ------------------------------------------------------------- forward hooks, which change no gradient
+
+
+# Parameters whose gradients consist of rounding errors only, and the losses.
+
+
+def key_bias(x):
+    """The softmax does not depend on it."""
+    q, k, v = (nn.Linear(6, 6).to(x) for _ in range(3))
+    return ((q(x) @ k(x).mT).softmax(-1) @ v(x)).square().sum((1, 2)), {"bias": k.bias}
+
+
+def key_bias_of_a_transformer(x):
+    layer = nn.MultiheadAttention(6, 2, batch_first=True, kdim=6, vdim=4).to(x)
+    bias = nn.Parameter(torch.randn(6).to(x))
+    return layer(x, x + bias, x[..., :4], need_weights=False)[0].square().sum((1, 2)), {"bias": bias}
+
+
+def bias_before_a_norm(x):
+    layer = nn.Conv1d(5, 3, 1).to(x)
+    return F.instance_norm(layer(x)).pow(3).sum((1, 2)), {"bias": layer.bias}
+
+
+def length_of_normalized_values(x):
+    layer = nn.Linear(6, 5).to(x)
+    return F.layer_norm(layer(x), (5,), eps=0).square().sum((1, 2)), dict(layer.named_parameters())
+
+
+def constant_probabilities(x):
+    layer = nn.Linear(6, 5).to(x)
+    return layer(x).softmax(-1).sum((1, 2)), dict(layer.named_parameters())
+
+
+def losses_that_cancel(x):
+    layer = nn.Linear(6, 5).to(x)
+    h = layer(x)
+    return (h.logsumexp(-1) - (h - 1).logsumexp(-1)).sum(1), dict(layer.named_parameters())
+
+
+CANCELLING = [
+    key_bias,
+    key_bias_of_a_transformer,
+    bias_before_a_norm,
+    length_of_normalized_values,
+    constant_probabilities,
+    losses_that_cancel,
+]
+
+
+@pytest.mark.parametrize("samples", [2, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", CANCELLING)
+def test_gradients_that_all_cancel_to_rounding_errors(make, dtype, samples):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = noise(samples, 5, 6).to(dtype)
+        x.requires_grad_().register_hook(PER_SAMPLE["doubled"])
+        losses, parameters = make(x)
+        arriving = torch.autograd.grad(losses.sum(), x, retain_graph=True)[0].abs().max()
+        g = sw.gradients(losses, parameters)
+        assert g.norms().max() <= 200 * torch.finfo(dtype).eps * arriving.clamp_min(1)
+
+
+@pytest.mark.parametrize("depth", [4, 12])
+def test_a_hook_below_the_cut_is_refused_whatever_the_size_of_the_gradient(depth):
+    """The gradient of the first layer is tiny beside that of the last one, and is not a rounding error."""
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(depth))).double()
+    for layer in net[1:]:
+        layer.weight.data *= 1e-3
+    for _ in range(2):
+        weight = net[0].weight.t()
+        weight.register_hook(PER_SAMPLE["doubled"])
+        losses = net[1:](noise(5, 3).double() @ weight).square().sum(1) + net[-1].bias.sum()
+        with pytest.raises(sw.GraphError, match="those of 'first' do not"):
+            sw.gradients(losses, {"first": net[0].weight}).norms()
 
 
 @pytest.fixture

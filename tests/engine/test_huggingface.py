@@ -266,6 +266,60 @@ def test_experts_in_a_grouped_kernel():
     assert_agrees(g, rows, probe_for(wanted(model), B), CORE, SINGLE)
 
 
+# ------------------------------------------------------------- several steps, with other data in each
+
+
+def padded_ids(step):
+    """Rows of other lengths in each step; id 0 is padding."""
+    with seeded(step):
+        return torch.randint(3, VOCABULARY, (B, T)) * (torch.arange(T) < torch.randint(2, T + 1, (B, 1)))
+
+
+def last_token_classes(model, ids):
+    logits = model(input_ids=ids, attention_mask=(ids > 0).long()).logits
+    return F.cross_entropy(logits, torch.arange(len(ids)) % 3, reduction="none")
+
+
+def pairs(model, ids):
+    """Preferences: chosen and rejected answers are the halves of the batch."""
+    losses = next_words(model, torch.cat([ids, ids.flip(1)]))
+    return F.softplus(losses[: len(ids)] - losses[len(ids) :])
+
+
+def small_swin():
+    sizes = dict(image_size=8, patch_size=2, embed_dim=8, depths=[2], num_heads=[2], window_size=2)
+    dropouts = dict(drop_path_rate=0.0, **QUIET)
+    return transformers.SwinConfig(num_channels=3, num_labels=3, **sizes, **dropouts)
+
+
+LABELS = dict(num_labels=3, pad_token_id=0)
+STEPS = {
+    "llama, last token": (
+        transformers.LlamaForSequenceClassification,
+        lambda: transformers.LlamaConfig(**GROUPED, **LABELS),
+        last_token_classes,
+        padded_ids,
+    ),
+    "gpt2, last token": (
+        transformers.GPT2ForSequenceClassification,
+        lambda: transformers.GPT2Config.from_dict(CAUSAL["gpt2 (tied head)"]().to_dict() | LABELS),
+        last_token_classes,
+        padded_ids,
+    ),
+    "mixtral": (AutoModelForCausalLM, lambda: mixtral("eager"), next_words, padded_ids),
+    "gpt2, pairs": (AutoModelForCausalLM, CAUSAL["gpt2 (tied head)"], pairs, padded_ids),
+    "swin": (AutoModelForImageClassification, small_swin, classes, lambda step: images(8) + step),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_several_steps(name):
+    kind, config, losses_of, data = STEPS[name]
+    model = make(kind, config())
+    for step in (0, 0, 1, 2, 3):
+        compare(model, losses_of, data(step))
+
+
 def test_gradient_checkpointing():
     model = make(AutoModelForCausalLM, CAUSAL["llama (grouped queries, rotary)"](), "eager").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

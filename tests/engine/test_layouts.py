@@ -9,7 +9,8 @@ from torch import nn
 from samplewise.engine.cut import find_cut
 from samplewise.engine.graph import Edge, Graph
 from samplewise.engine.independence import Constants
-from samplewise.engine.layouts import SampleDim, inner_at, locate, proofs
+from samplewise.engine.layouts import SampleDim, inner_at, locate
+from samplewise.engine.ownership import owners
 from samplewise.engine.probe import MIXED, probe
 from samplewise.testing.zoo import CASES, Net, noise, wanted
 
@@ -21,13 +22,12 @@ def test_proofs_hold(case, B):
         B = 5
     model, inputs = case.build(B)
     graph = Graph(case.losses(model, inputs), wanted(model))
-    proven = proofs(graph)
-    edges = list(proven)
+    tags = owners(graph).tags
+    edges = list(tags)
     for edge, owner in zip(edges, probe(graph, edges).owners, strict=True):
-        flat = owner.flatten()
-        expected = torch.arange(flat.numel()) // proven[edge] % len(graph.losses)
-        assert not (flat == MIXED).any(), f"{edge.node} is mixed, yet proven clean"
-        assert ((flat == expected) | (flat < 0)).all(), f"{edge.node}: another owner than proven"
+        expected = tags[edge].owners(edge.shape, owner.device)
+        assert not (owner == MIXED).any(), f"{edge.node} is mixed, yet proven clean"
+        assert ((owner == expected) | (owner < 0)).all(), f"{edge.node}: another owner than proven"
 
 
 def test_locate_and_back():

@@ -89,12 +89,55 @@ def test_rows_in_chunks():
         torch.testing.assert_close(torch.cat([piece[name] for piece in pieces]), whole[name])
 
 
-def test_twice_keeps_nothing():
+def test_twice_keeps_nothing_large():
     model, x = wide("linear")
     g = sw.gradients(model(x).square().mean(1), model, strategy="twice")
     g.norms()
     kept = g._evaluator._strategies["twice"]
-    assert not kept.forms and not kept.versions._versions
+    assert not kept.forms and not kept.rows and not kept.versions._versions
+
+
+class ImageModel(nn.Module):
+    """A convolution with rows much smaller than its output, and a linear layer with rows larger than its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(1, 2, 3)
+        self.head = nn.Linear(2 * 14 * 14, 8)
+
+    def forward(self, x):
+        self.hidden = self.stem(x)
+        return self.head(self.hidden.tanh().flatten(1)).square().mean(1)
+
+
+WEIGHTS = torch.tensor([0.5, -2.0, 0.0, 1.0]).double()
+
+
+def test_second_pass_of_twice_ends_above_layers_whose_rows_are_kept():
+    model = ImageModel().double()
+    losses = model(noise(4, 1, 16, 16).double())
+    g = sw.gradients(losses, model, strategy="twice")
+    g.norms()
+    assert set(g._evaluator._strategies["twice"].rows) == {"stem.weight", "stem.bias"}
+    reached = []
+    model.hidden.register_hook(reached.append)
+    g.backward(WEIGHTS)
+    assert not reached
+    assert not g._evaluator._strategies["twice"].rows
+    expected = torch.autograd.grad(losses, list(model.parameters()), WEIGHTS)
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
+def test_second_pass_of_twice_is_whole_with_a_hook_on_a_parameter():
+    model = ImageModel().double()
+    losses = model(noise(4, 1, 16, 16).double())
+    (expected,) = torch.autograd.grad(losses, model.stem.weight, WEIGHTS, retain_graph=True)
+    g = sw.gradients(losses, model, strategy="twice")
+    g.norms()
+    model.stem.weight.register_hook(lambda gradient: 3 * gradient)
+    g.backward(WEIGHTS)
+    torch.testing.assert_close(model.stem.weight.grad, 3 * expected)
 
 
 @pytest.mark.parametrize(("tokens", "held"), [(2, True), (64, False)])

@@ -1,6 +1,6 @@
 """Ownership derived from shapes, for every operation in the table and every layout in which all sizes are equal.
 
-Nothing is verified by extra passes here: each claim of `proofs` is compared with what a probe finds.
+Nothing is verified by extra passes here: each claim of `owners` is compared with what a probe finds.
 """
 
 from itertools import product
@@ -12,7 +12,8 @@ from daily import every
 from torch import nn
 
 from samplewise.engine.graph import Graph
-from samplewise.engine.layouts import MOVERS, VIEWS, proofs
+from samplewise.engine.layouts import MOVERS, VIEWS
+from samplewise.engine.ownership import owners
 from samplewise.engine.probe import MIXED, probe
 
 B = 3  # samples, tokens, channels, features: all the same
@@ -31,12 +32,15 @@ def chosen(h):
 ELEMENTWISE = {
     "Abs": torch.abs,
     "Acos": lambda h: torch.acos(h * 0.5),
+    "Acosh": lambda h: torch.acosh(h + 3),
     "Add": lambda h: h + other(h)[0],
     "Addcdiv": lambda h: torch.addcdiv(h, h, 2 + other(h)),
     "Addcmul": lambda h: torch.addcmul(h, h, other(h)),
     "Asin": lambda h: torch.asin(h * 0.5),
+    "Asinh": torch.asinh,
     "Atan": torch.atan,
     "Atan2": lambda h: torch.atan2(h, other(h)),
+    "Atanh": lambda h: torch.atanh(h * 0.5),
     "BinaryCrossEntropy": lambda h: F.binary_cross_entropy(h.sigmoid(), other(h), reduction="none"),
     "BinaryCrossEntropyWithLogits": lambda h: F.binary_cross_entropy_with_logits(h, other(h), reduction="none"),
     "Celu": F.celu,
@@ -46,10 +50,12 @@ ELEMENTWISE = {
     "Clone": torch.clone,
     "Cos": torch.cos,
     "Cosh": torch.cosh,
+    "Digamma": lambda h: torch.digamma(h + 3),
     "Div": lambda h: h / other(h)[:, :1],
     "Elu": F.elu,
     "Erf": torch.erf,
     "Erfc": torch.erfc,
+    "Erfinv": lambda h: torch.erfinv(h * 0.5),
     "Exp": torch.exp,
     "Exp2": torch.exp2,
     "Expand": lambda h: h[:, :, None].expand(B, B, B, B),
@@ -62,8 +68,10 @@ ELEMENTWISE = {
     "Hardswish": F.hardswish,
     "Hardtanh": lambda h: F.hardtanh(h, -0.5, 0.5),
     "HuberLoss": lambda h: F.huber_loss(h, other(h), reduction="none"),
+    "Hypot": lambda h: torch.hypot(h, other(h)),
     "LeakyRelu": F.leaky_relu,
     "Lerp": lambda h: torch.lerp(h, other(h), 0.3),
+    "Lgamma": lambda h: torch.lgamma(h + 3),
     "Log": lambda h: (h + 2).log(),
     "Log10": lambda h: (h + 2).log10(),
     "Log1P": lambda h: (h + 1.5).log1p(),
@@ -89,6 +97,7 @@ ELEMENTWISE = {
     "Sigmoid": torch.sigmoid,
     "Silu": F.silu,
     "Sin": torch.sin,
+    "Sinc": torch.sinc,
     "Sinh": torch.sinh,
     "SmoothL1Loss": lambda h: F.smooth_l1_loss(h, other(h), reduction="none"),
     "Softplus": F.softplus,
@@ -130,6 +139,27 @@ MOVING = {
     "SafeSoftmax": [lambda h: torch.ops.aten._safe_softmax(h, 2), lambda h: torch.ops.aten._safe_softmax(h, 0)],
     "LogSoftmax": over_dims(torch.log_softmax),
     "Cumsum": over_dims(torch.cumsum),
+    "Cumprod": over_dims(torch.cumprod),
+    "Logcumsumexp": over_dims(torch.logcumsumexp),
+    "Topk": over_dims(lambda h, d: h.topk(2, d).values),
+    "Sort": over_dims(lambda h, d: h.sort(d).values),
+    "IndexSelect": over_dims(lambda h, d: h.index_select(d, torch.tensor([2, 0, 2]))),
+    "Roll": [*over_dims(lambda h, d: h.roll(1, d)), lambda h: h.roll(2), lambda h: h.roll((1, 2), (0, 2))],
+    "Flip": [*over_dims(lambda h, d: h.flip(d)), lambda h: h.flip(0, 1)],
+    "Tril": [torch.tril, lambda h: h.tril(-1), lambda h: h[0].tril(1)],
+    "Triu": [torch.triu, lambda h: h.triu(1), lambda h: h[:, 1].triu(-1)],
+    "FftC2C": over_dims(lambda h, d: torch.view_as_real(torch.fft.fft(torch.complex(h, other(h)), dim=d)).sum(-1)),
+    "FftR2C": [
+        *over_dims(lambda h, d: torch.view_as_real(torch.fft.rfft(h, dim=d)).sum(-1)),
+        lambda h: torch.view_as_real(torch.fft.fft2(h)).sum(-1),
+    ],
+    "FftC2R": over_dims(lambda h, d: torch.fft.irfft(torch.complex(h, other(h)), n=B, dim=d)),
+    "ViewAsReal": [lambda h: torch.view_as_real(torch.complex(h, other(h))), lambda h: torch.view_as_real(h * 1j)],
+    "ViewAsComplex": [
+        lambda h: torch.view_as_complex(torch.stack([h, h * 2], -1)).abs(),
+        lambda h: torch.view_as_complex(h[..., :2].contiguous()).real * 2,
+    ],
+    "Unfold": over_dims(lambda h, d: h.unfold(d, 2, 1)),
     "Slice": [
         lambda h: h[1:],
         lambda h: h[:, :2],
@@ -138,6 +168,8 @@ MOVING = {
         lambda h: h[:, 1:, 1:],
         lambda h: torch.cat([h, h], 1)[:, 2:5],
         lambda h: torch.cat([h, h], 0)[1:4],
+        *(lambda h, d=d: _sides(torch.cat([h, h * 2], d), d) for d in (0, 1, 2)),
+        *(lambda h, d=d: _interleaved(torch.stack([h, h * 2], d + 1).flatten(d, d + 1), d) for d in (0, 1, 2)),
     ],
     "Gather": [
         *(lambda h, d=d: h.gather(d, chosen(h)) for d in (0, 1, 2, -1)),
@@ -147,10 +179,14 @@ MOVING = {
     "Scatter": [
         *(lambda h, d=d: h.scatter(d, chosen(h)[:, :1], 0.5) for d in (0, 1, 2, -1)),
         *(lambda h, d=d: h.scatter(d, chosen(h)[:, :1], other(h)) for d in (0, 1, 2)),
-        *(lambda h, d=d: other(h).scatter(d, chosen(h)[:, :1], h) for d in (0, 1, 2)),
+        *(lambda h, d=d: other(h).scatter(d, chosen(h)[:, :1], h[:, :1]) for d in (0, 1, 2)),
     ],
     "Split": [lambda h, d=d: torch.cat(h.split(2, d)[::-1], d) for d in (0, 1, 2)],
-    "SplitWithSizes": [lambda h, d=d: torch.cat(h.split([1, 2], d)[::-1], d) for d in (0, 1, 2)],
+    "SplitWithSizes": [
+        *(lambda h, d=d: torch.cat(h.split([1, 2], d)[::-1], d) for d in (0, 1, 2)),
+        *(lambda h, d=d: sum(torch.cat([h, h * 2], d).split([3, 3], d)) for d in (0, 1, 2)),
+        *(lambda h, d=d: torch.cat([h, h * 2], d).split([1, 3, 2], d)[1] for d in (0, 1, 2)),
+    ],
     "UnsafeSplit": [lambda h, d=d: torch.cat(torch.unsafe_split(h, 2, d)[::-1], d) for d in (0, 1, 2)],
     "Cat": [lambda h, d=d: torch.cat([h, h * 2], d) for d in (0, 1, 2, -1)],
     "Glu": [lambda h, d=d: F.glu(torch.cat([h, h * 2], d), d) for d in (0, 1, 2, -1)],
@@ -183,6 +219,31 @@ MOVING = {
     "Bmm": [lambda h: h.bmm(other(h)), lambda h: other(h).bmm(h), lambda h: h.bmm(h)],
     "Baddbmm": [lambda h: torch.baddbmm(h, h, other(h)), lambda h: torch.baddbmm(h[:1], other(h), h)],
     "Mv": [lambda h: h[0].mv(other(h)[0, 0]), lambda h: h[:, 0].mv(h[1, 1]), lambda h: other(h)[0].mv(h[0, 0])],
+    "Trilinear": [
+        lambda h: F.bilinear(h[0], h[1], other(h)),
+        lambda h: F.bilinear(h[:, 0], other(h)[0], h),
+        lambda h: torch._trilinear(h[0], h, other(h)[0], [1, 3], [0], [1, 2], [1, 3]),
+        lambda h: torch._trilinear(h[0], other(h), h[1], [1, 2], [0], [2, 3], [2, 3]),
+    ],
+    "LinalgSolveEx": [
+        *(lambda h, left=left: torch.linalg.solve(other(h)[0] + h[0], h[1], left=left) for left in (True, False)),
+        *(lambda h, left=left: torch.linalg.solve(h + 3 * torch.eye(B), h, left=left) for left in (True, False)),
+        *(lambda h, left=left: torch.linalg.solve(h[0] + 3 * torch.eye(B), h, left=left) for left in (True, False)),
+        lambda h: torch.linalg.solve(h + 3 * torch.eye(B), h[0]),  # (B, B): a batch of vectors, not one matrix
+        lambda h: torch.linalg.solve(h.expand(B, B, B, B) + 3 * torch.eye(B), other(h)[0]),
+        lambda h: torch.linalg.solve(other(h) + 3 * torch.eye(B), h),
+    ],
+    "Cdist": [
+        lambda h: torch.cdist(h, other(h), p=3.0),
+        lambda h: torch.cdist(h[0], h[1], p=1.0),
+        lambda h: torch.cdist(other(h)[0], h, p=1.0),
+        lambda h: torch.cdist(h, h[0].tanh(), p=1.0),
+    ],
+    "EuclideanDist": [
+        lambda h: torch.cdist(h, other(h), compute_mode="use_mm_for_euclid_dist"),
+        lambda h: torch.cdist(h[0], h[1].tanh(), compute_mode="use_mm_for_euclid_dist"),
+        lambda h: torch.cdist(other(h)[0], h, compute_mode="use_mm_for_euclid_dist"),
+    ],
     "Convolution": [
         lambda h: F.conv1d(h, other(h), padding=1),
         lambda h: F.conv1d(other(h), h, padding=1),
@@ -234,6 +295,19 @@ MOVING = {
     "Unsqueeze": [lambda h, d=d: h.unsqueeze(d) for d in (0, 1, 3, -1)],
     "Alias": [lambda h: torch.ops.aten.alias(h)],
 }
+
+
+def _sides(h, dim):
+    """The sum of two halves, as of the two sides of pairs."""
+    first, second = h.narrow(dim, 0, B), h.narrow(dim, B, B)
+    return first + 2 * second
+
+
+def _interleaved(h, dim):
+    """The sum of every second entry, beginning with the first and with the second."""
+    even, odd = [slice(None)] * 3, [slice(None)] * 3
+    even[dim], odd[dim] = slice(None, None, 2), slice(1, None, 2)
+    return h[tuple(even)] + 2 * h[tuple(odd)]
 
 
 def _nll(h):
@@ -304,10 +378,10 @@ def assert_claims_hold(name, layouts):
             continue
         graph = Graph(losses, {"weight": weight})
         met = met or name in graph.operations.values()
-        claims = proofs(graph)
+        claims = owners(graph).tags
         edges = list(claims)
         for edge, owner in zip(edges, probe(graph, edges).owners, strict=True):
-            claimed = torch.arange(owner.numel()).view(owner.shape) // claims[edge] % B
+            claimed = claims[edge].owners(edge.shape, owner.device)
             where = f"{graph.operations[edge.node]} after {name}, samples in dim {place}, read from dim {reading}"
             assert not (owner == MIXED).any(), f"{where}: shared by samples, yet claimed for one"
             assert ((owner == claimed) | (owner < 0)).all(), f"{where}: claimed for another sample"

@@ -107,3 +107,28 @@ def test_functions_defined_in_every_forward_pass_leave_nothing_behind():
     for _ in range(5):
         assert_as_loop(losses(), layer)
     assert [len(cache) for cache in caches] == sizes
+
+
+class ScaledProduct(torch.autograd.Function):
+    """Numbers stand between and before the tensors."""
+
+    @staticmethod
+    def forward(ctx, scale, x, name, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.scale = scale
+        return scale * (x @ weight)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return None, ctx.scale * g @ weight.t(), None, ctx.scale * x.t() @ g
+
+
+@pytest.mark.parametrize("width", [3, 4, 5])  # with 4 or 5, the gradients of x and weight have the same shape
+def test_arguments_that_are_no_tensors(width):
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(width, 2)).double()
+    weight = nn.Parameter(torch.linspace(-1, 1, 5 * width).double().view(5, width))
+    for step in range(3):
+        x = torch.linspace(-2, 2, 30).double().view(5, 6).cos() + step
+        losses = model[1](ScaledProduct.apply(2.0 + step, model[0](x), "name", weight).tanh()).square().sum(1)
+        assert_as_loop(losses, {**dict(model.named_parameters()), "weight": weight})

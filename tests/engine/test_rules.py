@@ -43,10 +43,22 @@ EXAMPLES = {
         with_weight(lambda m, x: torch.addmm(x[:, :3].T, m.w, x.T, alpha=2).T.tanh(), 3, 6), noise(SAMPLES, 6)
     ),
     ("Addmm", 2): lambda: on(linear, noise(SAMPLES, 5, 6)),
+    ("Bmm", 0): lambda: on(
+        with_weight(lambda m, x: torch.einsum("bhi,hoi->obh", x, m.w).transpose(0, 1).tanh(), 2, 5, 6),
+        noise(SAMPLES, 2, 6),
+    ),
     ("Bmm", 1): lambda: on(
         with_weight(lambda m, x: torch.einsum("bhi,hio->bho", x, m.w).tanh(), 2, 6, 5), noise(SAMPLES, 2, 6)
     ),
     ("Mv", 1): lambda: on(with_weight(lambda m, x: (x @ m.w).tanh(), 6), noise(SAMPLES, 6)),
+    ("Trilinear", 1): lambda: on(Net(lambda m, x: m.f(x, x.tanh()), f=nn.Bilinear(6, 6, 3)), noise(SAMPLES, 5, 6)),
+    ("LinalgSolveEx", 0): lambda: on(
+        with_weight(lambda m, x: torch.linalg.solve(m.w + 3 * torch.eye(6), x.mT).mT, 6, 6), noise(SAMPLES, 5, 6)
+    ),
+    ("Cdist", 0): lambda: on(with_weight(lambda m, x: torch.cdist(m.w, x, p=3.0), 5, 6), noise(SAMPLES, 2, 6)),
+    ("Cdist", 1): lambda: on(with_weight(lambda m, x: torch.cdist(x, m.w), 5, 6), noise(SAMPLES, 6)),
+    ("EuclideanDist", 0): lambda: on(with_weight(lambda m, x: by_products(m.w, x).T, 5, 6), noise(SAMPLES, 6)),
+    ("EuclideanDist", 1): lambda: on(with_weight(lambda m, x: by_products(x, m.w), 5, 6), noise(SAMPLES, 6)),
     ("Convolution", 1): lambda: on(conv, noise(SAMPLES, 2, 9, 9)),
     ("Convolution", 2): lambda: on(conv, noise(SAMPLES, 2, 9, 9)),
     ("Embedding", 0): lambda: on(nn.Sequential(nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 3)), tokens(SAMPLES, 5)),
@@ -74,6 +86,10 @@ EXAMPLES = {
 }
 
 
+def by_products(x, y):
+    return torch.cdist(x, y, compute_mode="use_mm_for_euclid_dist")
+
+
 def lstm(batch_first=False, **options):
     def forward(m, x):
         out, (h, c) = m.f(x if batch_first else x.transpose(0, 1))
@@ -90,8 +106,9 @@ def test_every_rule_has_an_example():
 def test_rule(key):
     torch.manual_seed(0)
     model, losses = EXAMPLES[key]()
-    fused_kernel = key[0] == "MkldnnRnnLayer"  # float32 only, and PyTorch has no second derivative of it
-    check_rule(key, model, losses, 2e-4 if fused_kernel else 1e-9, second_order=not fused_kernel)
+    fused_kernel = key[0] == "MkldnnRnnLayer"  # float32 only
+    no_second_derivative = fused_kernel or key[0] == "Cdist"  # in PyTorch
+    check_rule(key, model, losses, 2e-4 if fused_kernel else 1e-9, second_order=not no_second_derivative)
 
 
 def test_a_rule_that_is_off_is_caught():

@@ -9,6 +9,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.engine import layouts, verify
 from samplewise.engine.graph import Graph
+from samplewise.engine.separation import distinct_powers
 from samplewise.engine.structure import forget_structures
 from samplewise.testing.zoo import Net, noise
 
@@ -137,7 +138,7 @@ def _layers():
 def test_any_two_samples_have_different_weights_in_some_pass(samples):
     losses = torch.ones(samples, requires_grad=True) * 1.0
     graph = Graph(losses, {})
-    codes = torch.stack(list(verify._distinct_powers(graph)), 1)
+    codes = torch.stack(list(distinct_powers(graph, torch.rand(samples))), 1)
     assert len(codes.unique(dim=0)) == samples
 
 

@@ -10,6 +10,7 @@ from samplewise.testing.zoo import INDEPENDENT
 C = 0.3
 
 
+@pytest.mark.filterwarnings("ignore:modules are in eval mode")  # by intention
 @pytest.mark.parametrize("scalar", [False, True], ids=["losses", "outputs"])
 @pytest.mark.parametrize("case", every(8, INDEPENDENT, 5), ids=lambda case: case.name)
 def test_backward(case, scalar):

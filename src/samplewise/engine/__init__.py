@@ -6,18 +6,23 @@ Data flows in this order:
            ─ graph       nodes between the losses and the parameters, with the graph structure as a key
 
     Once per graph structure and shapes:
-           ─ layouts     the sample that owns each row of a gradient: proven from shapes for known operations,
-             probe       or measured with backward passes whose loss weights are powers of two
-             verify      verification of each proof with extra backward passes
+           ─ ownership   the sample that owns each element of a gradient, node by node:
+             layouts     from shapes and saved numbers, for known operations,
+             local_probe or by calls of the node itself, whose answers are claims
+             verify      verification of the result with extra backward passes
+             probe       if this does not suffice: backward passes through the whole graph, whose loss weights are
+                         powers of two
            ─ cut         boundary below which a gradient mixes samples; independence: error if samples depend on
                          each other there
            ─ plan        rule for each use of a parameter; parameter_side: operations between the use and
                          the parameter. Plans are cached.
 
     For each graph:
+           ─ local_probe verification of the claims that the plan depends on; of Python functions during the pass
            ─ strategies  order of the steps below
            ─ backward    one backward pass from the losses to the cut
-             hooks       error for hooks on tensors or nodes below the cut, where this pass does not run
+             hooks       error for hooks on tensors or nodes below the cut, where this pass does not run;
+                         registered_hooks: whether the graph has hooks at all
            ─ saved       tensors that the operations saved for backward
            ─ rules       conversion of saved tensors and output gradient into
              grads       a representation of per-sample gradients: rows (dense), factors (factored),

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from samplewise.engine.graph import Edge, Graph, Node, numel
+from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, numel
 from samplewise.engine.parts import Part, divided
-from samplewise.engine.registered_hooks import foreign_hooks, removed_afterwards
+from samplewise.engine.registered_hooks import have_hooks, may_have_hooks, removed_afterwards
 
 OperandGradients = Callable[[], Mapping[int, Tensor] | None]  # by operand position; None if the node must be run
 Arrived = Callable[[int, dict[int, Tensor]], OperandGradients | None]
@@ -40,10 +40,23 @@ def gradients_at(
 ) -> list[Tensor]:
     """Gradients of the weighted losses at the given edges, from one backward pass; zeros if there is none.
 
-    `weights` (b,) default to ones. The graph is retained.
+    `weights` (b,) default to ones. The graph is retained. Hooks on the edges are part of the gradients.
     """
+    if may_have_hooks(graph):  # the result of a pass does not have those on nodes that the pass runs, prehooks see them
+        return _viewed_gradients(graph, edges, weights, create_graph)
     gradients = _gradients(_Roots.of(graph, weights), edges, create_graph)
     return [edge.zeros() if g is None else g for edge, g in zip(edges, gradients, strict=True)]
+
+
+def _viewed_gradients(graph: Graph, edges: Sequence[Edge], weights: Tensor | None, create_graph: bool) -> list[Tensor]:
+    stops = stops_at(graph, {edge.node for edge in edges})
+    gradients: dict[EdgeKey, Tensor] = {}
+
+    def arrived(stop: int, here: dict[int, Tensor]) -> None:
+        gradients.update({(stop, slot): gradient for slot, gradient in here.items()})
+
+    _pass_on_during(graph, stops, (stops.whole,), arrived, weights, create_graph)
+    return [gradients[key] if (key := graph.key(edge)) in gradients else edge.zeros() for edge in edges]
 
 
 class _Roots(NamedTuple):
@@ -82,6 +95,11 @@ def _gradients(roots: _Roots, edges: Sequence[tuple[Node, int]], create_graph: b
     return gradients
 
 
+def accumulate_sum(losses: Tensor, weights: Tensor) -> None:
+    """Add Σ w × gradient to `.grad`: torch.autograd.backward(losses, weights), without its checks of arguments."""
+    _engine_run_backward((losses,), (weights,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 class Stops(NamedTuple):
     """Nodes at which gradients are read, for all graphs of one structure. Nodes are positions in `graph.nodes`."""
 
@@ -97,7 +115,15 @@ def stops_at(graph: Graph, nodes: Iterable[Node], replaceable: Iterable[Node] = 
     """Return the stops of a pass that reads the gradients at `nodes`. Those of them in `replaceable` need not be run,
     because the callback returns the gradients of their operands.
     """
-    chosen = set(nodes)
+    chosen = frozenset(nodes)
+    key = (chosen, frozenset(replaceable))
+    if key not in graph.stops:
+        graph.stops[key] = _stops_at(graph, *key)
+    stops: Stops = graph.stops[key]
+    return stops
+
+
+def _stops_at(graph: Graph, chosen: frozenset[Node], replaceable: frozenset[Node]) -> Stops:
     above = set[Node]()
     for node in reversed(graph.nodes):
         if node in chosen or node in above:
@@ -106,9 +132,9 @@ def stops_at(graph: Graph, nodes: Iterable[Node], replaceable: Iterable[Node] = 
     sizes = [numel(Edge(node, slot).shape) for node in ordered for slot in graph.used_slots(node)]
     slots = {graph.index[node]: graph.used_slots(node) for node in ordered}
     ends = frozenset(graph.index[node] for node in ordered if node not in above)
-    run = chosen | above
-    (whole,) = divided(graph, slots, ends, run, set())
-    parts = divided(graph, slots, ends, run, above.intersection(replaceable))
+    whole = Part(tuple(stop for stop in slots if stop not in ends), tuple(stop for stop in slots if stop in ends))
+    skipped = above.intersection(replaceable)
+    parts = divided(graph, slots, ends, chosen | above, skipped) if skipped else (whole,)
     return Stops(slots, ends, sum(sizes), max(sizes, default=0), whole, parts)
 
 
@@ -125,15 +151,22 @@ def backward_past(
     `weights` (b,) on the losses default to ones. Small gradients are all passed on after the pass, unless `during`;
     others during it, while they are in the CPU cache.
     """
-    # A prehook sees changes by earlier prehooks of the same node, the result of the pass does not.
-    unchanged = not during and not foreign_hooks()
+    hooked = may_have_hooks(graph)
     fits = stops.elements <= FITS_CACHE and stops.largest <= ONE_FITS_CACHE
-    if unchanged and len(stops.parts) > 1 and not (create_graph or graph.sharded):
+    divisible = len(stops.parts) > 1 and not (during or create_graph or graph.sharded)
+    if divisible and not (hooked and have_hooks(graph.nodes[stop] for stop in _skipped(stops))):
         _pass_on_during(graph, stops, stops.parts, arrived, weights, create_graph)
-    elif unchanged and fits:
+    # A prehook sees changes by earlier prehooks of the same node, the result of the pass does not. A hook or Python
+    # function may change a gradient in place after it has passed a node.
+    elif fits and not (during or hooked or graph.structure.functions):
         _pass_on_afterwards(graph, stops, arrived, weights, create_graph)
     else:
         _pass_on_during(graph, stops, (stops.whole,), arrived, weights, create_graph)
+
+
+def _skipped(stops: Stops) -> list[int]:
+    """Nodes that a divided pass does not run, except the ends of the whole pass."""
+    return [stop for part in stops.parts for stop in part.ends if stop not in stops.ends]
 
 
 def _pass_on_afterwards(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,15 +18,24 @@ from samplewise.engine.graph import Edge, Graph, Node
 from samplewise.engine.independence import (
     Constants,
     data_entries,
+    may_refuse,
     refuse_sample_data,
     sample_data,
 )
-from samplewise.engine.layouts import proofs
+from samplewise.engine.linearity import NotLinearError, check_linear
+from samplewise.engine.local_probe import Claim
+from samplewise.engine.ownership import is_plain, owners, views_of_leaves
 from samplewise.engine.probe import MIXED, probe
-from samplewise.engine.saved import saved_tensor_names
-from samplewise.engine.tags import Regular, Tag, sequences_of, tag_of
+from samplewise.engine.tags import Tag, sequences_of, tag_of
 from samplewise.engine.verify import verify
-from samplewise.errors import GraphError
+from samplewise.errors import GraphError, NonFiniteGradientError
+
+
+class Cause(NamedTuple):
+    """Why ownership could not be derived node by node."""
+
+    text: str
+    node: Node | None = None  # the operation that is the reason
 
 
 @dataclass
@@ -37,31 +47,44 @@ class Cut:
     tags: dict[Edge, Tag]  # ownership of the clean nodes' output gradients
     gradients: dict[Edge, Tensor]  # gradients of losses.sum() that a probe has already computed
     pending: set[Edge]  # edges whose proof is not verified yet, because their gradients were zero (see `verify`)
-    proven: bool  # True: ownership derived from shapes; False: probed
+    proven: bool  # True: ownership derived node by node; False: probed by passes through the whole graph
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
+    # What derived ownership depends on, see `Ownership`.
+    claims: list[Claim] = field(default_factory=list)
+    functions: list[Claim] = field(default_factory=list)
+    by_data: bool = False
+    recomputed: bool = False
+    cause: Cause | None = None  # why the whole graph was probed
 
 
 def find_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
-    """Return the cut from shape proofs, or from a probe if the proofs do not suffice.
+    """Return the cut from ownership derived node by node, or from a probe of the whole graph if that does not suffice.
 
     `constants` are the parameters and buffers of the model. With interacting="refuse", raise SamplesInteractError if
     the loss of a sample depends on other samples.
     """
-    return _proven_cut(graph, constants) or probed_cut(graph, constants, interacting)
+    cut = _proven_cut(graph, constants, interacting)
+    if isinstance(cut, Cut):
+        return cut
+    probed = probed_cut(graph, constants, interacting)
+    probed.cause = cut
+    return probed
 
 
 def probed_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
-    """Return the cut found with backward passes alone, without shape proofs."""
+    """Return the cut found with backward passes through the whole graph alone."""
     if is_traced(graph.losses):
         raise GraphError(
             "shapes must show which sample each gradient element belongs to before an update can be compiled; found "
             "that it depends on data (indexing, routing, or samples that interact). Train uncompiled."
         )
-    cut = _Search(graph).run()
+    search = _Search(graph)
+    cut = search.run()
     data = list(sample_data(graph, cut.data_entries, constants))
     if not data:
-        _remember(graph, cut)
-    elif interacting == "refuse":
+        return cut
+    check_linear(graph, list(search.gradients), list(search.gradients.values()))  # a shift of gradients mixes samples
+    if interacting == "refuse":
         refuse_sample_data(graph, cut.operands, cut.side, data)
     return cut
 
@@ -92,25 +115,53 @@ def _along_samples(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Node]:
     return layers
 
 
-# --- by proof ------------------------------------------------------------------------------------------------------
+# --- node by node --------------------------------------------------------------------------------------------------
 
 
-def _proven_cut(graph: Graph, constants: Constants) -> Cut | None:
-    """Return the cut from proofs; None if they are incomplete, fail verification or sample data enter below the cut."""
-    proven = proofs(graph)
+def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | Cause:
+    """Return the cut from derived ownership; or the reason, if it is incomplete, fails verification or sample data
+    enter below the cut: samples interact then, or the ownership derived is too coarse.
+    """
+    try:
+        ownership = owners(graph, probes=not (graph.sharded or is_traced(graph.losses)))
+    except NonFiniteGradientError:
+        return Cause("gradients of an operation are not finite for other losses")
+    except NotLinearError as error:
+        return Cause(f"the backward of {error.operation} is not linear")
     clean = []
     for node in graph.nodes:
-        if node in graph.relevant and all(Edge(node, slot) in proven for slot in graph.used_slots(node)):
+        if node in graph.relevant and all(Edge(node, slot) in ownership.tags for slot in graph.used_slots(node)):
             clean.append(node)
     if graph.root.node not in clean:
-        return None
+        return Cause(f"{graph.operations[graph.root.node]}, which computes the losses, mixes samples", graph.root.node)
     operands = _boundary(graph, clean)
     side = graph.relevant - set(clean) - set(graph.leaves)
-    tags = {e: Regular(graph.samples, proven[e]) for e in _edges(graph, operands)}
+    tags = {edge: ownership.tags[edge] for edge in _edges(graph, operands)}
     entries = data_entries(graph, side | _along_samples(graph, tags))
-    has_data = any(True for _ in sample_data(graph, entries, constants))
-    pending = None if has_data else verify(graph, tags)
-    return None if pending is None else Cut(operands, side, dict(tags), {}, pending, True, entries)
+    # With "allow" only the rows of the Jacobian count, which are the same whether samples interact or not.
+    asks = interacting == "refuse" or is_traced(graph.losses)
+    data = list(sample_data(graph, entries, constants)) if asks else []
+    if data and (may_refuse(data) or is_traced(graph.losses)):
+        mixing = data[0][0]
+        return Cause(f"{graph.operations[mixing]} combines sample data with gradients of several samples", mixing)
+    pending = verify(graph, tags)
+    if pending is None:
+        return Cause("ownership derived from shapes does not hold in a backward pass")
+    if data and set(probed_cut(graph, constants, interacting).operands) != set(operands):  # which warns of integers
+        return Cause(f"{graph.operations[data[0][0]]} may combine sample data with gradients of several samples")
+    return Cut(
+        operands,
+        side,
+        tags,
+        {},
+        pending,
+        True,
+        entries,
+        claims=ownership.claims,
+        functions=ownership.functions,
+        by_data=ownership.by_data,
+        recomputed=ownership.recomputed,
+    )
 
 
 def _edges(graph: Graph, operands: Iterable[tuple[Node, int]]) -> list[Edge]:
@@ -121,12 +172,9 @@ def _edges(graph: Graph, operands: Iterable[tuple[Node, int]]) -> list[Edge]:
 # --- by probe ------------------------------------------------------------------------------------------------------
 
 
-# Nodes found mixed in earlier probes, by hash of the graph structure. Treating them as mixed again is always exact.
-_seen_mixed: dict[int, frozenset[int]] = {}
-
-
-def _remember(graph: Graph, cut: Cut) -> None:
-    _seen_mixed[graph.structure.hash] = frozenset(i for i, node in enumerate(graph.nodes) if node in cut.side)
+# Nodes that the last search in a graph of the same structure has probed, by hash of the structure: the next search
+# probes them together. Only the number of passes depends on it: a search in another process finds the same cut.
+_probed_before: dict[int, list[int]] = {}
 
 
 @dataclass
@@ -138,9 +186,10 @@ class _Search:
     mixed: set[Node] = field(default_factory=set)
     tags: dict[Edge, Tag] = field(default_factory=dict)
     gradients: dict[Edge, Tensor] = field(default_factory=dict)
+    owners: dict[Edge, Tensor] = field(default_factory=dict)  # of probed edges, also of those not needed so far
 
     def run(self) -> Cut:
-        self.mixed.update(self.graph.nodes[i] for i in _seen_mixed.get(self.graph.structure.hash, ()))
+        self.mixed.update(views_of_leaves(self.graph))
         reach = 1
         while True:
             undecided = self._undecided()
@@ -149,11 +198,18 @@ class _Search:
                 reach *= 4
             elif not self._spread_mixing():
                 break
+        decided = self.clean | self.mixed
+        _probed_before[self.graph.structure.hash] = [
+            at for at, node in enumerate(self.graph.nodes) if node in decided and self._edges(node)[0] in self.owners
+        ]
         operands = [(n, p) for n, p in _boundary(self.graph, self.clean) if self._leads_outside(n, p)]
         tags = {e: self.tags[e] for e in _edges(self.graph, operands)}
         gradients = {e: g for e, g in self.gradients.items() if e in tags}
         entries = data_entries(self.graph, self.mixed | _along_samples(self.graph, tags))
         return Cut(operands, self.mixed, tags, gradients, set(), False, entries)
+
+    def _edges(self, node: Node) -> list[Edge]:
+        return [Edge(node, slot) for slot in self.graph.used_slots(node)]
 
     def _leads_outside(self, node: Node, position: int) -> bool:
         child = self.graph.children[node][position][0]
@@ -183,7 +239,7 @@ class _Search:
         chosen = dict.fromkeys(nodes)
         level = nodes
         for _ in range(1000):
-            passing = [n for n in level if reach > 1 or self._is_plain(n)]
+            passing = [n for n in level if reach > 1 or is_plain(self.graph, n)]
             above = [consumer for node in passing for consumer, _ in self.graph.consumers[node]]
             level = [node for node in above if node not in chosen and node not in self.clean]
             chosen.update(dict.fromkeys(level))
@@ -193,15 +249,19 @@ class _Search:
         return list(chosen)
 
     def _probe(self, nodes: list[Node]) -> None:
-        edges = [Edge(node, slot) for node in nodes for slot in self.graph.used_slots(node)]
-        probed = probe(self.graph, edges)
+        wanted = [edge for node in nodes for edge in self._edges(node)]
+        if any(edge not in self.owners for edge in wanted):
+            before = () if self.owners else _probed_before.get(self.graph.structure.hash, ())
+            edges = dict.fromkeys([*wanted, *(edge for at in before for edge in self._edges(self.graph.nodes[at]))])
+            probed = probe(self.graph, list(edges))
+            self.gradients.update(zip(edges, probed.gradients, strict=True))
+            self.owners.update(zip(edges, probed.owners, strict=True))
         self.clean.update(nodes)
-        for edge, gradient, owner in zip(edges, *probed, strict=True):
-            self.gradients[edge] = gradient
-            if (owner == MIXED).any():
+        for edge in wanted:
+            if (self.owners[edge] == MIXED).any():
                 self.mixed.add(edge.node)
             else:
-                self.tags[edge] = tag_of(owner, self.graph.samples)
+                self.tags[edge] = tag_of(self.owners[edge], self.graph.samples)
         self.clean -= self.mixed
 
     def _spread_mixing(self) -> bool:
@@ -211,6 +271,3 @@ class _Search:
         self.mixed |= below
         self.clean -= below
         return grown
-
-    def _is_plain(self, node: Node) -> bool:
-        return len(self.graph.children[node]) == 1 and not saved_tensor_names(node)

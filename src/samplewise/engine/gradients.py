@@ -164,15 +164,25 @@ def project(g: Gradients, projection: Projection) -> Tensor:
 Ready = Callable[[Tensor], None]
 
 
-def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready: Ready | None = None) -> None:
+def accumulate(
+    g: Gradients, weights: Weights | None, retain_graph: bool, ready: Ready | None = None, apart: bool = False
+) -> None:
     """Accumulate the weighted sum into `.grad`, as in `Gradients.backward`. `ready` is called with each parameter as
     soon as its `.grad` is complete; if a later sum is not finite, the earlier ones are then in `.grad` already.
+    `apart`: use `PerSampleGrad.summed_apart`, and dense sums also of sparse gradients.
     """
     bounded = g._norms.bound_sums(weights)
     per_name = weights_by_name(weights, g.names, g._graph.losses, _no_check if bounded else g._checks.add)
-    if not isinstance(weights, Mapping) and (g._evaluator.strategy == "twice" or g._needs_autograd()):
+    ordinary = g._sharded if apart else g._evaluator.strategy == "twice" or g._needs_autograd()
+    if ordinary and not isinstance(weights, Mapping):
         return g._ordinary_backward(per_name[g.names[0]], retain_graph, ready)
 
+    sparse = [name for name, p in g._parameters.items() if p.layout is not torch.strided]
+    if sparse:
+        raise ParameterError(
+            "weights must be a tensor with one number per sample if a parameter is sparse, because its gradient comes "
+            f"from an ordinary backward pass; found a dict, and the sparse parameter {sparse[0]!r}. Use g.sum(weights)."
+        )
     if g._sharded:  # each module is summed over ranks when the pass has left it
         with g._evaluator.context():
             for _ in g._evaluator.release(lambda form, n: accumulate_grad(g._parameters[n], form.sum(per_name[n]))):
@@ -181,7 +191,7 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     may_overflow: dict[str, Tensor] = {}
 
     def quantity(form: PerSampleGrad, name: str) -> Tensor:
-        total = form.sum(per_name[name])
+        total = form.summed_apart(per_name[name]) if apart else form.sum(per_name[name])
         if not (bounded and form.is_bounded_by_norms):
             may_overflow[name] = total
         return total
@@ -205,6 +215,21 @@ def accumulate(g: Gradients, weights: Weights | None, retain_graph: bool, ready:
     return None
 
 
+def track_terms(g: Gradients) -> None:
+    """Let `g.norms()` also compute what `with_larger_terms` needs, in the same backward pass."""
+    g._norms.track_terms()
+
+
+def with_larger_terms(g: Gradients, weights: Weights | None, limit: float) -> list[int]:
+    """Samples whose weighted sum has terms (outer products of tokens, uses of a parameter) of norms above `limit`: they
+    may cancel in the gradient of the sample, but their rounding errors stay in the sum. Needs `track_terms`.
+    """
+    ones = torch.ones_like(g._graph.losses)
+    per_name = weights_by_name(ones if weights is None else weights, g.names, g._graph.losses, _no_check)
+    with g._evaluator.context():
+        return g._norms.with_larger_terms({name: w for name, w in per_name.items() if w is not None}, limit)
+
+
 def _no_check(*arguments: object) -> None:
     """Accept weights that are known to be finite."""
 
@@ -222,6 +247,11 @@ def norms_during(g: Gradients, run: Callable[[], object]) -> None:
     `g.norms()` in the same pass, if possible.
     """
     g._evaluator.during(run, g.norms)
+
+
+def require_linear(g: Gradients) -> None:
+    """Raise GraphError unless a backward pass of weighted losses gives the weighted sum of the gradients of `g`."""
+    g._evaluator.require_linear()
 
 
 class Gradients:
@@ -270,12 +300,11 @@ class Gradients:
 
     def is_planned(self) -> bool:
         """Look up the plan of such graphs; False if this graph must be analyzed, with possible errors and warnings."""
-        return self._graph.samples == 1 or self._evaluator.find_plan()
+        return self._evaluator.find_plan()
 
     def prepare(self) -> Gradients:
         """Analyze the graph now, so that its errors are raised here and not by the first method call. Returns self."""
-        if len(self) > 1:
-            self._evaluator.analyze()
+        self._evaluator.analyze()
         return self
 
     # --- numbers per sample ----------------------------------------------------------------------------------------
@@ -544,21 +573,35 @@ class Gradients:
                 raise
 
     def _needs_autograd(self) -> bool:
-        """True for hooks on parameters, sharded models and sparse gradients: these need an ordinary backward pass."""
+        """True for hooks on parameters, sharded models, sparse parameters and sparse gradients: these need an ordinary
+        backward pass.
+        """
         for p in self._parameters.values():
-            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) or p.layout is not torch.strided:
                 return True
         return self._sharded or self._graph.structure.sparse
 
     def _ordinary_backward(self, weights: Tensor | None, retain_graph: bool, ready: Ready | None) -> None:
-        self.prepare()  # raises the errors of the analysis, such as SamplesInteractError
+        require_linear(self)  # raises the errors of the analysis, such as SamplesInteractError, too
         self._settle()
         losses = self._graph.losses
-        weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
-        reached = None if self._sharded else [self._parameters[name] for name in self._graph.leaves.values()]
+        seeds = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
+        rows = self._evaluator.take_rows()
+        if self._needs_autograd():
+            rows = {}
+        reached = None
+        if not self._sharded:
+            reached = [self._parameters[name] for name in self._graph.leaves.values() if name not in rows]
         with graph_alive(), notifying(reached or (), ready):
             self._graph.check_losses_unchanged()
-            torch.autograd.backward(losses, weights, inputs=reached, retain_graph=retain_graph)
+            if reached != []:
+                torch.autograd.backward(losses, seeds, inputs=reached, retain_graph=retain_graph)
+        with self._evaluator.context():
+            for name, form in rows.items():
+                p = self._parameters[name]
+                accumulate_grad(p, form.sum(weights if weights is None else weights.detach()))
+                if ready is not None:
+                    ready(p)
 
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._evaluator.create_graph and current_group().distributed:

@@ -41,6 +41,10 @@ class Edge(NamedTuple):
     def zeros(self) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
+    def constant(self, value: float) -> Tensor:
+        """A gradient of equal elements, which takes no memory."""
+        return torch.tensor(value, dtype=self.dtype, device=self.device).expand(self.shape)
+
     def gradient_edge(self) -> torch.autograd.graph.GradientEdge:
         return torch.autograd.graph.GradientEdge(self.node, self.slot)
 
@@ -86,6 +90,9 @@ class Graph:
         self.root = Edge(self.losses.grad_fn, self.losses.output_nr)
         self.wanted = wanted
         self.goal = goal
+        self.stops: dict[object, Any] = {}  # of backward passes, by the nodes at which they read gradients
+        self.tracks_terms = False  # norms of the terms of gradients are computed, see `PerSampleGrad.term_norms`
+        self.hooks: tuple[int, bool] | None = None  # whether it may have hooks, see `may_have_hooks`
         self.sharded = False  # parameters have values only while a pass is in their module, see `unsharded`
         leaf_names = dict(zip(map(id, wanted.values()), wanted, strict=True))
         self.structure, self.nodes = read_structure(*self.root, leaf_names)
@@ -145,12 +152,10 @@ class Graph:
                     slots[child].add(slot)
         return {node: sorted(used) for node, used in slots.items()}
 
+    @property
     def dtypes(self) -> set[torch.dtype]:
-        """Dtypes of all gradients between the losses and the parameters."""
-        dtypes = {self.losses.dtype}
-        for node in self.relevant:
-            dtypes.update(Edge(node, slot).dtype for slot in self._slots[node])
-        return dtypes
+        """Dtypes of all gradients."""
+        return self.structure.dtypes
 
     def below(self, start: Iterable[Node]) -> list[Node]:
         """The nodes `start` and all nodes they were computed from, consumers first."""

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batchnorm import batch_norms
+from samplewise.core.losses import broadcast_cause
+from samplewise.core.tensor_storage import is_plain, stored_values
 from samplewise.core.text import listed
 from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.checks import is_traced
@@ -87,6 +89,54 @@ def refuse_sample_data(
         )
 
 
+def may_refuse(data: Iterable[tuple[Node, Tensor]]) -> bool:
+    """True if `refuse_sample_data` raises an error for some of these data."""
+    return any(what.is_floating_point() or what.is_complex() for _, what in data)
+
+
+DIFFERENCES = {"Sub", "Rsub", "Add"}
+CRITERIA = {"MseLoss", "SmoothL1Loss", "HuberLoss"}
+
+
+def refuse_broadcast(graph: Graph) -> None:
+    """Raise SamplesInteractError if a prediction (B, 1) or (B,) and a target (B,) or (B, 1) without gradient were
+    broadcast to (B, B): each loss then depends on the targets of all samples. Autograd does not keep the shape of a
+    target, so that its values decide: they repeat in each row, or in each column.
+    """
+    square = (graph.samples, graph.samples)
+    for node in graph.relevant if graph.samples > 1 else ():
+        name = graph.operations[node]
+        if name not in DIFFERENCES | CRITERIA or Edge(node, 0).shape != square:
+            continue
+        prediction, *others = [child for child in graph.children[node] if child[0] is not None]
+        is_target = not others and len(graph.children[node]) == 2
+        entry = Edge(*prediction)
+        if graph.operations[entry.node] == "Expand":
+            entry = Edge(*graph.children[entry.node][0])
+        if not is_target or entry.shape not in ((graph.samples, 1), (graph.samples,)):
+            continue
+        users = [node] if name in CRITERIA else [user for user, _ in graph.consumers[node]]
+        reader = SavedTensorReader({user: saved_tensor_names(user) for user in users})
+        saved = _tensors(value for user in users for value in reader.take(user).values())
+        if any(_is_broadcast(values.detach()) for values in saved if tuple(values.shape) == square):
+            raise SamplesInteractError(
+                f"{RULE}; found a broadcast. {broadcast_cause(name, graph.samples)} If it is intended, write "
+                f"prediction.repeat(1, {graph.samples}), {REMEDY}"
+            )
+
+
+def _is_broadcast(values: Tensor) -> bool:
+    """True if rows (or columns) of the values (B, B) differ by constants only, and are not constant themselves: so do
+    differences of all pairs of a prediction and a target, and the targets themselves.
+    """
+    if not values.is_floating_point() or is_traced(values) or not is_plain(values):
+        return False
+    values = values.double()
+    steps = values - values[:, :1]
+    rounding = 1e-6 * values.abs().max()
+    return bool(((steps - steps[:1]).abs() <= rounding).all() and (steps.abs() > rounding).any())
+
+
 class Constants:
     """Parameters and buffers of the model, which are not sample data when they enter below the cut."""
 
@@ -103,6 +153,7 @@ class Constants:
 
 def _is_copy(tensor: Tensor, one: Tensor) -> bool:
     alike = one.shape == tensor.shape and one.dtype == tensor.dtype and one.device == tensor.device
+    alike = alike and is_plain(one) and is_plain(tensor)
     return alike and not is_traced(tensor) and not is_traced(one) and _has_values(one) and torch.equal(one, tensor)
 
 
@@ -165,7 +216,7 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 def storage_of(tensor: Tensor) -> int:
     """Identity of the tensor's storage, equal for all views of it. Works for traced tensors, too."""
-    return tensor.untyped_storage()._cdata
+    return stored_values(tensor).untyped_storage()._cdata
 
 
 def _may_be_data(tensor: Tensor, samples: int, constants: Constants) -> bool:

@@ -5,14 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from samplewise.core.tensor_storage import is_plain, stored_values
 from samplewise.engine.backward import gradients_at
 from samplewise.engine.checks import check_is_tensor, check_losses
 from samplewise.engine.graph import Edge, Graph, edge_of, graph_alive
-from samplewise.engine.layouts import proofs
+from samplewise.engine.independence import refuse_broadcast
+from samplewise.engine.linearity import check_linear
+from samplewise.engine.ownership import owners
 from samplewise.engine.probe import MIXED, probe
-from samplewise.engine.tags import Regular
 from samplewise.engine.verify import verify
 from samplewise.errors import GraphError, LossesError, ParameterError, SamplesInteractError
+
+NO_PATH = (
+    "the losses must depend on x; found no path to it in the graph. Pass the same tensor object that the model was "
+    "called with."
+)
+SHARED = (
+    "each element of x must affect the loss of one sample only; found elements shared by several samples. Call "
+    "sw.freeze_batchnorm(model) if the model has BatchNorm layers, remove operations that combine samples, or pass a "
+    "tensor that is not shared."
+)
 
 
 def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Tensor:
@@ -40,33 +52,44 @@ def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Te
         raise ParameterError(
             "x must require a gradient; found requires_grad=False. Call x.requires_grad_() before the forward pass."
         )
+    if not is_plain(x):
+        return _by_loop(losses, x, create_graph)
     edge = edge_of(x)
     graph = Graph(losses, {"x": x}) if x.is_leaf else Graph(losses, {}, goal=edge.node)
     if edge.node not in graph.relevant:
-        raise GraphError(
-            "the losses must depend on x; found no path to it in the graph. "
-            "Pass the same tensor object that the model was called with."
-        )
+        raise GraphError(NO_PATH)
     if create_graph:
         graph.check_twice_differentiable()
+    if graph.structure.nested:
+        return _by_loop(losses, x, create_graph)
     with graph_alive(), torch.set_grad_enabled(create_graph):
+        refuse_broadcast(graph)
         if graph.samples > 1 and not _proven(graph, edge):
-            _refuse_mixed(graph, edge)
+            (gradient,), (owner,) = probe(graph, [edge])
+            if (owner == MIXED).any():
+                check_linear(graph, [edge], [gradient])
+                raise SamplesInteractError(SHARED)
         (gradient,) = gradients_at(graph, [edge], create_graph=create_graph)
     return gradient
 
 
 def _proven(graph: Graph, edge: Edge) -> bool:
     """True if ownership of x is proven and verified. False if its gradient is zero, which cannot verify the proof."""
-    inner = proofs(graph).get(edge)
-    return inner is not None and verify(graph, {edge: Regular(graph.samples, inner)}) == set()
+    tag = owners(graph, probes=False).tags.get(edge)
+    return tag is not None and verify(graph, {edge: tag}) == set()
 
 
-def _refuse_mixed(graph: Graph, edge: Edge) -> None:
-    (owner,) = probe(graph, [edge]).owners
-    if (owner == MIXED).any():
-        raise SamplesInteractError(
-            "each element of x must affect the loss of one sample only; found elements shared by several samples. "
-            "Call sw.freeze_batchnorm(model) if the model has BatchNorm layers, remove operations that combine "
-            "samples, or pass a tensor that is not shared."
-        )
+def _by_loop(losses: Tensor, x: Tensor, create_graph: bool) -> Tensor:
+    """As `input_gradients`, from one backward pass per sample: ownership is found for strided tensors only."""
+    with graph_alive():
+        samples: Tensor | None = None  # number of samples that depend on each element
+        for one in torch.eye(len(losses), dtype=losses.dtype, device=losses.device):
+            (gradient,) = torch.autograd.grad(losses, x, one, retain_graph=True, allow_unused=True)
+            if gradient is None:
+                raise GraphError(NO_PATH)
+            values = stored_values(gradient) if gradient.is_nested else gradient.to_dense()
+            samples = (values != 0).long() + (0 if samples is None else samples)
+        if samples is not None and (samples > 1).any():
+            raise SamplesInteractError(SHARED)
+        ones = torch.ones_like(losses)
+        return torch.autograd.grad(losses, x, ones, retain_graph=True, create_graph=create_graph)[0]

@@ -1,9 +1,7 @@
-"""Proofs of row ownership without a backward pass: how each known operation moves the sample dimension.
+"""How each known operation moves the samples of a gradient: from the gradient of its output to those of its operands.
 
-`proofs(graph)` starts at the losses, whose element i belongs to sample i, and follows the gradient toward the
-parameters. An output gradient in which each element provably belongs to one sample gets a value `inner` (see
-tags.Regular). Only operations whose routing is fixed by shapes and saved numbers are listed. For operations that route
-by data (index, sort), contract over the samples, or are not listed, the proof ends and ownership is probed.
+Only operations whose routing is fixed by shapes and saved numbers are listed. What operations do that route by data
+(index, sort along the samples), or that are not listed, is found by `local_probe`.
 
 Legend: `dim` is the dimension of the output that contains the samples; `post` is the number of consecutive entries of
 that dimension that belong to one sample.
@@ -14,28 +12,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from samplewise.engine.graph import FUSED_ATTENTION, Edge, Graph, Node, numel, scalar
+from torch import Tensor
+
+from samplewise.engine.graph import FUSED_ATTENTION, Node, numel, scalar
 
 Shape = tuple[int, ...]
 
 
+class RowOwners:
+    """Owner of each entry of a dimension, for samples in any order; -1 for entries without owner."""
+
+    def __init__(self, owner: Tensor):
+        self.owner = owner
+
+
 class SampleDim(NamedTuple):
-    """Position of the samples in a gradient: dimension, and consecutive entries of it per sample."""
+    """Position of the samples in a gradient: dimension, and consecutive entries of it per sample, or their owners."""
 
     dim: int
-    post: int
+    post: int | RowOwners
 
 
 Mover = Callable[[Node, SampleDim, Shape, list[Shape | None]], list[SampleDim | None]]
 MOVERS: dict[str, Mover] = {}
 VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"}
+UNDECIDED = SampleDim(-1, 0)  # returned by a mover that cannot tell where the samples are
 
 
 def moves(*operations: str) -> Callable[[Mover], Mover]:
     """Decorator that registers a mover for the given operations.
 
     A mover takes (node, place of the samples in the output's gradient, output shape, operand shapes) and returns the
-    place of the samples in each operand's gradient, None if it is not known.
+    place of the samples in each operand's gradient: None if samples are mixed there, UNDECIDED if it is not known.
     """
 
     def register(mover: Mover) -> Mover:
@@ -63,79 +71,22 @@ def locate(inner: int, shape: Shape, samples: int) -> SampleDim | None:
 
 def inner_at(place: SampleDim | None, shape: Shape, samples: int) -> int | None:
     """Inverse of `locate`: `inner` of samples at this place; None if the place does not fit the shape."""
-    if place is None or not 0 <= place.dim < len(shape) or shape[place.dim] % (place.post * samples):
+    if place is None or not 0 <= place.dim < len(shape) or not isinstance(place.post, int):
+        return None
+    if shape[place.dim] % (place.post * samples):
         return None
     return place.post * numel(shape[place.dim + 1 :])
-
-
-def proofs(graph: Graph) -> dict[Edge, int]:
-    """Return `inner` of each edge whose ownership is proven."""
-    claims: dict[Edge, set[int | None]] = {graph.root: {1}}
-    proven: dict[Edge, int] = {}
-    for node in graph.nodes:
-        if node not in graph.relevant:
-            continue
-        slots = graph.used_slots(node)
-        for edge in (Edge(node, slot) for slot in slots):
-            claimed = claims.get(edge, {None})
-            inner = next(iter(claimed)) if len(claimed) == 1 else None
-            if inner is not None:
-                proven[edge] = inner
-        _pass_on(graph, node, slots, proven, claims)
-    return proven
-
-
-def _pass_on(
-    graph: Graph, node: Node, slots: list[int], proven: dict[Edge, int], claims: dict[Edge, set[int | None]]
-) -> None:
-    """Add the `inner` that this node proves for each of its operands to `claims`; None if it proves nothing."""
-    children = [Edge(child, slot) if child in graph.relevant else None for child, slot in graph.children[node]]
-    if graph.sharded and _is_identity(node):
-        for slot, child in enumerate(children):
-            if child is not None:
-                claims.setdefault(child, set()).add(proven.get(Edge(node, slot)))
-        return
-    shapes = [child.shape if child else None for child in children]
-    by_slot = {_moved(graph, node, slot, proven, shapes) for slot in slots}
-    agreed = next(iter(by_slot)) if len(by_slot) == 1 else (None,) * len(children)
-    for child, inner in zip(children, agreed, strict=True):
-        if child is not None:
-            claims.setdefault(child, set()).add(inner)
-
-
-def _is_identity(node: Node) -> bool:
-    """True for the function with which `fully_shard` notices that a backward pass has left a module."""
-    forward = getattr(type(node), "_forward_cls", None)
-    return forward is not None and forward.__module__.startswith("torch.distributed.fsdp.")
-
-
-def _moved(
-    graph: Graph, node: Node, slot: int, proven: dict[Edge, int], shapes: list[Shape | None]
-) -> tuple[int | None, ...]:
-    edge = Edge(node, slot)
-    samples = graph.samples
-    inner = proven.get(edge)
-    if inner is None:
-        return (None,) * len(shapes)
-    operation = graph.operations[node]
-    if operation in VIEWS:
-        return (inner,) * len(shapes)
-    place = locate(inner, edge.shape, samples)
-    mover = MOVERS.get(operation)
-    if place is None or mover is None:
-        return (None,) * len(shapes)
-    moved = mover(node, place, edge.shape, shapes)
-    return tuple(inner_at(p, s, samples) if s is not None else None for p, s in zip(moved, shapes, strict=True))
 
 
 # --- elementwise operations, with broadcasting ---------------------------------------------------------------------
 
 ELEMENTWISE = """
-    Abs Acos Add Addcdiv Addcmul Asin Atan Atan2 BinaryCrossEntropy BinaryCrossEntropyWithLogits Celu Clamp ClampMax
-    ClampMin Clone Cos Cosh Div Elu Erf Erfc Exp Exp2 Expand Expm1 Fmod Frac Gelu Hardshrink Hardsigmoid Hardswish
-    Hardtanh HuberLoss LeakyRelu Lerp Log Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill Maximum Minimum
-    Mish MseLoss Mul NanToNum NativeDropout Neg Pow PreluKernel Reciprocal Relu Rsqrt Rsub Sigmoid Silu Sin Sinh
-    SmoothL1Loss Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Where Xlogy
+    Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh BinaryCrossEntropy BinaryCrossEntropyWithLogits Celu
+    Clamp ClampMax ClampMin Clone Cos Cosh Digamma Div Elu Erf Erfc Erfinv Exp Exp2 Expand Expm1 Fmod Frac Gelu
+    Hardshrink Hardsigmoid Hardswish Hardtanh HuberLoss Hypot LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid
+    Logaddexp Logit MaskedFill Maximum Minimum Mish MseLoss Mul NanToNum NativeDropout Neg Pow PreluKernel Reciprocal
+    Relu Rsqrt Rsub Sigmoid Silu Sin Sinc Sinh SmoothL1Loss Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Where
+    Xlogy
 """
 
 
@@ -176,33 +127,101 @@ def restore_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape
 @moves("Stack")
 def drop_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     added = scalar(node, "dim") % len(shape)
-    moved = None if place.dim == added else SampleDim(place.dim - (place.dim > added), place.post)
+    moved = UNDECIDED if place.dim == added else SampleDim(place.dim - (place.dim > added), place.post)
     return [moved] * len(children)
 
 
-@moves("Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Split", "SplitWithSizes", "UnsafeSplit", "Cat", "Glu")
+ALONG_ONE_DIM = "Softmax SafeSoftmax LogSoftmax Cumsum Cumprod Logcumsumexp Glu Topk Sort IndexSelect"
+
+
+@moves(*ALONG_ONE_DIM.split())
 def along_one_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
-    return [None if scalar(node, "dim") % len(shape) == place.dim else place] * len(children)
+    return [UNDECIDED if scalar(node, "dim") % len(shape) == place.dim else place] * len(children)
+
+
+@moves("Split", "SplitWithSizes", "UnsafeSplit")
+def split(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    if scalar(node, "dim") % len(shape) != place.dim:
+        return [place]
+    # Pieces that begin with the first sample and contain all of them, such as the two sides of pairs.
+    sizes = scalar(node, "split_sizes") if hasattr(node, "_saved_split_sizes") else [scalar(node, "split_size")]
+    return [place if all(_is_whole(size, place, shape, children[0]) for size in sizes) else UNDECIDED]
+
+
+def _is_whole(offset: int, place: SampleDim, piece: Shape, whole: Shape | None) -> bool:
+    """True if a piece that begins at a multiple of `offset` has the samples where the whole dimension has them."""
+    if not isinstance(place.post, int) or whole is None or whole[place.dim] % piece[place.dim]:
+        return False
+    return piece[place.dim] == offset  # all samples, some number of times: `locate` has checked that they fit
+
+
+@moves("Cat")
+def cat(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    if scalar(node, "dim") % len(shape) != place.dim:
+        return [place] * len(children)
+    sizes = {None if child is None else child[place.dim] for child in children}
+    alike = len(sizes) == 1 and isinstance(place.post, int) and None not in sizes
+    return [place if alike else UNDECIDED] * len(children)
+
+
+@moves("Roll", "Flip")
+def along_dims(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    dims = scalar(node, "dims")  # a roll without dims is one of the flattened tensor
+    return [place if dims and place.dim not in {d % len(shape) for d in dims} else UNDECIDED]
+
+
+@moves("Tril", "Triu")
+def triangle(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    return [place]  # elements are kept or set to zero
+
+
+@moves("FftC2C", "FftR2C", "FftC2R")
+def fourier(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    return [UNDECIDED if place.dim in {d % len(shape) for d in scalar(node, "dim")} else place]
+
+
+@moves("ViewAsReal")
+def view_as_real(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    return [UNDECIDED if place.dim == len(shape) - 1 else place]
+
+
+@moves("ViewAsComplex")
+def view_as_complex(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    return [place]  # the operand has one more dimension, the last
+
+
+@moves("Unfold")
+def unfold(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    # The output has one more dimension, the last; windows may overlap along the unfolded one.
+    unfolded = scalar(node, "dimension") % (len(shape) - 1)
+    return [UNDECIDED if place.dim in (unfolded, len(shape) - 1) else place]
 
 
 @moves("Gather")
 def gather(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # Indices choose along one dimension; the others are kept, except that the indices may leave out their last entries.
     same = children[0] is not None and children[0][place.dim] == shape[place.dim]
-    return along_one_dim(node, place, shape, children) if same else [None]
+    return along_one_dim(node, place, shape, children) if same else [UNDECIDED]
 
 
 @moves("Scatter")
 def scatter(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # Operands: the tensor, whose gradient has zeros where elements were replaced, and the source, if it is a tensor.
-    return [place, *(None for _ in children[1:])]
+    return [place, *(UNDECIDED for _ in children[1:])]
 
 
 @moves("Slice")
 def slice_dim(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     # A slice that keeps all elements changes nothing; up to torch 2.8, x[:, -1] contains one along dimension 0.
-    unchanged = children[0] is not None and children[0][place.dim] == shape[place.dim]
-    return [place] if unchanged else along_one_dim(node, place, shape, children)
+    whole = children[0]
+    if whole is None or whole[place.dim] == shape[place.dim] or scalar(node, "dim") % len(shape) != place.dim:
+        return [place]
+    start, step = scalar(node, "start"), scalar(node, "step")
+    if not isinstance(place.post, int) or start < 0 or whole[place.dim] % shape[place.dim]:
+        return [UNDECIDED]
+    if step > 1 and start < step and shape[place.dim] * step == whole[place.dim]:
+        return [SampleDim(place.dim, place.post * step)]  # every second row of pairs
+    return [place if step == 1 and start % shape[place.dim] == 0 else UNDECIDED]
 
 
 @moves("Repeat")
@@ -217,7 +236,7 @@ def constant_pad(node: Node, place: SampleDim, shape: Shape, children: list[Shap
     # before and -1 after keeps it.
     pad = scalar(node, "pad")
     first = 2 * (len(shape) - 1 - place.dim)
-    return [None if any(pad[first : first + 2]) else place]
+    return [UNDECIDED if any(pad[first : first + 2]) else place]
 
 
 @moves("Sum", "Mean", "Amax", "Amin", "Max", "Min", "Logsumexp", "LinalgVectorNorm", "Norm", "Var", "Std", "Prod")
@@ -251,6 +270,40 @@ def matrix_vector(node: Node, place: SampleDim, shape: Shape, children: list[Sha
     return [place, None]
 
 
+@moves("Trilinear")
+def bilinear(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    # nn.Bilinear: inputs (N, i) and (N, j), output (N, o). Rows of one operand are those of the output if its dims
+    # become the dims 0, 2 and 3 of the product, of which the last two are summed.
+    if place.dim != 0 or scalar(node, "sumdim") != (2, 3):
+        return [None] * len(children)
+    rows = ((1, 3), (1, 2))
+    return [place if scalar(node, name) in rows else None for name in ("expand1", "expand2", "expand3")]
+
+
+@moves("LinalgSolveEx")
+def solve(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    # A X = B: the columns of X come from those of B, or the rows with left=False. The other of the last two dims is
+    # mixed. B may also be a batch of vectors.
+    matrix, sides = children
+    last = len(shape) - 1
+    if matrix is None or len(matrix) > len(shape) or place.dim == (last - 1 if scalar(node, "left") else last):
+        return [None, None]
+    return [_broadcast(place, shape, matrix) if place.dim < last - 1 else None, _broadcast(place, shape, sides)]
+
+
+@moves("Cdist", "EuclideanDist")
+def distances(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    # Points (..., P, d) and (..., R, d), distances (..., P, R).
+    last = len(shape) - 1
+    if place.dim < last - 1:
+        return [_broadcast(place, shape, child) for child in children]
+    own = int(place.dim == last)
+    moved: list[SampleDim | None] = [None, None]
+    child = children[own]
+    moved[own] = None if child is None else SampleDim(len(child) - 2, place.post)
+    return moved
+
+
 @moves("Convolution")
 def convolution(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     return [place if place.dim == 0 else None, None, None]
@@ -263,6 +316,8 @@ def attention(node: Node, place: SampleDim, shape: Shape, children: list[Shape |
     for position, child in enumerate(children[:3]):
         if place.dim == 0 and child is not None and child[0] == shape[0]:
             moved[position] = place
+        else:
+            moved[position] = UNDECIDED
     return moved
 
 
@@ -304,7 +359,7 @@ def images(node: Node, place: SampleDim, shape: Shape, children: list[Shape | No
         and children[0][0] == shape[0]
         and len(shape) > 2
     )
-    return [place if batched else None] * len(children)
+    return [place if batched else UNDECIDED] * len(children)
 
 
 @moves("NllLoss", "NllLoss2D")

@@ -6,6 +6,7 @@ On an accelerator, which norms are too small is not known without a host sync: a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial, reduce
 
 import torch
@@ -32,6 +33,12 @@ class Norms:
         self._ordinary = False  # True if the norms of samples are known, and neither too small nor too large
         self._joint: set[str] = set()  # parameters of a bundle that have the norms of the bundle
         self._scaled: dict[str, Tensor] | None = None
+        self._terms: dict[str, Tensor] | None = None  # see `track_terms`
+
+    def track_terms(self) -> None:
+        """Also compute `term_norms` of each parameter, in the pass that computes the norms."""
+        self._terms = {}
+        self._graph.tracks_terms = True
 
     def of_samples(self) -> Tensor:
         """Norms over all parameters, (B,)."""
@@ -58,6 +65,14 @@ class Norms:
             return False
         return weights.is_floating_point() and len(weights) > 0 and are_at_most_one(weights)
 
+    def with_larger_terms(self, weights: Mapping[str, Tensor], limit: float) -> list[int]:
+        """Samples whose terms, times their weights, have norms above `limit`. Needs `track_terms`. One host sync."""
+        terms = [norms * weights[name].abs() for name, norms in (self._terms or {}).items()]
+        if not terms:
+            return []
+        sizes = torch.linalg.vector_norm(torch.stack(terms, 1), dim=1)
+        return (~(sizes <= limit)).nonzero().flatten().tolist()  # also NaN, from factors whose squares overflow
+
     def _parts(self, joint: bool) -> dict[str, Tensor]:
         """Norms (B,) of each parameter; with create_graph their squares, which are differentiable where they are zero.
         joint: the parameters of a bundle may have the norms of the bundle instead, as one tensor.
@@ -68,7 +83,13 @@ class Norms:
             self._known = self._evaluator.evaluate(partial(self._of_form, joint, known))
         return self._known
 
+    def _note_terms(self, form: PerSampleGrad, name: str) -> None:
+        norms = None if self._terms is None else form.term_norms()
+        if self._terms is not None and norms is not None:
+            self._terms[name] = norms
+
     def _of_form(self, joint: bool, known: dict[str, Tensor], form: PerSampleGrad, name: str) -> Tensor:
+        self._note_terms(form, name)
         if self._evaluator.create_graph:
             return form.squared_norms()
         if joint and isinstance(form, BundledGrad):
@@ -128,6 +149,7 @@ class Norms:
         may_cancel: set[str] = set()
 
         def quantity(form: PerSampleGrad, name: str) -> Tensor:
+            self._note_terms(form, name)
             if form.may_cancel:
                 may_cancel.add(name)
             return form.scaled_norms()

@@ -7,25 +7,28 @@ loss as their gradients. The parts add up to the whole gradient, whatever reduct
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import distributed as ddp
 
 from samplewise.core.text import plural
 from samplewise.engine.checks import is_traced, wide_dtype
-from samplewise.engine.graph import Edge, Node, edge_of, graph_alive, is_accumulate_grad, operation
+from samplewise.engine.generic import as_gradient
+from samplewise.engine.graph import Edge, Node, edge_of, graph_alive, is_accumulate_grad, is_python_function, operation
 from samplewise.engine.pending_checks import read_at_once
-from samplewise.engine.registered_hooks import removed_afterwards
+from samplewise.engine.registered_hooks import foreign_hooks, removed_afterwards
 from samplewise.errors import GraphError, LossesError
 
 Outputs = Tensor | Sequence[Tensor]
 
 # Operations that return their operands unchanged. Frameworks call them on the outputs that they return, after the model
 # has computed its loss from the operands.
-COPIES = ("ToCopy", "Clone", "Alias", "Function '_DDPSink'")
+COPIES = ("ToCopy", "Clone", "Alias")
+
+_generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
 
 def parts_of_loss(loss: Tensor, outputs: Outputs, wanted: Mapping[str, Tensor]) -> Tensor:
@@ -36,17 +39,27 @@ def parts_of_loss(loss: Tensor, outputs: Outputs, wanted: Mapping[str, Tensor]) 
     wanted: parameters by name; a path from the loss to one of them that does not pass an output is an error.
     """
     tensors = checked_outputs(loss, outputs)
-    stops = {edge: z for z in tensors for edge in _edges_of(z)}
+    stops = {edge_of(z): Stop(z) for z in tensors}
+    for z in tensors:
+        for edge, copy in _copied(z):
+            stops.setdefault(edge, Stop(z, copy))
     with graph_alive():
-        reached = _reached(loss, stops, wanted)
+        consumers = _consumers(loss, stops, wanted)
         total: Tensor | None = None
-        with _without_hooks(tensors):  # they are called in the pass through the parts
-            gradients = _gradients_at(loss, reached)
-        for edge, c in zip(reached, gradients, strict=True):
-            part = _row_sums(c, stops[edge])
+        for edge, c in _gradients_at(loss, consumers).items():
+            if stops[edge].copy is not None:
+                _refuse_hooks_on_copies(stops[edge], edge, c)
+            part = _row_sums(c, stops[edge].output)
             total = part if total is None else total + part
     assert total is not None
     return total
+
+
+class Stop(NamedTuple):
+    """An edge at which paths from the loss end: that of an output, or of a tensor that an output is a copy of."""
+
+    output: Tensor
+    copy: tuple[Node, int] | None = None  # node that copies the tensor of this edge, and position of its operand
 
 
 def checked_outputs(loss: Tensor, outputs: Any) -> list[Tensor]:
@@ -90,24 +103,35 @@ def _description(outputs: Any) -> str:
     return type(outputs).__name__
 
 
-def _edges_of(z: Tensor) -> Iterator[Edge]:
-    """The edge of an output, and those of the tensors that it is an unchanged copy of."""
+def _copied(z: Tensor) -> Iterator[tuple[Edge, tuple[Node, int]]]:
+    """Edges of the tensors that an output is an unchanged copy of, with the node that copies each
+    and the position of its operand."""
     edge = edge_of(z)
-    yield edge
-    while not is_accumulate_grad(edge.node) and operation(edge.node) in COPIES:
-        child, slot = edge.node.next_functions[edge.slot if len(edge.node.next_functions) > 1 else 0]
+    while _is_copy(edge.node):
+        position = edge.slot if len(edge.node.next_functions) > 1 else 0
+        child, slot = edge.node.next_functions[position]
         if child is None or torch.promote_types(child._input_metadata[slot].dtype, edge.dtype) != edge.dtype:
             return
+        copy = (edge.node, position)
         edge = Edge(child, slot)
-        yield edge
+        yield edge, copy
 
 
-def _reached(loss: Tensor, stops: Mapping[Edge, Tensor], wanted: Mapping[str, Tensor]) -> list[Edge]:
-    """The stops that the loss depends on. Raises GraphError if there is none, or if a wanted parameter is reached
-    without passing one.
+def _is_copy(node: Node) -> bool:
+    if is_python_function(node):
+        return type(node)._forward_cls is ddp._DDPSink
+    return operation(node) in COPIES
+
+
+Consumers = dict[Edge, list[tuple[Node, int]]]  # nodes that an edge is an operand of, and its position there
+
+
+def _consumers(loss: Tensor, stops: Mapping[Edge, Stop], wanted: Mapping[str, Tensor]) -> Consumers:
+    """The stops that the loss depends on, with their consumers on paths that do not pass another stop. Raises
+    GraphError if there is none, or if a wanted parameter is reached without passing one.
     """
     names = {id(p): name for name, p in wanted.items()}
-    found: dict[Edge, None] = {}
+    consumers: Consumers = {}
     bypassed: list[str] = []
     stack: list[Node] = [edge_of(loss).node]
     seen = set(stack)
@@ -115,15 +139,15 @@ def _reached(loss: Tensor, stops: Mapping[Edge, Tensor], wanted: Mapping[str, Te
         node = stack.pop()
         if is_accumulate_grad(node) and id(node.variable) in names:
             bypassed.append(names[id(node.variable)])
-        for child, slot in node.next_functions:
+        for position, (child, slot) in enumerate(node.next_functions):
             if child is None:
                 continue
             if Edge(child, slot) in stops:
-                found[Edge(child, slot)] = None
+                consumers.setdefault(Edge(child, slot), []).append((node, position))
             elif child not in seen:
                 seen.add(child)
                 stack.append(child)
-    if not found:
+    if not consumers:
         raise GraphError(
             "the loss must be computed from outputs; found no path from the loss to them in the graph. Pass the tensor "
             "object that the model returned and the loss was computed from."
@@ -136,46 +160,64 @@ def _reached(loss: Tensor, stops: Mapping[Edge, Tensor], wanted: Mapping[str, Te
             "a penalty on weights or an auxiliary loss does. Pass all outputs that the loss depends on, or leave such "
             "terms out of the loss and call backward() on them separately."
         )
-    return list(found)
+    return consumers
 
 
-def _gradients_at(loss: Tensor, edges: Sequence[Edge]) -> list[Tensor]:
-    """Gradient of the loss at each edge, along paths that do not pass another one of them."""
-    with _paths_cut(edges):
-        gradients = torch.autograd.grad(
-            loss, [edge.gradient_edge() for edge in edges], retain_graph=True, allow_unused=True
-        )
-    return [edge.zeros() if c is None else c for edge, c in zip(edges, gradients, strict=True)]
-
-
-@contextmanager
-def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Context manager: backward passes in the block do not call the hooks that `register_hook` added to the tensors."""
-    kept = [(z._backward_hooks, dict(z._backward_hooks)) for z in tensors if z._backward_hooks]
-    for hooks, _ in kept:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in kept:
-            hooks.update(before)
-
-
-@contextmanager
-def _paths_cut(edges: Sequence[Edge]) -> Iterator[None]:
-    """Context manager: backward passes in the block do not continue below these edges. `torch.autograd.grad` reads the
-    gradient at an edge before the hooks of its node are called.
+def _gradients_at(loss: Tensor, consumers: Consumers) -> dict[Edge, Tensor]:
+    """Gradient of the loss at each edge, along paths that do not pass another one of them. It is read where it leaves
+    the consumers of the edge, before the hooks on the tensor: these act in the pass through the parts.
     """
-    slots: dict[Any, set[int]] = {}
-    for edge in edges:
-        slots.setdefault(edge.node, set()).add(edge.slot)
+    gradients: dict[Edge, Tensor] = {}
+    operands: dict[Node, list[tuple[int, Edge]]] = {}
+    for edge, uses in consumers.items():
+        for node, position in uses:
+            operands.setdefault(node, []).append((position, edge))
 
-    def cut(here: set[int], gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(None if slot in here else gradient for slot, gradient in enumerate(gradients))
+    def read(edges: list[tuple[int, Edge]], leaving: tuple[Tensor | None, ...], _: object) -> object:
+        onward = list(leaving)
+        for position, edge in edges:
+            gradient = leaving[position]
+            if gradient is not None:
+                onward[position] = torch.zeros_like(gradient)  # hooks below the edge are not made for None
+                gradient = as_gradient(gradient, edge).to(edge.dtype)
+                gradients[edge] = gradients[edge] + gradient if edge in gradients else gradient
+        return tuple(onward)
 
-    several = list(slots.items()) if len(edges) > 1 else []  # a pass to one edge ends there
-    with removed_afterwards([node.register_prehook(partial(cut, here)) for node, here in several]):
-        yield
+    with removed_afterwards([node.register_hook(partial(read, edges)) for node, edges in operands.items()]):
+        torch.autograd.grad(loss, [edge.gradient_edge() for edge in consumers], retain_graph=True, allow_unused=True)
+    return {edge: gradients[edge] if edge in gradients else edge.zeros() for edge in consumers}
+
+
+def _refuse_hooks_on_copies(stop: Stop, edge: Edge, c: Tensor) -> None:
+    """Raise GraphError if a hook changes gradients between an output and the tensor that it is a copy of. The loss does
+    not pass there, but its parts do, because autograd gives access to the tensor through its copy only.
+    """
+    assert stop.copy is not None
+    node, position = stop.copy
+    output = edge_of(stop.output)
+    changed = bool(stop.output._backward_hooks)
+    if not changed and foreign_hooks():
+
+        def compare(sent: Tensor, leaving: tuple[Tensor | None, ...], _: object) -> object:
+            nonlocal changed
+            gradient = leaving[position]
+            changed |= gradient is None or not torch.equal(gradient, sent)
+            return tuple(None if g is None else torch.zeros_like(g) for g in leaving)  # for hooks on the tensor
+
+        limits = torch.finfo(c.dtype)
+        noise = torch.randn(c.shape, generator=_generator, dtype=torch.float64).to(c)
+        # A hook may change large or small gradients only: clip them, or drop them.
+        for sent in (c, noise * limits.max ** (1 / 3), noise * limits.tiny ** (1 / 3)):
+            with removed_afterwards([node.register_hook(partial(compare, sent))]):
+                torch.autograd.grad(
+                    [output.gradient_edge()], [edge.gradient_edge()], [sent.to(output.dtype)], retain_graph=True
+                )
+    if changed:
+        raise GraphError(
+            "if outputs is a copy of the tensor that the loss was computed from, gradients must pass unchanged from "
+            "one to the other; found a hook between outputs and the tensor. Pass the tensor that the loss was computed "
+            "from as outputs, or register the hook on it."
+        )
 
 
 def _row_sums(c: Tensor, z: Tensor) -> Tensor:
@@ -187,7 +229,7 @@ def _row_sums(c: Tensor, z: Tensor) -> Tensor:
         c = torch.view_as_real(c.to(z.dtype))
         z = torch.view_as_real(z)
     dtype = wide_dtype(z.dtype)
-    c = c.to(dtype)
+    c = c.to(z.device, dtype)
     with torch.enable_grad():
         if read_at_once(c):
             sums = (c * z.to(dtype)).reshape(len(z), -1).sum(1)

@@ -1,18 +1,32 @@
-"""Parameter side: conversion of per-sample gradients from the cut to the parameter, and merging of several uses."""
+"""Parameter side: conversion of per-sample gradients from the cut to the parameter, and merging of several uses.
+
+Autograd pulls gradients back through most operations (`generic.Pullback`). Through weight norm and the operations in
+`LOWERED`, representations are converted, so that no rows are needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from samplewise.engine.generic import Pullback, PulledBackGrad
+from samplewise.engine import layouts
+from samplewise.engine.backward import pull_back
+from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad, SummedGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.grads.factored import FactoredGrad
+from samplewise.engine.grads.exponential import exponential
+from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.grads.indexed import VIEWS, as_blocks, re_indexed
-from samplewise.engine.graph import Graph, Node
+from samplewise.engine.grads.normalized import normalized
+from samplewise.engine.grads.scaled import scaled
+from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, operation
 from samplewise.engine.rules.embedding import looked_up
+from samplewise.engine.rules.use import accumulable
+from samplewise.engine.saved import Saved, saved_tensor_names
 
 UNCHANGED = {"ToCopy", "Alias", "Clone"}
 
@@ -38,29 +52,27 @@ def changing_operations(operations: Sequence[str]) -> tuple[str, ...]:
 def carried(
     form: PerSampleGrad,
     changing: tuple[str, ...] | None,
-    pullback: Pullback,
-    number: int,
+    entry: Edge,
+    leaf: Edge,
     indices: Callable[[], Tensor] | None,
     orders: dict[object, str],
-) -> PerSampleGrad:
-    """Convert the representation of an operand into that of leaf `number` of the pullback.
+    key: object,
+) -> PerSampleGrad | None:
+    """Convert the representation of an operand into that of a leaf; None if this needs a `Pullback`.
 
     `changing` are the operations on the path to the leaf that change a gradient; None if it is not a single path.
     `indices` returns the indices of an embedding that is the only operation on the path; None if there is no such.
-    `orders`: see `re_indexed`.
+    `orders`, `key`: see `re_indexed`.
     """
-    if changing is not None:
-        leaf = pullback.leaves[number]
-        converted: PerSampleGrad | None = None
-        if changing == ("T",) and isinstance(form, FactoredGrad):
-            converted = form.transposed()
-        elif set(changing) <= VIEWS:
-            converted = re_indexed(form, pullback.entry, leaf, orders, (pullback.key, number))
-        elif indices is not None and isinstance(form, DenseGrad):
-            converted = _looked_up_once(form, pullback.entry.node, indices(), leaf.shape)
-        if converted is not None:
-            return converted
-    return PulledBackGrad(pullback, number)
+    if changing is None:
+        return None
+    if changing == ("T",) and isinstance(form, FactoredGrad):
+        return form.transposed()
+    if set(changing) <= VIEWS:
+        return re_indexed(form, entry, leaf, orders, key)
+    if indices is not None and isinstance(form, DenseGrad):
+        return _looked_up_once(form, entry.node, indices(), leaf.shape)
+    return None
 
 
 def _looked_up_once(form: DenseGrad, node: Node, index: Tensor, shape: tuple[int, ...]) -> FactoredGrad | None:
@@ -68,6 +80,179 @@ def _looked_up_once(form: DenseGrad, node: Node, index: Tensor, shape: tuple[int
     rows = form.rows(0, form.samples)
     gradient = rows.reshape(form.samples, index.numel(), rows.shape[-1])
     return looked_up(node, index.reshape(1, -1).expand(form.samples, -1), gradient, shape)
+
+
+# --- operations that keep representations ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One or several operations, from where the gradient of their output arrives to where that of an operand does. The
+    other operands do not lead to parameters. Nodes are positions in the graph.
+    """
+
+    entry: EdgeKey
+    operand: int  # position of the operand; of several operations, that of the first
+    below: EdgeKey
+    reads: tuple[str, ...]  # names of the saved tensors to read
+
+
+class Lowering(NamedTuple):
+    """Function that converts a representation of the output of a step to one of its operand, from the edges of both,
+    the position of the operand and the saved tensors; None for representations that it is not for.
+    """
+
+    convert: Callable[[PerSampleGrad, Edge, Edge, int, Saved], PerSampleGrad | None]
+    reads: tuple[str, ...] = ()  # names of the saved tensors it needs
+
+
+def _unchanged(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
+    return form
+
+
+def _transposed(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+    if isinstance(form, DenseGrad):
+        return DenseGrad(*(part.mT for part in form.parts), terms=form.term_norms)
+    return form.transposed() if isinstance(form, FactoredGrad) else None
+
+
+def _added(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
+    return form if operand == 0 or entry.node._saved_alpha == 1 else scaled(form, float(entry.node._saved_alpha))
+
+
+def _times_number(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
+    factor = saved["other" if operand == 0 else "self"] if saved else entry.node._saved_other  # a Python number
+    if not isinstance(factor, Tensor):
+        return scaled(form, float(factor))
+    if factor.numel() == 1:
+        return scaled(form, accumulable(factor.reshape(())))
+    return _elementwise(form, entry, below, operand, saved)
+
+
+def _elementwise(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
+    """Gradients of an operand of elementwise operations, which multiply each element by a factor."""
+    ones = torch.ones(entry.shape, dtype=entry.dtype, device=entry.device)
+    (factors,) = pull_back(ones, entry, [below], torch.is_grad_enabled())
+    return scaled(form, accumulable(factors))
+
+
+def _in_product(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+    """Gradients of one factor of a matrix product."""
+    if not isinstance(form, FactoredGrad):
+        return None
+    other: Tensor = accumulable(saved["mat2" if operand == 0 else "self"])
+    terms = []
+    for left, right in form.terms:
+        if not isinstance(left, Tensor) or not isinstance(right, Tensor) or other.is_complex():
+            return None
+        terms.append(Term(left, right @ other.T) if operand == 0 else Term(left @ other, right))
+    return FactoredGrad(terms, below.shape)
+
+
+def _exponential(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+    A = accumulable(saved["self"])
+    # The second derivative would need more nodes; on other devices, the number of nodes would be a host sync.
+    usable = A.dim() == 2 and A.device.type == "cpu" and not (A.is_complex() or is_traced(A) or torch.is_grad_enabled())
+    return exponential(form, A) if usable else None
+
+
+ELEMENTWISE = Lowering(_elementwise)
+LOWERED = {
+    **dict.fromkeys(layouts.ELEMENTWISE.split(), ELEMENTWISE),
+    **dict.fromkeys(UNCHANGED, Lowering(_unchanged)),
+    "T": Lowering(_transposed),
+    "Add": Lowering(_added),
+    "Mul": Lowering(_times_number, ("self", "other")),
+    "Mm": Lowering(_in_product, ("self", "mat2")),
+    "LinalgMatrixExp": Lowering(_exponential, ("self",)),
+}
+OTHER_SHAPES = {"T", "Mm"}  # operations whose operand may have another shape than the output
+WEIGHT_NORM = "WeightNormInterface"
+WEIGHT_NORM_READS = ("v", "g", "result1")
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Operations just below an operand through which representations are converted, and parameters that are reached.
+    Numbers are those of the parameters below the operand.
+    """
+
+    steps: tuple[Step, ...] = ()
+    last: int | None = None  # position of a weight norm or product of parameters below these steps
+    numbers: tuple[int | None, ...] = ()  # parameters that are the operands of `last`, or the one below all steps
+
+
+NO_DESCENT = Descent()
+
+
+def descent(graph: Graph, entry: Edge, leaves: Sequence[Node]) -> Descent:
+    """Return the operations below `entry` through which representations are converted. `leaves`: all leaves below."""
+    steps: list[Step] = []
+    while (kind := graph.operations[entry.node]) in LOWERED:
+        children = graph.children[entry.node]
+        operands = [position for position, (child, _) in enumerate(children) if child in graph.relevant]
+        below = Edge(*children[operands[0]])
+        is_complex = entry.dtype.is_complex or below.dtype.is_complex  # derivatives may not be products then
+        if len(operands) > 1 or is_complex or not (below.shape == entry.shape or kind in OTHER_SHAPES):
+            break
+        reads = tuple(name for name in LOWERED[kind].reads if name in saved_tensor_names(entry.node))
+        step = Step(graph.key(entry), operands[0], graph.key(below), reads)
+        if steps and LOWERED[kind] is ELEMENTWISE is LOWERED[graph.operations[graph.edge(steps[-1].entry).node]]:
+            step = replace(steps.pop(), below=step.below)
+        steps.append(step)
+        entry = below
+    if entry.node in graph.leaves:
+        return Descent(tuple(steps), None, (leaves.index(entry.node),))
+    children = graph.children[entry.node]
+    ends = all(child in graph.leaves or child not in graph.relevant for child, _ in children)
+    if ends and (kind == "Mm" or (kind == WEIGHT_NORM and entry.slot == 0 and entry.node._saved_dim == 0)):
+        numbers = tuple(leaves.index(child) if child in graph.leaves else None for child, _ in children)
+        return Descent(tuple(steps), graph.index[entry.node], numbers)
+    return Descent(tuple(steps)) if steps else NO_DESCENT
+
+
+def reads_of(path: Descent, graph: Graph) -> dict[int, tuple[str, ...]]:
+    """Names of the saved tensors that `lowered` reads, by position."""
+    reads = {step.entry[0]: step.reads for step in path.steps}
+    if path.last is not None:
+        kind = graph.operations[graph.nodes[path.last]]
+        reads[path.last] = WEIGHT_NORM_READS if kind == WEIGHT_NORM else LOWERED[kind].reads
+    return {at: names for at, names in reads.items() if names}
+
+
+def lowered(
+    form: PerSampleGrad, entry: EdgeKey, path: Descent, graph: Graph, read: Callable[[Node], Saved]
+) -> tuple[PerSampleGrad, EdgeKey, Mapping[int, PerSampleGrad]]:
+    """Convert the representation of an operand as far as possible: the representation, where it is one of, and those of
+    parameters, by number.
+    """
+    for step in path.steps:
+        edge = graph.edge(step.entry)
+        saved = read(edge.node) if step.reads else {}
+        convert = LOWERED[operation(edge.node)].convert
+        converted = convert(form, edge, graph.edge(step.below), step.operand, saved)
+        if converted is None:
+            return form, entry, {}
+        form, entry = converted, step.below
+    forms: Sequence[PerSampleGrad | None] = ()
+    if path.last is None:
+        forms = (form,) if path.numbers else ()
+    else:
+        edge = graph.edge(entry)
+        saved = read(edge.node)
+        if operation(edge.node) == WEIGHT_NORM:
+            forms = normalized(form, *(accumulable(saved[name]) for name in WEIGHT_NORM_READS)) or ()
+        else:
+            operands = [Edge(*child) for child in edge.node.next_functions]
+            forms = [
+                None if number is None else _in_product(form, edge, operands[position], position, saved)
+                for position, number in enumerate(path.numbers)
+            ]
+    numbered = zip(path.numbers, forms, strict=False)  # there are no forms if the representation is of another kind
+    return form, entry, {n: of_leaf for n, of_leaf in numbered if n is not None and of_leaf is not None}
+
+
+# --- merging ---------------------------------------------------------------------------------------------------------
 
 
 def combined(forms: Sequence[PerSampleGrad], name: str, shared: dict[object, bool]) -> PerSampleGrad:
@@ -78,5 +263,6 @@ def combined(forms: Sequence[PerSampleGrad], name: str, shared: dict[object, boo
     if len(outers) == len(forms) and len({outer.matrix for outer in outers}) == 1:
         return FactoredGrad([term for outer in outers for term in outer.terms], forms[0].shape)
     if all(isinstance(form, DenseGrad) for form in forms):
-        return DenseGrad(SummedGrad(forms).rows(0, forms[0].samples))
+        uses = SummedGrad(forms)
+        return DenseGrad(uses.rows(0, uses.samples), terms=uses.term_norms)
     return as_blocks(forms, shared, name) or SummedGrad(forms)

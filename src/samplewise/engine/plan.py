@@ -4,8 +4,9 @@
 of each operand, and which operations lie between the operand and the parameter. Plans refer to nodes by position and
 hold no tensors, so graphs of the same structure and shapes share a plan. `GradBuilder` applies a plan to a graph.
 
-What can change between two graphs of the same structure is checked for each graph: hooks registered since the ownership
-was verified, gradients that could not verify it because they were zero, and sample data below the cut.
+A plan is a claim about all graphs of a structure. What can change between two of them is verified for each graph: the
+ownership through nodes that were probed (before the pass), Python functions and hooks (by the pass, see `strategies`),
+gradients that could not verify the ownership because they were zero, and sample data below the cut.
 """
 
 from __future__ import annotations
@@ -22,30 +23,41 @@ from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.backward import OperandGradients, Stops, stops_at
 from samplewise.engine.checks import is_traced
 from samplewise.engine.cut import Cut, find_cut, probed_cut
-from samplewise.engine.generic import GenericGrad, Pullback
+from samplewise.engine.generic import GenericGrad, Pullback, Verdicts, supports_batches
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.bundled import bundled, is_small
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad
-from samplewise.engine.independence import Constants, refuse_batch_norm, sample_data
-from samplewise.engine.parameter_side import carried, changing_operations, combined, paths_to_leaves
-from samplewise.engine.registered_hooks import (
-    UNVERIFIED,
-    HookState,
-    foreign_hooks,
-    has_hooks_of,
-    hook_state,
-    leave_out_forward_hooks,
+from samplewise.engine.grads.indexed import VIEWS
+from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad, is_python_function, numel
+from samplewise.engine.independence import Constants, may_refuse, refuse_batch_norm, refuse_broadcast, sample_data
+from samplewise.engine.local_probe import Claim, hold
+from samplewise.engine.parameter_side import (
+    NO_DESCENT,
+    Descent,
+    carried,
+    changing_operations,
+    combined,
+    descent,
+    lowered,
+    paths_to_leaves,
+    reads_of,
 )
+from samplewise.engine.registered_hooks import leave_out_forward_hooks, may_have_hooks
 from samplewise.engine.rules import OPERAND_RULES, RULES, OperandRule, Rule, Use
 from samplewise.engine.rules.use import Operand
-from samplewise.engine.saved import SavedTensorReader, Versions
-from samplewise.engine.tags import Regular, Tag
-from samplewise.engine.verify import verify, verify_again
+from samplewise.engine.saved import SavedTensorReader, Versions, has_sparse
+from samplewise.engine.slow_paths import place_of, warn_if_slow
+from samplewise.engine.tags import Tag
+from samplewise.engine.verify import verify_again
 from samplewise.errors import GraphError
 
 Quantity = Callable[[PerSampleGrad, str], Any]
+
+# Rows with at most this fraction of the elements of the gradient that they were computed from are kept in any case.
+FEW_ROWS = 0.25
+
+_generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
 
 @dataclass(frozen=True)
@@ -64,9 +76,12 @@ class OperandPlan:
 
     operand: Operand
     rule: Rule | None
+    empty: bool  # the output has no elements, so that the operand gets no gradient
     entry: EdgeKey  # where the gradient of the operand arrives
     leaves: tuple[int, ...]  # positions of the parameters below the operand
     routes: tuple[Route, ...]
+    function: str | None  # name of a Python Function below the operand
+    descent: Descent  # operations below the operand through which representations are converted
 
 
 @dataclass(frozen=True)
@@ -90,15 +105,20 @@ class Plan:
     uses: dict[str, int]  # number of routes to each parameter
     rules: dict[tuple[str, int], Rule | None]  # the rules in use, by operation and operand position
     tags: dict[EdgeKey, Tag]
-    proven: bool  # True: ownership derived from shapes; False: probed
+    proven: bool  # True: ownership derived node by node; False: probed by passes through the whole graph
+    claims: list[Claim]  # that the ownership depends on, to be verified in each graph
+    functions: list[Claim]  # as before, about Python functions: to be verified during a pass
+    recomputed: bool  # the ownership is to be verified by a pass with weights in each graph
+    has_functions: bool  # True if there are Python Functions at the cut or below it
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
     operations: dict[int, str]  # by node at the cut
     operand_rules: dict[int, OperandRule]  # of nodes that need not be run, by node at the cut
-    hooks_key: int  # identifies structure and parameters in `hooks`
-    verified_hooks: HookState = UNVERIFIED  # of the graph for which the ownership was verified at all edges
+    pending: set[EdgeKey]  # edges whose ownership is not verified yet, because gradients were zero
     orders: dict[object, str] = field(default_factory=dict)  # of the elements of viewed parameters, see `re_indexed`
     shared: dict[object, bool] = field(default_factory=dict)  # whether views of a parameter overlap, by name
+    verdicts: Verdicts = field(default_factory=dict)  # whether operations without a rule can be computed in batches
     gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
+    cause: str = "samples do not own the gradients as was derived"  # why the whole graph was probed, if it was
 
     def explain(self, name: str, form: PerSampleGrad) -> ExplainRow:
         """Line of `explain` for one parameter."""
@@ -130,6 +150,8 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         reads.setdefault(at, {}).update(dict.fromkeys(rule.reads if rule is not None else ()))
         planned = _plan_operand(graph, cut, node, position, rule)
         operands.setdefault(at, []).append(planned)
+        for below, names in reads_of(planned.descent, graph).items():
+            reads.setdefault(below, {}).update(dict.fromkeys(names))
         for route in planned.routes:
             uses[route.name] = uses.get(route.name, 0) + 1
             if route.looks_up:
@@ -145,10 +167,18 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         rules=rules,
         tags={graph.key(edge): tag for edge, tag in cut.tags.items()},
         proven=cut.proven,
+        claims=cut.claims,
+        functions=cut.functions,
+        recomputed=cut.recomputed,
+        has_functions=any(
+            planned.function is not None or is_python_function(graph.nodes[at])
+            for at, operands_of_node in operands.items()
+            for planned in operands_of_node
+        ),
         data_entries=cut.data_entries,
         operations=operations,
         operand_rules=operand_rules,
-        hooks_key=hash((graph.structure.hash, tuple(index[leaf] for leaf in graph.leaves))),
+        pending={graph.key(edge) for edge in cut.pending},
         gradients={graph.key(edge): gradient for edge, gradient in cut.gradients.items()},
     )
 
@@ -163,7 +193,19 @@ def _plan_operand(graph: Graph, cut: Cut, node: Node, position: int, rule: Rule 
         routes.append(Route(graph.leaves[leaf], number, changing, looks_up=operations == ["Embedding"]))
     tags = {slot: cut.tags[Edge(node, slot)] for slot in graph.used_slots(node)}
     operand = Operand(position, entry.shape, graph.samples, tags)
-    return OperandPlan(operand, rule, graph.key(entry), tuple(graph.index[leaf] for leaf, _ in paths), tuple(routes))
+    empty = not any(numel(Edge(node, slot).shape) for slot in tags)
+    leaves = tuple(graph.index[leaf] for leaf, _ in paths)
+    viewed = all(route.changing is not None and set(route.changing) <= VIEWS for route in routes)
+    below = NO_DESCENT if viewed else descent(graph, entry, [leaf for leaf, _ in paths])
+    function = _function_below(graph, entry.node)
+    return OperandPlan(operand, rule, empty, graph.key(entry), leaves, tuple(routes), function, below)
+
+
+def _function_below(graph: Graph, start: Node) -> str | None:
+    if not graph.structure.functions:
+        return None
+    functions = [node for node in graph.below([start]) if node in graph.relevant and is_python_function(node)]
+    return graph.operations[functions[0]] if functions else None
 
 
 def _operand_rules(operations: Mapping[int, str], reads: Mapping[int, Mapping[str, None]]) -> dict[int, OperandRule]:
@@ -191,7 +233,6 @@ class Planner:
         self.graph = graph
         self.modules = modules
         self.interacting = interacting
-        self.pending: set[EdgeKey] = set()  # edges whose ownership is not verified yet, because gradients were zero
         self._plan: Plan | None = None
 
     def plan(self) -> Plan:
@@ -212,7 +253,6 @@ class Planner:
 
     def plan_by_probe(self) -> Plan:
         """Replace the plan by one that does not depend on derived ownership."""
-        self.pending = set()
         self._plan = make_plan(self.graph, probed_cut(self.graph, self._constants(), self.interacting))
         return self._plan
 
@@ -220,33 +260,39 @@ class Planner:
         """True if a cached plan is valid here: same rules, no sample data below the cut, verified ownership."""
         if list(map(RULES.get, plan.rules)) != list(plan.rules.values()):
             return False
-        if plan.data_entries and any(True for _ in sample_data(self.graph, plan.data_entries, self._constants())):
+        if plan.data_entries and not self._allows_data(plan):
             return False
-        return has_hooks_of(self.graph, plan.verified_hooks) or self._verified(plan, verify)
+        if plan.claims and is_traced(self.graph.losses):
+            return False
+        return hold(plan.claims, self.graph)
+
+    def _allows_data(self, plan: Plan) -> bool:
+        """True if what enters below the cut is no reason to look at this graph: integers may be positions."""
+        if self.interacting != "refuse" and not is_traced(self.graph.losses):
+            return True
+        data = list(sample_data(self.graph, plan.data_entries, self._constants()))
+        return not (data and (may_refuse(data) or is_traced(self.graph.losses)))
 
     def verify_again(self) -> bool:
         """Verify the ownership of the current plan with new passes; False if it does not hold."""
-        return self._verified(self.plan(), verify_again)
-
-    def _verified(self, plan: Plan, verify: Callable[[Graph, dict[Edge, Regular]], set[Edge] | None]) -> bool:
-        tags = {self.graph.edge(key): tag for key, tag in plan.tags.items() if isinstance(tag, Regular)}
-        pending = verify(self.graph, tags)
+        plan = self.plan()
+        pending = verify_again(self.graph, {self.graph.edge(key): tag for key, tag in plan.tags.items()})
         if pending is None:
+            self.graph.structure.plans.pop(self.interacting, None)
             return False
-        self._set_pending(plan, pending)
+        plan.pending = set(map(self.graph.key, pending))
         return True
-
-    def _set_pending(self, plan: Plan, pending: Iterable[Edge]) -> None:
-        self.pending = set(map(self.graph.key, pending))
-        plan.verified_hooks = UNVERIFIED if self.pending else hook_state(self.graph)
 
     def _analyze(self) -> Plan:
         if self.interacting == "refuse":
             refuse_batch_norm(self.graph, self.modules)
+            refuse_broadcast(self.graph)
         cut = find_cut(self.graph, self._constants(), self.interacting)
         plan = make_plan(self.graph, cut)
-        if cut.proven:
-            self._set_pending(plan, cut.pending)
+        if cut.cause is not None:
+            place = "" if cut.cause.node is None else place_of(self.graph, cut.cause.node, self.modules)
+            plan.cause = cut.cause.text + place
+        if cut.proven and not cut.by_data:
             self.graph.structure.plans[self.interacting] = plan
         return plan
 
@@ -265,7 +311,8 @@ class GradBuilder:
     """Convert gradients at the cut into representations of per-sample gradients, and compute a quantity of each.
 
     `add` is called once for each node at the cut. As soon as all uses of a parameter have been added,
-    quantity(form, name) is stored in `results`, and with keep=True the representation in `forms`.
+    quantity(form, name) is stored in `results`, and with keep=True the representation in `forms`. Otherwise, `rows` has
+    those of parameters that are small compared with the activations.
     """
 
     def __init__(
@@ -286,11 +333,15 @@ class GradBuilder:
         self.versions = Versions()  # version counters of the tensors that representations refer to
         self.results: dict[str, Any] = {}
         self.forms: dict[str, PerSampleGrad] = {}
+        self.rows: dict[str, DenseGrad] = {}
+        self._gradients: dict[int, Tensor] = {}  # of the last node that was added
         self._uses: dict[str, list[PerSampleGrad]] = {}  # of parameters with uses that are still to be added
-        # A hook or Python function may change the gradient in place during the pass, before its rows are copied.
-        in_place = bool(graph.structure.functions or foreign_hooks())
-        self._bundles = keep and not (differentiable or in_place or graph.sharded or is_traced(graph.losses))
+        self._bundles = keep and not (differentiable or graph.sharded or is_traced(graph.losses))
+        # A hook or Python function may change the gradient in place during the pass, before its rows are bundled.
+        self._copies = self._bundles and (bool(graph.structure.functions) or may_have_hooks(graph))
         self._small: dict[str, DenseGrad] = {}  # to be bundled after the pass
+        self._verdicts = None if graph.sharded else plan.verdicts
+        self.not_linear: str | None = None  # a Python Function whose backward is not linear
         reads = {graph.nodes[at]: names for at, names in plan.reads.items()}
         self._reader = SavedTensorReader(reads, shared=not graph.sharded)
 
@@ -313,18 +364,28 @@ class GradBuilder:
     def _add(self, at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
         node = self.graph.nodes[at]
         saved = self._reader.take(node)
+        self._gradients = gradients
         forms: list[PerSampleGrad] = []
         for planned in self.plan.operands[at]:
             form = None
             if gradients:
                 use = Use(node, planned.operand, gradients, saved)
-                rule = planned.rule
-                if rule is not None:
-                    form = rule.factors(use) if self.factors and rule.factors is not None else rule.form(use)
-                if form is None:
-                    form = GenericGrad(use, self.differentiable)
-            else:
+            if not gradients or planned.empty:
                 form = self._zeros(planned)
+            elif planned.rule is not None and not has_sparse(saved):
+                rule = planned.rule
+                form = rule.factors(use) if self.factors and rule.factors is not None else rule.form(use)
+            if form is None:
+                generic = GenericGrad(use, self.differentiable, self._verdicts, (at, planned.operand.position))
+                form = generic.broadcast() or generic
+                if is_python_function(node):
+                    self._check_linear(generic, self.plan.operations[at])
+                    if not supports_batches(node):
+                        warn_if_slow(
+                            f"{self.plan.operations[at]} has no rule, so that its backward is called once per sample",
+                            f"{self.graph.samples} calls of it in each step",
+                            "Set generate_vmap_rule = True in the Function if torch.vmap supports its backward.",
+                        )
             forms += self._carry(planned, form)
         if self.keep and forms:
             # Rules use only the shape of weights, or read them at once, so the optimizer may change them afterwards.
@@ -344,13 +405,16 @@ class GradBuilder:
         referring: list[PerSampleGrad] = []
         pullback: Pullback | None = None
         for route in planned.routes:
-            converted = form
-            if route.changing == ("T",) and isinstance(form, FactoredGrad):
-                converted = form.transposed()
-            elif route.changing != ():
-                pullback = self._pullback(planned, form) if pullback is None else pullback
+            converted: PerSampleGrad | None = form
+            if route.changing != ():
+                entry = self.graph.edge(planned.entry)
+                leaf = Edge(self.graph.nodes[planned.leaves[route.number]], 0)
                 indices = self._indices(planned) if route.looks_up else None
-                converted = carried(form, route.changing, pullback, route.number, indices, self.plan.orders)
+                key = (planned.entry, route.number)
+                converted = carried(form, route.changing, entry, leaf, indices, self.plan.orders, key)
+            if converted is None:
+                pullback = self._pullback(planned, form) if pullback is None else pullback
+                converted = pullback.form(route.number)
             if not self._add_use(route.name, converted):
                 referring.append(converted)
         return referring
@@ -358,6 +422,7 @@ class GradBuilder:
     def _add_use(self, name: str, form: PerSampleGrad) -> bool:
         """Add one use of a parameter; True if it was copied into rows, so that it need not stay unchanged."""
         is_copied = False
+        self._settle_terms(form)
         if self.plan.uses[name] > 1:
             uses = self._uses.setdefault(name, [])
             uses.append(form)
@@ -367,16 +432,37 @@ class GradBuilder:
         if self.keep and isinstance(form, FactoredGrad):
             form = form.compact()
             is_copied = isinstance(form, DenseGrad)
+        self._settle_terms(form)
         if self._bundles and isinstance(form, DenseGrad) and is_small(form):
-            self._small[name] = form
+            self._small[name] = DenseGrad(form.parts[0].clone()) if self._copies and not is_copied else form
             return True
         self._finish(name, form)
         return is_copied
 
+    def _settle_terms(self, form: PerSampleGrad) -> None:
+        if isinstance(form, DenseGrad):
+            form.settle_terms(self.graph.tracks_terms)
+
     def _finish(self, name: str, form: PerSampleGrad) -> None:
         if self.keep:
             self.forms[name] = form
+        elif isinstance(form, DenseGrad) and self._is_small(form):
+            self.rows[name] = form
         self.results[name] = self.quantity(form, name)
+
+    def _is_small(self, form: DenseGrad) -> bool:
+        """True for rows of their own with few elements compared with the gradient that they were computed from."""
+        elements = sum(gradient.numel() for gradient in self._gradients.values())
+        return form.samples * form.width <= FEW_ROWS * elements and form.is_apart_from(self._gradients.values())
+
+    def _check_linear(self, form: GenericGrad | Pullback, name: str) -> None:
+        """Note that the backward of a Python Function is not linear. ATen operations are derivatives, so they are."""
+        if is_traced(self.graph.losses):
+            return
+        weights = torch.rand(self.graph.samples, generator=_generator, dtype=torch.float64)
+        with torch.no_grad():
+            if not form.is_linear(self.graph, weights.mul(2).sub(1).to(self.graph.losses)):
+                self.not_linear = name
 
     def finish(self) -> None:
         """Bundle small representations, and compute the quantity of each. To be called after the pass."""
@@ -394,7 +480,28 @@ class GradBuilder:
 
     def _pullback(self, planned: OperandPlan, form: PerSampleGrad) -> Pullback:
         leaves = [Edge(self.graph.nodes[leaf], 0) for leaf in planned.leaves]
-        return Pullback(form, self.graph.edge(planned.entry), planned.entry, leaves, self.differentiable)
+        entry = planned.entry
+        verdicts: Verdicts | None = None
+        closed: Mapping[int, PerSampleGrad] = {}
+        if self._pulls_back_in_batches(planned, leaves):
+            verdicts = self._verdicts
+            self._settle_terms(form)
+            form, entry, closed = lowered(form, entry, planned.descent, self.graph, self._reader.take)
+        pullback = Pullback(form, self.graph.edge(entry), entry, leaves, self.differentiable, verdicts, closed)
+        if planned.function is not None:
+            self._check_linear(pullback, planned.function)
+        return pullback
+
+    def _pulls_back_in_batches(self, planned: OperandPlan, leaves: Iterable[Edge]) -> bool:
+        """False if a hook or Python Function, which may store gradients, would get the tensors of torch.vmap."""
+        if (
+            self.graph.sharded
+            or may_have_hooks(self.graph)
+            or any(leaf.node.variable._backward_hooks for leaf in leaves)
+        ):
+            return False
+        functions = self.graph.structure.functions if planned.function is not None else ()
+        return all(supports_batches(self.graph.nodes[at]) for at in functions)
 
     def _indices(self, planned: OperandPlan) -> Callable[[], Tensor]:
         def read() -> Tensor:

@@ -10,15 +10,20 @@ from torch import Tensor
 
 def jacobian_rows(losses: Tensor, parameters: Mapping[str, Tensor], create_graph: bool = False) -> dict[str, Tensor]:
     """Jacobian of the losses, name -> (b, *shape): row i is the gradient of losses[i]."""
-    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    for one in torch.eye(len(losses), dtype=losses.dtype, device=losses.device):
-        gradients = torch.autograd.grad(
-            losses, list(parameters.values()), one, retain_graph=True, create_graph=create_graph, allow_unused=True
-        )
-        for (name, p), g in zip(parameters.items(), gradients, strict=True):
-            rows[name].append(torch.zeros_like(p) if g is None else _dense(g))
-    return {name: torch.stack(stack) for name, stack in rows.items()}
+    unit = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
+    rows = [gradient_of(losses, parameters, weights, create_graph) for weights in unit]
+    return {name: torch.stack([row[name] for row in rows]) for name in parameters}
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+def gradient_of(
+    losses: Tensor, parameters: Mapping[str, Tensor], weights: Tensor, create_graph: bool = False
+) -> dict[str, Tensor]:
+    """Dense gradient of the weighted sum of the losses (b,), name -> shape; zeros for parameters without gradient."""
+    gradients = torch.autograd.grad(
+        losses, list(parameters.values()), weights, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
+    of_all = {}
+    for (name, p), g in zip(parameters.items(), gradients, strict=True):
+        dense = torch.zeros_like(p) if g is None else g
+        of_all[name] = dense if dense.layout is torch.strided else dense.to_dense()
+    return of_all

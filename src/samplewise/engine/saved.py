@@ -68,6 +68,11 @@ def _packed(raw: Any) -> Any:
         return None
 
 
+def has_sparse(saved: Saved) -> bool:
+    """True if one of the tensors is not strided. Rules are for strided tensors."""
+    return any(isinstance(tensor, Tensor) and tensor.layout is not torch.strided for tensor in saved.values())
+
+
 class Versions:
     """Version counters of tensors, to detect in-place modification while the tensors are still needed.
 

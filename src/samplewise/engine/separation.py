@@ -17,11 +17,9 @@ from torch import Tensor
 
 from samplewise.engine.graph import Graph
 
-# Weights of samples that are on. They are random, so that contributions that cancel in one pass differ in another, and
-# at most 1, so that scaled gradients in float16 do not overflow.
-POWERS = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.float64)
 # Passes that measure the rounding noise; the larger number if the smaller one does not explain a difference.
 REPEATS = (1, 8)
+WIDE = 48  # powers of two in a single pass that float32 has the range for
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
 
@@ -37,17 +35,51 @@ def passes_of_samples(samples: int) -> tuple[tuple[int, ...], ...]:
     return tuple(islice(combinations(range(passes), passes // 2), samples))
 
 
+def switches(samples: int) -> list[Tensor]:
+    """Weights (b,) of 0 and 1 in float64 on the CPU for each pass."""
+    chosen = passes_of_samples(samples)
+    passes = range(passes_needed(samples))
+    return [torch.tensor([float(k in own) for own in chosen], dtype=torch.float64) for k in passes]
+
+
 def switched_weights(graph: Graph) -> Iterator[Tensor]:
     """Yield weights (b,) in float64 for each pass: 0, or a random power of two."""
-    chosen = passes_of_samples(graph.samples)
-    for k in range(passes_needed(graph.samples)):
-        on = torch.tensor([float(k in passes) for passes in chosen], dtype=torch.float64)
+    for on in switches(graph.samples):
         yield (on * random_powers(graph.samples)).to(graph.losses.device, non_blocking=True)
 
 
-def random_powers(samples: int) -> Tensor:
-    """Random powers of two (b,) in float64 on the CPU."""
-    return POWERS[torch.randint(len(POWERS), (samples,), generator=_generator)]
+def random_powers(samples: int, number: int = 4) -> Tensor:
+    """Random powers of two (b,) in float64 on the CPU: 1, 1/2, 1/4, ..., `number` different ones.
+
+    They are random, so that contributions that cancel in one pass differ in another, and at most 1, so that scaled
+    gradients in float16 do not overflow.
+    """
+    powers = torch.tensor([2.0**-k for k in range(number)], dtype=torch.float64)
+    return powers[torch.randint(number, (samples,), generator=_generator)]
+
+
+def distinct_powers(graph: Graph, sizes: Tensor, base: int = 16, digits: int | None = None) -> Iterator[Tensor]:
+    """Yield weights (b,) for each pass. Any two samples have different powers of two, or in float16 0 and 1, in at
+    least one pass, unless `digits` limits the number of passes. Samples of smaller `sizes` (b,) get larger powers
+    first: a hook that keeps the largest gradients of the batch then keeps others. None is larger than 1: a clip that
+    is not reached without weights is not reached with them.
+    """
+    if is_float16(graph):
+        yield from switches(graph.samples)
+        return
+    spread = max(1, (base - 1) // max(1, graph.samples - 1))  # few samples use the whole range of powers, too
+    drawn = torch.randperm(graph.samples, generator=_generator)  # for equal sizes
+    numbers = drawn[sizes[drawn].argsort(descending=True, stable=True)].argsort()
+    for digit in range(digits or max(1, math.ceil(math.log(graph.samples, base) - 1e-12))):
+        exponents = numbers // base**digit % base * spread
+        yield torch.tensor(
+            [2.0 ** (e - base + 1) for e in exponents.tolist()], dtype=torch.float64, device=graph.losses.device
+        )
+
+
+def is_float16(graph: Graph) -> bool:
+    """True if a gradient has the narrow range of float16, in which powers of two overflow or lose bits."""
+    return torch.float16 in graph.dtypes
 
 
 def is_deterministic(graph: Graph) -> bool:
@@ -61,6 +93,6 @@ def rounding(graph: Graph, sums: Tensor, repeated: Sequence[Tensor]) -> Tensor:
     repeated: the differences of `sums` from those of other passes with the same weights. Where terms cancel, a sum
     consists of rounding errors, and only these differences show their size.
     """
-    coarsest = max(torch.finfo(dtype).eps for dtype in graph.dtypes())
+    coarsest = max(torch.finfo(dtype).eps for dtype in graph.dtypes)
     relative = min(0.25, max(1e-6, 2**13 * coarsest))
     return relative * sums + 16 * torch.stack([d.abs() for d in repeated]).amax(0)

@@ -1,7 +1,8 @@
 """Strategies for computing per-sample gradients, one parameter after the other.
 
     fused        one backward pass; all gradients are kept, as rows or factors, so that all quantities share the pass
-    twice        gradients are dropped after use: one backward pass per quantity
+    twice        gradients are dropped after use: one backward pass per quantity. Rows that are small compared with the
+                 activations are kept for the weighted sum, which then may need only a part of the second pass
     factors      as twice, with factors also where rows are smaller
     full         as fused, with all gradients converted to rows
     reference    rows from one backward pass per sample
@@ -14,27 +15,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import _set_grad_enabled  # torch.set_grad_enabled takes microseconds
 
 from samplewise.core.allocator import keep_freed_memory
+from samplewise.core.text import plural
 from samplewise.distributed.sharded_parameters import unsharded
 from samplewise.engine.backward import OperandGradients, backward_past, backward_to_leaves, watch_backward
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
-from samplewise.engine.graph import Graph, raise_graph_error
+from samplewise.engine.graph import Edge, Graph, raise_graph_error
 from samplewise.engine.hooks import refuse_hooks_below_cut
+from samplewise.engine.linearity import NotLinearError, Tolerance, largest, nonlinear_operation
+from samplewise.engine.local_probe import FunctionChecks
 from samplewise.engine.plan import ExplainRow, GradBuilder, Planner, Quantity
 from samplewise.engine.reference import jacobian_rows
-from samplewise.engine.registered_hooks import foreign_hooks
+from samplewise.engine.registered_hooks import may_have_hooks
 from samplewise.engine.saved import Versions
+from samplewise.engine.separation import is_deterministic
+from samplewise.engine.slow_paths import warn_if_slow
+from samplewise.engine.verify import follows_weights
 from samplewise.errors import GraphError
+
+Result = TypeVar("Result")
 
 ROWS_MODIFIED = (
     "rows of per-sample gradients must not change before the last use of the gradients; found rows modified in place. "
@@ -52,14 +61,20 @@ class QuantityEvaluator:
         self._planner = planner
         self._strategies: dict[str, GradStrategy] = {}
         self._exposed: dict[str, Versions] = {}  # of kept tensors whose views the caller has, by parameter
+        self._not_linear: NotLinearError | None = None  # the reason why rows come from one backward pass per sample
         self._lock = threading.RLock()
+
+    @property
+    def by_loop(self) -> bool:
+        """True if rows come from one backward pass per sample with any strategy. No plan is needed."""
+        return self.graph.samples == 1 or self.graph.structure.nested
 
     def during(self, run: Callable[[], object], compute: Callable[[], object]) -> None:
         """Call compute(), and run() once: in place of the first backward pass of `compute`, or after it if it has none.
         run() is an ordinary backward pass through this graph that does not free it.
         """
         with self.context():
-            source = self._chosen(self.strategy)
+            source = self._of_strategy(self.strategy, lambda source: source)
         if isinstance(source, BackwardStrategy):
             source.ordinary = run
         compute()
@@ -72,18 +87,34 @@ class QuantityEvaluator:
 
     def analyze(self) -> None:
         """Make or look up the plan, so that its errors are raised here."""
+        if self.by_loop:
+            return
         with self.context():
-            self._planner.plan()
+            if self.strategy != "reference":
+                self._of_strategy(self.strategy, lambda source: source)
+            else:
+                with suppress(NotLinearError):
+                    self._planner.plan()
+
+    def require_linear(self) -> None:
+        """Raise NotLinearError unless a backward pass with weights gives the weighted sum of the gradients."""
+        if self.by_loop:
+            return
+        with self.context():
+            if self._planner.plan().has_functions and not self._strategies:
+                self.evaluate(lambda form, _: None)
+            if self._not_linear is not None:
+                raise self._not_linear
 
     def find_plan(self) -> bool:
         """Look up the plan; False if the graph must be analyzed."""
         with self.context():
-            return self._planner.find()
+            return self.by_loop or self._planner.find()
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         """Return quantity(form, name) for each parameter in the graph, by name. Must be called inside `context`."""
         self._check_exposed()
-        return self._chosen(self.strategy).evaluate(quantity)
+        return self._of_strategy(self.strategy, lambda source: source.evaluate(quantity))
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
         """Pairs (name, quantity(form, name)) in the order of the backward pass; kept gradients are dropped one by one.
@@ -91,20 +122,29 @@ class QuantityEvaluator:
         """
         self._check_exposed()
         self._exposed.clear()
-        return self._chosen(self.strategy).release(quantity)
+        return self._of_strategy(self.strategy, lambda source: source.release(quantity))
 
     def forms(self) -> dict[str, PerSampleGrad]:
         """All representations at once, by name. Rows and pairs of samples need them kept."""
         strategy = "fused" if self.strategy == "twice" else self.strategy
         with self.context():
             self._check_exposed()
-            return self._chosen(strategy).evaluate(lambda form, _: form)
+            return self._of_strategy(strategy, lambda source: source.evaluate(lambda form, _: form))
+
+    def take_rows(self) -> dict[str, DenseGrad]:
+        """Rows of some parameters that the last pass of strategy "twice" has kept, by name. They are released."""
+        source = self._strategies.get("twice")
+        if not isinstance(source, BackwardStrategy):
+            return {}
+        rows = source.rows
+        source.rows = {}
+        return rows
 
     def factors(self) -> dict[str, PerSampleGrad]:
         """All representations by name, from a backward pass of their own: factors wherever an operation has them."""
         with self.context():
             self._check_exposed()
-            return self._chosen("factors").evaluate(lambda form, _: form)
+            return self._of_strategy("factors", lambda source: source.evaluate(lambda form, _: form))
 
     def expose(self, name: str, form: PerSampleGrad) -> None:
         """Note that the caller gets rows of a parameter: a later change of kept ones is an error."""
@@ -118,17 +158,35 @@ class QuantityEvaluator:
 
     def explain(self) -> list[ExplainRow]:
         with self.context():
-            return self._chosen(self.strategy).explain()
+            return self._of_strategy(self.strategy, lambda source: source.explain())
 
-    def _chosen(self, strategy: str) -> GradStrategy:
-        if strategy not in self._strategies:
-            self._strategies[strategy] = self._new(strategy)
-        return self._strategies[strategy]
+    def _of_strategy(self, strategy: str, compute: Callable[[GradStrategy], Result]) -> Result:
+        """Return compute(the strategy); that of one backward pass per sample if backward passes are not linear."""
+        try:
+            if strategy not in self._strategies:
+                self._strategies[strategy] = self._new(strategy)
+            return compute(self._strategies[strategy])
+        except NotLinearError as error:
+            # The loop includes hooks on parameters; the sum of "twice" is one pass with weights, which is not linear.
+            has_hooks = any(p._backward_hooks for p in self.graph.wanted.values())
+            if has_hooks or strategy == "twice" or self.graph.sharded:
+                raise
+            loop = LoopStrategy(self.graph, self.create_graph)
+            if not loop.adds_up():
+                raise
+            self._not_linear = error
+            self._strategies[strategy] = loop
+            warn_if_slow(
+                f"the backward of {error.operation} is not linear, so that rows come from one backward pass per sample",
+                f"{plural(self.graph.samples, 'backward pass', 'backward passes')} in each step",
+                "Remove the Function or hook that rounds, clips or thresholds gradients, if it is not needed.",
+            )
+            return compute(loop)
 
     def _new(self, strategy: str) -> GradStrategy:
         if self.graph.sharded and strategy == "twice" and self.graph.samples == 1:
             return SingleSampleStrategy(self.graph)
-        if strategy == "reference" or self.graph.samples == 1:
+        if strategy == "reference" or self.by_loop:
             return LoopStrategy(self.graph, self.create_graph)
         source = BackwardStrategy(
             self._planner, self.create_graph, keep=strategy == "fused", factors=strategy == "factors"
@@ -192,6 +250,7 @@ class BackwardStrategy:
         self.keep = keep
         self.factors = factors
         self.forms: dict[str, PerSampleGrad] = {}
+        self.rows: dict[str, DenseGrad] = {}  # small ones of the last pass, if gradients are not kept
         self.versions = Versions()
         self.ordinary: Callable[[], object] | None = None  # ordinary backward pass that replaces the next one here
 
@@ -204,12 +263,10 @@ class BackwardStrategy:
 
     def release(self, quantity: Quantity) -> Iterator[tuple[str, Any]]:
         if not self.forms:
-            yield from self._first(quantity, keep=False).items()
-        else:
-            self.versions.check()
-            compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
-            for name in list(self.forms):
-                yield name, compute(self.forms.pop(name), name)
+            return iter(self._first(quantity, keep=False).items())
+        self.versions.check()
+        compute = partial(self._of_kept, quantity) if self.planner.graph.sharded else quantity
+        return ((name, compute(self.forms.pop(name), name)) for name in list(self.forms))
 
     def _of_kept(self, quantity: Quantity, form: PerSampleGrad, name: str) -> Any:
         """The quantity of a parameter of a sharded model."""
@@ -224,20 +281,30 @@ class BackwardStrategy:
             self.plan = self.planner.plan_by_probe()
             built = self._pass(quantity, keep)
             assert built is not None
-        if foreign_hooks():
+        if built.not_linear is not None:  # raised after the pass, which may be one of the caller
+            raise NotLinearError(built.not_linear)
+        if may_have_hooks(self.planner.graph):
             refuse_hooks_below_cut(self.plan, self.planner.graph)
         built.finish()
+        if not self.plan.proven:
+            warn_if_slow(
+                f"{self.plan.cause}, so that the owners of all gradients are found by passes through the whole graph",
+                "about ten backward passes in each step",
+                "Write the operation so that each sample has rows of its own, or pass samples that do not interact.",
+            )
         self.versions = built.versions
         self.forms = built.forms
+        self.rows = built.rows
         return built.results
 
     def _pass(self, quantity: Quantity, keep: bool) -> GradBuilder | None:
         """Run one backward pass; None if it has shown that a proof of ownership does not hold."""
         plan = self.plan
-        pending = self.planner.pending
+        pending = plan.pending
         builder = GradBuilder(plan, self.planner.graph, quantity, self.create_graph, keep, self.factors)
         graph = self.planner.graph
-        probed = {} if self.create_graph or graph.sharded else dict(plan.gradients)
+        in_place = graph.structure.functions or may_have_hooks(graph)  # these may have changed what a probe returned
+        probed = {} if self.create_graph or graph.sharded or in_place else dict(plan.gradients)
         plan.gradients.clear()
         if probed and len(probed) == len(plan.tags):
             for at, slots in plan.stops.slots.items():
@@ -245,17 +312,36 @@ class BackwardStrategy:
             return builder
         nonzero: list[Tensor] = []  # whether gradients that could not verify their ownership so far are non-zero
 
+        # Hooks may change a gradient anywhere: the ownership is verified by one more pass, with weights.
+        weighs = may_have_hooks(graph) or plan.recomputed
+        if not (plan.proven and is_deterministic(graph)):  # Python functions are not watched
+            weighs = weighs or bool(graph.structure.functions)
+        functions = FunctionChecks(graph, () if weighs else plan.functions)
+        sums: dict[Edge, Tensor] = {}  # of the absolute values of each sample in this pass
+
         def arrived(at: int, gradients: dict[int, Tensor]) -> OperandGradients | None:
             nonzero.extend(_is_not_zero(g) for slot, g in gradients.items() if (at, slot) in pending)
+            if weighs:
+                for slot, g in gradients.items():
+                    sums[graph.edge((at, slot))] = plan.tags[at, slot].sizes(g.detach())
             return builder.add(at, gradients)
 
-        receive = arrived if pending else builder.add
+        receive = arrived if pending or weighs else builder.add
         run = self.ordinary
         self.ordinary = None
-        if run is None:
-            backward_past(graph, plan.stops, receive, None, self.create_graph, during=builder.recomputes)
-        elif not watch_backward(graph, plan.stops, receive, run):
-            return self._pass(quantity, keep)
+        with functions.watching():
+            if run is None:
+                backward_past(graph, plan.stops, receive, None, self.create_graph, during=builder.recomputes)
+            elif not watch_backward(graph, plan.stops, receive, run):
+                return self._pass(quantity, keep)
+        tags = {graph.edge(key): tag for key, tag in plan.tags.items()} if weighs else {}
+        plain = sums if run is None else None  # the losses of an ordinary pass may be scaled
+        if weighs and not follows_weights(graph, plan.stops, tags, plain):
+            if not plan.proven:
+                raise NotLinearError(nonlinear_operation(graph) or "an operation")
+            return None
+        if not functions.hold:
+            return None
         verifiable = bool(nonzero) and bool(torch.stack(nonzero).any())  # one host sync for all
         return None if verifiable and not self.planner.verify_again() else builder
 
@@ -321,8 +407,20 @@ class LoopStrategy:
     """Strategy "reference": rows from one backward pass per sample."""
 
     def __init__(self, graph: Graph, create_graph: bool):
+        self.graph = graph
         reached = {name: graph.wanted[name] for name in graph.leaves.values()}
         self.rows = jacobian_rows(graph.losses, reached, create_graph)
+
+    def adds_up(self) -> bool:
+        """True if the rows add up to the gradient of the summed losses."""
+        sums: dict[str, Tensor] = {}
+        backward_to_leaves(self.graph, self.rows, torch.ones_like(self.graph.losses), sums.__setitem__)
+        limit = Tolerance(self.graph).of(largest(rows.detach() for rows in self.rows.values()))
+        return all(
+            bool(((rows.detach().sum(0) - sums[name]).abs() <= limit).all())
+            for name, rows in self.rows.items()
+            if name in sums
+        )
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         return {name: quantity(DenseGrad(rows), name) for name, rows in self.rows.items()}

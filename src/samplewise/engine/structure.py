@@ -50,11 +50,12 @@ class Record(NamedTuple):
 
     kind: type | None  # of the node; None for a Python function
     identity: object  # name of the parameter, if it is wanted; (operation, module) of a Python function
-    settings: tuple[object, ...]  # saved numbers, in the order of `_setting_names`
+    settings: tuple[object, ...]  # saved numbers, in the order of `_setting_names`; NUMBER for those that may change
     operands: tuple[tuple[int | None, int], ...]  # position and output slot of each operand
 
 
 Outputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each output of a node
+NESTED = (-1,)  # in place of the shape of a nested tensor, which has no sizes that can be compared
 
 
 class Structure:
@@ -76,6 +77,12 @@ class Structure:
             if "_saved_sparse" in _setting_names.get(kind, ()):
                 self.sparse |= settings[_setting_names[kind].index("_saved_sparse")] is True
         self.flat = _Flat(records, shapes)
+        self.nested = self.flat.nested  # True if there are nested tensors: their gradients cannot be read one by one
+
+    @cached_property
+    def dtypes(self) -> set[torch.dtype]:
+        """Dtypes of the gradients of all outputs."""
+        return {dtype for outputs in self.shapes for _, dtype in outputs if dtype.is_floating_point or dtype.is_complex}
 
     @cached_property
     def hash(self) -> int:
@@ -95,9 +102,11 @@ class _Flat:
             (at, name, value)
             for at, record in enumerate(records)
             for name, value in zip(_setting_names.get(record.kind, ()), record.settings, strict=True)
+            if value is not NUMBER
         ]
         self.counts = [(len(record.operands), len(outputs)) for record, outputs in zip(records, shapes, strict=True)]
         self.outputs = [output for outputs in shapes for output in outputs]
+        self.nested = any(shape is NESTED for shape, _ in self.outputs)
         self.operands = [operand for record in records for operand in record.operands]
         paths: dict[int | None, tuple[int, int]] = {}
         for at, record in enumerate(records):
@@ -132,10 +141,15 @@ class _Flat:
             value = getattr(nodes[at], name)
             if (value if type(value) in _PLAIN else repr(value)) != expected:
                 return None
+        if self.nested:
+            return None
         outputs = [node._input_metadata for node in nodes]
         if [(len(a), len(b)) for a, b in zip(below, outputs, strict=True)] != self.counts:
             return None
-        if [(tuple(one.shape), one.dtype) for of_node in outputs for one in of_node] != self.outputs:
+        try:
+            if [(tuple(one.shape), one.dtype) for of_node in outputs for one in of_node] != self.outputs:
+                return None
+        except (RuntimeError, ValueError):  # a nested tensor has no shape, or one that cannot be compared
             return None
         # Same connections: each position is one node, no node has two positions, and there are no others.
         index: dict[Node, int | None] = dict(zip(nodes, range(len(nodes)), strict=True))
@@ -187,10 +201,14 @@ def _read(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structu
         settings = []
         for name in _names_of_settings(node):
             value = getattr(node, name)
-            settings.append(value if type(value) in _PLAIN else repr(value))
+            if name in _NUMBERS or type(value) is float:
+                settings.append(NUMBER)
+            else:
+                settings.append(value if type(value) in _PLAIN else repr(value))
         operands = tuple((index.get(child), below) for child, below in children[node])
         records.append(Record(kind, identity, tuple(settings), operands))
-        shapes.append(tuple((tuple(output.shape), output.dtype) for output in node._input_metadata))
+        outputs = node._input_metadata
+        shapes.append(tuple((NESTED if one.is_nested_tensor else tuple(one.shape), one.dtype) for one in outputs))
     key = (slot, tuple(records), tuple(shapes))
     structure = _structures.get(key)
     if structure is None:
@@ -236,6 +254,16 @@ def children_below(root: Node) -> dict[Node, Children]:
 
 
 _PLAIN = {int, bool, str, type(None)}  # types of settings that are compared as they are; others by their repr
+# Settings that are numbers to compute with, which may change in each step. They do not say where samples are, and rules
+# read them from the node. All floats are such numbers; these may be integers, too.
+NUMBER = "number"
+_NUMBERS = {
+    "_saved_" + name
+    for name in (
+        *("alpha", "beta", "exponent", "fill_value", "lambd", "max", "max_val", "min", "min_val"),
+        *("negative_slope", "other", "self", "threshold", "value"),
+    )
+}
 _setting_names: dict[type | None, tuple[str, ...]] = {}
 
 

@@ -11,13 +11,14 @@ A gradient is *clean* if each of its elements belongs to at most one sample. Its
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from samplewise.engine.graph import numel
-from samplewise.engine.layouts import SampleDim, inner_at, locate
+from samplewise.engine.graph import Edge, numel
+from samplewise.engine.layouts import RowOwners, SampleDim, inner_at, locate
 
 
 class RowGather(Protocol):
@@ -46,11 +47,16 @@ class RegularGather:
 class RaggedGather:
     """Rows in any order, with any number of rows per sample."""
 
-    slots: Tensor  # (samples, tokens): row numbers; the total number of rows marks padding
+    slots: Tensor  # (samples, tokens): row numbers; `rows` marks padding
+    rows: int  # total number of rows
 
     def gather(self, x: Tensor) -> Tensor:
-        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])]) if self._has_padding else x
         return padded[self.slots]
+
+    @cached_property
+    def _has_padding(self) -> bool:
+        return self.slots.numel() == 0 or bool(self.slots.amax() == self.rows)
 
 
 @dataclass(frozen=True)
@@ -68,18 +74,38 @@ class Regular:
         inner = self.inner // width
         return RegularGather(self.samples, count // (self.samples * inner), inner)
 
-    def only(self, gradient: Tensor, sample: int) -> Tensor:
-        """Copy of the gradient with all elements of other samples set to zero."""
-        part = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
-        block = (-1, self.samples, self.inner)
-        part.view(block)[:, sample] = gradient.reshape(block)[:, sample]
-        return part
+    def apart(self, gradient: Tensor, samples: range) -> Tensor:
+        """Copies (n, ...) of the gradient for n samples, in each of which the elements of other samples are zero."""
+        blocks = gradient.reshape(-1, self.samples, self.inner)
+        copies = blocks.new_zeros(len(samples), *blocks.shape)
+        number = torch.arange(len(samples), device=gradient.device)
+        copies[number, :, number + samples.start] = blocks[:, samples.start : samples.stop].transpose(0, 1)
+        return copies.view(len(samples), *gradient.shape)
+
+    def weighted(self, gradient: Tensor, weights: Tensor) -> Tensor:
+        """The gradient, with the elements of each sample multiplied by its weight (b,)."""
+        if not gradient.numel():
+            return gradient
+        blocks = gradient.reshape(-1, self.samples, self.inner) * weights.to(gradient.dtype)[:, None]
+        return blocks.view(gradient.shape)
+
+    def sizes(self, gradient: Tensor) -> Tensor:
+        """Sum of the absolute values of each sample's elements, (b,) in float64."""
+        if not gradient.numel():
+            return torch.zeros(self.samples, dtype=torch.float64, device=gradient.device)
+        blocks = gradient.reshape(-1, self.samples, self.inner)
+        wide = torch.complex128 if gradient.is_complex() else torch.float64
+        return torch.linalg.vector_norm(blocks, 1, (0, 2), dtype=wide)
+
+    def owners(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Owner of each element of a gradient of this shape."""
+        return (torch.arange(numel(shape), device=device) // self.inner % self.samples).view(shape)
 
     def __str__(self) -> str:
         return "regular"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity
 class Irregular:
     """Tag of any other layout: `owner` has the gradient's shape and contains sample numbers, negative for no owner."""
 
@@ -87,14 +113,83 @@ class Irregular:
     owner: Tensor
 
     def rows(self, shape: tuple[int, ...], row_dims: int) -> RowGather | None:
-        owner = self.owner.reshape(numel(shape[:row_dims]), numel(shape[row_dims:]))
-        of_row = owner.amax(1)
-        if not ((owner == of_row[:, None]) | (owner < 0)).all():
-            return None
-        return RaggedGather(_slots(of_row, self.samples))
+        if self.place is not None and self.place.dim < row_dims and tuple(self.owner.shape) == shape:
+            of_row = (
+                self._row_owners.view(-1, *(1,) * (row_dims - self.place.dim - 1)).expand(shape[:row_dims]).flatten()
+            )
+        else:
+            owner = self.owner.reshape(numel(shape[:row_dims]), numel(shape[row_dims:]))
+            of_row = owner.amax(1)
+            if not ((owner == of_row[:, None]) | (owner < 0)).all():
+                return None
+        return RaggedGather(_slots(of_row, self.samples), len(of_row))
 
-    def only(self, gradient: Tensor, sample: int) -> Tensor:
-        return torch.where(self.owner == sample, gradient, 0)
+    @cached_property
+    def place(self) -> SampleDim | None:
+        """The dimension whose entries have one owner each, with these owners; None if there is none."""
+        owner = self.owner
+        for dim in range(owner.dim() if owner.numel() else 0):
+            others = [d for d in range(owner.dim()) if d != dim]
+            if all(owner.stride(d) == 0 or owner.shape[d] == 1 for d in others):  # made by `tag_at`
+                rows = owner.movedim(dim, 0).flatten(1)[:, 0] if others else owner
+            else:
+                rows = owner.amax(others, keepdim=True)
+                if not ((owner == rows) | (owner < 0)).all():
+                    continue
+            return SampleDim(dim, RowOwners(rows.flatten()))
+        return None
+
+    @property
+    def _row_owners(self) -> Tensor:
+        assert self.place is not None
+        assert isinstance(self.place.post, RowOwners)
+        return self.place.post.owner
+
+    @cached_property
+    def sole(self) -> int | None:
+        """The sample that all elements belong to; None if there are several."""
+        owner = (self.owner if self.place is None else self._row_owners).flatten()
+        first = int(owner[0]) if len(owner) else -1
+        return first if first >= 0 and bool((owner == first).all()) else None
+
+    def viewed(self, shape: tuple[int, ...]) -> Irregular:
+        """Tag of the gradient viewed in another shape."""
+        if self.place is not None:
+            rows = self._row_owners
+            below = numel(tuple(self.owner.shape[self.place.dim + 1 :]))
+            stride = 1
+            for dim in range(len(shape) - 1, -1, -1):
+                # The entries of the new dimension run through all rows, with a whole number of them per old entry.
+                if below % stride == 0 and (times := stride * shape[dim] / (below * len(rows))) >= 1 and times % 1 == 0:
+                    repeated = rows.repeat_interleave(below // stride).repeat(int(times))
+                    tag = tag_at(SampleDim(dim, RowOwners(repeated)), shape, self.samples)
+                    assert isinstance(tag, Irregular)
+                    return tag
+                stride *= shape[dim]
+        return Irregular(self.samples, self.owner.reshape(shape))
+
+    def apart(self, gradient: Tensor, samples: range) -> Tensor:
+        number = torch.arange(samples.start, samples.stop, device=gradient.device)
+        return torch.where(self.owner == number.view(-1, *(1,) * gradient.dim()), gradient, 0)
+
+    def weighted(self, gradient: Tensor, weights: Tensor) -> Tensor:
+        if self.place is None:
+            return gradient * weights.to(gradient.dtype)[self.owner.clamp_min(0)]
+        rows = weights.to(gradient.dtype)[self._row_owners.clamp_min(0)]
+        return gradient * rows.view(-1, *(1,) * (gradient.dim() - self.place.dim - 1))
+
+    def sizes(self, gradient: Tensor) -> Tensor:
+        values = gradient.abs().double()
+        owner = self.owner
+        if self.place is not None:
+            values = values.movedim(self.place.dim, 0).flatten(1).sum(1) if values.dim() > 1 else values
+            owner = self._row_owners
+        totals = torch.zeros(self.samples + 1, dtype=torch.float64, device=gradient.device)
+        index = torch.where(owner >= 0, owner, self.samples).flatten()
+        return totals.index_add_(0, index, values.flatten())[: self.samples]
+
+    def owners(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        return self.owner
 
     def __str__(self) -> str:
         return "irregular"
@@ -118,24 +213,75 @@ def _slots(owner: Tensor, samples: int) -> Tensor:
 
 
 def regular_inner(owner: Tensor, samples: int) -> int | None:
-    """`inner` of a regular layout that agrees with the owner of each owned element; None if there is none."""
+    """`inner` of a regular layout that agrees with the owner of each owned element; None if there is none, or if there
+    are several because too few elements are owned to decide.
+    """
     flat = owner.reshape(-1)
     free = flat < 0
     positions = torch.arange(flat.numel(), device=owner.device)
     stride = 1
+    inners = []
     for size in reversed(owner.shape):
         if size % samples == 0:
-            for inner in {stride, stride * (size // samples)}:
-                if ((positions // inner % samples == flat) | free).all():
-                    return inner
+            for inner in sorted({stride, stride * (size // samples)}):
+                if inner not in inners and ((positions // inner % samples == flat) | free).all():
+                    inners.append(inner)
         stride *= size
-    return None
+    return inners[0] if len(inners) == 1 or (inners and not free.any()) else None
 
 
 def tag_of(owner: Tensor, samples: int) -> Tag:
     """Tag for a tensor of owners: Regular if possible, else Irregular."""
-    inner = regular_inner(owner, samples) if owner.numel() else None
-    return Irregular(samples, owner) if inner is None else Regular(samples, inner)
+    if not owner.numel():
+        return Irregular(samples, owner)
+    # All features of a row usually have one owner: one element of each row decides the rest.
+    rows = owner
+    width = 1
+    while rows.dim() > 1:
+        first = rows.amax(-1)
+        if not ((rows == first[..., None]) | (rows < 0)).all():
+            break
+        width *= rows.shape[-1]
+        rows = first
+    inner = regular_inner(rows, samples)
+    if inner is not None:
+        return Regular(samples, inner * width)
+    shape = tuple(owner.shape)
+    tag = Irregular(samples, rows.view((*rows.shape, *(1,) * (len(shape) - rows.dim()))).expand(shape))
+    return tag if tag.place is None else tag_at(tag.place, shape, samples) or tag
+
+
+def tag_at(place: SampleDim, shape: tuple[int, ...], samples: int) -> Tag | None:
+    """Tag of a gradient of this shape with the samples at this place; None if the place does not fit the shape."""
+    if isinstance(place.post, int):
+        inner = inner_at(place, shape, samples)
+        return None if inner is None else Regular(samples, inner)
+    owner = place.post.owner
+    if not 0 <= place.dim < len(shape) or shape[place.dim] != len(owner):
+        return None
+    tag = Irregular(samples, owner.view(-1, *(1,) * (len(shape) - place.dim - 1)).expand(shape))
+    tag.__dict__["place"] = place  # known already
+    return tag
+
+
+def owned_by(sample: int, edge: Edge, samples: int) -> Irregular:
+    """Tag of a gradient that belongs to one sample."""
+    return Irregular(samples, torch.tensor(sample, device=edge.device).expand(edge.shape))
+
+
+def merged(first: Tag | None, second: Tag | None, shape: tuple[int, ...]) -> Tag | None:
+    """Tag of the sum of two gradients of this shape; None if they have no common one."""
+    if first == second:
+        return first
+    irregular = [tag for tag in (first, second) if isinstance(tag, Irregular)]
+    if first is None or second is None or not irregular:
+        return None
+    a = first.owners(shape, irregular[0].owner.device)
+    b = second.owners(shape, irregular[0].owner.device)
+    if not ((a == b) | (a < 0) | (b < 0)).all():
+        return None
+    regular = next((tag for tag in (first, second) if isinstance(tag, Regular)), None)
+    return regular or Irregular(first.samples, torch.where(a < 0, b, a))
 
 
 def permuted(tag: Tag, shape: tuple[int, ...], dims: tuple[int, ...]) -> Tag | None:

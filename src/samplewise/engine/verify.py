@@ -1,4 +1,4 @@
-"""Verification of derived ownership with extra backward passes, once per graph structure, cut and set of hooks.
+"""Verification of derived ownership with extra backward passes, once per graph structure and cut.
 
 `layouts` derives from shapes which sample owns each element of a gradient. To verify it, the losses are weighted by
 powers of two that differ between any two samples in at least one pass. Scaling by a power of two is exact, so the sum
@@ -14,20 +14,30 @@ ownership is correct.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from samplewise.engine.backward import backward_past, stops_at
-from samplewise.engine.graph import Edge, EdgeKey, Graph
-from samplewise.engine.registered_hooks import HookState, has_hooks_of, hook_state
-from samplewise.engine.separation import REPEATS, is_deterministic, rounding, switched_weights
-from samplewise.engine.tags import Regular
+from samplewise.engine.backward import Stops, backward_past, gradients_at, stops_at
+from samplewise.engine.graph import Edge, EdgeKey, Graph, numel
+from samplewise.engine.linearity import check_linear
+from samplewise.engine.registered_hooks import may_have_hooks
+from samplewise.engine.separation import (
+    REPEATS,
+    WIDE,
+    distinct_powers,
+    is_deterministic,
+    is_float16,
+    rounding,
+    switched_weights,
+    switches,
+)
+from samplewise.engine.tags import Tag
 
 ENOUGH = 2  # number of samples with a non-zero block that verify an edge
+FEW = 32  # up to this number of samples, each is seen alone where the first hooks of a graph structure are verified
 MOST_REMEMBERED = 10_000  # cached graph structures; the cache is cleared when it is full
 
 
@@ -35,10 +45,10 @@ MOST_REMEMBERED = 10_000  # cached graph structures; the cache is cleared when i
 class _Record:
     """Result of the verification of one graph structure and cut."""
 
-    hooks: HookState  # of the graph: a new hook requires another verification
     holds: bool
     seen: dict[EdgeKey, set[int]]  # samples that had a non-zero block, by edge
 
+    with_hooks: bool = False  # a graph with hooks was verified by passes of single samples
     pending: set[EdgeKey] = field(init=False)  # edges at which too few samples had a non-zero block
 
     def __post_init__(self) -> None:
@@ -46,35 +56,65 @@ class _Record:
 
 
 _records: dict[int, _Record] = {}
-_generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
 
-def verify(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None:
+def verify(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Edge] | None:
     """Verify ownership, or use the cached result. Return the pending edges; None if the ownership does not hold."""
     record = _records.get(_key(graph, tags))
-    if record is None or not has_hooks_of(graph, record.hooks):
+    if record is None:
         return verify_again(graph, tags)
     return _pending(graph, tags, record)
 
 
-def verify_again(graph: Graph, tags: Mapping[Edge, Regular]) -> set[Edge] | None:
+def verify_again(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Edge] | None:
     """As `verify`, but always run the backward passes."""
     key = _key(graph, tags)
-    hooks = hook_state(graph)
-    known = _records.get(key)
-    seen = dict(known.seen) if known is not None and known.holds and known.hooks == hooks else {}
-    nonzero = _compare(graph, tags)
+    former = _records.get(key)
+    seen = dict(former.seen) if former is not None and former.holds else {}
+    filled = {edge: tag for edge, tag in tags.items() if numel(edge.shape)}  # of no elements, any ownership holds
+    nonzero = _compare(graph, filled)
     if nonzero is None and not is_deterministic(graph):
-        nonzero = _compare(graph, tags, repeats=max(REPEATS))
-    for edge in tags:
+        nonzero = _compare(graph, filled, repeats=max(REPEATS))
+    for edge in filled:
         seen[graph.key(edge)] = seen.get(graph.key(edge), set()) | (nonzero or {}).get(edge, set())
-    if len(_records) >= MOST_REMEMBERED:
-        _records.clear()
-    _records[key] = record = _Record(hooks, nonzero is not None, seen)
+    record = _Record(nonzero is not None, seen)
+    if record.holds or not may_have_hooks(graph):  # a hook that mixes samples says nothing about other graphs
+        if len(_records) >= MOST_REMEMBERED:
+            _records.clear()
+        _records[key] = record
     return _pending(graph, tags, record)
 
 
-def _pending(graph: Graph, tags: Mapping[Edge, Regular], record: _Record) -> set[Edge] | None:
+def follows_weights(
+    graph: Graph, stops: Stops, tags: Mapping[Edge, Tag], plain: Mapping[Edge, Tensor] | None = None
+) -> bool:
+    """True if the ownership holds in one more pass with weights; `plain`: sums of absolute values of each sample in the
+    pass without weights, if there was one. In each graph with hooks: they may do something else than before.
+    """
+    if plain is None:
+        plain = _block_sums(graph, tags, torch.ones_like(graph.losses), stops)
+    record = _records.get(_key(graph, tags))
+    if record is None or not record.with_hooks:
+        # A hook that compares samples may do the same to them with all weights. Once per structure: this is slow.
+        if _compare(graph, {edge: tags[edge] for edge in plain if numel(edge.shape)}, max(REPEATS), apart=True) is None:
+            return False
+        if record is not None:
+            record.with_hooks = True
+    if not is_deterministic(graph):  # differences between passes count as rounding there
+        check_linear(graph, list(tags), gradients_at(graph, list(tags)))
+    if is_float16(graph) or not is_deterministic(graph):  # these need several passes
+        return verify_again(graph, tags) is not None
+    (powers,) = distinct_powers(graph, _relative_sizes(graph, plain), base=WIDE, digits=1)
+    coded = _block_sums(graph, tags, powers.to(graph.losses.dtype), stops)
+    sums = torch.stack(list(plain.values()))
+    scaled = torch.stack([coded[edge] if edge in coded else torch.zeros_like(plain[edge]) for edge in plain])
+    tiny = sums.new_tensor([_tiny(graph, edge) for edge in plain])[:, None]
+    relative = sums.new_tensor([_relative(edge) for edge in plain])[:, None]
+    near = (scaled - sums * powers).abs() <= tiny + relative * sums * powers
+    return bool((near | ~(sums.isfinite() & scaled.isfinite())).all())
+
+
+def _pending(graph: Graph, tags: Mapping[Edge, Tag], record: _Record) -> set[Edge] | None:
     if not record.holds:
         return None
     if not record.pending:
@@ -82,52 +122,72 @@ def _pending(graph: Graph, tags: Mapping[Edge, Regular], record: _Record) -> set
     return {edge for edge in tags if graph.key(edge) in record.pending}
 
 
-def _key(graph: Graph, tags: Mapping[Edge, Regular]) -> int:
+def _key(graph: Graph, tags: Mapping[Edge, Tag]) -> int:
     return hash((graph.structure.hash, tuple(map(graph.key, tags))))
 
 
-def _compare(graph: Graph, tags: Mapping[Edge, Regular], repeats: int = min(REPEATS)) -> dict[Edge, set[int]] | None:
-    """Up to ENOUGH samples with a non-zero, finite block at each edge; None if a block belongs to another sample."""
+def _compare(
+    graph: Graph, tags: Mapping[Edge, Tag], repeats: int = min(REPEATS), apart: bool = False
+) -> dict[Edge, set[int]] | None:
+    """Up to ENOUGH samples with a non-zero, finite block at each edge; None if a block belongs to another sample.
+
+    apart: with passes of one sample each, or of half of the samples if they are many.
+    """
+    if not tags:
+        return {}
     plain = _block_sums(graph, tags, torch.ones_like(graph.losses))
     tolerances = _tolerances(graph, tags, plain, repeats)
-    nonzero = {edge: sums.isfinite() & (sums > _tiny(edge)) for edge, sums in plain.items()}
-    for powers in _distinct_powers(graph) if is_deterministic(graph) else switched_weights(graph):
+    nonzero = {edge: sums.isfinite() & (sums > _tiny(graph, edge)) for edge, sums in plain.items()}
+    if apart:
+        passes = _apart(graph)
+    else:
+        sizes = _relative_sizes(graph, plain)
+        passes = distinct_powers(graph, sizes) if is_deterministic(graph) else switched_weights(graph)
+    for powers in passes:
         coded = _block_sums(graph, tags, powers.to(graph.losses.dtype))
         for edge, sums in plain.items():
             scaled = coded.get(edge, torch.zeros_like(sums))
             finite = sums.isfinite() & scaled.isfinite()
-            near = (scaled - sums * powers).abs() <= _tiny(edge) + tolerances[edge] * powers
+            near = (scaled - sums * powers).abs() <= _tiny(graph, edge) + tolerances[edge] * powers
             if not (near | ~finite).all():
                 return None
             nonzero[edge] &= finite
     return {edge: set(samples.nonzero().flatten()[:ENOUGH].tolist()) for edge, samples in nonzero.items()}
 
 
-def _tolerances(
-    graph: Graph, tags: Mapping[Edge, Regular], plain: dict[Edge, Tensor], repeats: int
-) -> dict[Edge, Tensor]:
-    """Tolerance of each block sum. On the CPU scaling is exact except for denormals, common only in float16."""
+def _relative_sizes(graph: Graph, plain: Mapping[Edge, Tensor]) -> Tensor:
+    """Size of the gradients of each sample, relative to that of the largest one at each edge, (b,)."""
+    sums = torch.stack(list(plain.values()))
+    return (sums / sums.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)).sum(0)
+
+
+def _relative(edge: Edge) -> float:
+    """Relative tolerance of a sum on the CPU, where scaling is exact except for denormals."""
+    return 1e-12 if edge.dtype in (torch.float64, torch.complex128) else 1e-6
+
+
+def _tolerances(graph: Graph, tags: Mapping[Edge, Tag], plain: dict[Edge, Tensor], repeats: int) -> dict[Edge, Tensor]:
+    """Tolerance of each block sum."""
     if is_deterministic(graph):
-        return {edge: sums * (1e-2 if edge.dtype is torch.float16 else 1e-6) for edge, sums in plain.items()}
+        return {edge: sums * _relative(edge) for edge, sums in plain.items()}
     again = [_block_sums(graph, tags, torch.ones_like(graph.losses)) for _ in range(repeats)]
     return {edge: rounding(graph, sums, [a.get(edge, sums) - sums for a in again]) for edge, sums in plain.items()}
 
 
-def _tiny(edge: Edge) -> float:
-    """Absolute tolerance: sums of denormals."""
-    return torch.finfo(edge.dtype).tiny * 2**8
+def _tiny(graph: Graph, edge: Edge) -> float:
+    """Absolute tolerance: sums of denormals. None in float16, where they are large and weights are 0 and 1."""
+    return 0.0 if is_float16(graph) and is_deterministic(graph) else torch.finfo(edge.dtype).tiny * 2**8
 
 
-def _distinct_powers(graph: Graph) -> Iterator[Tensor]:
-    """Yield weights (b,) for each pass. Any two samples have different powers of two in at least one pass."""
-    base = 8 if torch.float16 in graph.dtypes() else 16
-    numbers = torch.randperm(graph.samples, generator=_generator)
-    for digit in range(max(1, math.ceil(math.log(graph.samples, base) - 1e-12))):
-        exponents = numbers // base**digit % base
-        yield torch.tensor([2.0**e for e in exponents.tolist()], dtype=torch.float64, device=graph.losses.device)
+def _apart(graph: Graph) -> Iterable[Tensor]:
+    """Weights (b,) of 0 and 1 for each pass: one sample each, or half of them if they are more than FEW."""
+    passes = torch.eye(graph.samples).double() if graph.samples <= FEW else switches(graph.samples)
+    return (on.to(graph.losses.device) for on in passes)
 
 
-def _block_sums(graph: Graph, tags: Mapping[Edge, Regular], weights: Tensor) -> dict[Edge, Tensor]:
+def _block_sums(
+    graph: Graph, tags: Mapping[Edge, Tag], weights: Tensor, stops: Stops | None = None
+) -> dict[Edge, Tensor]:
     """Sum of absolute values over the block of each sample, (b,) in float64, for each edge that gets a gradient."""
     sums: dict[Edge, Tensor] = {}
 
@@ -135,8 +195,7 @@ def _block_sums(graph: Graph, tags: Mapping[Edge, Regular], weights: Tensor) -> 
         for slot, gradient in gradients.items():
             edge = graph.edge((stop, slot))
             if edge in tags:
-                blocks = gradient.detach().abs().reshape(-1, graph.samples, tags[edge].inner)
-                sums[edge] = blocks.sum((0, 2), dtype=torch.float64)
+                sums[edge] = tags[edge].sizes(gradient.detach())
 
-    backward_past(graph, stops_at(graph, [edge.node for edge in tags]), arrived, weights)
+    backward_past(graph, stops or stops_at(graph, [edge.node for edge in tags]), arrived, weights)
     return sums

@@ -97,6 +97,16 @@ class PerSampleGrad(ABC):
         change the result. Weights with other values must be another tensor object, see `weights_by_name`.
         """
 
+    def term_norms(self) -> Tensor | None:
+        """Upper bound (b,) of the sum of the norms of the terms that are added for a sample, in its row or in
+        `summed_apart`: rounding errors are relative to it. None if there is one term only, or if terms are not tracked.
+        """
+        return None
+
+    def summed_apart(self, weights: Tensor | None) -> Tensor:
+        """As `sum`, with rounding errors relative to the norms of rows and to `term_norms`."""
+        return self.sum(weights)
+
     @abstractmethod
     def sum_of_squares(self, centre: Tensor | None) -> Tensor:
         """Sum over b of (row b - centre)**2, in the parameter's shape; None means a centre of zero."""
@@ -125,6 +135,12 @@ def total(tensors: Iterable[Tensor]) -> Tensor:
     return reduce(add, tensors)
 
 
+def term_norms(form: PerSampleGrad) -> Tensor:
+    """As `PerSampleGrad.term_norms`; the norms of rows if rows are added."""
+    norms = form.term_norms()
+    return form.norms() if norms is None else norms
+
+
 class SummedGrad(RowwiseGrad):
     """Sum of the representations of several uses of one parameter that cannot be merged into one."""
 
@@ -139,6 +155,12 @@ class SummedGrad(RowwiseGrad):
 
     def sum(self, weights: Tensor | None) -> Tensor:
         return total(form.sum(weights) for form in self.forms)
+
+    def term_norms(self) -> Tensor:
+        return total(term_norms(form) for form in self.forms)
+
+    def summed_apart(self, weights: Tensor | None) -> Tensor:
+        return total(form.summed_apart(weights) for form in self.forms)
 
     def describe(self) -> str:
         return " + ".join(form.describe() for form in self.forms)

@@ -28,7 +28,7 @@ def bundled(forms: Mapping[str, DenseGrad]) -> dict[str, DenseGrad]:
         bundle = bundles.get((rows.dtype, rows.device))
         if bundle is None:
             bundle = bundles[rows.dtype, rows.device] = _Bundle(form.samples)
-        together[name] = BundledGrad(bundle, bundle.add(rows))
+        together[name] = BundledGrad(bundle, bundle.add(rows), form.term_norms())
     for bundle in bundles.values():
         bundle.complete()
     return together
@@ -83,7 +83,8 @@ class _Bundle:
 class BundledGrad(DenseGrad):
     """Rows of one parameter of a bundle."""
 
-    def __init__(self, bundle: _Bundle, number: int):
+    def __init__(self, bundle: _Bundle, number: int, term_norms: Tensor | None):
+        self._term_norms = term_norms
         self.bundle = bundle
         self.number = number
         self.shape = bundle.shapes[number]

@@ -171,6 +171,13 @@ def flat_squared_norms(flat: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1).square()
 
 
+def frobenius_norms(factor: Tensor) -> Tensor:
+    """Norm of the factor (b, ...) of each sample, (b,). The product of those of two factors is at least the sum of the
+    norms of their outer products.
+    """
+    return torch.linalg.vector_norm(factor, dim=tuple(range(1, factor.dim())))
+
+
 def _real_inner(rows: Tensor, other: Tensor) -> Tensor:
     """Product rows @ other; for complex numbers the real part of rows @ conj(other)."""
     if rows.is_complex():

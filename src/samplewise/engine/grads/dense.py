@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+from samplewise.core.tensor_storage import stored_values
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import RowwiseGrad
 from samplewise.engine.grads.by_rows import flat_squared_norms, weighted_sum
 
 
 class DenseGrad(RowwiseGrad):
-    """Rows kept in memory, in one or several tensors of the same number of samples; the last may have fewer."""
+    """Rows kept in memory, in one or several tensors of the same number of samples; the last may have fewer.
+
+    terms: function that returns `term_norms`, if rows are sums of terms. It may hold the factors of the rows:
+    `settle_terms` calls it, or drops it.
+    """
 
     is_bounded_by_norms = True
 
-    def __init__(self, *parts: Tensor):
+    def __init__(self, *parts: Tensor, terms: Callable[[], Tensor | None] | None = None):
         self.shape = tuple(parts[0].shape[1:])
         self.step = parts[0].shape[0]
         self.samples = self.step if len(parts) == 1 else sum(map(len, parts))
         self.parts = parts
+        self._terms = terms
+        self._term_norms: Tensor | None = None
+
+    def settle_terms(self, tracked: bool) -> None:
+        """Compute `term_norms` if they are `tracked`; release the factors."""
+        if tracked and self._terms is not None:
+            self._term_norms = self._terms()
+        self._terms = None
+
+    def term_norms(self) -> Tensor | None:
+        return self._term_norms
 
     def is_apart_from(self, tensors: Iterable[object]) -> bool:
         """True if the rows share no memory with any of these tensors."""
         own = {part.untyped_storage()._cdata for part in self.parts}
-        return not any(isinstance(t, Tensor) and t.untyped_storage()._cdata in own for t in tensors)
+        return not any(isinstance(t, Tensor) and stored_values(t).untyped_storage()._cdata in own for t in tensors)
 
     @property
     def kept(self) -> tuple[Tensor, ...]:

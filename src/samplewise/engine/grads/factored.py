@@ -18,8 +18,9 @@ from torch import Tensor
 from samplewise.engine.checks import is_traced
 from samplewise.engine.grads import by_rows
 from samplewise.engine.grads.base import PerSampleGrad, total
-from samplewise.engine.grads.by_rows import as_matrix, flat_squared_norms, root
+from samplewise.engine.grads.by_rows import as_matrix, flat_squared_norms, frobenius_norms, root
 from samplewise.engine.grads.dense import DenseGrad
+from samplewise.engine.grads.matrix_kernels import bmm, mm, prefers_onednn
 
 # A sum below this fraction of the sum of absolute values of its terms has lost too many digits to cancellation.
 CANCELLED = 1e-3
@@ -90,7 +91,7 @@ def _inner(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
         return _inner(b, a, dtype).transpose(1, 2)
     if isinstance(b, OneHot):
         return a.gather(2, b.positions[:, None, :].expand(-1, a.shape[1], -1))
-    return torch.bmm(a, b.transpose(1, 2))
+    return bmm(a, b.transpose(1, 2))
 
 
 def _weighted(factor: Tensor, weights: Tensor | None) -> Tensor:
@@ -111,7 +112,7 @@ def _summed_term(term: Term, weights: Tensor | None) -> Tensor:
         left = _weighted(left, weights)
     else:
         right = _weighted(right, weights)
-    return torch.mm(left.flatten(0, 1).t(), right.flatten(0, 1))
+    return mm(left.flatten(0, 1).t(), right.flatten(0, 1))
 
 
 def _added_term(summed: Tensor, term: Term, weights: Tensor | None) -> Tensor:
@@ -139,7 +140,7 @@ def _term_rows(term: Term) -> Tensor:
         return _scatter_rows(right.new_zeros(len(right), left.size, right.shape[2]), left, right)
     if isinstance(right, OneHot):
         return _term_rows(Term(right, left)).transpose(1, 2)
-    return torch.bmm(left.transpose(1, 2), right)
+    return bmm(left.transpose(1, 2), right)
 
 
 def _scatter_rows(rows: Tensor, hot: OneHot, values: Tensor) -> Tensor:
@@ -191,7 +192,8 @@ class FactoredGrad(PerSampleGrad):
         if width > (ROWS_PAY if few else 1) * self._stored():
             return self
         step = max(1, LARGEST_PART // max(width, 1))
-        return DenseGrad(*(self.rows(at, min(at + step, self.samples)) for at in range(0, self.samples, step)))
+        parts = [self.rows(at, min(at + step, self.samples)) for at in range(0, self.samples, step)]
+        return DenseGrad(*parts, terms=self.term_norms)
 
     def _has_small_rows(self) -> bool:
         return prod(self.shape) <= self._stored()
@@ -314,6 +316,11 @@ class FactoredGrad(PerSampleGrad):
             summed = _added_term(summed, term, weights)
         return summed.view(self.shape) if summed.is_contiguous() else summed.reshape(self.shape)
 
+    def term_norms(self) -> Tensor | None:
+        if len(self.terms) == 1 and self.tokens == 1:
+            return None
+        return total(_norms_of(term.left) * _norms_of(term.right) for term in self.terms)
+
     def sum_of_squares(self, centre: Tensor | None) -> Tensor:
         if centre is None and len(self.terms) == 1 and _one_token(self.terms[0]):
             left, right = self.terms[0]
@@ -347,6 +354,12 @@ def _as_double(factor: Factor) -> Factor:
 def _largest(factor: Factor) -> Tensor:
     """Largest absolute value of each sample, (b,), or a scalar."""
     return torch.ones(()) if isinstance(factor, OneHot) else factor.detach().abs().flatten(1).amax(1)
+
+
+def _norms_of(factor: Factor) -> Tensor:
+    if isinstance(factor, OneHot):
+        return factor.positions.new_full((), factor.positions.shape[1]).sqrt()
+    return frobenius_norms(factor)
 
 
 def scaled(factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -439,9 +452,12 @@ def _add_pairs_within(pairs: PairSums, term: Term) -> None:
     if not isinstance(left, Tensor) or not isinstance(right, Tensor) or term.tokens < MANY_TOKENS:
         pairs.add(_inner(left, left, term.dtype), _inner(right, right, term.dtype))
         return
-    step = 16 * -(-term.tokens // 64)
+    # Two blocks if they are large enough for the faster kernels.
+    half = -(-term.tokens // 2)
+    blocks = 2 if prefers_onednn(left, right, half, half, min(left.shape[2], right.shape[2])) else 4
+    step = 16 * -(-term.tokens // (16 * blocks))
     for at in range(0, term.tokens, step):
-        of_left, of_right = (torch.bmm(f[:, at:], f[:, at : at + step].transpose(1, 2)) for f in (left, right))
+        of_left, of_right = (bmm(f[:, at:], f[:, at : at + step].transpose(1, 2)) for f in (left, right))
         pairs.add(of_left, of_right, multiple=2, once=min(step, term.tokens - at))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samplewise.engine.backward import pull_back
 from samplewise.engine.grads import by_rows
-from samplewise.engine.grads.base import PerSampleGrad, total
+from samplewise.engine.grads.base import PerSampleGrad, term_norms, total
 from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.graph import Edge
 
@@ -98,6 +98,12 @@ class IndexedGrad(PerSampleGrad):
     def sum(self, weights: Tensor | None) -> Tensor:
         return self._gathered(self.source.sum(weights)[None])[0]
 
+    def term_norms(self) -> Tensor | None:
+        return self.source.term_norms()
+
+    def summed_apart(self, weights: Tensor | None) -> Tensor:
+        return self._gathered(self.source.summed_apart(weights)[None])[0]
+
     def sum_of_squares(self, centre: Tensor | None) -> Tensor:
         squares = self.source.sum_of_squares(None if centre is None else self._scattered(centre))
         return self._gathered(squares[None])[0]
@@ -159,6 +165,12 @@ class BlockGrad(PerSampleGrad):
 
     def sum(self, weights: Tensor | None) -> Tensor:
         return total(part.sum(weights) for part in self.parts)
+
+    def term_norms(self) -> Tensor:
+        return total(term_norms(part) for part in self.parts)
+
+    def summed_apart(self, weights: Tensor | None) -> Tensor:
+        return total(part.summed_apart(weights) for part in self.parts)
 
     def describe(self) -> str:
         return f"{len(self.parts)} blocks: {self.parts[0].source.describe()}"

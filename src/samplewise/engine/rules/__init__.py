@@ -5,7 +5,16 @@
 Uses without a rule, and uses for which the rule returns None, are computed by `generic`: the same values, slower.
 """
 
-from samplewise.engine.rules import convolution, elementwise, embedding, normalization, products, recurrent
+from samplewise.engine.rules import (
+    convolution,
+    distances,
+    elementwise,
+    embedding,
+    linear_systems,
+    normalization,
+    products,
+    recurrent,
+)
 from samplewise.engine.rules.use import OperandRule as OperandRule
 from samplewise.engine.rules.use import Rule as Rule
 from samplewise.engine.rules.use import Use as Use
@@ -16,8 +25,15 @@ RULES: dict[tuple[str, int], Rule] = {
     ("Addmm", 0): Rule(products.addmm_bias),
     ("Addmm", 1): Rule(products.addmm_left, ("mat2",)),
     ("Addmm", 2): Rule(products.addmm_right, ("mat1",)),
+    ("Bmm", 0): Rule(products.bmm_left, ("mat2",)),
     ("Bmm", 1): Rule(products.bmm_right, ("self",)),
     ("Mv", 1): Rule(products.mv_vector, ("self",)),
+    ("Trilinear", 1): Rule(products.bilinear, ("i1", "i3")),
+    ("LinalgSolveEx", 0): Rule(linear_systems.matrix, ("A", "result")),
+    ("Cdist", 0): Rule(distances.points, ("x1", "x2", "result")),
+    ("Cdist", 1): Rule(distances.points, ("x1", "x2", "result")),
+    ("EuclideanDist", 0): Rule(distances.points, ("x1", "x2", "result")),
+    ("EuclideanDist", 1): Rule(distances.points, ("x1", "x2", "result")),
     ("Convolution", 1): Rule(convolution.kernel, ("input", "weight"), convolution.kernel_factors),
     ("Convolution", 2): Rule(convolution.bias),
     ("Embedding", 0): Rule(embedding.table, ("indices",)),

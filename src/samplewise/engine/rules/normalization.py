@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph import scalar
 from samplewise.engine.rules.use import Use, summed
@@ -29,8 +30,13 @@ def layer_norm_scale(use: Use) -> PerSampleGrad | None:
     g, x = (rows.gather(t.reshape(mean.numel(), -1)) for t in (g, x))
     mean, rstd = (rows.gather(t.reshape(-1))[:, None] for t in (mean, rstd))
     # Sum over tokens of g * (x - mean) * rstd, computed as in the kernel: two products with a row of tokens.
-    scale = torch.bmm(rstd, g * x) - torch.bmm(mean * rstd, g)
-    return DenseGrad(scale.reshape(use.samples, *use.shape))
+    gx = g * x
+    scale = torch.bmm(rstd, gx) - torch.bmm(mean * rstd, g)
+
+    def terms() -> Tensor:
+        return frobenius_norms(rstd) * frobenius_norms(gx) + frobenius_norms(mean * rstd) * frobenius_norms(g)
+
+    return DenseGrad(scale.reshape(use.samples, *use.shape), terms=terms)
 
 
 def layer_norm_shift(use: Use) -> PerSampleGrad | None:
@@ -57,7 +63,16 @@ def group_norm_shift(use: Use) -> PerSampleGrad | None:
 def _of_images(use: Use, values: Tensor) -> PerSampleGrad | None:
     """Gradients from values (n, c), one row per image, summed over the images of each sample."""
     rows = use.rows(1)
-    return None if rows is None else DenseGrad(rows.gather(values).sum(1))
+    if rows is None:
+        return None
+    x, g, rstd = use.tensor("input"), use.gradient, use.tensor("result2")
+
+    def terms() -> Tensor:
+        # Of the scale: g (x - mean) rstd, computed as two sums over positions. The shift has smaller terms.
+        of_x, of_g, of_rstd = (frobenius_norms(rows.gather(t.reshape(len(x), -1))) for t in (x, g, rstd))
+        return 2 * of_g * (of_x * of_rstd + x[0, 0].numel() ** 0.5)
+
+    return DenseGrad(rows.gather(values).sum(1), terms=terms)
 
 
 def _each_image(use: Use, operand: int) -> Tensor:

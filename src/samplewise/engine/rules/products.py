@@ -1,4 +1,4 @@
-"""Rules for matrix products: mm, addmm, bmm, mv.
+"""Rules for matrix products: mm, addmm, bmm, mv, bilinear.
 
 Legend: b sample, t token (a row of the output that belongs to b), h matrix of a batch, o and i the operand's two dims.
 """
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
+from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.rules.use import Use, summed
@@ -59,11 +60,12 @@ def mv_vector(use: Use) -> PerSampleGrad | None:
     rows = use.rows(1)
     if rows is None or use.gradient.is_complex():
         return None
-    return DenseGrad(torch.einsum("bt,bti->bi", rows.gather(use.gradient), rows.gather(use.tensor("self"))))
+    g, x = rows.gather(use.gradient), rows.gather(use.tensor("self"))
+    return DenseGrad(torch.einsum("bt,bti->bi", g, x), terms=lambda: frobenius_norms(g) * frobenius_norms(x))
 
 
 class BatchedProductGrad(RowwiseGrad):
-    """Gradients of W in bmm(a, W) with samples in the rows, from left (b, t, h, o) and right (b, t, h, i)."""
+    """Gradients of a batch of matrices with samples in the rows, from left (b, t, h, o) and right (b, t, h, i)."""
 
     def __init__(self, left: Tensor, right: Tensor):
         self.samples = left.shape[0]
@@ -78,16 +80,41 @@ class BatchedProductGrad(RowwiseGrad):
         right = self.right if weights is None else self.right * weights.to(self.right.dtype)[:, None, None, None]
         return torch.einsum("btho,bthi->hoi", self.left, right)
 
+    def term_norms(self) -> Tensor:
+        return frobenius_norms(self.left) * frobenius_norms(self.right)
+
 
 def bmm_right(use: Use) -> PerSampleGrad | None:
     """Rule for W in bmm(a, W)."""
-    a = use.tensor("self")
-    g = use.gradient
-    rows = use.permuted_rows((1, 0, 2), 1)
-    if rows is None or a.is_complex() or g.is_complex():
+    return _batched_products(use, (1, 0, 2), use.tensor("self").transpose(0, 1), use.gradient.transpose(0, 1))
+
+
+def bmm_left(use: Use) -> PerSampleGrad | None:
+    """Rule for W in bmm(W, a)."""
+    return _batched_products(use, (2, 0, 1), use.gradient.permute(2, 0, 1), use.tensor("mat2").permute(2, 0, 1))
+
+
+def _batched_products(use: Use, dims: tuple[int, ...], left: Tensor, right: Tensor) -> PerSampleGrad | None:
+    """Gradients from (tokens, h, o) and (tokens, h, i). `dims`: of the output's gradient, tokens first."""
+    rows = use.permuted_rows(dims, 1)
+    if rows is None or left.is_complex() or right.is_complex():
         return None
-    a = rows.gather(a.transpose(0, 1))
-    g = rows.gather(g.transpose(0, 1))
+    left, right = rows.gather(left), rows.gather(right)
     if use.shape[0] == 1:
-        return FactoredGrad([Term(a[:, :, 0], g[:, :, 0])], use.shape)
-    return BatchedProductGrad(a, g)
+        return FactoredGrad([Term(left[:, :, 0], right[:, :, 0])], use.shape)
+    return BatchedProductGrad(left, right)
+
+
+BILINEAR = ((1, 3), (0,), (1, 2), (2, 3))  # dims that _trilinear adds to its operands, and dims that it sums over
+
+
+def bilinear(use: Use) -> PerSampleGrad | None:
+    """Rule for W (o, i, j) in nn.Bilinear: outer products of the output's gradient with products of both inputs."""
+    node = use.node
+    is_bilinear = (node._saved_expand1, node._saved_expand2, node._saved_expand3, node._saved_sumdim) == BILINEAR
+    rows = use.rows(1) if is_bilinear else None
+    if rows is None or use.gradient.is_complex():
+        return None
+    first, second = rows.gather(use.tensor("i1")), rows.gather(use.tensor("i3"))
+    products = (first[..., :, None] * second[..., None, :]).flatten(2)
+    return FactoredGrad([Term(rows.gather(use.gradient), products)], use.shape)

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad
-from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.graph import scalar
-from samplewise.engine.rules.use import HALF_PRECISION, Use
+from samplewise.engine.rules.use import HALF_PRECISION, Use, sum_of_tokens
 from samplewise.engine.tags import RegularGather, RowGather, sequences_of
 
 LSTM = 2
@@ -43,7 +42,7 @@ def _weights(use: Use, activation: Callable[[], Tensor]) -> PerSampleGrad | None
 
 def biases(use: Use) -> PerSampleGrad | None:
     rows = _sequences(use)
-    return None if rows is None else DenseGrad(_gate_gradient(use, rows).sum(1))
+    return None if rows is None else sum_of_tokens(_gate_gradient(use, rows))
 
 
 def _tokens(rows: RowGather, x: Tensor) -> Tensor:

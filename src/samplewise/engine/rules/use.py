@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samplewise.engine.grads.base import PerSampleGrad
+from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph import Edge, Node
 from samplewise.engine.layouts import locate
@@ -128,16 +130,27 @@ def summed(use: Use, values: Tensor, shape: tuple[int, ...] | None = None) -> Pe
     target = use.shape if shape is None else shape
     aligned = (1,) * (values.dim() - len(target)) + target
     if isinstance(use.tag, Irregular):
-        rows = _sum_gathered(use.tag, values, aligned)
-        return None if rows is None else DenseGrad(rows.reshape(use.samples, *use.shape))
+        return _sum_gathered(use, use.tag, values, aligned)
     split = use.sample_split(tuple(values.shape), aligned)
     if split is None:
         return None
     if split.divided is not None:
         values = values.reshape(split.divided).movedim(split.dim, 0)
-    if split.summed:
-        values = values.reshape(split.by_sample).sum(split.summed, keepdim=True)
-    return DenseGrad(values.reshape(use.samples, *use.shape))
+    if not split.summed:
+        return DenseGrad(values.reshape(use.samples, *use.shape))
+    return _summed_over(use, values.reshape(split.by_sample), split.summed)
+
+
+def _summed_over(use: Use, terms: Tensor, dims: Sequence[int]) -> DenseGrad:
+    """Terms (b, ...) summed over some dims, as rows in the operand's shape."""
+    count = prod(terms.shape[d] for d in dims)
+    rows = terms.sum(tuple(dims), keepdim=True).reshape(use.samples, *use.shape)
+    return DenseGrad(rows, terms=lambda: frobenius_norms(terms) * count**0.5)
+
+
+def sum_of_tokens(tokens: Tensor) -> DenseGrad:
+    """Rows (b, ...) that are sums of tokens (b, t, ...)."""
+    return DenseGrad(tokens.sum(1), terms=lambda: frobenius_norms(tokens) * tokens.shape[1] ** 0.5)
 
 
 class SampleSplit(NamedTuple):
@@ -156,6 +169,7 @@ def _sample_split(tag: Tag, shape: tuple[int, ...], aligned: tuple[int, ...]) ->
     if place is None or aligned[place.dim] != 1:
         return None
     dim, post = place
+    assert isinstance(post, int)
     groups = shape[dim] // (tag.samples * post)
     divided = None if dim == 0 and groups == 1 else (*shape[:dim], groups, tag.samples, post, *shape[dim + 1 :])
     by_sample = (tag.samples, *shape[:dim], groups * post, *shape[dim + 1 :])
@@ -163,12 +177,12 @@ def _sample_split(tag: Tag, shape: tuple[int, ...], aligned: tuple[int, ...]) ->
     return SampleSplit(divided, dim + 1, by_sample, summed)
 
 
-def _sum_gathered(tag: Irregular, values: Tensor, aligned: tuple[int, ...]) -> Tensor | None:
+def _sum_gathered(use: Use, tag: Irregular, values: Tensor, aligned: tuple[int, ...]) -> DenseGrad | None:
     row_dims = next((d for d, size in enumerate(aligned) if size != 1), len(aligned))
     rows = tag.rows(tuple(values.shape), row_dims)
     if rows is None or row_dims == 0:
         return None
-    gathered = rows.gather(values.flatten(0, row_dims - 1)).sum(1)
-    by_sample = gathered.reshape(tag.samples, *(1,) * row_dims, *values.shape[row_dims:])
+    gathered = rows.gather(values.flatten(0, row_dims - 1))
+    by_sample = gathered.reshape(tag.samples, -1, *(1,) * (row_dims - 1), *values.shape[row_dims:])
     dims = [d + 1 for d, size in enumerate(aligned) if size == 1 and by_sample.shape[d + 1] != 1]
-    return by_sample.sum(dims, keepdim=True) if dims else by_sample
+    return _summed_over(use, by_sample, sorted({1, *dims}))

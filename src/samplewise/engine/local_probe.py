@@ -1,0 +1,226 @@
+"""Ownership through a single node, found by calling its backward.
+
+Which samples meet in a node depends on that node and on what it saved, not on the rest of the graph. So the node is
+called with gradients of our own: random numbers of about the same size in all samples, so that nothing is lost to
+rounding and vanishing gradients are no obstacle. Calls in which the samples are weighted by powers of two show which
+sample owns each element of an operand's gradient, as in `probe`.
+
+    probe_node      finds the ownership of the operands
+    Claim           says that it is the same in another graph; `hold` verifies that, with fewer calls
+    FunctionChecks  verifies claims about Python functions during a backward pass, with the gradients that arrive:
+                    unlike ATen operations they may round, clip or threshold gradients
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from samplewise.engine.generic import as_gradient, call
+from samplewise.engine.graph import Edge, Graph, Node, is_python_function
+from samplewise.engine.linearity import NotLinearError
+from samplewise.engine.probe import MIXED, Codes, codes_for, probe_passes
+from samplewise.engine.registered_hooks import removed_afterwards
+from samplewise.engine.separation import WIDE, distinct_powers, is_deterministic, switches
+from samplewise.engine.tags import Irregular, Tag, tag_of
+
+_generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
+
+
+def probe_node(graph: Graph, node: Node, tags: Mapping[int, Tag], positions: Sequence[int]) -> dict[int, Tag | None]:
+    """Ownership of the gradients of the operands at these positions, for gradients of the outputs with these tags (by
+    output slot); None where samples are mixed. Raises NonFiniteGradientError if gradients are not finite, and
+    NotLinearError if the backward of a Python function is not linear.
+    """
+    passes = _NodePasses(graph, node, tags, positions)
+    owners = _read_owners(passes) or probe_passes(passes).owners
+    return {
+        position: None if (owner == MIXED).any() else tag_of(owner, graph.samples)
+        for position, owner in zip(positions, owners, strict=True)
+    }
+
+
+# Operations that copy elements: an element of an operand's gradient is a sum of some elements of the output's gradient.
+COPYING = set(
+    """
+    Cat CopySlices Flip Gather Index IndexAdd IndexCopy IndexPut IndexSelect MaskedScatter MaskedSelect Roll Scatter
+    ScatterAdd Select Slice Sort Split SplitWithSizes Stack Take Topk Unbind
+    """.split()
+)
+
+
+def _read_owners(passes: _NodePasses) -> list[Tensor] | None:
+    """Owners from two calls of a node that copies elements: one with the numbers of the owners as gradients, which come
+    out where they belong, and one with ones. None if this does not decide them: an element may be copied twice.
+    """
+    exact = {torch.float32: 2**24, torch.float64: 2**53}  # integers up to these
+    dtypes = {g.dtype for g in passes.gradients.values()}
+    if passes.operation(0) not in COPYING or any(passes.graph.samples >= exact.get(dtype, 0) for dtype in dtypes):
+        return None
+    numbers = {}
+    ones = {}
+    for slot, gradient in passes.gradients.items():
+        owner = passes.tags[slot].owners(tuple(gradient.shape), gradient.device)
+        numbers[slot] = (owner + 1).to(gradient.dtype)
+        ones[slot] = (owner >= 0).to(gradient.dtype)
+    copies = passes.call(ones)
+    if not all(bool(((count == 0) | (count == 1)).all()) for count in copies):
+        return None
+    return [number.long() - 1 for number in passes.call(numbers)]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Ownership of the gradients of some operands of a node, for outputs whose gradients have this ownership."""
+
+    node: int  # position in the graph
+    outputs: dict[int, Tag]  # by output slot
+    operands: dict[int, Tag]  # by position
+
+    def checks(self, graph: Graph) -> Iterator[Tensor]:
+        """Flags that are all True if the operands of the node in this graph have this ownership."""
+        passes = _NodePasses(graph, graph.nodes[self.node], self.outputs, list(self.operands))
+        plain = passes.run()
+        for weights in _distinct_weights(graph):
+            for gradient, p, tag in zip(passes.run(weights), plain, self.operands.values(), strict=True):
+                yield _follows(gradient, tag.weighted(p, weights), graph)
+
+
+def hold(claims: Sequence[Claim], graph: Graph) -> bool:
+    """True if all claims hold in this graph. One wait for the device."""
+    flags = [flag for claim in claims for flag in claim.checks(graph)]
+    return not flags or bool(torch.stack(flags).all())
+
+
+class FunctionChecks:
+    """Verifies claims about Python functions in the backward passes of one graph."""
+
+    def __init__(self, graph: Graph, claims: Sequence[Claim]):
+        self.graph = graph
+        self.claims = claims
+        self.hold = True  # False as soon as a claim does not hold
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Context manager: the claims are verified by backward passes in the block, with one more call of each
+        function. Its result must follow the weights of the samples: else it mixes them, or is not linear.
+        """
+        nodes = self.graph.nodes
+        handles = [nodes[claim.node].register_hook(partial(self._compare, claim)) for claim in self.claims]
+        return removed_afterwards(handles)
+
+    def _compare(
+        self, claim: Claim, operands: Sequence[Tensor | None], outputs: Sequence[Tensor | None]
+    ) -> None:  # autograd would take a returned value for other gradients
+        graph = self.graph
+        arrived = {slot: g.detach() for slot in claim.outputs if (g := outputs[slot]) is not None}
+        sizes = torch.stack([claim.outputs[slot].sizes(g) for slot, g in arrived.items()]).sum(0)
+        for weights in distinct_powers(graph, sizes, base=WIDE, digits=1):
+            weighted = {slot: claim.outputs[slot].weighted(g, weights) for slot, g in arrived.items()}
+            with torch.no_grad():
+                results = call(graph.nodes[claim.node], weighted)
+            for position, tag in claim.operands.items():
+                gradient = operands[position]
+                result = results[position]
+                if gradient is None or result is None:
+                    self.hold &= gradient is result
+                else:
+                    edge = Edge(*graph.nodes[claim.node].next_functions[position])
+                    expected = tag.weighted(as_gradient(gradient.detach(), edge), weights)
+                    self.hold &= bool(_follows(as_gradient(result, edge), expected, graph))
+
+
+def _distinct_weights(graph: Graph) -> Iterator[Tensor]:
+    """Weights (b,) for each pass: any two samples have different powers of two in one of them, or 0 and 1 where sums
+    are not deterministic.
+    """
+    if not is_deterministic(graph):
+        for on in switches(graph.samples):
+            yield on.to(graph.losses.device, graph.losses.dtype, non_blocking=True)
+        return
+    codes = codes_for(graph)[0]
+    numbers = torch.randperm(graph.samples, generator=_generator)
+    for digit in range(max(1, math.ceil(math.log(graph.samples, codes.base) - 1e-12))):
+        yield _powers(codes)[numbers // codes.base**digit % codes.base].to(graph.losses.dtype)
+
+
+_tables: dict[Codes, Tensor] = {}
+
+
+def _powers(codes: Codes) -> Tensor:
+    if codes not in _tables:
+        exponents = range(codes.shift, codes.shift + codes.base)
+        _tables[codes] = torch.tensor([2.0**e for e in exponents], dtype=torch.float64)
+    return _tables[codes]
+
+
+def _follows(gradient: Tensor, expected: Tensor, graph: Graph) -> Tensor:
+    """Flag: a gradient is the expected one, to the last bit but for denormals, which lose bits when scaled. Where sums
+    are not deterministic, what is switched off must be exactly zero.
+    """
+    if not is_deterministic(graph):
+        near = (gradient != 0) <= (expected != 0)
+    elif torch.equal(gradient, expected):
+        return torch.ones((), dtype=torch.bool)
+    else:
+        tiny = 0.0 if gradient.dtype is torch.float16 else torch.finfo(gradient.dtype).tiny
+        near = (gradient - expected).abs() <= tiny * 2.0 ** (8 + codes_for(graph)[0].base)
+    return (near | ~(gradient.isfinite() & expected.isfinite())).all()
+
+
+class _NodePasses:
+    """Calls of a node with random gradients of its outputs, multiplied by the weights of the samples."""
+
+    def __init__(self, graph: Graph, node: Node, tags: Mapping[int, Tag], positions: Sequence[int]):
+        self.graph = graph
+        self.node = node
+        self.tags = tags
+        self.positions = positions
+        self.gradients = {slot: _random_gradient(Edge(node, slot), tag) for slot, tag in tags.items()}
+
+    def run(self, weights: Tensor | None = None, at: Collection[int] | None = None) -> list[Tensor]:
+        gradients = self.gradients
+        if weights is not None:
+            gradients = {slot: self.tags[slot].weighted(g, weights) for slot, g in gradients.items()}
+        return self.call(gradients, at)
+
+    def call(self, gradients: dict[int, Tensor], at: Collection[int] | None = None) -> list[Tensor]:
+        """Gradients of the operands, for these gradients of the outputs."""
+        with torch.no_grad():
+            results = call(self.node, gradients)
+        positions = self.positions if at is None else [self.positions[k] for k in at]
+        operands = [(Edge(*self.node.next_functions[position]), results[position]) for position in positions]
+        return [edge.zeros() if result is None else as_gradient(result, edge) for edge, result in operands]
+
+    def check_linear(self, plain: list[Tensor]) -> None:
+        if is_python_function(self.node):
+            raise NotLinearError(self.operation(0))
+
+    def operation(self, at: int) -> str:
+        return self.graph.operations[self.node]
+
+
+def _random_gradient(edge: Edge, tag: Tag) -> Tensor:
+    gradient = _random_values(edge)
+    return torch.where(tag.owner < 0, 0, gradient) if isinstance(tag, Irregular) else gradient
+
+
+MOST_VALUES = 2**20 + 7  # not a multiple of usual sizes, so that repeated values fall on other places of each sample
+_values: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _random_values(edge: Edge) -> Tensor:
+    """Random numbers between 1 and 2, in the shape of an edge. Drawn once: other numbers would show the same."""
+    size = math.prod(edge.shape)
+    key = (edge.dtype, edge.device)
+    values = _values.get(key)
+    if values is None or len(values) < min(size, MOST_VALUES):
+        length = min(MOST_VALUES, max(2 * size, 2**12))
+        real = torch.rand(2, length, generator=_generator, dtype=torch.float64) + 1
+        values = _values[key] = (torch.complex(*real) if edge.dtype.is_complex else real[0]).to(edge.device, edge.dtype)
+    return (values if size <= len(values) else values.repeat(-(-size // len(values))))[:size].view(edge.shape)

@@ -1,0 +1,65 @@
+"""One warning for a model that stays on a slow path: what makes it slow, where, what it costs and what to do."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+
+from samplewise.engine.graph import Graph, Node
+from samplewise.errors import TrainingWarning
+
+STEPS = 3  # with the same cause, before the warning: the first steps of a model are always slower
+_steps: Counter[str] = Counter()
+
+
+def warn_if_slow(cause: str, cost: str, remedy: str) -> None:
+    """Count a step on a slow path; warn once, in step STEPS."""
+    _steps[cause] += 1
+    if _steps[cause] == STEPS:
+        warnings.warn(
+            f"per-sample gradients of this model are computed in a slow way in each step: {cause}. This costs {cost}. "
+            f"{remedy} g.explain() shows how each parameter is computed.",
+            TrainingWarning,
+            stacklevel=_outside(),
+        )
+
+
+def _outside() -> int:
+    """Stack level of the user's code, seen from `warn_if_slow`."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("samplewise.", "torch.")):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+def place_of(graph: Graph, node: Node, modules: Iterable[nn.Module]) -> str:
+    """Where a node comes from, as far as the graph says: the module of the nearest parameter below it, and the forward
+    method of the user's code that contains this module.
+    """
+    below = set(graph.below([node]))
+    names = [name for leaf, name in graph.leaves.items() if leaf in below]
+    if not names:
+        return ""
+    path = names[0].rpartition(".")[0]
+    for root in modules:
+        owner = path
+        while True:
+            module = dict(root.named_modules()).get(owner)
+            if module is not None and not type(module).__module__.startswith("torch."):
+                try:
+                    line = inspect.getsourcelines(type(module).forward)[1]
+                    file = inspect.getsourcefile(type(module)) or ""
+                except (OSError, TypeError):
+                    break
+                return f" (above {path!r}; {type(module).__name__}.forward, {file.rpartition('/')[2]}:{line})"
+            if not owner:
+                break
+            owner = owner.rpartition(".")[0]
+    return f" (above {path!r})"

@@ -1,0 +1,87 @@
+"""Products by oneDNN and by MKL: the same values, whatever the layout of the operands."""
+
+import pytest
+import torch
+
+from samplewise.engine.grads import matrix_kernels
+from samplewise.engine.grads.matrix_kernels import bmm, mm, prefers_onednn
+
+
+@pytest.fixture
+def by_onednn(monkeypatch):
+    """Products of any size by oneDNN, also on processors for which MKL is as fast."""
+    monkeypatch.setattr(matrix_kernels, "LARGE", 0)
+    monkeypatch.setattr(matrix_kernels, "NARROW", 1)
+    monkeypatch.setattr(matrix_kernels, "_mkl_is_slow", lambda: True)
+
+
+def noise(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+LEFT = {
+    "contiguous": lambda: noise(33, 40),
+    "transposed": lambda: noise(40, 33).t(),
+    "columns of a larger matrix": lambda: noise(33, 60)[:, 7:47],
+    "every other row": lambda: noise(66, 40)[::2],
+    "expanded": lambda: noise(1, 40).expand(33, 40),
+    "wide": lambda: noise(400, 40).t().contiguous().t(),
+}
+RIGHT = {
+    "contiguous": lambda: noise(40, 24),
+    "transposed": lambda: noise(24, 40).t(),
+    "columns of a larger matrix": lambda: noise(40, 50)[:, 3:27],
+    "every other row": lambda: noise(80, 24)[::2],
+    "expanded": lambda: noise(40, 1).expand(40, 24),
+    "one column": lambda: noise(40, 1),
+}
+
+
+def assert_is_product(found, a, b):
+    bound = a.double().abs() @ b.double().abs()
+    assert ((found.double() - a.double() @ b.double()).abs() <= 1e-6 * bound).all()
+
+
+@pytest.mark.parametrize("right", RIGHT)
+@pytest.mark.parametrize("left", LEFT)
+def test_product_of_operands_in_any_layout(by_onednn, left, right):
+    a, b = LEFT[left](), RIGHT[right]()
+    product = mm(a, b)
+    assert_is_product(product, a, b)
+    assert product.is_contiguous()
+
+
+def test_batched_product(by_onednn):
+    a, b = noise(5, 12, 30), noise(5, 7, 30).transpose(1, 2)
+    product = bmm(a, b)
+    assert product.shape == (5, 12, 7)
+    for one, left, right in zip(product, a, b, strict=True):
+        assert_is_product(one, left, right)
+
+
+def test_infinity_stays_in_its_row(by_onednn):
+    a = noise(33, 40)
+    a[3, 4] = torch.inf
+    assert mm(a, noise(40, 24)).isfinite().all(1).tolist() == [row != 3 for row in range(33)]
+
+
+@pytest.mark.parametrize("change", ["double", "differentiable", "switched off", "small"])
+def test_other_products_stay_with_torch(by_onednn, monkeypatch, change):
+    a, b = noise(33, 40), noise(40, 24)
+    assert prefers_onednn(a, b, 33, 24, 40)
+    if change == "double":
+        a, b = a.double(), b.double()
+    elif change == "differentiable":
+        a.requires_grad_()
+    elif change == "small":
+        monkeypatch.setattr(matrix_kernels, "LARGE", 33 * 24 * 40)
+    elif change == "switched off":
+        switch_off_onednn(monkeypatch)
+    assert not prefers_onednn(a, b, 33, 24, 40)
+    assert torch.equal(mm(a, b), torch.mm(a, b))
+    assert mm(a, b).requires_grad == (change == "differentiable")
+
+
+def switch_off_onednn(monkeypatch):
+    """As torch.backends.mkldnn.enabled = False, until the end of the test."""
+    monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)
