@@ -15,3 +15,12 @@ def every(step, values, start=0):
     """
     values = list(values)
     return [pytest.param(value, marks=() if k % step == start else pytest.mark.slow) for k, value in enumerate(values)]
+
+
+def in_turn(values, others):
+    """Pairs for pytest.mark.parametrize of two arguments; each value is daily with one of `others`, in turn."""
+    return [
+        pytest.param(value, other, marks=() if k % len(others) == j else pytest.mark.slow)
+        for k, value in enumerate(values)
+        for j, other in enumerate(others)
+    ]

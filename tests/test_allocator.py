@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from daily import daily
 
 PROGRAM = """
 import resource
@@ -20,9 +21,12 @@ def step():
     return sum(float(torch.ones(2**20)[0]) for _ in [torch.ones(2**20) for _ in range(20)])
 
 step()
-before = faults()
-step()
-print(faults() - before)
+counts = []
+for _ in range(3):  # the operating system may take pages away in between
+    before = faults()
+    step()
+    counts.append(faults() - before)
+print(min(counts))
 """
 
 
@@ -41,7 +45,10 @@ def test_freed_memory_is_kept():
     assert faults < 2000  # 80 MB are 20,000 pages
 
 
-@pytest.mark.parametrize("setting", [{"MALLOC_TRIM_THRESHOLD_": "100000"}, {"GLIBC_TUNABLES": "glibc.malloc.check=0"}])
+CHOICES = [{"MALLOC_TRIM_THRESHOLD_": "100000"}, {"GLIBC_TUNABLES": "glibc.malloc.check=0"}]
+
+
+@pytest.mark.parametrize("setting", daily(CHOICES, CHOICES[:1]))
 def test_a_choice_of_the_user_is_left_alone(setting):
     kept, _ = run(**setting)
     assert kept == "False"

@@ -220,6 +220,15 @@ def test_shapes_that_do_not_fit(criterion, target, wanted):
         sw.Step(model, sw.sgd(1.0), criterion).run([(X, target)])
 
 
+def test_shapes_that_do_not_fit_after_batches_that_do():
+    step = sw.Step(nn.Linear(5, 4).double(), sw.sgd(1.0), nn.CrossEntropyLoss())
+    step.run([(X, CLASSES), (X, CLASSES)])
+    with pytest.raises(sw.LossesError, match=r"needs a target of shape \(7,\) for predictions of shape \(7, 4\)"):
+        step.run([(X, CLASSES), (X, CLASSES[:, None])])
+    with pytest.raises(sw.LossesError, match="needs class indices, or class probabilities"):
+        step.run([(X, CLASSES), (X, CLASSES.double())])
+
+
 def test_a_float_target_of_another_shape_is_no_class_probability():
     message = (
         r"CrossEntropyLoss needs class indices, or class probabilities of shape \(7, 4\); found a target of "
@@ -425,7 +434,7 @@ def test_a_window_without_a_target_that_counts(microbatch):
     """The criterion itself says NaN."""
     model = nn.Linear(5, C).double()
     step = sw.Step(model, sw.sgd(1.0), nn.CrossEntropyLoss(), microbatch=microbatch)
-    with pytest.raises(sw.NonFiniteLossError, match="denominator of a window must not be zero"):
+    with pytest.raises(sw.NonFiniteLossError, match="denominator of a window must be positive and finite"):
         step.run([(X, torch.full((N,), -100))])
 
 

@@ -337,7 +337,7 @@ def _public_errors():
 
 def test_public_surface():
     functions = {"gradients", "input_gradients", "check", "scan", "Gradients", "backward", "BackwardResult"}
-    functions |= {"Step", "Trainer", "Update", "auto", "fsdp", "sgd", "chain", "check_transform"}
+    functions |= {"Step", "Trainer", "Update", "auto", "batch_constants", "fsdp", "sgd", "chain", "check_transform"}
     functions |= {"Indexed", "Ledger", "samples", "load_checkpoint", "sharded", "join_process_group"}
     functions |= {
         "noise_scale",

@@ -55,6 +55,7 @@ import sys
 sys.modules.update(dict.fromkeys({EXTRAS}))
 import torch
 import samplewise as sw
+import samplewise.loop.checkpoint.store
 
 model = torch.nn.Linear(2, 1)
 step = sw.Step(model, sw.sgd(0.1), lambda m, b: m(b)[:, 0], transforms=[sw.clip(1.0)])
@@ -70,7 +71,35 @@ except ImportError as missing:
 
 
 def test_slow_imports_are_deferred():
-    slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
+    slow = [*(f"torch.distributed.{name}" for name in ("fsdp", "tensor", "checkpoint")), "samplewise.testing.zoo"]
     script = f"import sys, samplewise; print([name for name in {slow} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert run.stdout.strip() == "[]", run.stderr
+
+
+LAZY = """
+import pickle, sys
+import samplewise
+assert "torch" not in sys.modules
+assert set(samplewise.__all__) < set(dir(samplewise))
+assert not hasattr(samplewise, "__wrapped__")  # of inspect; does not import torch
+assert "torch" not in sys.modules
+import samplewise.check
+before = samplewise.check
+from samplewise import *
+assert Step is samplewise.Step and pickle.loads(pickle.dumps(samplewise.Step)) is samplewise.Step
+assert before is samplewise.check is check is sys.modules["samplewise.check"].check
+assert samplewise.callbacks is callbacks is samplewise.loop.callbacks
+assert samplewise.attribution.trak is trak
+assert sorted(name for name in vars(samplewise.exports) if not name.startswith("_")) == samplewise.__all__
+try:
+    samplewise.Steps
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_public_names_are_imported_at_their_first_use():
+    """A submodule that is imported before does not take the place of the function of its name."""
+    run = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=600)
+    assert run.stdout == "module 'samplewise' has no attribute 'Steps'\n", run.stderr

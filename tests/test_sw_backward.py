@@ -270,9 +270,13 @@ def test_invalid_arguments():
     loss = F.cross_entropy(z, y)
     with pytest.raises(LossesError, match="outputs=logits"):
         sw.backward(loss, model)
-    for denominator in (0, -2, float("nan"), None, "8", torch.ones(B)):
-        with pytest.raises(ValueError, match=r"denominator must be a positive number, .*; found"):
+    for denominator in (0, -2, float("nan"), float("inf"), torch.tensor(float("inf")), None, "8", torch.ones(B)):
+        with pytest.raises(ValueError, match=r"denominator must be a positive, finite number, .*; found"):
             sw.backward(loss, model, z, denominator=denominator)
+    for count in (-1.0, float("nan"), float("inf"), float("-inf")):
+        counts = torch.tensor([1.0] * (B - 1) + [count])
+        with pytest.raises(LossesError, match=f"counts must be finite, and zero or positive; found {count:g}"):
+            sw.backward(loss, model, z, [sw.clip(1.0, per="count")], denominator=B, counts=counts)
     with pytest.raises(TypeError, match=r"through must be an Accelerator, a Fabric, .*; found str"):
         sw.backward(loss, model, z, through="accelerator")
     with pytest.raises(TypeError, match="found that it computed no gradient"):
@@ -285,3 +289,25 @@ def test_invalid_arguments():
     with pytest.raises(LossesError, match="losses must be left out if the loss has one value per sample"):
         sw.backward(z.sum(1), model, losses=torch.ones(B))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_eval_mode_is_noticed():
+    """As by a step, in the first pass and after an evaluation that did not call train()."""
+    x = torch.randn(4, 3)
+
+    def run(model):
+        sw.backward(model(x).square().sum(1), model, transforms=[sw.clip(1.0)])
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 1))
+    run(model)
+    model.eval()
+    with pytest.warns(sw.TrainingWarning, match="modules are in eval mode while training: the model"):
+        run(model)
+    model.train()
+    run(model)
+    part = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 1))
+    part[1].eval()
+    with pytest.warns(sw.TrainingWarning, match="modules are in eval mode while training: 1"):
+        run(part)
+    frozen = nn.Sequential(nn.Linear(3, 3).requires_grad_(False).eval(), nn.BatchNorm1d(3).eval(), nn.Linear(3, 1))
+    run(frozen)  # frozen modules and BatchNorm are meant to be in eval mode

@@ -6,6 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+import samplewise as sw
+from samplewise.transforms.chain import as_chain
+
 LR = 0.1
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
@@ -70,3 +73,16 @@ def descend(model, grads, c, below):
 
 def clipped(norms, bound):
     return torch.tensor([1.0 if n <= bound else bound / n for n in norms.tolist()], dtype=torch.float64)
+
+
+def fitted(transforms, table, data, number):
+    """Transforms and data for windows of `number` samples: tensors by place have that length, and no window is
+    shorter.
+    """
+    parts = as_chain(transforms).transforms
+    places = [getattr(t, "positions", None) is not None for t in parts]
+    if not any(places):
+        return transforms, data
+    rows = len(table) // number * number
+    made = [sw.weight(table[:number]) if place else t for t, place in zip(parts, places, strict=True)]
+    return made, {name: column[:rows] for name, column in data.items()}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from unrestored import Unrestored
 
 import samplewise as sw
 from samplewise.step import forward
@@ -83,6 +84,77 @@ def test_interaction_that_begins_later(way, transforms):
     with pytest.raises(sw.SamplesInteractError, match=word):
         next(updates)
     assert step.counters.updates == 3
+
+
+def swapped(y):
+    """Labels of neighbors exchanged; the last one of an odd number stays."""
+    even = len(y) // 2 * 2
+    return torch.cat([y[:even].view(-1, 2).flip(1).flatten(), y[even:]])
+
+
+def replaced(y, place):
+    y = y.clone()
+    y[place] = y[place - 1]
+    return y
+
+
+LABELS = {
+    "flip": lambda y: y.flip(0),
+    "roll": lambda y: y.roll(1),
+    "roll back by two": lambda y: y.roll(-2),
+    "sort": lambda y: y.sort().values,
+    "neighbors exchanged": swapped,
+    "halves exchanged": lambda y: y.roll(len(y) // 2),
+    "fixed permutation": lambda y: y[torch.randperm(len(y), generator=torch.Generator().manual_seed(1))],
+    "first label for all": lambda y: y[:1].expand(len(y)),
+    "one wrong index": lambda y: replaced(y, 1),
+    "last index wrong": lambda y: replaced(y, -1),
+    "index far behind wrong": lambda y: replaced(y, min(15, len(y) - 1)),
+    "exchange of two": lambda y: torch.cat([y[1:2], y[:1], y[2:]]),
+}
+
+
+@pytest.mark.parametrize("samples", [6, 7, 20])
+@pytest.mark.parametrize("change", LABELS.values(), ids=LABELS)
+def test_labels_of_other_samples_are_noticed_with_any_data(change, samples):
+    """Also with two classes, where another sample often has the same label."""
+
+    def loss_fn(model, batch):
+        return F.binary_cross_entropy_with_logits(model(batch[0])[:, 0], change(batch[1]), reduction="none")
+
+    for seed in range(6):
+        torch.manual_seed(seed)
+        y = torch.randint(2, (samples,)).float()
+        y[:2] = torch.tensor([0.0, 1.0])
+        if torch.equal(change(y), y):
+            y = y.flip(0)
+        step = make(mlp(), loss_fn, transforms=CLIP)
+        with pytest.raises(sw.SamplesInteractError, match=r"sample .* has loss .* (alone|changed places)\."):
+            step.run([(torch.randn(samples, 6), y)])
+        assert step.counters.updates == 0
+
+
+MIXTURES = {
+    "centered inputs": lambda model, x, y: squares(model, (x - x.mean(0), y)),
+    "cumulative inputs": lambda model, x, y: squares(model, (x.cumsum(0), y)),
+    "cumulative losses": lambda model, x, y: squares(model, (x, y)).cumsum(0).detach() * squares(model, (x, y)),
+    "detached mean": lambda model, x, y: squares(model, (x, y)) / squares(model, (x, y)).mean().detach(),
+    "detached rank": lambda model, x, y: squares(model, (x, y)) * squares(model, (x, y)).detach().argsort().argsort(),
+    "largest loss only": lambda model, x, y: (losses := squares(model, (x, y))) * (losses == losses.max()),
+    "weights by position": lambda model, x, y: squares(model, (x, y)) * torch.arange(len(y)),
+    "gradient of the next sample": lambda model, x, y: (
+        (h := model(x).squeeze(1)).sub(y).square() + (h - h.detach()).roll(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES.values(), ids=MIXTURES)
+def test_mixtures_of_samples_are_noticed_with_any_data(mixture):
+    for seed in range(4):
+        torch.manual_seed(seed)
+        step = make(mlp(), lambda model, batch: mixture(model, *batch))
+        (word,) = said(step, [(torch.randn(7, 6), torch.randn(7))])
+        assert word.startswith("samples depend on each other: ")
 
 
 @pytest.mark.parametrize("way", ["losses", "gradients"])
@@ -216,10 +288,10 @@ def test_two_runs_without_audits_are_bit_for_bit_the_same():
 
 
 def test_the_look_comes_back_to_the_modes_it_found_before_the_update():
-    seen = []
+    looks = Unrestored()
 
     def loss_fn(model, batch):
-        seen.append([module.training for module in model.modules()])
+        looks.append([module.training for module in model.modules()])
         return squares(model, batch)
 
     model = mlp(nn.Dropout(), nn.Dropout())
@@ -227,6 +299,7 @@ def test_the_look_comes_back_to_the_modes_it_found_before_the_update():
     modes = [module.training for module in model.modules()]
     with pytest.warns(sw.TrainingWarning, match="eval mode while training: 2"):
         make(model, loss_fn).run(batches(updates=1))
+    seen = looks.take()
     assert seen[-1] == modes
     assert not any(any(look) for look in seen[:-1])
     assert len(seen) > 1
@@ -302,10 +375,14 @@ def test_random_numbers_are_not_used_up(draw, audit):
 
 class Counted:
     def __init__(self):
-        self.calls = 0
+        self.sizes = Unrestored()
+
+    @property
+    def calls(self):
+        return len(self.sizes)
 
     def __call__(self, model, batch):
-        self.calls += 1
+        self.sizes.append(len(batch))
         return squares(model, batch)
 
 
@@ -320,8 +397,7 @@ def test_without_audit_each_piece_is_computed_once(transforms, numbers, pieces):
 def calls_of_each_update(audit):
     loss_fn, calls = Counted(), []
     for _ in make(mlp(), loss_fn, audit=audit).over(batches()):
-        calls.append(loss_fn.calls)
-        loss_fn.calls = 0
+        calls.append(loss_fn.calls - sum(calls))
     return calls
 
 
@@ -452,18 +528,18 @@ def test_a_classifier_that_knows_everything_is_no_interaction(transforms):
 # ------------------------------------------------------------- errors of the loss function
 
 
-class Fails:
+class Fails(Counted):
     """A loss function that raises in some of its calls, counted from 1."""
 
     def __init__(self, error, when):
+        super().__init__()
         self.error, self.when = error, when
-        self.calls = 0
 
     def __call__(self, model, batch):
-        self.calls += 1
+        losses = super().__call__(model, batch)
         if self.when(self.calls):
             raise self.error
-        return squares(model, batch)
+        return losses
 
 
 ERRORS = [ValueError("broken file"), OSError("no such row"), KeyError("label"), AssertionError("no label")]
@@ -540,7 +616,7 @@ def test_a_loss_function_of_whole_batches_is_excused():
 
 
 def test_an_error_of_eval_mode_alone_is_excused_once_training_is_seen_to_work():
-    modes = []
+    modes = Unrestored()
 
     def loss_fn(model, batch):
         modes.append(model.training)
@@ -548,4 +624,4 @@ def test_an_error_of_eval_mode_alone_is_excused_once_training_is_seen_to_work():
         return squares(model, batch)
 
     assert make(mlp(nn.Dropout(0.5)), loss_fn).run(batches()).updates == 6
-    assert modes == [False, True, False] + [True] * 6
+    assert modes.take() == [False, True, False] + [True] * 6

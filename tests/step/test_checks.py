@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from daily import daily
+from daily import daily, in_turn
 from torch import nn
 
 import samplewise as sw
@@ -557,12 +557,11 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("make", HEALTHY.values(), ids=HEALTHY)
-@transforms
+@pytest.mark.parametrize(("name", "clips"), in_turn(HEALTHY, [False, True]))
 @pytest.mark.parametrize("numbers", daily([dict(audit=1), dict(microbatch=3)], [dict(audit=1)]), ids=str)
-def test_correct_programs_hear_nothing(make, transforms, numbers):
-    model, loss_fn, data = make()
-    assert train(model, loss_fn, data, transforms=transforms, **numbers) == []
+def test_correct_programs_hear_nothing(name, clips, numbers):
+    model, loss_fn, data = HEALTHY[name]()
+    assert train(model, loss_fn, data, transforms=CLIP if clips else (), **numbers) == []
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_schedule_and_dropout_draw_as_uncompiled():
         make_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 100),
         samples=1,
     )
-    plain, quick = pair.run([data(UPDATES)])
+    plain, quick = pair.run([data(100)])
     pair.assert_same()
     assert [u.lr for u in plain] == [u.lr for u in quick]
 
@@ -551,6 +551,22 @@ print(*(w.message for w in caught))
     assert count == "5"
     assert said.startswith("updates stay uncompiled: ")
     assert said.endswith("Training continues; uncompiled updates give the same results, without the speedup.")
+
+
+def test_the_first_model_of_a_process_has_pooling():
+    """Torch imports its compiler for the first convolution, and expects it in the decomposition of pooling."""
+    script = (
+        "import torch, samplewise as sw\n"
+        "from torch import nn\n"
+        "from samplewise.step.compiled import inductor\n"
+        "inductor.compile_graph = lambda graph, inputs, threads: lambda flat: graph(*flat)\n"
+        "model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))\n"
+        "step = sw.Step(model, sw.sgd(0.1), nn.CrossEntropyLoss(), samples=1, compile=True)\n"
+        "step((torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])))\n"
+        "print(len(step._updates.programs.found), step._updates.programs.gave_up)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout == "1 None\n"
 
 
 @any_backend

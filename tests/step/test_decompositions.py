@@ -68,3 +68,36 @@ def test_attention_of_few_tokens(causal, masked, scale):
     assert_close(ours.attention(q, k, v, 0.0, causal, **options), (out, total))
     expected = aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, out, total, 0.0, causal, **options)
     assert_close(ours.attention_backward(g, q, k, v, out, total, 0.0, causal, **options), expected)
+
+
+@pytest.mark.parametrize("stride", [[], [1, 1], [2, 1], [3, 2], [4, 5]])
+@pytest.mark.parametrize("dilation", [[1, 1], [2, 1]])
+@pytest.mark.parametrize("kernel", [[3, 3], [1, 1], [2, 4]])
+@pytest.mark.parametrize("values", ["different", "equal", "nan", "infinite"])
+def test_max_pooling(stride, dilation, kernel, values):
+    x = noise(2, 3, 11, 10).to(memory_format=torch.channels_last)
+    if values != "different":  # several of them in a window
+        x[x > 0.5] = {"equal": 3.0, "nan": torch.nan, "infinite": -torch.inf}[values]
+    rest = (kernel, stride, [0, 0], dilation, False)
+    out, indices = aten.max_pool2d_with_indices(x, *rest)
+    g = noise(*out.shape)
+    expected = aten.max_pool2d_with_indices_backward(g, x, *rest, indices)
+    assert_close([ours.max_pool2d_backward(g, x, *rest, indices)], [expected])
+
+
+@pytest.mark.parametrize(
+    ("x", "kernel", "padding", "ceil_mode"),
+    [
+        (noise(2, 3, 5, 5), [2, 2], [0, 0], False),
+        (noise(1, 3, 5, 5).to(memory_format=torch.channels_last), [2, 2], [0, 0], False),
+        (noise(2, 3, 5, 5).to(memory_format=torch.channels_last), [2, 2], [1, 0], False),
+        (noise(2, 3, 5, 5).to(memory_format=torch.channels_last), [2, 2], [0, 0], True),
+        (noise(2, 3, 5, 5).to(memory_format=torch.channels_last), [4, 4], [0, 0], False),
+        (noise(3, 5, 5), [2, 2], [0, 0], False),
+    ],
+    ids=["contiguous", "one image", "padding", "ceil_mode", "large", "without batch"],
+)
+def test_max_pooling_that_is_left_to_the_compiler(x, kernel, padding, ceil_mode):
+    rest = (kernel, [2, 2], padding, [1, 1], ceil_mode)
+    out, indices = aten.max_pool2d_with_indices(x, *rest)
+    assert ours.max_pool2d_backward(noise(*out.shape), x, *rest, indices) is NotImplemented

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from by_hand import LR, Window, clipped, close, counted, cut, descend, mlp, one_by_one, squared
+from by_hand import LR, Window, clipped, close, counted, cut, descend, fitted, mlp, one_by_one, squared
 from daily import daily
 from torch import nn
+from unrestored import Unrestored
 
 import samplewise as sw
 
@@ -69,9 +70,12 @@ def loop(model, loss_fn, batches, of_samples, of_groups):
 def agrees(transforms, of_samples, of_groups, shape, loss_fn=squared, data=DATA, **options):
     ours, theirs = mlp(), mlp()
     batch, samples, microbatch = shape
+    transforms, data = fitted(transforms, TABLE, data, samples or batch)
+    rows = len(data["x"])
     step = sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch, transforms, **options)
     updates = list(step.over(cut(data, batch)))
-    wanted = list(loop(theirs, loss_fn, cut(DATA, samples or batch), of_samples, of_groups))
+    of_loop = {name: column[:rows] for name, column in DATA.items()}
+    wanted = list(loop(theirs, loss_fn, cut(of_loop, samples or batch), of_samples, of_groups))
     for update, (rows, c) in zip(updates, wanted, strict=True):
         close(update.losses, rows.losses)
         close(update.weights, c)
@@ -384,18 +388,19 @@ def test_no_group_exceeds_the_bound_under_dropout(microbatch):
 @pytest.mark.parametrize("random_reference", [False, True])
 def test_numbers_of_all_groups_and_their_sum_see_the_same_dropout(random_reference, microbatch):
     """What drop has measured is what is summed."""
-    model, masks = with_dropout(), []
+    model, seen = with_dropout(), Unrestored()
 
     def reference():
         return sw.gradients(squared(model, DATA), model).mean()
 
     def watched(model, batch):
         hidden = model[1](model[0](batch["x"]))
-        masks.append((hidden == 0).clone())
+        seen.append((hidden == 0).clone())
         return (model[3](model[2](hidden)) - batch["y"]).square().sum(1)
 
     transforms = [BY, *([sw.align(reference)] if random_reference else []), sw.drop(largest=1)]
     sw.Step(model, sw.sgd(LR), watched, 13, microbatch, transforms, audit=False)(DATA)
+    masks = seen.take()
     if microbatch is None:
         assert len(masks) == 1
     else:
@@ -406,17 +411,18 @@ def test_numbers_of_all_groups_and_their_sum_see_the_same_dropout(random_referen
 @pytest.mark.parametrize("microbatch", [None, 4])
 def test_samples_and_groups_see_the_same_dropout(microbatch):
     """A sample's norm is that of the gradient which is then summed into its group."""
-    model, masks = with_dropout(), {}
+    model, seen = with_dropout(), Unrestored()
 
     def watched(model, batch):
         hidden = model[1](model[0](batch["x"]))
         for row, x in zip(hidden == 0, batch["x"], strict=True):
-            masks.setdefault(tuple(x.tolist()), set()).add(tuple(row.tolist()))
+            seen.append((tuple(x.tolist()), tuple(row.tolist())))
         return (model[3](model[2](hidden)) - batch["y"]).square().sum(1)
 
     sw.Step(model, sw.sgd(LR), watched, 13, microbatch, [sw.clip(0.5), BY], audit=False)(DATA)
-    assert len(masks) == 13
-    assert all(len(seen) == 1 for seen in masks.values())
+    pairs = seen.take()
+    assert len(pairs) == (13 if microbatch is None else 26)
+    assert len(set(pairs)) == len({x for x, _ in pairs}) == 13
 
 
 class Counting(nn.Module):

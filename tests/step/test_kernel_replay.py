@@ -81,7 +81,10 @@ def batch(rows=ROWS):
     return torch.randn(rows, 30, 40, dtype=torch.float64), torch.randn(rows, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("options", [dict(samples=1), dict(samples=3, transforms=[sw.clip(9.0)])])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(dict(samples=1), marks=pytest.mark.slow), dict(samples=3, transforms=[sw.clip(9.0)])],
+)
 def test_library_calls_are_replayed(called, options):
     batches = [batch(), batch()]
     plain, quick = steps(**options)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from daily import in_turn
 
 import samplewise as sw
 from samplewise.testing.zoo import CASES, INDEPENDENT, assert_same, default_dtype, rows_of, seeded, wanted
@@ -212,8 +213,7 @@ HUGGING_FACE = {
 }
 
 
-@clips
-@pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.parametrize(("name", "clip"), in_turn(HUGGING_FACE, [False, True]))
 def test_hugging_face(name, clip):
     build, loss_fn = HUGGING_FACE[name]
     with seeded(0), default_dtype(torch.float32):

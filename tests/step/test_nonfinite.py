@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from daily import daily
 from torch import Tensor, nn
 
 import samplewise as sw
@@ -371,6 +372,24 @@ def test_gradients_whose_squares_overflow_are_clipped(policy):
     torch.testing.assert_close(model.weight.double(), exact.weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_norms_whose_sum_overflows(dtype):
+    """Each norm is finite, but their sum is beyond the range of the dtype: it is computed again, in float64."""
+    large = torch.tensor([0.75 * torch.finfo(dtype).max], dtype=dtype)
+    gradients = [large, large]
+    norms = apply.GradNorms(gradients, [])
+    assert not norms.finite()
+    norms.recompute(gradients)
+    assert norms.norm().item() == pytest.approx(2**0.5 * large.item())
+
+
+@pytest.mark.parametrize("others", [torch.float32, torch.float64])
+def test_norms_of_several_dtypes_keep_the_widest(others):
+    gradients = [torch.tensor([3.0], dtype=torch.bfloat16), torch.tensor([4.0], dtype=torch.bfloat16)]
+    norms = apply.GradNorms(gradients, [torch.ones(2, dtype=others)])
+    assert norms.finite() and norms.norm() == 5 and norms.norm().dtype is others
+
+
 def test_losses_whose_squares_overflow():
     training = Training(lambda model, batch: squares(model, batch) + 1e30)
     assert not next(training.step.over([batch()])).skipped
@@ -392,7 +411,7 @@ def test_counts_that_sum_to_zero(transforms, numbers):
     training = Training(counted, transforms=transforms, **numbers)
     training.step.run([batch()])
     before = training.state()
-    with pytest.raises(sw.NonFiniteLossError, match="counts, or the weights of its samples, sum to zero"):
+    with pytest.raises(sw.NonFiniteLossError, match="counts, or the weights of its samples, sum to 0"):
         training.step.run([empty])
     assert same(training.state(), before)
 
@@ -420,7 +439,7 @@ def test_samples_that_are_all_dropped_later_on():
     training.step.run([batch()])
     weights.zero_()
     before = training.state()
-    with pytest.raises(sw.NonFiniteLossError, match="weights of its samples, sum to zero"):
+    with pytest.raises(sw.NonFiniteLossError, match="weights of its samples, sum to 0"):
         training.step.run([batch()])
     assert same(training.state(), before)
 
@@ -559,7 +578,7 @@ def test_the_total_of_masked_updates_says_so_too(masked):
 def test_masked_counts_below_zero(masked):
     training = masked(lambda m, b: (squares(m, b), -torch.ones(8)))
     (update,) = training.step.over([batch()])
-    with pytest.raises(sw.NonFiniteLossError, match="counts must be zero or positive; found -1"):
+    with pytest.raises(sw.NonFiniteLossError, match="counts must be finite, and zero or positive; found -1"):
         _ = update.loss
 
 
@@ -578,6 +597,80 @@ def test_counts_below_zero(options):
     model = nn.Linear(6, 1)
     before = model.weight.detach().clone()
     step = sw.Step(model, sw.sgd(1.0), lambda m, b: (m(b)[:, 0].square(), -torch.ones(len(b))), **options)
-    with pytest.raises(sw.LossesError, match="counts must be zero or positive; found -1"):
+    with pytest.raises(sw.LossesError, match="counts must be finite, and zero or positive; found -1"):
         step(torch.randn(8, 6))
     assert torch.equal(model.weight, before)
+
+
+COUNTED_CHAINS = {
+    **CHAINS,
+    "per count": [sw.clip(0.1, per="count")],
+    "renormalise": [sw.weight(lambda losses: torch.ones_like(losses), renormalise=True)],
+}
+
+
+@pytest.mark.parametrize("transforms", COUNTED_CHAINS.values(), ids=COUNTED_CHAINS)
+@numbers
+@pytest.mark.parametrize("count", [INF, NAN, -INF], ids=str)
+def test_a_count_that_is_not_finite(count, numbers, transforms):
+    """An infinite count would make the update zero."""
+
+    def counted(model, batch):
+        return squares(model, batch), torch.where(batch[1] == 2.0, count, 1.0)
+
+    torch.manual_seed(0)
+    model = Model()
+    before = copy.deepcopy(model.state_dict())
+    step = sw.Step(model, sw.sgd(1.0), counted, transforms=transforms, **numbers)
+    x, y = torch.randn(8, 6), torch.full((8,), GOOD)
+    y[5] = 2.0
+    with pytest.raises(sw.SamplewiseError, match=r"counts must be finite, and zero or positive; found|finite coeffi"):
+        step((x, y))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS[:3], ids=str)
+@pytest.mark.parametrize("compile", daily([False, True], [False]))
+def test_a_later_count_that_is_infinite(numbers, compile):
+    """In compiled updates, too."""
+
+    def counted(model, batch):
+        return squares(model, batch), torch.where(batch[1] == 2.0, INF, 1.0)
+
+    torch.manual_seed(0)
+    step = sw.Step(Model().f, sw.sgd(0.1), counted, compile=compile, **numbers)
+    x, y = torch.randn(8, 6), torch.full((8,), GOOD)
+    for _ in range(5):
+        step((x, y))
+    before = copy.deepcopy(step.model.state_dict())
+    y[5] = 2.0
+    with pytest.raises(sw.NonFiniteLossError, match="counts must be finite, and zero or positive; found inf"):
+        step((x, y))
+    torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compile", daily([False, True], [False]))
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_weights_with_a_negative_sum_cannot_be_divided_by(numbers, compile):
+    """The update would ascend."""
+    step = sw.Step(
+        Model().f,
+        sw.sgd(0.1),
+        squares,
+        transforms=sw.weight(lambda batch: batch[1], renormalise=True),
+        compile=compile,
+        **numbers,
+    )
+    x = torch.randn(8, 6)
+    for _ in range(3):
+        step((x, torch.full((8,), GOOD)))
+    before = copy.deepcopy(step.model.state_dict())
+    with pytest.raises(sw.NonFiniteLossError, match=r"positive and finite; found .* sum to -4"):
+        step((x, torch.full((8,), -GOOD)))
+    torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_counts_whose_sum_overflows():
+    step = sw.Step(Model(), sw.sgd(0.1), lambda m, b: (squares(m, b), torch.full((8,), 3e38)))
+    with pytest.raises(sw.NonFiniteLossError, match=r"positive and finite; found .* sum to inf"):
+        step((torch.randn(8, 6), torch.full((8,), GOOD)))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 import samplewise as sw
+from samplewise.step import microbatch
 from samplewise.step.window import Counters
 
 N = 32
@@ -222,6 +223,18 @@ def test_the_size_that_was_found():
     assert other.step.state_dict()["microbatch"] == 2
     other.step(rows(8, 16))
     assert other.step.counters.microbatches == 8
+
+
+@pytest.mark.parametrize(("free", "budget"), [(4000, 500), (1000, 500), (600, 500), (400, 200)])
+def test_the_memory_budget_that_was_measured(monkeypatch, free, budget):
+    """Microbatches are cut as before, unless there is less memory than the budget."""
+    monkeypatch.setattr(microbatch, "free_memory", lambda model: 1000)
+    run = Run(samples=8, microbatch="auto")
+    monkeypatch.setattr(microbatch, "free_memory", lambda model: free)
+    other = Run(samples=8, microbatch="auto").load(run.save())
+    assert other.step.state_dict()["memory"] == other.step._evaluator.budget == budget
+    given = Run(samples=8, microbatch=sw.auto(700)).load(run.save())
+    assert given.step._evaluator.budget == 700
 
 
 def test_a_size_that_was_given_stays():

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from by_hand import LR, Window, clipped, close, counted, cut, descend, mlp, one_by_one, squared
+from by_hand import LR, Window, clipped, close, counted, cut, descend, fitted, mlp, one_by_one, squared
 from daily import daily
 from torch import nn
+from unrestored import Unrestored
 
 import samplewise as sw
 from samplewise.transforms.transform import SampleTransform, SumTransform
@@ -62,9 +63,10 @@ def agrees(transforms, rule, shape, loss_fn=squared, **options):
     """Runs the step and the loop over the same data, and compares what they did."""
     ours, theirs = mlp(), mlp()
     batch, samples, microbatch = shape
+    transforms, data = fitted(transforms, TABLE, DATA, samples or batch)
     step = sw.Step(ours, sw.sgd(LR), loss_fn, samples, microbatch, transforms, **options)
-    updates = list(step.over(cut(DATA, batch)))
-    wanted = list(loop(theirs, loss_fn, windows(*shape), rule))
+    updates = list(step.over(cut(data, batch)))
+    wanted = list(loop(theirs, loss_fn, cut(data, samples or batch), rule))
     for update, (window, c) in zip(updates, wanted, strict=True):
         close(update.losses, window.losses)
         close(update.weights, c)
@@ -391,9 +393,7 @@ def test_weights_that_sum_to_zero_cannot_be_divided_by():
     updates = step.over([weights_of(1, 0)])
     next(updates)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(
-        sw.NonFiniteLossError, match="denominator of a window must not be zero; found that its counts, or"
-    ):
+    with pytest.raises(sw.NonFiniteLossError, match="its counts, or the weights of its samples, sum to 0"):
         next(updates)
     close(dict(model.named_parameters()), before, rtol=0, atol=0)
 
@@ -640,18 +640,19 @@ def test_both_passes_see_the_same_dropout(shape, transforms, coefficient):
 
 def test_a_random_reference_does_not_come_between_the_passes():
     """A reference computed with dropout takes random numbers; samples must see the same masks in both passes."""
-    ours, masks = with_dropout(), []
+    ours, seen = with_dropout(), Unrestored()
 
     def reference():
         return sw.gradients(squared(ours, DATA), ours).mean()
 
     def watched(model, batch):
         hidden = model[1](model[0](batch["x"]))
-        masks.append((hidden == 0).clone())
+        seen.append((hidden == 0).clone())
         return (model[3](model[2](hidden)) - batch["y"]).square().sum(1)
 
     step = sw.Step(ours, sw.sgd(LR), watched, None, 4, [sw.align(reference), sw.drop(largest=3)], audit=False)
     step(DATA)
+    masks = seen.take()
     assert len(masks) == 8
     assert all(torch.equal(a, b) for a, b in zip(masks[:4], masks[4:], strict=True))
 
@@ -813,3 +814,86 @@ def test_ragged_ends(tail):
     batches = cut(twice, 5)[:5] if tail == "carry" else cut(DATA, 5)[:2] * 2
     list(loop(theirs, counted, batches, over_shares(lambda w: kept(w.norms, largest=1))))
     close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+
+
+# ------------------------------------------------------------- a tensor of another length than the window
+
+
+def of_rows(batch):
+    return (batch["i"] % 4).tolist()
+
+
+LENGTHS = {
+    "longer": (20, dict(samples=5, tail="drop")),
+    "one more": (6, dict(samples=5, tail="drop")),
+    "one more, in pieces": (6, dict(samples=5, microbatch=2, tail="drop")),
+    "of all rows": (13, dict(samples=5, microbatch=3)),
+    "shorter": (4, dict(samples=5, microbatch=3)),
+    "of one row": (1, dict(samples=5)),
+    "last window": (5, dict(samples=5, tail="update")),
+    "last window in pieces": (5, dict(samples=5, microbatch=2, tail="update")),
+    "one batch": (20, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:updates stay uncompiled")
+@pytest.mark.parametrize("compile", daily([False, True], [False]))
+@pytest.mark.parametrize("after", [[], [sw.clip(1.0)], [sw.normalize("mean")]], ids=["", "clip", "mean"])
+@pytest.mark.parametrize(("length", "options"), LENGTHS.values(), ids=LENGTHS)
+def test_a_tensor_of_weights_must_have_the_length_of_the_window(length, options, after, compile):
+    """It was cut off, so that every window used its first values."""
+    model = mlp()
+    step = sw.Step(
+        model, sw.sgd(LR), squared, transforms=[sw.weight(TABLE.new_ones(length)), *after], compile=compile, **options
+    )
+    whole = length == options.get("samples")
+    updates = step.over([DATA])
+    for _ in range(2 if whole else 0):
+        next(updates)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(sw.TransformError, match=rf"weight\(tensor of {length}\) must have one value.*index="):
+        next(updates)
+    close(dict(model.named_parameters()), before, rtol=0, atol=0)
+    assert step.counters.updates == (2 if whole else 0)
+    assert not step.has_pending_samples
+
+
+def test_accumulated_samples_are_counted_for_a_tensor_of_weights():
+    model = mlp()
+    step = sw.Step(model, sw.sgd(LR), squared, transforms=sw.weight(TABLE))
+    for batch in cut(DATA, 4)[:-1]:
+        step.accumulate(batch)
+    with pytest.raises(sw.TransformError, match=r"found a window of 12 samples\. Pass index="):
+        step.apply()
+    for batch in cut(DATA, 4):
+        step.accumulate(batch)
+    close(step.apply().weights, TABLE)
+
+
+def test_flushed_samples_are_counted_for_a_tensor_of_weights():
+    step = sw.Step(mlp(), sw.sgd(LR), squared, samples=10, transforms=sw.weight(TABLE[:10]))
+    step(DATA)
+    with pytest.raises(sw.TransformError, match="found a window of 3 samples"):
+        step.flush()
+
+
+@pytest.mark.parametrize("microbatch", [None, 5])
+@pytest.mark.parametrize("length", [3, 5, 13])
+def test_a_tensor_of_weights_after_a_group_must_have_one_value_for_each_group(length, microbatch):
+    transforms = [sw.group(of_rows), sw.weight(TABLE[:length])]
+    step = sw.Step(mlp(), sw.sgd(LR), squared, transforms=transforms, microbatch=microbatch)
+    with pytest.raises(sw.TransformError, match=r"each group of the window; found a window of (4 groups|at least 4)"):
+        step(DATA)
+
+
+def test_a_tensor_of_weights_in_a_restored_window():
+    def make():
+        return sw.Step(mlp(), sw.sgd(LR), squared, samples=13, transforms=sw.weight(TABLE))
+
+    first, *others = cut(DATA, 4)
+    before = make()
+    before(first)
+    step = make()
+    step.load_state_dict(before.state_dict())
+    (update,) = [update for batch in others for update in step(batch)]
+    close(update.weights, TABLE)

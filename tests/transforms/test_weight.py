@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,6 +109,8 @@ def test_numbers_in_a_list():
     [
         (lambda: sw.weight("w", index="i"), "index= must be used with a tensor of weights; found no tensor"),
         (lambda: sw.weight(plain_losses, index="i"), "index= must be used with a tensor of weights; found no tensor"),
+        (lambda: sw.weight([1.0, 2.0]), "found list. Pass torch.as_tensor"),
+        (lambda: sw.weight(np.ones(3)), "found ndarray. Pass torch.as_tensor"),
         (lambda: sw.weight("w", window=True), "window=True must be used with a function; found none"),
         (lambda: sw.weight(torch.ones(3), window=True), "window=True must be used with a function; found none"),
     ],

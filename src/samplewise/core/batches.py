@@ -2,7 +2,7 @@
 
 Tensors are sliced along dim 0, lists and tuples of plain values (strings, ids) by position. Other tuples, named tuples,
 dicts and other mappings, and dataclasses are traversed. A leaf whose dim 0 does not have the common length is kept
-unchanged.
+unchanged, and so is one that `keep_whole` has marked.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from samplewise.core.host_copy import copy_to_device
+from samplewise.core.tensor_storage import is_plain
 from samplewise.core.text import plural
 from samplewise.errors import BatchError
 
 PLAIN = (str, bytes, int, float, bool, type(None))
+Path = tuple[Hashable, ...]  # keys, positions or field names that lead to an entry of a batch
 
 
 def _is_list_of_values(batch: Any) -> bool:
@@ -63,19 +65,104 @@ def _mapping_like(batch: Any, entries: dict[Any, Any]) -> Any:
     return make(entries)
 
 
+def copied(batch: Any) -> Any:
+    """Return the batch with a copy of each tensor, for a call that may change them in place."""
+    return map_leaves(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
+
 def leaves(batch: Any) -> Iterator[Any]:
     """Iterate over the leaves of a batch: tensors, lists of plain values and other objects, in order."""
+    return (leaf for _, leaf in located_leaves(batch))
+
+
+def located_leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """As `leaves`, with the path of each leaf."""
     if isinstance(batch, Tensor) or _is_list_of_values(batch):
-        yield batch
+        yield path, batch
     elif isinstance(batch, (Mapping, tuple, list)):
-        for item in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from leaves(item)
+        for key, item in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
+            yield from located_leaves(item, (*path, key))
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
-                yield from leaves(getattr(batch, field.name))
+                yield from located_leaves(getattr(batch, field.name), (*path, field.name))
     else:
-        yield batch
+        yield path, batch
+
+
+# --- entries that are not per sample ---------------------------------------------------------------------------------
+
+
+class _WholeList(list[Any]):
+    """List of values that is not sliced."""
+
+
+class _WholeTuple(tuple[Any, ...]):
+    """Tuple of values that is not sliced."""
+
+
+def keep_whole(batch: Any, paths: Iterable[Path]) -> Any:
+    """Return the batch with the entries at these paths marked: they do not count in `length`, and `cut` and `take` keep
+    them whole. Raises BatchError if an entry is missing.
+    """
+    for path in paths:
+        batch = _changed_at(batch, path, _marked)
+    return batch
+
+
+def _changed_at(batch: Any, path: Path, change: Callable[[Any], Any]) -> Any:
+    """The batch with `change` applied to the leaves below a path."""
+    if not path:
+        return map_leaves(batch, change)
+    key, *rest = path
+    if isinstance(batch, Tensor) or _is_list_of_values(batch):
+        raise BatchError(f"the batch must hold {key!r}, to keep it whole; found {_contents(batch)} in its place.")
+    entry = _changed_at(pick(batch, key), tuple(rest), change)
+    if isinstance(batch, Mapping):
+        return _mapping_like(batch, {**batch, key: entry})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        position = batch._fields.index(key) if isinstance(key, str) else key
+        return type(batch)(*_with_item(batch, position, entry))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_with_item(batch, key, entry))
+    new = copy.copy(batch)
+    object.__setattr__(new, str(key), entry)
+    return new
+
+
+def _with_item(batch: Iterable[Any], position: Any, item: Any) -> list[Any]:
+    items = list(batch)
+    items[position] = item
+    return items
+
+
+def _marked(leaf: Any) -> Any:
+    """The leaf as an object that `is_whole` recognizes. The caller's tensor gets no mark: the mark is on an alias."""
+    if is_whole(leaf):
+        return leaf
+    if isinstance(leaf, Tensor):
+        alias: Any = leaf.view_as(leaf) if leaf.requires_grad else leaf.detach()
+        alias.samplewise_whole = True
+        return alias
+    if _is_list_of_values(leaf):
+        return _WholeList(leaf) if isinstance(leaf, list) else _WholeTuple(leaf)
+    return leaf
+
+
+def is_whole(leaf: Any) -> bool:
+    """True if `keep_whole` has marked this leaf."""
+    return hasattr(leaf, "samplewise_whole") or isinstance(leaf, (_WholeList, _WholeTuple))
+
+
+def name_of(path: Path) -> str:
+    """Python expression of the entry at a path."""
+    return "batch" + "".join(f"[{key!r}]" for key in path)
+
+
+def row_counts(batch: Any) -> dict[Path, int]:
+    """Number of rows of each tensor that has rows and is not marked, by its path."""
+    tensors = ((path, leaf) for path, leaf in located_leaves(batch) if isinstance(leaf, Tensor))
+    return {path: leaf.size(0) for path, leaf in tensors if leaf.dim() > 0 and not is_whole(leaf)}
 
 
 def length(batch: Any) -> int | None:
@@ -87,8 +174,10 @@ def length(batch: Any) -> int | None:
     lists: set[int] = set()
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
-            if leaf.dim() > 0:
-                tensors.add(len(leaf))
+            if leaf.dim() > 0 and not is_whole(leaf):
+                tensors.add(leaf.size(0))
+        elif is_whole(leaf):
+            continue
         elif _is_list_of_values(leaf):
             lists.add(len(leaf))
         elif not isinstance(leaf, PLAIN):
@@ -99,13 +188,20 @@ def length(batch: Any) -> int | None:
 
 def cut(batch: Any, start: int, stop: int, total: int | None = None) -> Any:
     """Return samples start:stop of a batch that can be sliced; `total` is its length, computed if None."""
-    return _of_each(batch, lambda leaf: leaf[start:stop], total or length(batch))
+
+    def some(leaf: Any) -> Any:
+        whole = not isinstance(leaf, Tensor) or is_plain(leaf)
+        return leaf[start:stop] if whole else _rows(leaf, range(leaf.size(0))[start:stop])
+
+    return _of_each(batch, some, total or length(batch))
 
 
 def take(batch: Any, places: list[int]) -> Any:
     """Return the samples at the given indices of a batch that can be sliced."""
 
     def some(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and not is_plain(leaf):
+            return _rows(leaf, places)
         if isinstance(leaf, Tensor):
             return leaf[copy_to_device(torch.tensor(places, dtype=torch.long), leaf.device)]
         return type(leaf)(leaf[i] for i in places)
@@ -117,10 +213,22 @@ def _of_each(batch: Any, some: Callable[[Any], Any], total: int | None) -> Any:
     """Apply `some` to the leaves that have one entry per sample; keep the other leaves."""
 
     def changed(leaf: Any) -> Any:
-        sized = leaf.dim() > 0 if isinstance(leaf, Tensor) else _is_list_of_values(leaf)
-        return some(leaf) if sized and len(leaf) == total else leaf
+        if is_whole(leaf):
+            return leaf
+        if isinstance(leaf, Tensor):
+            return some(leaf) if leaf.dim() > 0 and leaf.size(0) == total else leaf
+        return some(leaf) if _is_list_of_values(leaf) and len(leaf) == total else leaf
 
     return map_leaves(batch, changed)
+
+
+def _rows(tensor: Tensor, places: Iterable[int]) -> Tensor:
+    """Samples of a sparse or nested tensor, for which torch has no slicing along dim 0."""
+    if tensor.is_nested:
+        rows = tensor.unbind()
+        return torch.nested.as_nested_tensor([rows[place] for place in places], layout=tensor.layout)
+    indices = copy_to_device(torch.tensor(list(places), dtype=torch.long), tensor.device)
+    return tensor.to_sparse_coo().index_select(0, indices).to_sparse(layout=tensor.layout)
 
 
 def concat(batches: Sequence[Any]) -> Any:
@@ -129,8 +237,13 @@ def concat(batches: Sequence[Any]) -> Any:
     Scalar tensors are stacked. Other objects become a list with one entry per batch.
     """
     first = batches[0]
+    if isinstance(first, Tensor) and first.is_nested:
+        rows = [row for batch in batches for row in batch.unbind()]
+        return torch.nested.as_nested_tensor(rows, layout=first.layout)
     if isinstance(first, Tensor):
         _check_widths(batches)
+        if not is_plain(first):
+            return torch.cat([batch.to_sparse_coo() for batch in batches]).to_sparse(layout=first.layout)
         return torch.cat(list(batches)) if first.dim() else torch.stack(list(batches))
     if isinstance(first, Mapping):
         _check_keys(batches)
@@ -166,8 +279,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     Tensors are moved by `copy_to_device`, other objects by their method `to`.
     """
-    if device.type == "cpu" and all(isinstance(leaf, Tensor) and leaf.device == device for leaf in leaves(batch)):
-        return batch
+    if device.type == "cpu":
+        entries = batch if isinstance(batch, (tuple, list)) else [batch]  # usually the leaves, found in less time
+        if _all_on_cpu(entries) or _all_on_cpu(leaves(batch)):
+            return batch
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -175,6 +290,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
     return map_leaves(batch, moved)
+
+
+def _all_on_cpu(entries: Iterable[Any]) -> bool:
+    return all(isinstance(entry, Tensor) and entry.is_cpu for entry in entries)
 
 
 def pick(batch: Any, key: Hashable) -> Any:

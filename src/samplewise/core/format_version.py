@@ -1,8 +1,9 @@
-"""Format version of run directories, and the error message for files of another version."""
+"""File and format version of run directories, and the error message for files of another version."""
 
 from __future__ import annotations
 
-RUN_VERSION = 1  # "format_version" in run.json
+RUN_FILE = "run.json"  # in every run directory
+RUN_VERSION = 1  # "format_version" in that file
 
 
 def other_version(name: object, found: object, expected: int) -> str:

@@ -19,6 +19,7 @@ from samplewise.errors import LossesError
 LossFn = Callable[[Any, Any], Any]  # (model, batch); Any: functions may be annotated with the user's own model class
 RANDOM = "the losses are random (dropout?)"
 EXCHANGES = 3  # each with new random numbers: one alone misses a permutation that leaves the first half in place
+ORDERS = 3  # random orders: one alone misses an exchange of labels if the exchanged samples have the same label
 
 
 # Names of a first argument that is the output of a model, as in a criterion (prediction, target).
@@ -103,40 +104,91 @@ def loss_alone(compute: Callable[[Any], Tensor], batch: Any, index: int) -> Tens
     return compute(cut(batch, index, index + 1))
 
 
+def changed_by_order(
+    compute: Callable[[Any], Tensor], batch: Any, losses: Tensor, tolerance: float, seed: int = 0, orders: int = ORDERS
+) -> str | None:
+    """Description of a sample whose loss changes if the samples of the batch change places; None if there is none.
+
+    Shows losses that depend on the position of a sample, such as those of permuted labels. Batch statistics do not
+    depend on it: see `loss_alone`. The arguments are those of `changed_by_exchange`; `losses`: those of the batch;
+    `seed`: of the random orders.
+    """
+    total = len(losses)
+    before = losses.detach()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(orders):
+        order = torch.randperm(total, generator=generator)
+        after = compute(take(batch, order.tolist())).detach()
+        if len(after) != total:
+            return f"{len(after)} losses are returned instead of {total} after the samples have changed places"
+        places = order.argsort().to(after.device)
+        off = differing(before, after[places], tolerance)
+        if off.any():
+            i = int(off.nonzero()[0])
+            return (
+                f"sample {i} of {total} has loss {before[i].item():.6g}, and {after[places[i]].item():.6g} after the "
+                "samples of the batch have changed places"
+            )
+    return None
+
+
+def differing(losses: Tensor, others: Tensor, tolerance: float) -> Tensor:
+    """Flags (B,) of losses that differ by more than the tolerance, relative to the largest finite loss plus one. Two
+    losses that are NaN or infinite do not differ: the finite check of an update handles them.
+    """
+    largest = losses.abs().nan_to_num(nan=0.0, posinf=0.0).max()
+    near = (losses - others).abs() <= tolerance * (largest + 1)
+    return ~near & (losses.isfinite() | others.isfinite())
+
+
+def broadcast_cause(operation: str, samples: int) -> str:
+    """Description of an operation that combines shapes (B, 1) and (B,), and its remedy."""
+    return (
+        f"In {operation}, tensors of shapes ({samples}, 1) and ({samples},) broadcast to ({samples}, {samples}), which "
+        "compares every prediction with every target. Use squeeze(1) or unsqueeze(1)."
+    )
+
+
 def changed_by_exchange(
-    compute: Callable[[Any], Tensor], batch: Any, rewind: Callable[[], Callable[[], None]], tolerance: float
+    compute: Callable[[Any], Tensor], batch: Any, rewind: Callable[[], Callable[[], Any]], tolerance: float
 ) -> str | None:
     """Description of a sample whose loss changes if other samples of the batch change places; None if there is none.
 
     For random losses, which cannot be compared with those of a sample alone: random numbers depend on the batch size.
     compute: function batch -> losses (B,)
-    rewind: saves the random state, and returns a function that restores it
+    rewind: saves the state that calls change, and returns a function that restores it
     tolerance: of a loss, relative to the largest loss plus one
     """
     total = length(batch)
     if total is None or total < 3:
         return None
-    # The second half changes places among itself, so that the first half gets the same random numbers, in most cases
-    # also if their number depends on the data.
-    kept = total // 2
-    exchanged = take(batch, [*range(kept), *range(kept + 1, total), kept])
-    for _ in range(EXCHANGES):
-        restore = rewind()
-        before = compute(batch).detach()
-        if len(before) != total:  # rows are not samples
-            return None
-        drawn = torch.get_rng_state()
-        restore()
-        after = compute(exchanged).detach()
-        if not torch.equal(drawn, torch.get_rng_state()):
-            return None  # other random numbers: the data decide how many are drawn
-        off = (before - after)[:kept].abs() > tolerance * (before.abs().max() + 1)
-        if off.any():
-            i = int(off.nonzero()[0])
-            return (
-                f"sample {i} of {total} has loss {before[i].item():.6g}, and {after[i].item():.6g} with the same "
-                "random numbers after other samples have changed places"
-            )
+    # One half changes places among itself, so that the other gets the same random numbers, in most cases also if their
+    # number depends on the data. Each half in turn, because all samples of one may be alike.
+    half = total // 2
+    halves = [
+        (slice(0, half), [*range(half), *range(half + 1, total), half]),
+        (slice(half, total), [*range(1, half), 0, *range(half, total)]),
+    ]
+    for kept, order in halves[: 2 if half > 1 else 1]:
+        exchanged = take(batch, order)
+        for _ in range(EXCHANGES):
+            restore = rewind()
+            before = compute(batch).detach()
+            if len(before) != total:  # rows are not samples
+                return None
+            drawn = torch.get_rng_state()
+            restore()
+            after = compute(exchanged).detach()
+            if not torch.equal(drawn, torch.get_rng_state()):
+                return None  # other random numbers: the data decide how many are drawn
+            off = torch.zeros(total, dtype=torch.bool, device=before.device)
+            off[kept] = differing(before, after, tolerance)[kept]
+            if off.any():
+                i = int(off.nonzero()[0])
+                return (
+                    f"sample {i} of {total} has loss {before[i].item():.6g}, and {after[i].item():.6g} with the same "
+                    "random numbers after other samples have changed places"
+                )
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Protocol
 
 import torch
@@ -49,9 +50,9 @@ class WeightedMean:
         return self.total / self.weight
 
     def value(self) -> float:
-        """Return Σ values / Σ weights as a float; NaN if the weight is 0."""
+        """Return Σ values / Σ weights as a float; NaN if the weight is 0 or infinite."""
         weight = float(self.weight)
-        return float(self.total) / weight if weight else float("nan")
+        return float(self.total) / weight if weight and isfinite(weight) else float("nan")
 
     def _sum(self, values: Tensor) -> Tensor:
         if self.dtype is not None:

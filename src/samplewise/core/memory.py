@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.devices import device_function
+from samplewise.core.tensor_storage import stored_values
 
 
 class OverBudget(Exception):
@@ -28,16 +29,18 @@ class SavedBytes:
         self.now = 0
         self.most = 0
         self._budget = budget
-        self._own = {t.untyped_storage().data_ptr() for m in modules for t in (*m.parameters(), *m.buffers())}
+        tensors = (t for m in modules for t in (*m.parameters(), *m.buffers()))
+        self._own = {stored_values(t).untyped_storage().data_ptr() for t in tensors}
         self._places: dict[tuple[int, int], tuple[int, int]] = {}  # -> number of saved views, bytes of the largest
 
     def hold(self, x: Tensor) -> HeldTensor:
-        storage = x.untyped_storage()
+        values = stored_values(x)
+        storage = values.untyped_storage()
         if storage.data_ptr() in self._own:
             return HeldTensor(x)
         # A view of a whole dataset counts only the bytes that it covers.
-        size = min(storage.nbytes(), x.numel() * x.element_size())
-        place = storage.data_ptr(), int(x.storage_offset())
+        size = min(storage.nbytes(), values.numel() * values.element_size())
+        place = storage.data_ptr(), int(values.storage_offset())
         holders, largest = self._places.get(place, (0, 0))
         self._places[place] = holders + 1, max(largest, size)
         self._grow(max(0, size - largest))

@@ -13,9 +13,9 @@ IGNORE_INDEX = -100  # label that nn.CrossEntropyLoss leaves out by default
 
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
     """Margins (B,): the label's logit minus the largest other logit."""
-    label_column = labels[:, None]
+    label_column = labels.unsqueeze(1)
     others = logits.scatter(1, label_column, -torch.inf)
-    return logits.gather(1, label_column)[:, 0] - others.amax(1)
+    return logits.gather(1, label_column).squeeze(1) - others.amax(1)
 
 
 def prediction_columns(

@@ -42,5 +42,5 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> tuple[dict[s
             return {name: file.get_tensor(name) for name in file.keys()}, description  # noqa: SIM118
     except FileNotFoundError:
         raise
-    except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError) as why:
+    except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as why:
         raise ValueError(f"{path} must be a file of tensors; found other content: {why}") from why

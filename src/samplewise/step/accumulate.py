@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.core.snapshot import checksum, snapshot
+from samplewise.core.snapshot import checksum
 from samplewise.engine.checks import all_finite
-from samplewise.engine.gradients import Gradients
+from samplewise.engine.gradients import Gradients, require_linear
 from samplewise.engine.pending_checks import collecting
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.microbatch import MicrobatchSize
@@ -89,12 +89,13 @@ class PlainAccumulator(Accumulator):
         gradients. Also returns whether they were divided: not in half precision, where 1/B would not be exact.
         """
         losses, counts = self.evaluator.losses(microbatch)
+        stats = SampleStats(losses.detach(), counts, columns=self.evaluator.columns)
         exact = losses.dtype in EXACT
         if exact:
-            self.evaluator.add_mean(losses, counts)
+            self.evaluator.add_mean(losses, stats.count_sum)
         else:
             self.evaluator.add_sum(losses)
-        return SampleStats(losses.detach(), counts, columns=self.evaluator.columns), exact
+        return stats, exact
 
 
 class PerSampleAccumulator(Accumulator):
@@ -121,6 +122,7 @@ class PerSampleAccumulator(Accumulator):
         self._needs_counts = in_order or "counts" in chain.samples.needs
         self._needs_positions = in_order or chain.samples.uses_positions
         self._directions: dict[Reference, dict[str, Tensor]] | None = None
+        self.left_out = 0  # number of samples that `add_weighted` has left out
 
     def begin(self) -> None:
         self._directions = None
@@ -171,6 +173,13 @@ class PerSampleAccumulator(Accumulator):
         self.keep(self.chain.samples, stats)
         return losses, g, stats
 
+    def stats_before_sum(self, microbatch: Any, positions: int | Tensor) -> SampleStats:
+        """Per-sample results of a microbatch whose weighted sum is computed by another backward pass."""
+        _, g, stats = self.stats_of(microbatch, positions)
+        if g is not None:
+            require_linear(g)
+        return stats
+
     def keep(self, stage: Stage, stats: SampleStats) -> None:
         """Add the first results of a stage to `first_stats`, if that is asked for."""
         if self.first_stats is not None and sum(other is stage for other, _ in self.first_stats) < 2:
@@ -181,11 +190,26 @@ class PerSampleAccumulator(Accumulator):
         directions = self.directions if stage.references else {}
         measure(g, stats, stage, directions, record_norms, self.evaluator.precision.scale)
 
+    def add_weighted(self, g: Gradients, coefficients: PerSample | None) -> None:
+        """Accumulate Σ c·g, from gradients that are not used afterwards. In a private step, a sample with large terms,
+        which absorb the sums of others by rounding, must be added alone: raises LargeTerms. If passes contain
+        collectives, so that this rank cannot repeat one, such a sample contributes nothing.
+        """
+        large = self.evaluator.with_large_terms(g, coefficients)
+        if large:
+            if not (self.exchanges or self.ranks.strategy.sharded):
+                raise LargeTerms(large)
+            self.left_out += len(large)
+            coefficients = _without(coefficients, large, g)
+        self.evaluator.add_weighted(g, coefficients)
+
     def all_stats(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
-        """Per-sample results of each microbatch; the first one begins at sample `start` of the window."""
+        """Per-sample results of each microbatch, which are summed in another pass; the first one begins at sample
+        `start` of the window.
+        """
         parts: list[SampleStats] = []
         for microbatch in microbatches:
-            parts.append(self.stats_of(microbatch, start)[2])
+            parts.append(self.stats_before_sum(microbatch, start))
             start += len(parts[-1])
         return parts
 
@@ -225,18 +249,19 @@ class WeightedAccumulator(PerSampleAccumulator):
             self.evaluator.add_sum(losses, coefficients)
         else:
             g = self.evaluator.gradients(losses, microbatch) if g is None else g
-            self.evaluator.add_weighted(g, coefficients)
+            self.add_weighted(g, coefficients)
 
     def _in_two_passes(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
-        """Compute the per-sample results of all microbatches, then their weighted sum. The second pass uses the same
-        random state as the first, and buffers advance once.
+        """Compute the per-sample results of all microbatches, then their weighted sum. The second pass starts from the
+        same state as the first: random numbers, buffers, variables and batches.
         """
         self.compute_directions()
-        restore = snapshot(*self.evaluator.modules)
+        restore = self.evaluator.saved_state(microbatches)
         weighed = self.chain.samples.weigh(self.all_stats(microbatches, start))
         restore()
         for microbatch, stats in zip(microbatches, weighed, strict=True):
             losses, _ = self.evaluator.losses(microbatch)
+            self.evaluator.check_repeated(losses, stats.losses)
             self._sum(microbatch, losses, None, stats.coefficients)
         return [stats.result() for stats in weighed]
 
@@ -245,20 +270,24 @@ class WeightedAccumulator(PerSampleAccumulator):
         graph is kept, which saves the second forward pass.
         """
         self.compute_directions()
-        restore = snapshot(*self.evaluator.modules)
-        graph = None
+        graph = restore = None
         if len(microbatches) == 1 and not self.size.automatic:
             losses, g, stats = self.stats_of(microbatches[0], 0)
             graph = (losses, g)
             parts = [stats]
         else:
-            microbatches, parts = self.size.retry(lambda some: (some, self.all_stats(some, 0)), microbatches)
+            restore = self.evaluator.saved_state(microbatches)
+            microbatches, parts = self.size.retry(
+                self.evaluator.saved_state_and_sums, lambda some: (some, self.all_stats(some, 0)), microbatches
+            )
         weighed = self.ranks.weigh(self.chain.samples, self._positioned(parts))
         if graph is not None:
             self._sum(microbatches[0], *graph, weighed[0].coefficients)
-        else:
+        elif restore is not None:
             restore()
-            self.size.retry(lambda some: self._sum_all(some, weighed), microbatches)
+            self.size.retry(
+                self.evaluator.saved_state_and_sums, lambda some: self._sum_all(some, weighed), microbatches
+            )
         return [stats.result() for stats in weighed]
 
     def _positioned(self, parts: Sequence[SampleStats]) -> list[SampleStats]:
@@ -270,14 +299,33 @@ class WeightedAccumulator(PerSampleAccumulator):
 
     def _sum_all(self, microbatches: Sequence[Any], weighed: Sequence[SampleStats]) -> None:
         """Accumulate all microbatches; their sizes may differ from those of `weighed` after running out of memory."""
-        coefficients = concatenate(weighed).coefficients if weighed else None
+        window = concatenate(weighed) if weighed else None
+        coefficients = None if window is None else window.coefficients
         start = 0
         for microbatch in microbatches:
             losses, _ = self.evaluator.losses(microbatch)
             stop = start + len(losses)
+            if window is not None:
+                self.evaluator.check_repeated(losses, window.losses[start:stop])
             own = None if coefficients is None else rows_of(coefficients, slice(start, stop))
             self._sum(microbatch, losses, None, own)
             start = stop
+
+
+class LargeTerms(Exception):
+    """Raised before `.grad` changes if some samples of a microbatch, or groups, must be added alone."""
+
+    def __init__(self, samples: Sequence[int]):
+        super().__init__(samples)
+        self.samples = samples
+
+
+def _without(coefficients: PerSample | None, samples: Sequence[int], g: Gradients) -> PerSample:
+    """Coefficients that are 0 for these samples."""
+    if isinstance(coefficients, dict):
+        return {name: c.index_fill(0, torch.tensor(samples, device=c.device), 0) for name, c in coefficients.items()}
+    c = torch.ones_like(g.losses) if coefficients is None else coefficients
+    return c.index_fill(0, torch.tensor(samples, device=c.device), 0)
 
 
 def check_finite(losses: Tensor, positions: int | Tensor) -> None:

@@ -234,8 +234,8 @@ class UpdateApplier:
         return GradNorms(self.trained.gradients(), others, strategy.sharded, strategy.copies)
 
     def _other_values(self, parts: Sequence[SampleStats], checks: PendingChecks) -> list[Tensor]:
-        """Values besides the gradients that must be finite: losses, 1 / denominator (infinite if it is 0), a value that
-        is infinite if a count is negative, and those of `checks`.
+        """Values besides the gradients that must be finite: losses, those of `checks`, and values that are infinite if
+        the denominator is not positive and finite, or a count is negative.
         """
         others = checks.values
         counted = False
@@ -243,8 +243,13 @@ class UpdateApplier:
             others.append(part.losses)
             counted = counted or part.counts is not None or part.shares is not None
         if counted:
-            others.append(1 / torch.as_tensor(denominator(parts)))
-            others += [torch.where(p.counts.min() < 0, math.inf, 0.0) for p in parts if p.counts is not None]
+            total = torch.as_tensor(denominator(parts))
+            least = [part.counts.min() for part in parts if part.counts is not None]
+            if total.is_cpu:  # numbers are read at once, in less time than operations on tensors take
+                valid = 0 < total.item() < math.inf and all(count.item() >= 0 for count in least)
+                return others if valid else [*others, torch.tensor(math.inf)]
+            others.append(torch.where(total > 0, total, math.inf))
+            others += [torch.where(count < 0, math.inf, count) for count in least]
         return others
 
     def _problem(self, norms: GradNorms, parts: Sequence[SampleStats], checks: PendingChecks) -> SamplewiseError | None:
@@ -274,9 +279,12 @@ class UpdateApplier:
 
 
 class GradNorms:
-    """Norms of all gradients and of other tensors, in one vector: if its sum is finite, all values are finite."""
+    """Norms of all gradients and of other tensors: if their sum is finite, all values are finite.
 
-    __slots__ = ("_all", "_copies", "_gradients", "_sharded", "_unit")
+    On the CPU, scalars are read one by one, which takes a fraction of the time of stacking them.
+    """
+
+    __slots__ = ("_all", "_copies", "_dtype", "_gradients", "_sharded", "_unit")
 
     def __init__(self, gradients: Sequence[Tensor], others: Sequence[Tensor], sharded: bool = False, copies: int = 1):
         self._gradients = len(gradients)
@@ -284,19 +292,28 @@ class GradNorms:
         self._sharded = sharded
         self._copies = copies  # number of ranks that hold the same shard
         norms: Sequence[Tensor] = torch._foreach_norm([*gradients, *others])
-        if len({norm.device for norm in norms}) > 1:
-            norms = [norm.to(norms[0].device) for norm in norms]
-        stacked = torch.stack(list(norms))
-        self._all = self._over_ranks(stacked) if sharded else stacked
+        self._dtype = norms[0].dtype
+        self._all: Tensor | Sequence[Any] = norms  # a vector; or scalars, which are numbers after `finite`
+        read = norms[0].device.type == "cpu" and not sharded
+        if not read or any(norm.dtype is not self._dtype for norm in norms):
+            stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+            self._all = self._over_ranks(stacked) if sharded else stacked
 
     def _over_ranks(self, norms: Tensor) -> Tensor:
         return (current_group().all_reduce_(norms.double().square()) / self._copies).sqrt()
 
-    def norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self._all[: self._gradients]) * self._unit
-
     def finite(self) -> bool:
-        return math.isfinite(self._all.sum().item())
+        if isinstance(self._all, Tensor):
+            return math.isfinite(self._all.sum().item())
+        self._all = [norm.item() for norm in self._all]
+        return sum(self._all) <= torch.finfo(self._dtype).max
+
+    def norm(self) -> Tensor:
+        norms = self._all[: self._gradients]
+        if not isinstance(norms, Tensor):
+            numbers = isinstance(norms[0], float)
+            norms = torch.tensor(norms, dtype=self._dtype) if numbers else torch.stack(list(norms))
+        return torch.linalg.vector_norm(norms) * self._unit
 
     def recompute(self, gradients: Sequence[Tensor]) -> None:
         """Recompute the norms in units of the largest element, so that squares do not overflow."""

@@ -159,7 +159,7 @@ class DistributedWindows(WindowRanks):
     def _totals(self, window: Window, ended: bool = False) -> WindowTotals:
         known = [] if window.failure is not None else window.parts
         losses = cat([part.losses for part in known]).double().sum() if known else 0.0
-        invalid = any(bool(part.counts.min() < 0) for part in known if part.counts is not None)
+        invalid = any(problem_of_counts([part]) is not None for part in known)
         sums = (losses, total_count(known), denominator(known))
         skips, samples, ended_ranks, *rest = current_group().all_reduce_scalars(
             window.failure is not None, window.samples, ended, *sums, invalid
@@ -194,7 +194,9 @@ class DistributedWindows(WindowRanks):
         if totals.skips:
             return window.failure or _nonfinite_elsewhere()
         if isfinite(totals.losses) and not totals.invalid:
-            return None if totals.denominators or self._private else NonFiniteLossError(NO_DENOMINATOR)
+            if self._private or 0 < totals.denominators < inf:
+                return None
+            return NonFiniteLossError(NO_DENOMINATOR.format(total=totals.denominators))
         mine = problem_of_losses(cat([part.losses for part in window.parts])) or problem_of_counts(window.parts)
         if not may_skip:
             current_group().barrier(mine)

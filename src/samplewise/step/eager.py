@@ -53,7 +53,15 @@ class EagerUpdates:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"known": [], "given_up": None, "slower": {}, "parts": {}}
+        return {
+            "known": [],
+            "given_up": None,
+            "slower": {},
+            "tried": [],
+            "changes": 0,
+            "settings": "",
+            "parts": {},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check the state; uncompiled updates use none of it."""

@@ -12,17 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from samplewise.core.batches import cut, length
+from samplewise.core.batches import copied, cut, length
+from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.criteria import Criterion
 from samplewise.core.losses import LossFn, columns_of, per_sample
 from samplewise.core.memory import bounded
-from samplewise.core.snapshot import snapshot
+from samplewise.core.text import plural
 from samplewise.distributed.strategy_base import ParallelStrategy
-from samplewise.engine.backward import notifying
+from samplewise.engine.backward import accumulate_sum, notifying
 from samplewise.engine.checks import check_attached
-from samplewise.engine.gradients import Gradients, accumulate, gradients_of
+from samplewise.engine.gradients import Gradients, accumulate, gradients_of, track_terms, with_larger_terms
+from samplewise.engine.pending_checks import collecting
+from samplewise.engine.registered_hooks import note_hooks
 from samplewise.errors import LossesError, SamplesInteractError, SamplesMayInteractWarning
-from samplewise.step.amp import MixedPrecision
+from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
+from samplewise.step.open_window import OpenWindowGuard
 from samplewise.step.parameters import TrainedParameters
 from samplewise.transforms.stats import PerSample
 
@@ -55,7 +59,10 @@ class LossEvaluator:
         self.model = modules[0]
         self.columns: dict[str, Tensor] | None = None  # columns returned with the last losses
         self.seconds = 0.0  # spent in forward passes of this window
+        self.guard: OpenWindowGuard | None = None  # in the first window: the loss function must not change `.grad`
         self.ready: Callable[[Tensor], None] | None = None  # called with each parameter whose `.grad` is complete
+        self.term_limit: float | None = None  # of a private step: see `with_larger_terms`
+        self._copies_large = True  # whether snapshots copy large tensors: until no call has changed a tensor
         self._coincidences: set[int] = set()  # graph structures in which a tensor has B rows only by coincidence
         self._bare = precision.name is None and budget is None  # skip the context managers, which cost microseconds
 
@@ -72,12 +79,14 @@ class LossEvaluator:
     def losses(self, microbatch: Any) -> tuple[Tensor, Tensor | None]:
         """Losses (B,), attached to the autograd graph, and counts (B,), or None if the loss function returns none."""
         started = perf_counter()
-        if self._bare:
+        note_hooks(() if self.strategy.sharded else self.modules)
+        if self._bare and self.guard is None:
             result = self.loss_fn(self.model, microbatch)
         else:
             with (
                 self.precision.autocast(self.trained.device),
                 nullcontext() if self.budget is None else bounded(self.budget, *self.modules),
+                nullcontext() if self.guard is None else self.guard.watching(),
             ):
                 result = self.loss_fn(self.model, microbatch)
         counts = None
@@ -95,6 +104,57 @@ class LossEvaluator:
             losses = losses.float()  # the loss scale is beyond the range of float16
         self.seconds += perf_counter() - started
         return losses, counts
+
+    def saved_state(self, batches: Sequence[Any] = ()) -> Callable[[], None]:
+        """Save what calls of the loss function with these batches can change: see `CallSnapshot`. Returns a function
+        that restores it.
+        """
+        state = CallSnapshot([self.loss_fn], self.modules, batches, self._copies_large)
+
+        def restore() -> None:
+            self._copies_large = state.restore()
+
+        return restore
+
+    def saved_state_and_sums(self, batches: Sequence[Any]) -> Callable[[], None]:
+        """As `saved_state`, with the gradient sums."""
+        restore_state = self.saved_state(batches)
+        sums = {name: gradient.clone() for name, gradient in self.trained.local_gradients().items()}
+
+        def restore() -> None:
+            restore_state()
+            self.trained.clear()
+            self.trained.set_gradients(sums)
+
+        return restore
+
+    def check_repeated(self, losses: Tensor, before: Tensor) -> None:
+        """Raise LossesError if a second call of the loss function, after `saved_state` was restored, has given other
+        losses than the first call.
+        """
+        checks = collecting()
+        if checks is None:
+            self._compare_losses(losses.detach(), before)
+        else:
+            checks.add(self._compare_losses, losses.detach(), before)
+
+    def _compare_losses(self, losses: Tensor, before: Tensor) -> None:
+        if losses.shape == before.shape and torch.equal(losses, before):
+            return
+        cast = None if self.precision.name is None else AUTOCAST_DTYPES[self.precision.name]
+        rounding = torch.finfo(cast or losses.dtype).eps ** 0.75
+        found = f"{plural(len(before), 'loss', 'losses')} and then {len(losses)}"
+        if losses.shape == before.shape:
+            off = (losses - before).abs()
+            if bool((off <= rounding * before.abs().max()).all()):
+                return
+            row = int(off.argmax())
+            found = f"the loss {before[row].item():.6g} and then {losses[row].item():.6g} for sample {row}"
+        raise LossesError(
+            "a window whose transforms compare all samples is computed twice if it has several microbatches, and "
+            f"loss_fn must return the same losses both times; found {found} of a microbatch. Look for iterators, "
+            "files, clocks or other state that is not in Python variables; or use one microbatch per window."
+        )
 
     def gradients(self, losses: Tensor, microbatch: Any = None) -> Gradients:
         """Gradients of every sample, times the loss scale. `microbatch`: the microbatch of the losses, used to find out
@@ -118,9 +178,14 @@ class LossEvaluator:
 
     def gradients_of(self, losses: Tensor, interacting: str = "refuse") -> Gradients:
         """Gradients of every sample, without the loss scale and without a check for interaction by coincidence."""
-        if not self.strategy.sharded:
-            return gradients_of(losses, self.trained.wanted(), self.modules, interacting=interacting)
-        return gradients_of(losses, self.trained.wanted(), self.modules, False, "twice", interacting, sharded=True)
+        wanted = self.trained.wanted()
+        if self.strategy.sharded:
+            g = gradients_of(losses, wanted, self.modules, False, "twice", interacting, sharded=True)
+        else:
+            g = gradients_of(losses, wanted, self.modules, interacting=interacting)
+        if self.term_limit is not None:
+            track_terms(g)
+        return g
 
     def _is_coincidence(self, microbatch: Any) -> bool:
         """True if samples seem to interact only because an unrelated tensor has B rows (for example positional
@@ -129,10 +194,10 @@ class LossEvaluator:
         total = length(microbatch)
         if total is None or total < 3:
             return False
-        restore = snapshot(*self.modules)
+        restore = self.saved_state()
         try:
-            _prepared(self.gradients_of(self.losses(cut(microbatch, 0, total - 1, total))[0]))
-        except (SamplesInteractError, SamplesMayInteractWarning):
+            _prepared(self.gradients_of(self.losses(copied(cut(microbatch, 0, total - 1, total)))[0]))
+        except Exception:  # also if an entry that is not per sample, with B rows, cannot be used without the last one
             return False
         finally:
             restore()
@@ -143,20 +208,27 @@ class LossEvaluator:
         scale = self.precision.scale
         scaled = torch.full_like(losses, scale) if weights is None else (weights * scale).to(losses.dtype)
         with self.strategy.summing(), notifying(self.trained.named.values(), self.ready):
-            torch.autograd.backward(losses, scaled)
+            accumulate_sum(losses, scaled)
 
     def add_weighted(self, g: Gradients, weights: PerSample | None) -> None:
         """Accumulate Σ w × gradient into `.grad`, from per-sample gradients that are not used afterwards."""
         with self.strategy.summing():
-            accumulate(g, weights, retain_graph=False, ready=self.ready)
+            accumulate(g, weights, retain_graph=False, ready=self.ready, apart=self.term_limit is not None)
 
-    def add_mean(self, losses: Tensor, counts: Tensor | None) -> None:
-        """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`. counts=None: 1 for each sample."""
-        scale = self.precision.scale
-        if counts is None:
-            torch.autograd.backward(losses, torch.full_like(losses, scale / len(losses)))
+    def with_large_terms(self, g: Gradients, weights: PerSample | None) -> list[int]:
+        """Samples of a private step whose weighted terms are far above their bound: see `with_larger_terms`."""
+        return [] if self.term_limit is None else with_larger_terms(g, weights, self.term_limit)
+
+    def add_mean(self, losses: Tensor, count_sum: Tensor | int) -> None:
+        """Accumulate Σ gradient / Σ counts, times the loss scale, into `.grad`."""
+        total: Tensor | float = count_sum
+        if isinstance(count_sum, Tensor) and count_sum.is_cpu:  # operations on numbers take less time
+            total = count_sum.item() or count_sum  # a tensor of 0 gives infinity, which the finite check finds
+        weight = self.precision.scale / total
+        if isinstance(weight, Tensor):
+            accumulate_sum(losses, weight.to(losses.dtype).expand_as(losses))
         else:
-            torch.autograd.backward(losses, (scale / counts.sum()).to(losses.dtype).expand_as(losses))
+            accumulate_sum(losses, torch.full_like(losses, weight))
 
 
 def _prepared(g: Gradients) -> Gradients:

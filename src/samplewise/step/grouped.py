@@ -17,7 +17,6 @@ from torch import Tensor
 from samplewise.core.batches import length, take
 from samplewise.core.batchnorm import mixing_batch_norms
 from samplewise.core.host_copy import copy_to_device
-from samplewise.core.snapshot import snapshot
 from samplewise.core.text import listed, plural
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, SamplesInteractError, TransformError
@@ -29,7 +28,11 @@ from samplewise.transforms.stats import PerSample, SampleStats, concatenate, row
 
 
 class GroupedAccumulator(PerSampleAccumulator):
-    """Accumulates each group's gradient times its coefficient."""
+    """Accumulates each group's gradient times its coefficient. `one_by_one`: compute the groups one after the other,
+    also those of a single microbatch.
+    """
+
+    one_by_one = False
 
     def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         if self.exchanges:
@@ -39,8 +42,9 @@ class GroupedAccumulator(PerSampleAccumulator):
         if self.exchanges or len(microbatches) > 1:
             for own, microbatch in zip(keys, microbatches, strict=True):
                 _check_keys(own, self.samples_in(microbatch))
-        repeatable = not (self.exchanges and self.size.automatic)
+        repeatable = not (self.exchanges and self.size.automatic) and not self.one_by_one
         layout = GroupLayout(self.ranks, [key for own in keys for key in own], len(microbatches) <= 1 and repeatable)
+        self.chain.groups.check_positions(len(layout), "group")
         if layout.at_once:
             return [self._at_once(*pair, layout) for pair in zip(microbatches, keys, strict=True)]
         groups = layout.groups(_members_by_group(microbatches, keys))
@@ -76,7 +80,7 @@ class GroupedAccumulator(PerSampleAccumulator):
         self.measure(g, groups, self.chain.groups, record_norms=False)
         self.keep(self.chain.groups, groups)
         (groups,) = self.ranks.weigh(self.chain.groups, [groups])
-        self.evaluator.add_weighted(g, groups.coefficients)
+        self.add_weighted(g, groups.coefficients)
         return _result(samples, groups, owner)
 
     def _group_by_group(
@@ -137,6 +141,10 @@ class GroupLayout:
             self.at_once = False
             self.spanning = list(self._numbers)  # a pass sums over all ranks, so that they must process the same group
 
+    def __len__(self) -> int:
+        """Number of groups in the window."""
+        return len(self._numbers)
+
     def numbers(self, keys: list[Hashable]) -> Tensor:
         """Numbers of the groups of these keys in the window."""
         return torch.tensor([self._numbers[key] for key in dict.fromkeys(keys)])
@@ -160,7 +168,7 @@ class GroupLayout:
 
 class GroupAccumulation:
     """Processes the groups of a window one by one; a group may extend over several microbatches. Every pass over the
-    groups starts from the same random state. `positions`: of this rank's samples in the window of all ranks.
+    groups starts from the same state. `positions`: of this rank's samples in the window of all ranks.
     """
 
     def __init__(self, accumulator: GroupedAccumulator, groups: Sequence[SampleGroup], positions: Tensor):
@@ -172,7 +180,7 @@ class GroupAccumulation:
         self.evaluator = accumulator.evaluator
         self._sharded = self.ranks.strategy.sharded
         accumulator.compute_directions()
-        self.restore = snapshot(*self.evaluator.modules)
+        self.restore = self.evaluator.saved_state([m.batch for group in groups for m in group.members])
 
     def run(self) -> SampleStats | None:
         """Accumulate all groups into `.grad`; returns the per-sample results, or None if this rank has no samples."""
@@ -197,7 +205,7 @@ class GroupAccumulation:
 
     def _weigh_samples(self) -> None:
         members = [m for group in self.groups for m in group.members]
-        stats = [self.accumulator.stats_of(m.batch, self.positions[m.rows])[2] for m in members]
+        stats = [self.accumulator.stats_before_sum(m.batch, self.positions[m.rows]) for m in members]
         weighed = self.ranks.weigh(self.accumulator.chain.samples, stats)
         for m, own in zip(members, weighed, strict=True):
             m.stats = own
@@ -210,10 +218,15 @@ class GroupAccumulation:
             losses, counts = self.evaluator.losses(m.batch)
             _check_keys(m.rows.tolist(), len(losses))
             check_finite(losses, m.rows)
-            if m.stats is None:
+            if m.stats is not None:
+                self.evaluator.check_repeated(losses, m.stats.losses)
+            else:
                 counts = torch.ones_like(losses) if counts is None else counts
                 m.stats = SampleStats(losses.detach(), counts, columns=self.evaluator.columns)
             self.evaluator.add_sum(losses, m.stats.weights)
+        # Rows of a sparse gradient that occur several times are summed before they meet those of other groups, which
+        # rounding would absorb if the group cancels.
+        self.evaluator.trained.coalesce()
 
     def _group_stats(self, group: SampleGroup) -> SampleStats:
         """Compute the group's gradient, and return the results of the whole group over all ranks."""

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from samplewise.core.batches import cut, length
+from samplewise.core.batches import cut
 from samplewise.core.devices import empty_cache
 from samplewise.core.memory import free_memory, is_out_of_memory
-from samplewise.core.snapshot import snapshot
-from samplewise.step.parameters import TrainedParameters
+from samplewise.step.batch_layouts import BatchLayouts
 
 
 @dataclass(frozen=True)
@@ -37,33 +36,52 @@ class MicrobatchSize:
     activations; None: no limit.
     """
 
-    def __init__(self, given: int | Auto | None, modules: Sequence[nn.Module], trained: TrainedParameters):
+    def __init__(self, given: int | Auto | None, modules: Sequence[nn.Module], layouts: BatchLayouts):
         self.size = given if isinstance(given, int) else None
         self.automatic = isinstance(given, Auto)
         self.budget: int | None = None
+        self._measured = 0  # budget by the memory that is free in this process; 0 if it is given
         if isinstance(given, Auto):
-            self.budget = given.memory or free_memory(modules[0]) // 2
-        self._modules = modules
-        self._trained = trained
+            self._measured = 0 if given.memory else free_memory(modules[0]) // 2
+            self.budget = given.memory or self._measured
+        self._layouts = layouts
+        self.compare: Callable[[Any, int, int], None] = _compare_nothing  # called with a batch and rows to slice
 
-    def retry(self, compute: Callable[[Sequence[Any]], Any], microbatches: Sequence[Any]) -> Any:
+    def load(self, size: int | None, budget: int | None) -> None:
+        """Continue with the size and the budget of a checkpoint, if the size is automatic, so that microbatches are cut
+        as without the interruption. A budget of more than the memory that is free now is not used.
+        """
+        if self.automatic:
+            self.size = size
+            if budget is not None and budget <= 2 * self._measured:
+                self.budget = budget
+
+    def retry(
+        self,
+        save: Callable[[Sequence[Any]], Callable[[], None]],
+        compute: Callable[[Sequence[Any]], Any],
+        microbatches: Sequence[Any],
+    ) -> Any:
         """Return compute(microbatches); with an automatic size, retry with smaller microbatches when memory runs out. A
-        failed attempt is undone: buffers, random state and gradients are restored.
+        failed attempt is undone: save(microbatches) saves what `compute` changes, and returns a function that restores
+        it.
         """
         whole = microbatches
         while self.automatic:
-            restore = self._snapshot()
+            restore = save(microbatches)
             try:
                 return compute(microbatches)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 restore()
+                empty_cache()
                 microbatches = self._halved(whole, microbatches, error)
         return compute(microbatches)
 
     def _halved(self, whole: Sequence[Any], microbatches: Sequence[Any], error: Exception) -> list[Any]:
         """Cut the original microbatches `whole` to half of the largest size in `microbatches`."""
+        length = self._layouts.length
         largest = max(length(microbatch) or 1 for microbatch in microbatches)
         if largest == 1:
             raise MemoryError(
@@ -78,18 +96,10 @@ class MicrobatchSize:
             if total <= size:
                 halved.append(microbatch)
             else:
+                self.compare(microbatch, 0, size)
                 halved += [cut(microbatch, start, min(start + size, total)) for start in range(0, total, size)]
         return halved
 
-    def _snapshot(self) -> Callable[[], None]:
-        """Snapshot of buffers, random state and gradient sums; returns the function that restores them."""
-        restore_model = snapshot(*self._modules)
-        sums = {name: gradient.clone() for name, gradient in self._trained.local_gradients().items()}
 
-        def restore() -> None:
-            restore_model()
-            self._trained.clear()
-            self._trained.set_gradients(sums)
-            empty_cache()
-
-        return restore
+def _compare_nothing(batch: Any, start: int, stop: int) -> None:
+    """Comparison of a slice with its batch: there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from torch import Tensor
 
@@ -28,20 +29,24 @@ def problem_of_losses(losses: Tensor, positions: int | Tensor = 0) -> NonFiniteL
 
 
 def problem_of_counts(parts: Sequence[SampleStats]) -> NonFiniteLossError | None:
-    """Error for a negative or NaN count; None if there is none."""
-    counts = [p.counts for p in parts if p.counts is not None]
-    if not counts or cat(counts).min() >= 0:
+    """Error for a negative, infinite or NaN count; None if there is none."""
+    columns = [p.counts for p in parts if p.counts is not None]
+    if not columns:
+        return None
+    counts = cat(columns)
+    invalid = counts[~(counts.isfinite() & (counts >= 0))]
+    if not len(invalid):
         return None
     return NonFiniteLossError(
-        f"counts must be zero or positive; found {cat(counts).min().item():g}. Nothing was updated. "
+        f"counts must be finite, and zero or positive; found {invalid[0].item():g}. Nothing was updated. "
         "Return the denominator of each sample from the loss function."
     )
 
 
 NO_DENOMINATOR = (
-    "the denominator of a window must not be zero; found that its counts, or the weights of its samples, sum to zero. "
-    "Nothing was updated. Check the counts returned by the loss function and the weights. If samples are dropped, the "
-    "last window of a loader may be too short: tail='drop' leaves it out."
+    "the denominator of a window must be positive and finite; found that its counts, or the weights of its samples, "
+    "sum to {total:g}. Nothing was updated. Check the counts returned by the loss function and the weights. If samples "
+    "are dropped, the last window of a loader may be too short: tail='drop' leaves it out."
 )
 
 
@@ -51,8 +56,9 @@ def problem_of(parts: Sequence[SampleStats], gradients: Mapping[str, Tensor]) ->
     """
     if parts:
         problem = problem_of_losses(cat([p.losses for p in parts])) or problem_of_counts(parts)
-        if problem is not None or denominator(parts) == 0:
-            return problem or NonFiniteLossError(NO_DENOMINATOR)
+        total = float(denominator(parts))
+        if problem is not None or not 0 < total < inf:
+            return problem or NonFiniteLossError(NO_DENOMINATOR.format(total=total))
     broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
     if broken:
         return problem_of_gradients(f"in the gradient of {broken[0]!r} ({len(broken)} of {len(gradients)} parameters)")

@@ -32,14 +32,23 @@ class TrainedParameters:
 
     def refresh(self) -> None:
         """Update `owned` and `named` if the number of the optimizer's parameters has changed."""
-        count = 0
-        for group in self._optimizer.param_groups:
-            count += len(group["params"])
+        count = self._number()
         if count != self._count:
             self.owned = self._name()
             self._count = count
             wholes = dict(self._leaves.values())
             self.named = {name: wholes.get(name, p) for name, p in self.owned.items()}
+
+    @property
+    def has_changed(self) -> bool:
+        """True if the optimizer has another number of parameters than at the last `refresh`."""
+        return self._number() != self._count
+
+    def _number(self) -> int:
+        count = 0
+        for group in self._optimizer.param_groups:
+            count += len(group["params"])
+        return count
 
     @property
     def device(self) -> torch.device:
@@ -94,6 +103,12 @@ class TrainedParameters:
                 p.grad = torch.zeros_like(p)
             elif p.grad is not None and p.grad.layout is not torch.strided:
                 p.grad = p.grad.to_dense()
+
+    def coalesce(self) -> None:
+        """Sum the rows of sparse gradients that occur several times."""
+        for p in self.owned.values():
+            if p.grad is not None and p.grad.layout is torch.sparse_coo:
+                p.grad = p.grad.coalesce()
 
     def without_grads(self) -> AbstractContextManager[None]:
         """Context manager: `.grad` is None inside and is restored on exit, for backward passes of other code."""

@@ -1,17 +1,26 @@
-"""Gradient accumulation of private steps: samples whose loss or gradient is not finite contribute nothing."""
+"""Gradient accumulation of private steps: samples whose loss or gradient is not finite contribute nothing, and those
+that cancel in themselves are added alone.
+
+In exact arithmetic, a clipped sample moves the sum by at most its bound. Rounding adds an error that grows with the
+terms of a sample: two tokens whose huge gradients cancel have a small norm, but the sums of other samples that are
+added between the two are lost, and what rounding leaves of the sample depends on its place in the batch. A sample whose
+terms are far above the bound is therefore computed in a pass of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from samplewise.core.batches import cut, length
+from samplewise.core.batches import cut, length, take
 from samplewise.engine.checks import all_finite
 from samplewise.errors import BatchError, NonFiniteGradientError, NonFiniteLossError
 from samplewise.privacy.meter import PrivacyMeter
-from samplewise.step.accumulate import Accumulator, PerSampleAccumulator
+from samplewise.step.accumulate import Accumulator, LargeTerms, PerSampleAccumulator
+from samplewise.step.grouped import GroupedAccumulator
 from samplewise.transforms.chain import Stage
 from samplewise.transforms.stats import SampleStats
 from samplewise.transforms.transform import NonFiniteCoefficientError
@@ -20,7 +29,9 @@ NOT_FINITE = (NonFiniteLossError, NonFiniteGradientError, NonFiniteCoefficientEr
 
 
 class ScreenedAccumulator(Accumulator):
-    """Accumulator that repeats a microbatch sample by sample if one of them is not finite, and leaves that one out."""
+    """Accumulator that repeats a microbatch sample by sample if one of them is not finite, and leaves that one out; and
+    without the samples that must be added alone.
+    """
 
     def __init__(self, inner: PerSampleAccumulator, meter: PrivacyMeter):
         self._inner = inner
@@ -44,40 +55,83 @@ class ScreenedAccumulator(Accumulator):
         self._inner.compute_directions()
 
     def add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+        if self.needs_window:
+            return self._add_window(microbatches, start)
+        parts: list[SampleStats] = []
+        for microbatch in microbatches:  # one by one: when the second fails, the first is in `.grad`
+            parts += self._add_microbatch(microbatch, start + sum(map(len, parts)))
+        return parts
+
+    def _add_microbatch(self, microbatch: Any, start: int) -> list[SampleStats]:
+        if length(microbatch) == 1:
+            # A copy: rounding in kernels depends on the alignment of memory, and the gradient of a sample that cancels
+            # is rounding. It must not depend on the samples before it in the batch.
+            microbatch = take(microbatch, [0])
+        restore = self._inner.evaluator.saved_state([microbatch])
+        try:
+            return self._add([microbatch], start)
+        except NOT_FINITE:  # raised before `.grad` changes
+            if self._inner.ranks.strategy.sharded:  # other ranks are in the middle of this window
+                raise
+            pieces = _samples_of(microbatch)
+        except LargeTerms as large:
+            pieces = _pieces_around(microbatch, large.samples)
+        restore()
+        if len(pieces) == 1:
+            self._meter.zeroed += 1
+            return []
+        parts: list[SampleStats] = []
+        for piece in pieces:
+            parts += self._add_microbatch(piece, start + sum(map(len, parts)))
+        return parts
+
+    def _add_window(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+        restore = self._inner.evaluator.saved_state(microbatches)
         try:
             return self._add(microbatches, start)
-        except NOT_FINITE:  # raised before `.grad` changes, unless a window is needed
-            if self.exchanges or self._inner.ranks.strategy.sharded:  # other ranks are in the middle of this window
+        except NOT_FINITE:
+            if self.exchanges or self._inner.ranks.strategy.sharded:
                 raise
+        except LargeTerms:
+            restore()
+            return self._add_one_by_one(microbatches, start)
+        restore()
         samples = [sample for microbatch in microbatches for sample in _samples_of(microbatch)]
-        if self.needs_window:
-            return self._add_groups([sample for sample in samples if self._is_finite(sample)], start)
-        parts: list[SampleStats] = []
-        for sample in samples:
-            try:
-                parts += self._add([sample], start + len(parts))
-            except NOT_FINITE:
-                self._meter.zeroed += 1
-        return parts
+        finite = [sample for sample in samples if self._is_finite(sample)]
+        restore()
+        return self._add_groups(finite, start, restore)
+
+    def _add_one_by_one(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
+        """Add the gradient of each group by itself."""
+        assert isinstance(self._inner, GroupedAccumulator)
+        self._inner.one_by_one = True
+        try:
+            return self._add_window(microbatches, start)
+        finally:
+            self._inner.one_by_one = False
 
     def _add(self, microbatches: Sequence[Any], start: int) -> list[SampleStats]:
         """Add microbatches; raises NonFiniteGradientError if the gradient of a group is not finite."""
         first_stats = None if self.first_stats is None else list(self.first_stats)
         try:
             parts = self._inner.add(microbatches, start)
-        except NOT_FINITE:
+        except (*NOT_FINITE, LargeTerms):
             self.first_stats = first_stats  # transforms are checked with finite values
             raise
+        self._meter.zeroed += self._inner.left_out
+        self._inner.left_out = 0
         if self.needs_window and not all(map(all_finite, self._inner.evaluator.trained.gradients())):
             raise NonFiniteGradientError("the gradient of each group must be finite; found one that is not.")
         return parts
 
-    def _add_groups(self, samples: Sequence[Any], start: int) -> list[SampleStats]:
-        """Add samples with finite gradients; a group of which the sum is not finite contributes nothing."""
+    def _add_groups(self, samples: Sequence[Any], start: int, restore: Callable[[], None]) -> list[SampleStats]:
+        """Add samples with finite gradients; a group of which the sum is not finite contributes nothing. Each attempt
+        starts from the state that `restore` restores.
+        """
         try:
             return self._add_cleared(samples, start)
         except NOT_FINITE:
-            pass
+            restore()
         grouping = self._inner.chain.grouping
         assert grouping is not None
         groups: dict[Any, list[Any]] = {}
@@ -90,6 +144,7 @@ class ScreenedAccumulator(Accumulator):
                 finite += group
             except NOT_FINITE:
                 self._meter.zeroed += len(group)
+        restore()
         return self._add_cleared(finite, start)
 
     def _add_cleared(self, samples: Sequence[Any], start: int) -> list[SampleStats]:
@@ -105,6 +160,14 @@ class ScreenedAccumulator(Accumulator):
             finite = False
         self._meter.zeroed += not finite
         return finite
+
+
+def _pieces_around(microbatch: Any, alone: Sequence[int]) -> list[Any]:
+    """The samples `alone` as batches of one, and the samples before, between and after them, in order."""
+    total = length(microbatch)
+    assert total is not None
+    ends = sorted({0, total, *alone, *(row + 1 for row in alone)})
+    return [cut(microbatch, first, end, total) for first, end in pairwise(ends)]
 
 
 def _samples_of(microbatch: Any) -> list[Any]:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from samplewise.core.attributes import CheckedAttributes
-from samplewise.core.batches import check_loader
+from samplewise.core.batches import check_loader, keep_whole
+from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
 from samplewise.core.losses import as_loss_fn
 from samplewise.core.predictions import PREDICTION_COLUMNS
@@ -24,6 +25,7 @@ from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
 from samplewise.step.amp import MixedPrecision
 from samplewise.step.apply import UpdateApplier
+from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.compiled.gradients import CompiledGradients
 from samplewise.step.compiled.updates import CompiledUpdates
 from samplewise.step.config import StepConfig, as_microbatch, as_record, check_order, check_privacy, check_scheduler
@@ -129,6 +131,12 @@ class Step(CheckedAttributes):
         privacy: Privacy | None = None,
     ):
         check_order(model, optimizer, loss_fn)
+        if privacy is not None and constants_of(loss_fn):
+            raise PrivacyError(
+                "every entry of a private batch must have one row per sample of its draw, because an entry that is "
+                "kept whole may contain values of other samples; found a loss function with @sw.batch_constants. Keep "
+                "constants in the model or the loss function."
+            )
         chain = as_chain(transforms)
         meter = None if privacy is None else PrivacyMeter(check_privacy(privacy), chain)
         self.config = config = StepConfig(
@@ -157,7 +165,9 @@ class Step(CheckedAttributes):
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)
-        size = MicrobatchSize(config.microbatch, modules, trained)
+        self._layouts = BatchLayouts()
+        self._constants = constants_of(loss_fn)
+        size = MicrobatchSize(config.microbatch, modules, self._layouts)
         self._counters = counters = Counters()
         self.precision = MixedPrecision(precision)
         buffers = Buffers(modules)
@@ -171,7 +181,7 @@ class Step(CheckedAttributes):
             modules, trained, wrapped, self.precision, size.budget, interacting, ranks.strategy, criterion
         )
         self._applier = UpdateApplier(config, trained, optimizer, scheduler, self.precision, ranks, counters, buffers)
-        self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers)
+        self._windows = WindowBuilder(config, self._evaluator, size, ranks, counters, buffers, optimizer)
         self._updates = self._make_updates()
         ranks.check_optimizer(trained, optimizer)
         self._complete = True  # from now on, attributes are checked when they are assigned
@@ -218,11 +228,17 @@ class Step(CheckedAttributes):
             yield from map(updates.apply, self._windows.end())
 
     def _admitted(self, cursor: BatchCursor) -> BatchCursor:
-        """The cursor; with `privacy`, one over the user's batch, if it is the next draw."""
+        """The cursor, with the constants of the batch marked; with `privacy`, one over the user's batch, if it is the
+        next draw.
+        """
         meter = self.config.privacy
-        if meter is None:
-            return cursor
-        return BatchCursor(meter.admit(cursor.batch), number=cursor.number)
+        if meter is not None:
+            drawn = cursor.batch
+            cursor = BatchCursor(meter.admit(drawn), number=cursor.number, owners=drawn.owners)
+        cursor.layouts = self._layouts
+        if self._constants and cursor.batch is not None:
+            cursor.batch = keep_whole(cursor.batch, self._constants)
+        return cursor
 
     def _unused(self, blocks: bool = False) -> Iterator[Update]:
         """Updates that the unused samples of the current batch complete."""
@@ -252,7 +268,7 @@ class Step(CheckedAttributes):
         if self.config.privacy is not None:
             raise PrivacyError("a private update is one draw; found a call of accumulate. Use step.over(loader).")
         with self._windows.discard_on_error():
-            self._windows.accumulate(BatchCursor(batch))
+            self._windows.accumulate(self._admitted(BatchCursor(batch)))
 
     def apply(self) -> Update:
         """Make one update from the accumulated samples. With several ranks, every rank must call it; some ranks may
@@ -481,8 +497,10 @@ class Step(CheckedAttributes):
             "counters": asdict(self.counters),
             "precision": self.precision.state_dict(),
             "microbatch": windows.size.size,
+            "memory": None if windows.ranks.distributed else windows.size.budget,  # that of this rank
             "compiling": self._updates.state_dict(),
             "dealt": windows.ranks.epoch_state(),
+            "layouts": self._layouts.state_dict(),
             "window": windows.state_dict() if window else WindowBuilder.NO_WINDOW,
             **({} if self.config.privacy is None else {"privacy": self.config.privacy.state_dict()}),
         }
@@ -494,11 +512,12 @@ class Step(CheckedAttributes):
         self._applier.forget_undecided()
         self.counters.load(state["counters"])
         self.precision.load_state_dict(state["precision"])
-        if windows.size.automatic:
-            windows.size.size = state["microbatch"]
+        windows.size.load(state["microbatch"], state.get("memory"))
+        self._evaluator.budget = windows.size.budget
         self._load_privacy(state.get("privacy"))
         self._updates.load_state_dict(state["compiling"])
         windows.ranks.load_epoch_state(state.get("dealt") or [])
+        self._layouts.load_state_dict(state.get("layouts") or BatchLayouts().state_dict())
         windows.load_state_dict(state["window"])
 
     def _load_privacy(self, state: dict[str, Any] | None) -> None:

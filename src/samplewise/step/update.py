@@ -80,15 +80,8 @@ class Update:
 
     @property
     def samples(self) -> int:
-        self._check_visible("samples")
+        _check_visible(self.hidden, "update.samples")
         return self._samples
-
-    def _check_visible(self, name: str) -> None:
-        if self.hidden:
-            raise PrivacyError(
-                f"update.{name} must not be read with privacy=, because the guarantee does not cover it. Pass "
-                "sw.Privacy(observe=True) to show it all the same."
-            )
 
     @property
     def skipped(self) -> bool:
@@ -112,12 +105,12 @@ class Update:
 
     @property
     def local_samples(self) -> int:
-        self._check_visible("local_samples")
+        _check_visible(self.hidden, "update.local_samples")
         return sum(len(part) for part in self._parts)
 
     def sums(self) -> tuple[Tensor | float, Tensor | float]:
         """Σ losses and Σ counts over all ranks, without copying them from the device."""
-        self._check_visible("loss")
+        _check_visible(self.hidden, "update.loss")
         if self._totals is not None:
             if self.skipped:
                 return nan, self._totals.samples
@@ -175,7 +168,7 @@ class Update:
 
     def _checked_parts(self) -> list[SampleStats]:
         """The parts; first raises for non-finite values if that check was left on the device."""
-        self._check_visible("losses")
+        _check_visible(self.hidden, "update.losses")
         if self._outcome.flag is not None:
             _ = self._outcome.flag.skipped
         return self._parts
@@ -193,8 +186,9 @@ class Totals:
     KEPT = 1000  # number of parts that are kept before they are summed
 
     def __init__(self) -> None:
-        self.samples = 0
         self.seconds = 0.0
+        self._samples = 0
+        self._hidden = False
         self._updates = 0
         self._skipped = 0
         self._last: Update | None = None  # not counted yet: the device may not have decided whether it is skipped
@@ -204,8 +198,14 @@ class Totals:
     def add(self, update: Update) -> None:
         self._count_last()
         self._last = update
-        self.samples += update.samples
+        self._hidden |= update.hidden
+        self._samples += update._samples
         self.seconds += update.seconds
+
+    @property
+    def samples(self) -> int:
+        _check_visible(self._hidden, "totals.samples")
+        return self._samples
 
     @property
     def updates(self) -> int:
@@ -219,6 +219,7 @@ class Totals:
 
     @property
     def loss(self) -> float:
+        _check_visible(self._hidden, "totals.loss")
         self._count_last()
         self._add_up()
         return float(self._loss.quotient()) if self._updates else nan
@@ -233,6 +234,8 @@ class Totals:
         if skipped:
             return
         self._updates += update.updates
+        if update.hidden:
+            return
         if update._totals is not None:
             self._loss.add_sum(update._totals.losses, update._totals.counts)
         else:
@@ -247,5 +250,15 @@ class Totals:
 
     def __repr__(self) -> str:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
-        made = f"{plural(self.updates, 'update')}{skipped}, {plural(self.samples, 'sample')}"
-        return f"{made}, loss {self.loss:.4g}, {self.seconds:.2f} s"
+        made = f"{plural(self.updates, 'update')}{skipped}"
+        if self._hidden:
+            return f"{made}, private, {self.seconds:.2f} s"
+        return f"{made}, {plural(self.samples, 'sample')}, loss {self.loss:.4g}, {self.seconds:.2f} s"
+
+
+def _check_visible(hidden: bool, name: str) -> None:
+    if hidden:
+        raise PrivacyError(
+            f"{name} must not be read with privacy=, because the guarantee does not cover it. Pass "
+            "sw.Privacy(observe=True) to show it all the same."
+        )

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from samplewise.core.batches import length
-from samplewise.core.closure_state import state_restored
+from samplewise.core.closure_state import CallSnapshot, state_restored
 from samplewise.distributed.group import current_group
 from samplewise.errors import PrivacyError, TransformError
 from samplewise.step.checks import warn
 from samplewise.transforms.chain import Chain, Stage
-from samplewise.transforms.stats import PerSample, SampleStats, cat_values, concatenate
+from samplewise.transforms.stats import PerSample, SampleStats, cat_values, concatenate, rows_of
+from samplewise.transforms.transform import SampleTransform
 
 _MIXES = (
     "the weight of a sample must depend on this sample alone with privacy=; found that {transform} {found}. Compute "
     "each weight from the values of its own sample."
 )
 
+FEW = 8  # number of samples whose weights are compared in private steps
+SEEDS = 8  # of each comparison: with few samples, a random permutation may leave them in place
 SMALL = 0.1  # weights below it scale an update down to less than a tenth
 
 
@@ -70,21 +74,38 @@ def _hint_about_counts(chain: Chain, parts: Sequence[SampleStats]) -> str:
     )
 
 
-def check_cut(first_stats: Sequence[tuple[Stage, SampleStats]], private: bool = False) -> None:
+FirstStats = Sequence[tuple[Stage, SampleStats]]
+
+
+def check_cut(first_stats: FirstStats) -> None:
     """Warn if a transform that is called for each microbatch gives a sample a coefficient that depends on the other
-    samples of the microbatch; with `private`, raise PrivacyError. `first_stats`: results of the first microbatches,
-    with the stage that gets them.
+    samples of the microbatch. `first_stats`: results of the first microbatches, with the stage that gets them.
     """
+    for stage, stats in _stats_by_stage(first_stats):
+        with state_restored([transform.answer for transform in stage.transforms]):
+            _check_stage(stage, stats)
+
+
+def check_private_weights(first_stats: FirstStats, before: CallSnapshot) -> None:
+    """Raise PrivacyError if a transform of a private step gives a sample a coefficient that depends on other samples:
+    on those of the same call, or on those of earlier calls. `before`: state of the transforms before their first call.
+    """
+    for stage, stats in _stats_by_stage(first_stats):
+        with state_restored([transform.answer for transform in stage.transforms]):
+            _check_private_stage(stage, stats, before)
+
+
+def _stats_by_stage(first_stats: FirstStats) -> list[tuple[Stage, SampleStats]]:
+    """The first results of each stage; those of two calls if the first one had one sample only."""
+    found: list[tuple[Stage, SampleStats]] = []
     for stage in {id(stage): stage for stage, _ in first_stats}.values():
         parts = [stats for other, stats in first_stats if other is stage and len(stats)]
-        if not parts:
-            continue
-        stats = concatenate(parts[:2]) if len(parts) > 1 and len(parts[0]) == 1 else parts[0]
-        with state_restored([transform.answer for transform in stage.transforms]):
-            _check_stage(stage, stats, private)
+        if parts:
+            found.append((stage, concatenate(parts[:2]) if len(parts) > 1 and len(parts[0]) == 1 else parts[0]))
+    return found
 
 
-def _check_stage(stage: Stage, stats: SampleStats, private: bool) -> None:
+def _check_stage(stage: Stage, stats: SampleStats) -> None:
     """Compare the coefficients of each transform with those for each half of the samples."""
     rows = list(range(len(stats)))
     halves = [half for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]) if half]
@@ -96,23 +117,61 @@ def _check_stage(stage: Stage, stats: SampleStats, private: bool) -> None:
             again = transform(stats)
             parts = [whole] if transform.window else [transform(stats.take(half)) for half in halves]
         except Exception:  # it may need a certain number of samples; the calls of the update itself have succeeded
-            if private:
-                raise PrivacyError(
-                    _MIXES.format(transform=transform, found="fails for a part of the samples")
-                ) from None
             return
         if not _close(whole, again):  # random, or dependent on earlier calls
             return
         if not _close(whole, cat_values(parts)):
-            if private:
-                found = "gives a sample another weight if other samples are left out"
-                raise PrivacyError(_MIXES.format(transform=transform, found=found))
             warn(
                 f"{transform} gives a sample another weight if it is called with half of the samples, so that an "
                 "update depends on batch and microbatch size. Use sw.weight(..., window=True), which calls the "
                 "function once with the values of the whole window."
             )
         stats = stats.scaled(whole, transform.renormalises)
+
+
+def _check_private_stage(stage: Stage, stats: SampleStats, before: CallSnapshot) -> None:
+    """Compare the coefficient of a sample alone with those beside and after the other samples. All calls start from the
+    same state and the same random numbers, of which the sample gets the first ones.
+    """
+    samples = range(len(stats))
+    for transform in stage.transforms:
+
+        def call(rows: list[int], transform: SampleTransform = transform, stats: SampleStats = stats) -> PerSample:
+            return transform(stats.take(rows))
+
+        def call_first(rows: list[int], seed: int = 0, call: Callable[[list[int]], PerSample] = call) -> PerSample:
+            before.restore(seed)
+            return call(rows)
+
+        found = None
+        try:
+            for row, seed in product(samples[:FEW], range(SEEDS)):
+                others = [k for k in samples if k != row]
+                alone = call_first([row], seed)
+                again = call_first([row], seed)
+                beside = rows_of(call_first([row, *others], seed), slice(1))
+                call_first(others or [row], seed)
+                before.restore_random(seed)
+                after = call([row])
+                if not _equal(alone, again):
+                    found = "gives other weights if it is called again with the same values"
+                elif not _equal(alone, beside):
+                    found = "gives a sample another weight if other samples are left out"
+                elif not _equal(alone, after):
+                    found = "gives a sample another weight after it was called before"
+            whole = call_first([*samples])
+        except Exception:  # the calls of the update itself have succeeded
+            found = "fails for a part of the samples"
+        if found is not None:
+            raise PrivacyError(_MIXES.format(transform=transform, found=found))
+        stats = stats.scaled(whole, transform.renormalises)
+
+
+def _equal(a: PerSample, b: PerSample) -> bool:
+    """True if coefficients are equal up to rounding."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and all(_equal(a[name], b[name]) for name in a)
+    return isinstance(b, Tensor) and torch.allclose(a, b, rtol=100 * torch.finfo(a.dtype).eps, atol=0, equal_nan=True)
 
 
 def _close(a: PerSample, b: PerSample) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,6 +14,7 @@ from samplewise.core.batches import cut, length
 from samplewise.engine.pending_checks import PendingChecks
 from samplewise.errors import NonFiniteGradientError, NonFiniteLossError
 from samplewise.step.batch_columns import BatchColumns
+from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.config import StepConfig
 from samplewise.transforms.stats import PerSample, SampleStats, cat_values
 
@@ -21,16 +23,29 @@ UNKNOWN = -1
 
 class BatchCursor:
     """Cursor over a batch: yields slices of its rows, starting at row `consumed`. A batch that cannot be cut is
-    returned whole. `number`: index of the batch in its epoch, from 0; None if unknown.
+    returned whole. `number`: index of the batch in its epoch, from 0; None if unknown. `owners`: group of each row,
+    (B,), with the rows of a group one after the other: a slice then has whole groups, or a part of one group, so that
+    the passes of a group do not depend on others.
     """
 
-    __slots__ = ("_length", "batch", "consumed", "empty", "number")
+    __slots__ = ("_ends", "_length", "batch", "consumed", "empty", "layouts", "number")
 
-    def __init__(self, batch: Any, consumed: int = 0, number: int | None = None):
+    def __init__(
+        self,
+        batch: Any,
+        consumed: int = 0,
+        number: int | None = None,
+        layouts: BatchLayouts | None = None,
+        owners: Tensor | None = None,
+    ):
+        self._ends: list[int] | None = None  # of the groups
+        if owners is not None:
+            self._ends = owners.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
         self.batch = batch
         self.consumed = consumed
         self.empty = False
         self.number = number
+        self.layouts = layouts
         self._length: int | None = UNKNOWN
 
     @property
@@ -39,7 +54,7 @@ class BatchCursor:
         whole does not need it.
         """
         if self._length == UNKNOWN:
-            self._length = length(self.batch)
+            self._length = length(self.batch) if self.layouts is None else self.layouts.length(self.batch)
         return self._length
 
     @property
@@ -49,6 +64,8 @@ class BatchCursor:
 
     def skip(self, rows: int) -> None:
         """Advance the cursor by `rows`."""
+        if self.consumed == 0 and rows != self._length and self.layouts is not None:
+            self.layouts.record_slice(self.batch)
         self.consumed += rows
         self.empty = self.consumed == self._length
 
@@ -65,11 +82,24 @@ class BatchCursor:
             self.empty = True
             return self.batch, None
         stop = total if limit is None else min(start + limit, total)
+        if self._ends is not None:
+            stop = _end_of_slice(self._ends, start, stop)
         self.consumed = stop
         self.empty = stop == total
         if start == 0 and stop == total:
             return self.batch, total
+        if start == 0 and self.layouts is not None:
+            self.layouts.record_slice(self.batch)
         return cut(self.batch, start, stop, total), stop - start
+
+
+def _end_of_slice(ends: list[int], start: int, stop: int) -> int:
+    """End of a slice of rows start:stop that has whole groups, or rows of one group only. `ends`: of all groups."""
+    group = bisect_right(ends, start)  # that of row `start`
+    first = ends[group - 1] if group else 0
+    if start > first or stop < ends[group]:
+        return min(stop, ends[group])
+    return ends[bisect_right(ends, stop) - 1]
 
 
 @dataclass
@@ -99,7 +129,7 @@ class WindowTotals:
     losses: float  # Σ losses
     counts: float  # Σ counts
     denominators: float
-    invalid: float  # number of ranks with negative counts
+    invalid: float  # number of ranks with negative or non-finite counts
 
 
 @dataclass(slots=True)
@@ -114,6 +144,7 @@ class Window:
     share: float | None = None  # number of samples that this rank must add; None: not determined yet
     begun: bool = False  # gradients, buffers or counters have changed for this window, and it is not applied yet
     restored: bool = False  # loaded from a state, and no samples were added since
+    summing: bool = False  # whether the ranks have begun to sum `.grad`, during the last pass of this rank
     divided: bool = False  # whether `.grad` already holds the mean instead of the sum
     failure: Exception | None = None  # why the update will be skipped
     checks: PendingChecks = field(default_factory=PendingChecks)  # values on the device that are not checked yet

@@ -9,6 +9,8 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 from samplewise.core.batches import length
+from samplewise.core.closure_state import CallSnapshot
+from samplewise.core.modes import check_modes
 from samplewise.core.snapshot import Buffers
 from samplewise.core.text import plural
 from samplewise.engine.pending_checks import collected_in
@@ -22,14 +24,15 @@ from samplewise.errors import (
 from samplewise.step.accumulate import Accumulator, PlainAccumulator, WeightedAccumulator
 from samplewise.step.audit import Audit
 from samplewise.step.batch_columns import record_columns
-from samplewise.step.checks import check_modes, check_pieces, check_reached
+from samplewise.step.checks import check_pieces, check_reached
 from samplewise.step.config import StepConfig
 from samplewise.step.forward import LossEvaluator
 from samplewise.step.grouped import GroupedAccumulator
 from samplewise.step.microbatch import MicrobatchSize
-from samplewise.step.private_checks import check_private_buffers, check_private_parameters
+from samplewise.step.open_window import OpenWindowGuard
+from samplewise.step.private_checks import ModelState, check_private_parameters, largest_terms
 from samplewise.step.screened import ScreenedAccumulator
-from samplewise.step.weight_checks import check_cut, check_weights
+from samplewise.step.weight_checks import check_cut, check_private_weights, check_weights
 from samplewise.step.window import BatchCursor, Counters, Window, empty_stats, restored, unknown_stats
 from samplewise.step.window_ranks import ReduceInputs, WindowRanks
 from samplewise.transforms.stats import SampleStats
@@ -49,6 +52,7 @@ class WindowBuilder:
         ranks: WindowRanks,
         counters: Counters,
         buffers: Buffers,
+        optimizer: Any,
     ):
         self.config = config
         self.evaluator = evaluator
@@ -62,15 +66,20 @@ class WindowBuilder:
         self.record_norms = "norms" in config.record
         self.predictions: frozenset[str] = frozenset()  # columns of a criterion, see `prediction_columns`
         self.compiled_sums: Callable[[Any], SampleStats | None] = _not_compiled
-        self.audit = Audit(evaluator, config.audit, config.transforms.measures)
+        self.audit = Audit(evaluator, config.audit, config.transforms.measures, config.privacy is not None)
         self._trained = evaluator.trained
+        self._guard = evaluator.guard = OpenWindowGuard(evaluator.trained, optimizer)
         self._buffers = buffers
         self._chain = config.transforms  # those of the accumulator
         self._accumulator = self.make_accumulator()
         self._first = True  # no window was begun yet
+        self._unsliced = True  # no batch was sliced yet
+        size.compare = self._compare_slice
         self._unchecked = True  # the gradients of no window were checked for mistakes yet
         self._uncut = False  # whether the check of cut windows is still to be repeated
         self._unchecked_transforms = True  # the coefficients of these transforms were not checked yet
+        self._weights_before: CallSnapshot | None = None  # state of private transforms before their first call
+        self._model_state = ModelState(evaluator.modules, parameters=not ranks.strategy.sharded)
         ranks.strategy.before_sums = self._begin_for_others
 
     def _begin_for_others(self) -> None:
@@ -145,6 +154,8 @@ class WindowBuilder:
                 self.counters.epochs += 1
                 if config.tail == "drop" and complete is None:
                     self.drop()
+                if self.window.begun:
+                    self._guard.leave()
                 self.ranks.next_pass(self.window, config.samples)
             if complete is not None:
                 yield complete
@@ -154,9 +165,11 @@ class WindowBuilder:
     def accumulate(self, cursor: BatchCursor) -> None:
         """Add all samples of a batch to the open window."""
         self.ranks.check_group()
+        self._guard.enter()
         while not cursor.empty:
             microbatch, size = cursor.take(self.size.size)
             self._add(cursor, microbatch, size)
+        self._guard.leave()
 
     def close(self) -> Window | None:
         """Complete the window with the samples it has, on all ranks; None if there are none."""
@@ -166,6 +179,7 @@ class WindowBuilder:
 
     def _is_complete(self, samples: int | None, tail: str, ended: bool = False) -> bool:
         """True if the ranks together have the samples of the window. `ended`: this rank's loader has ended."""
+        self._guard.enter()  # before ranks exchange gradients
         window = self.window
         if not self._accumulator.needs_window:
             self.ranks.begin_exchange(window, window.samples, samples, tail, ended)
@@ -174,6 +188,7 @@ class WindowBuilder:
     def next_window(self) -> Window | None:
         """Add microbatches of the current batch until the window is complete; None if the batch is used up first."""
         samples = self.config.samples
+        self._guard.enter()
         while self.cursor is not None:
             cursor = self.cursor
             window = self.window
@@ -184,6 +199,8 @@ class WindowBuilder:
             full = window.samples >= window.share or (samples is None and cursor.empty)
             if full and self._is_complete(samples, self.config.tail):
                 return self._finish()
+        if self.window.begun and not self.window.summing:
+            self._guard.leave()
         return None
 
     def _empty_window(self) -> Window:
@@ -226,6 +243,8 @@ class WindowBuilder:
             window.restored = False
             if not window.begun:
                 self._begin()
+            if size is not None and microbatch is not cursor.batch:
+                self._compare_slice(cursor.batch, cursor.consumed - size, cursor.consumed)
             if first and (self._first or self.config.audit):
                 self.audit.run(microbatch, self._first, self.counters.updates)
                 # not reached if the audit raises, so that the next attempt raises again
@@ -250,6 +269,12 @@ class WindowBuilder:
             self.evaluator.ready = None
         window.seconds += perf_counter() - started
 
+    def _compare_slice(self, batch: Any, start: int, stop: int) -> None:
+        """Compare the first slice of a batch with the batch."""
+        if self._unsliced:
+            self._unsliced = False
+            self.audit.compare_slice(batch, start, stop)
+
     def _cannot_compare(self, microbatch: Any) -> bool:
         """True if the audit of a private step must be repeated, because this microbatch has one sample only. The audit
         of a sharded model contains collectives, which all ranks make in their first window.
@@ -262,11 +287,14 @@ class WindowBuilder:
         config = self.config
         found = self.window.samples + (size or 1)  # without `samples`, the number need not be exact
         self.evaluator.ready = self.ranks.begin_exchange(self.window, found, config.samples, config.tail)
+        self.window.summing = self.evaluator.ready is not None
 
     def _begin(self) -> None:
         """Prepare gradients and buffers for a new window."""
         self.window.begun = True
         self.evaluator.seconds = 0.0
+        if self.config.privacy is not None:
+            self._model_state.remember()
         self._trained.refresh()
         self._trained.clear()
         self.ranks.strategy.begin_window()
@@ -275,6 +303,10 @@ class WindowBuilder:
         if self.config.privacy is not None:
             check_private_parameters(self._trained)
             self.config.privacy.parameters = len(self._trained.wanted())
+            if self._weights_before is None:
+                stages = (self._chain.samples, self._chain.groups)
+                self._weights_before = CallSnapshot(t.answer for stage in stages for t in stage.transforms)
+            self.evaluator.term_limit = self.config.privacy.sensitivity * largest_terms(self._trained)
         if self.record_norms and not self._accumulator.knows_norms:
             self._accumulator = self.make_accumulator()
         self.evaluator.predictions = self.predictions
@@ -325,7 +357,9 @@ class WindowBuilder:
                 return [stats]
         start = 0 if window.deferred else window.samples
         if self.size.automatic and not accumulator.exchanges:
-            return self.size.retry(lambda some: accumulator.add(some, start), microbatches)
+            return self.size.retry(
+                self.evaluator.saved_state_and_sums, lambda some: accumulator.add(some, start), microbatches
+            )
         return accumulator.add(microbatches, start)
 
     @property
@@ -370,8 +404,10 @@ class WindowBuilder:
             fingerprint = self._accumulator.fingerprint
             self.ranks.reduce(window, ReduceInputs(window.config, self._trained, self._buffers, fingerprint))
         if self.config.privacy is not None:
-            check_private_buffers(self._buffers)
+            self._model_state.check()
         samples = window.samples if window.totals is None else window.totals.samples
+        if window.failure is None and window.config.transforms.samples.uses_positions:
+            window.config.transforms.samples.check_positions(samples)
         if window.failure is None and self._unchecked_transforms and samples:
             self._check_first(window)
         elif self._uncut:
@@ -392,6 +428,7 @@ class WindowBuilder:
                 check_pieces(self.evaluator.modules, sizes * self.ranks.size, self.config.interacting)
             check_reached(self._trained.owned, noise=bool(chain.on_sum))
             self._unchecked = False
+            self.evaluator.guard = None
         self._check_cut()
         check_weights(chain, window.parts)  # last: its collective sends errors of the other checks to all ranks
         self._unchecked_transforms = False
@@ -400,10 +437,12 @@ class WindowBuilder:
         """Check that weights do not depend on other samples. In a private step, a window of one sample on this rank
         allows no comparison, so that the check is repeated.
         """
-        private = self.config.privacy is not None
         first_stats = self._accumulator.first_stats or []
-        check_cut(first_stats, private)
-        self._uncut = private and sum(len(stats) for _, stats in first_stats) < 2
+        if self._weights_before is None:
+            check_cut(first_stats)
+        else:
+            check_private_weights(first_stats, self._weights_before)
+            self._uncut = sum(len(stats) for _, stats in first_stats) < 2
         self._accumulator.first_stats = None
 
     def make_accumulator(self) -> Accumulator:
@@ -434,10 +473,13 @@ class WindowBuilder:
 
     def discard(self) -> None:
         """Discard the open window and the rest of the batch; restore gradients, buffers and counters."""
+        self._guard.forget()
         for window in (self.window, self._complete):
             if window.begun:
                 self._trained.clear()
                 self._buffers.restore()
+                if window is self.window:  # parameters of a complete window may be changed by its update
+                    self._model_state.restore()
                 self.counters.samples -= sum(len(part) for part in window.parts)
                 self.counters.microbatches -= len(window.parts)
         self._complete = Window(self.config)
@@ -477,10 +519,13 @@ class WindowBuilder:
             self._fail(error)
         parts = window.state() if not window.deferred else {}
         sums = {}
+        self._guard.enter()
         columns = []
         if parts:
             sums = {name: gradient.clone() for name, gradient in self._trained.local_gradients().items()}
             columns = [each.state_dict() for each in window.columns]
+        if window.begun:
+            self._guard.leave()
         state = {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": columns}
         reached = self.ranks.strategy.reached() if parts else []
         return {**state, "reached": reached} if reached else state
@@ -497,6 +542,8 @@ class WindowBuilder:
         device = self._trained.device
         self._trained.set_gradients({name: total.to(device, copy=True) for name, total in state["sums"].items()})
         self.ranks.strategy.begin_window(state.get("reached", ()))
+        if self.window.begun:
+            self._guard.leave()
 
 
 def _not_compiled(microbatch: Any) -> None:
@@ -505,5 +552,5 @@ def _not_compiled(microbatch: Any) -> None:
 
 _UNCUT = (
     "each update must have exactly samples={samples} samples; found {found}. Use samples=None, or batches whose "
-    "tensors have one row per sample."
+    "tensors have one row per sample; for other entries, decorate the loss function with @sw.batch_constants(keys)."
 )

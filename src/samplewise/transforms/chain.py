@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from samplewise.core.text import plural
 from samplewise.errors import TransformError
 from samplewise.transforms.divisor import Divisor
 from samplewise.transforms.reference import Reference
@@ -52,6 +53,24 @@ class Stage:
     def uses_positions(self) -> bool:
         """True if a transform depends on the positions of samples in the window."""
         return any(t.positions is not None for t in self.transforms)
+
+    def check_positions(self, number: int, unit: str = "sample") -> None:
+        """Raise TransformError if a transform has values for another number of samples, or of groups, than the
+        `number` of the window.
+        """
+        for t in self.transforms:
+            if t.positions not in (None, number):
+                remedy = (
+                    "Pass index=, the key of the batch with the sample indices, if the tensor has one value for each "
+                    "sample of the dataset; or set Step(samples=) to the number of values, with tail='drop' or "
+                    "'carry' if the last window of a loader is shorter."
+                )
+                if unit == "group":
+                    remedy = "Weigh the samples before group(), with index= or a key of the batch."
+                found = plural(number, unit)
+                raise TransformError(
+                    f"{t} must have one value for each {unit} of the window; found a window of {found}. {remedy}"
+                )
 
     def weigh(self, parts: Sequence[SampleStats], call: WindowCall = SampleTransform.__call__) -> list[SampleStats]:
         """The parts of a window with their coefficients. Each transform gets the results of the previous one. `call`

@@ -33,6 +33,7 @@ class SampleStats:
     coefficients: PerSample | None = None  # product of the coefficients so far; None: 1
     shares: Tensor | None = None  # (B,) terms of the denominator; None: the counts
     columns: dict[str, Tensor] | None = None  # columns returned by the loss function; not used by transforms
+    _count_sum: Tensor | None = field(init=False, default=None, repr=False)
 
     def __len__(self) -> int:
         return self.losses.shape[0]
@@ -71,6 +72,15 @@ class SampleStats:
         if self.shares is not None:
             return self.shares
         return torch.ones_like(self.losses) if self.counts is None else self.counts
+
+    @property
+    def count_sum(self) -> Tensor | int:
+        """Σ counts, computed once."""
+        if self.counts is None:
+            return len(self)
+        if self._count_sum is None:
+            self._count_sum = self.counts.sum()
+        return self._count_sum
 
     def scaled(self, coefficients: PerSample, renormalises: bool) -> SampleStats:
         """Results after one more transform. A renormalising transform multiplies the denominators as well."""
@@ -131,13 +141,12 @@ def one_per_sample(values: PerSample) -> Tensor:
 
 def denominator(parts: Sequence[SampleStats]) -> Tensor | int:
     """Denominator of a window: Σ counts, times the coefficients of renormalising transforms."""
-    terms = [part.counts if part.shares is None else part.shares for part in parts]
-    return sum(len(part) if term is None else term.sum() for part, term in zip(parts, terms, strict=True))
+    return sum(part.count_sum if part.shares is None else part.shares.sum() for part in parts)
 
 
 def total_count(parts: Sequence[SampleStats]) -> Tensor | int:
     """Σ counts."""
-    return sum(len(part) if part.counts is None else part.counts.sum() for part in parts)
+    return sum(part.count_sum for part in parts)
 
 
 def total_loss(parts: Sequence[SampleStats]) -> Tensor:
@@ -190,6 +199,8 @@ def cat(values: Sequence[Any]) -> Tensor:
 
 
 def cat_values(values: Sequence[Any]) -> PerSample:
+    if len(values) == 1:
+        return values[0]
     if isinstance(values[0], Tensor):
         return torch.cat(list(values))
     return {name: torch.cat([v[name] for v in values]) for name in values[0]}

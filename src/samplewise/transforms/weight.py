@@ -27,8 +27,8 @@ def weight(
     """Multiply each sample's gradient by a weight.
 
     by: a function that returns weights (B,), whose argument names select its inputs from losses, counts, norms and
-    batch; or a tensor with one value for each sample of the window, in order; or the key of the batch under which the
-    weights are (a name, or the index in a tuple).
+    batch; or a tensor with one value for each sample of the window, in order (a window of another size is an error); or
+    the key of the batch under which the weights are (a name, or the index in a tuple).
     index: with a tensor: key of the batch under which the sample indices are; the weight of a sample is by[its index].
     A tensor on the CPU and indices on an accelerator cost a host sync per microbatch: move the tensor there.
     renormalise: divide the update by Σ weight × count instead of Σ counts.
@@ -38,6 +38,11 @@ def weight(
         name, needs, answer = _asking(by, window)
     elif isinstance(by, Tensor):
         name, needs, answer = _listed(by, index)
+    elif not isinstance(by, Hashable):
+        raise TransformError(
+            "weights must come from a function, a tensor or a key of the batch; found "
+            f"{type(by).__name__}. Pass torch.as_tensor(weights)."
+        )
     else:
         name, needs, answer = repr(by), frozenset({"batch"}), lambda stats: _as_weights(stats, by)
     if index is not None and not isinstance(by, Tensor):
@@ -127,7 +132,7 @@ def _listed(values: Tensor, index: Hashable) -> tuple[str, frozenset[str], Calla
         if int(positions.max()) >= len(values):
             raise TransformError(
                 f"weight({name}) must have one value for each sample of the window; found a window of at least "
-                f"{int(positions.max()) + 1}. Set Step(samples=) to that number, or look values up with index=."
+                f"{int(positions.max()) + 1}. Set Step(samples=) to the number of values, or look them up with index=."
             )
         return copy_to_device(values[copy_to_device(positions, values.device)], stats.losses.device)
 

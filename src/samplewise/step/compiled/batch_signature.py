@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, strided
 
-from samplewise.core.batches import PLAIN
+from samplewise.core.batches import PLAIN, is_whole
 from samplewise.step.compiled.errors import CannotCompile
 
 
@@ -38,4 +38,4 @@ def signature(batch: Any, rows: int | None) -> tuple[Any, ...]:
 
 def has_rows(leaf: Any, rows: int | None) -> bool:
     """Test whether leaf is a tensor with one row per sample."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows and not is_whole(leaf)

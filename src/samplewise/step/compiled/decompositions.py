@@ -1,9 +1,10 @@
-"""Decompositions of operations on one sample, which the compiler can fuse or which have less overhead.
+"""Decompositions of operations, most of them on one sample, which the compiler can fuse or which have less overhead.
 
 With one sample the gradient of a weight is a product of a column and a row. Written as `column * row` it is never
 stored as a tensor: it is computed where the update reads it. A convolution of one small image is written as a matrix
 product, which takes less time than the library needs to prepare a convolution. Attention over few tokens is written as
-a few small matrix products for the same reason.
+a few small matrix products for the same reason. The backward of max pooling with channels last is written without
+indices, so that the compiler computes several channels at once.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
 SMALL_PRODUCT = 2**15  # multiplications up to which a generated loop is faster than the library call
 SMALL_IMAGE = 2**22  # multiplications up to which a convolution becomes a matrix product
 SMALL_SCORES = 2**15  # attention scores (pairs of tokens, over all samples and heads) up to which it is decomposed
+SMALL_WINDOW = 9  # elements of a pooling window up to which its backward is decomposed
 
 
 def stored(t: Tensor) -> Tensor:
@@ -175,6 +178,41 @@ def _is_short(q: Tensor, k: Tensor, dropout: float) -> bool:
     return dropout == 0 and q[..., 0].numel() * k.shape[-2] <= SMALL_SCORES
 
 
+def max_pool2d_backward(
+    g: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: Tensor,
+) -> Any:
+    """Sum over the places of a window: the gradient of the windows whose largest value is at this place."""
+    vectors = x.dim() == 4 and len(x) > 1 and x.shape[1] > 1 and x.stride(1) == 1
+    if not vectors or any(padding) or ceil_mode or kernel[0] * kernel[1] > SMALL_WINDOW:
+        return NotImplemented
+    down, right = stride or kernel
+    height, width = g.shape[-2:]
+    places = [(i * dilation[0], j * dilation[1]) for i in range(kernel[0]) for j in range(kernel[1])]
+    ends = (height - 1) * down + 1, (width - 1) * right + 1
+    values = [x[..., i : i + ends[0] : down, j : j + ends[1] : right] for i, j in places]
+    largest = values[0]
+    place = torch.zeros_like(g)  # numbers of places in the type of values, which compare faster than integers
+    for number, value in enumerate(values[1:], 1):
+        larger = (value > largest) | value.ne(value)  # as torch: the first of equal values, the last NaN
+        largest = torch.where(larger, value, largest)
+        place = torch.where(larger, float(number), place)
+    place = stored(place)
+    total = torch.zeros_like(x)
+    for number, (i, j) in enumerate(places):
+        part = torch.where(place == number, g, 0.0)
+        if (down, right) != (1, 1):  # zeros between the windows
+            part = F.pad(part[..., :, None, :, None], (0, right - 1, 0, 0, 0, down - 1)).flatten(-2).flatten(-3, -2)
+        total = total + F.pad(part, (j, x.shape[-1] - j - part.shape[-1], i, x.shape[-2] - i - part.shape[-2]))
+    return total
+
+
 DECOMPOSITIONS: dict[Any, Any] = {
     aten.mm.default: mm,
     aten.addmm.default: addmm,
@@ -182,6 +220,7 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten.convolution_backward.default: convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+    aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
 }
 
 

@@ -1,7 +1,8 @@
 """Exceptions for updates that are not compiled; caught inside the step.
 
 CannotCompile
-└── DoesNotPay
+├── DoesNotPay
+└── Undecided
 """
 
 from __future__ import annotations
@@ -13,3 +14,7 @@ class CannotCompile(Exception):
 
 class DoesNotPay(CannotCompile):
     """Updates of some shape are not faster when compiled. The message is a short clause with the reason."""
+
+
+class Undecided(CannotCompile):
+    """This update cannot be used to compile, because it is not finite; a later one may be."""

@@ -1,20 +1,20 @@
 """Guards: detect changes since compilation that the compiled code would not see.
 
 Values of tensors and scalars of the optimizer may change, because the code reads them in each update. Everything else
-that the model, the loss function or a transform can look up is compared: attributes of modules; parameters and buffers
-by identity; closure variables and globals used by functions; and the contents of lists, dicts and records (objects with
-plain values only) among these.
+that the model, the loss function or a transform reads is compared: attributes of modules; parameters and buffers by
+identity; and what is reachable from the functions that are called in an update, see `Reachable`.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from operator import eq
+from types import CellType
 from typing import Any
 
 import torch
@@ -23,43 +23,46 @@ from torch.nn.modules import module as nn_module
 
 from samplewise.core.batches import PLAIN
 from samplewise.core.closure_state import (
-    ContainerSnapshot,
+    MODULE_ATTRIBUTES,
+    GeneratorSnapshot,
     all_identical,
-    class_attributes_of,
-    containers_in,
-    generators_in,
-    is_library_class,
-    items_of,
-    methods_of,
-    variables_of,
+    roots_of,
+    submodules_of,
 )
-from samplewise.core.snapshot import random_state
+from samplewise.core.reachable import Reachable, bytes_of, is_library_class, items_of
+from samplewise.step.compiled.calls import Calls
 from samplewise.step.compiled.errors import CannotCompile
 from samplewise.step.compiled.optim_formulas import hooks_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in HOOKS if hasattr(nn_module, f"_global{name}")]
-MODULE_ATTRIBUTES = {*vars(nn.Module())} - {"training"}
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-LARGE = 100  # entries; for larger containers only the length is compared
 
 
 _eras = count(1)  # values of `era`, all different
 
 
+def hooks_in(modules: Iterable[nn.Module]) -> list[Any]:
+    """Dicts of the hooks of modules, and of the hooks of all modules in the process."""
+    return [*GLOBAL_HOOKS, *(getattr(module, name) for module in modules for name in HOOKS)]
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 class Guards:
     """Guards of all programs of a step. `hold()` takes a few microseconds and runs after user code may have run."""
 
-    def __init__(self, modules: Sequence[nn.Module], functions: Iterable[Any], optimizer: Any):
-        self._modules = [module for root in modules for module in root.modules()]
-        self._hooks = [*GLOBAL_HOOKS, *(getattr(m, name) for m in self._modules for name in HOOKS)]
-        if any(self._hooks):
-            raise CannotCompile("modules have hooks")
+    def __init__(self, modules: Sequence[nn.Module], functions: Sequence[Any], optimizer: Any, calls: Calls):
+        """`calls`: made in an update."""
+        self._modules = submodules_of(modules)
+        self._hooks = hooks_in(self._modules)
         self.era = 0  # identifies the hyperparameters of the optimizer
         self._fixed = Expression()
         self._hyperparameters = Expression()
         self._guard_modules()
-        self._guard_functions([*functions, *methods_of(self._modules)])
+        self._guard_functions(functions, calls)
         self._guard_optimizer(optimizer)
 
     def _guard_modules(self) -> None:
@@ -68,27 +71,37 @@ class Guards:
             kept = vars(module)
             self._fixed.items(kept, [key for key in kept if key not in MODULE_ATTRIBUTES])
             self._fixed.add("len({})", kept)
+            if not is_library_class(type(module)):
+                self._fixed.add("{}.__class__", module)
             for inside in (module._modules, module._parameters, module._buffers):
                 self._fixed.items(inside, list(inside))
                 # Layers of a library read only the entries that they define.
                 if isinstance(module, LISTS) or not is_library_class(type(module)):
                     self._fixed.add("len({})", inside)
 
-    def _guard_functions(self, functions: Sequence[Any]) -> None:
-        """Guard closures, globals and containers used by functions and modules, hooks, autocast and torch settings."""
-        self._variables = [*variables_of(functions), *class_attributes_of(self._modules)]
-        for variable in self._variables:
+    def _guard_functions(self, functions: Sequence[Any], calls: Calls) -> None:
+        """Guard what the called functions read, hooks, autocast and torch settings."""
+        roots = roots_of(functions, self._modules)
+        reachable = Reachable(roots, known=self._modules, executed=calls.codes)
+        calls.check(reachable)
+        for variable in reachable.variables:
             self._fixed.add(variable.where, variable.holder)
-        values = [variable.read() for variable in self._variables]
-        values += [value for m in self._modules for name, value in vars(m).items() if name not in MODULE_ATTRIBUTES]
-        containers = containers_in(values, self._modules)
-        for container in containers:
+        for attributes in reachable.sized:
+            self._fixed.add("len({})", attributes)
+        for container in reachable.containers:
             self._fixed.contents(container)
-        self._kept = [ContainerSnapshot(container) for container in (*map(vars, self._modules), *containers)]
-        values += [item for each in containers for item in items_of(each)]
-        self._generators = generators_in(values)
-        self._torch_generators = [value for value in values if isinstance(value, torch.Generator)]
-        self._tensors = [value for value in values if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
+        self._fixed.names(bytes_of=bytes_of)
+        for values in reachable.arrays:
+            self._fixed.equal("bytes_of({})", values)
+        self._fixed.names(CellType=CellType)
+        for where, holder in reachable.absent:
+            self._fixed.add(where, holder)
+        for tensor in reachable.tensors:  # values may change
+            self._fixed.equal("({}.shape, {}.dtype, {}.requires_grad, {}.grad is None)", tensor)
+        for generator in reachable.generators:
+            if isinstance(generator, torch.Generator):
+                self._fixed.equal("{}.initial_seed()", generator)
+        self._generators = reachable.generators
         self._fixed.add("any({})", self._hooks)
         self._fixed.names(autocast=torch.is_autocast_enabled, autocast_type=torch.get_autocast_dtype)
         self._fixed.add("autocast('cpu') and autocast_type('cpu')")
@@ -130,7 +143,7 @@ class Guards:
             self._fixed.equal("{}.data_ptr()", tensor)
             if isinstance(tensor, nn.Parameter):
                 self._fixed.add("{}.requires_grad", tensor)
-                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                if has_hooks(tensor):
                     raise CannotCompile("parameters have hooks")
                 self._fixed.add("not ({}._backward_hooks or {}._post_accumulate_grad_hooks)", tensor)
         for first, *rest in (cells for cells in counters if cells):
@@ -153,38 +166,18 @@ class Guards:
         return bool(self._settings() == self._set)
 
     @contextmanager
-    def restored_after_tracing(self) -> Iterator[None]:
-        """Restore RNG states, containers, variables and their tensors after tracing, or after calls of the model.
-
-        Raises CannotCompile if the model changed its attributes or drew random numbers from Python or NumPy.
+    def unchanged(self) -> Iterator[None]:
+        """Raise CannotCompile after the block if the model changed its attributes in it, or drew random numbers from
+        Python, NumPy or a generator of its own.
         """
-        generators = [*self._generators, (random.getstate, random.setstate)]
         numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
-        generators += [] if numpy is None else [(partial(numpy.get_state, legacy=False), numpy.set_state)]
-        restore = random_state()
-        drawn = [read() for read, _ in generators]
-        then = [variable.read() for variable in self._variables]
-        states = [generator.get_state() for generator in self._torch_generators]
-        contents = [tensor.detach().clone() for tensor in self._tensors]
-        try:
-            yield
-            if str(drawn) != str([read() for read, _ in generators]):
-                raise CannotCompile("the model draws random numbers from Python or NumPy")
-            if not (self._fixed.identical() or self._fixed.holds()):
-                raise CannotCompile("the model changes its own attributes in the forward pass")
-        finally:
-            restore()
-            for (_, write), state in zip(generators, drawn, strict=True):
-                write(state)
-            for kept in self._kept:
-                kept.restore()
-            for variable, value in zip(self._variables, then, strict=True):
-                variable.write(value)
-            for generator, state in zip(self._torch_generators, states, strict=True):
-                generator.set_state(state)
-            for tensor, content in zip(self._tensors, contents, strict=True):
-                if not torch.equal(tensor.detach(), content):
-                    tensor.detach().copy_(content)
+        global_generators = [random._inst] + ([] if numpy is None else [numpy.mtrand._rand])
+        generators = [GeneratorSnapshot(generator) for generator in (*self._generators, *global_generators)]
+        yield
+        if any(generator.changed() for generator in generators):
+            raise CannotCompile("the model draws random numbers from Python or NumPy")
+        if not (self._fixed.identical() or self._fixed.holds()):
+            raise CannotCompile("the model changes its own attributes in the forward pass")
 
 
 SAME = """
@@ -228,11 +221,9 @@ class Expression:
             self.add("{}[" + repr(key) + "]", container)
 
     def contents(self, container: Any) -> None:
-        if len(container) > LARGE:
-            self.add("len({})", container)
-        else:
-            self.names(all_identical=all_identical, items_of=items_of)
-            self.add("[*items_of({})]" if isinstance(container, dict) else "[*{}]", container, "all_identical")
+        self.names(all_identical=all_identical, items_of=items_of)
+        plain = type(container) in (list, tuple, set, deque)
+        self.add("[*{}]" if plain else "[*items_of({})]", container, "all_identical")
 
     def _first(self) -> bool:
         """Generate the function that tests whether all values are identical objects, and call it."""

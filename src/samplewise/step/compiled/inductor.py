@@ -28,6 +28,13 @@ Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 
+def load_compiler() -> None:
+    """Import the compiler, before calls of the model are recorded: torch would import parts of it, and packages that it
+    uses, in the first of these calls. Decompositions of pooling expect that it was imported.
+    """
+    import torch._inductor.compile_fx  # noqa: F401
+
+
 def trace(function: Flat, inputs: Sequence[Tensor], ours: Decompositions) -> fx.GraphModule:
     """Trace `function` to an fx graph. It may run autograd and change tensors in place."""
     from torch._inductor.decomposition import select_decomp_table

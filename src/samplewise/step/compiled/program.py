@@ -20,7 +20,7 @@ from samplewise.step.compiled.update_fn import CompiledUpdate, Inputs
 from samplewise.transforms.stats import SampleStats
 
 NOMINAL = 64  # rows of the example batch that is compiled; real batches may have any number
-SMALL = 2**18  # parameters up to which one thread is faster than several
+SMALL = 2**18  # elements of all parameters, or of one intermediate result, up to which one thread is fastest
 
 
 class Program:
@@ -85,8 +85,10 @@ class Program:
             return self.update(inputs.like(flat))
 
         graph = inductor.trace_functional(updates, inputs.flat(), DECOMPOSITIONS)
-        small = sum(p.numel() for p in tensors.trained.values()) <= SMALL
-        threads = 1 if small else torch.get_num_threads()
+        results = [node.meta.get("val") for node in graph.graph.nodes if node.op != "placeholder"]
+        largest = max((t.numel() for t in results if isinstance(t, Tensor)), default=0)
+        work = max(largest, sum(p.numel() for p in tensors.trained.values()))
+        threads = 1 if work <= SMALL else torch.get_num_threads()
         return inductor.compile_graph(graph, inputs.flat(), threads)
 
     # --- calling ---------------------------------------------------------------------------------------------------

@@ -16,14 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import cut, leaves
+from samplewise.core.closure_state import CallSnapshot
+from samplewise.core.reachable import Reachable
 from samplewise.core.slow_notice import notify_if_slow
 from samplewise.core.text import plural
 from samplewise.errors import TrainingWarning
 from samplewise.step.accumulate import WeightedAccumulator
 from samplewise.step.compiled import inductor
 from samplewise.step.compiled.batch_signature import has_rows, signature
-from samplewise.step.compiled.errors import CannotCompile, DoesNotPay
-from samplewise.step.compiled.guards import Guards
+from samplewise.step.compiled.calls import Calls, ValueReads, description
+from samplewise.step.compiled.errors import CannotCompile, DoesNotPay, Undecided
+from samplewise.step.compiled.guards import Guards, has_hooks, hooks_in
 from samplewise.step.compiled.optim_buckets import OptimBuckets
 from samplewise.step.compiled.optim_formulas import formula_of
 from samplewise.step.compiled.program import Program
@@ -60,8 +63,10 @@ class Programs:
         self.found: dict[Any, Program | None] = {}
         self._guards: Guards | None = None
         self._changes = 0
+        self._stale = False  # compiled code was discarded, because something has changed or a state was loaded
         self._full = False
-        self._settings = self._compiled_settings()  # at the last call of _settings_hold
+        # At the last call of _settings_hold; the repr of those of a checkpoint.
+        self._settings: tuple[Any, ...] | str = self._compiled_settings()
 
     @property
     def config(self) -> StepConfig:
@@ -78,16 +83,28 @@ class Programs:
             self.notify = before
 
     def state_dict(self) -> dict[str, Any]:
-        return {"known": list(self.known), "given_up": self.gave_up, "slower": dict(self.slower)}
+        return {
+            "known": list(self.known),
+            "given_up": self.gave_up,
+            "slower": dict(self.slower),
+            "tried": sorted(self._tried),
+            "changes": self._changes,
+            "settings": self._settings if isinstance(self._settings, str) else repr(self._settings),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Discard all programs, and restore what is known about shapes: they are not tried again."""
+        """Discard all programs, and restore what is known about shapes and settings, so that the same updates are
+        compiled as without the interruption.
+        """
         self.known = list(state["known"])
         self.gave_up = state["given_up"]
         self.slower = dict(state.get("slower", {}))
-        self._tried = set(self.known)
+        self._tried = set(state.get("tried", self.known))
+        self._changes = state.get("changes", 0)
+        self._settings = state.get("settings") or self._compiled_settings()
         self.found = {}
         self._guards = None
+        self._stale = True
 
     def __getstate__(self) -> dict[str, Any]:
         """State without compiled code, which is bound to tensors; a copy compiles again."""
@@ -110,10 +127,13 @@ class Programs:
         then uncompiled, because the first one of new transforms is checked for mistakes.
         """
         settings = self._compiled_settings()
-        if settings[0] is self._settings[0] and settings[1:] == self._settings[1:]:
-            return True
+        before = self._settings
         self._settings = settings
-        return self._discard()
+        if isinstance(before, str):
+            same = repr(settings) == before
+        else:
+            same = settings[0] is before[0] and settings[1:] == before[1:]
+        return same or self._discard()
 
     def guards_hold(self) -> bool:
         """Test the guards; discard all compiled code if something has changed."""
@@ -125,6 +145,7 @@ class Programs:
         """Discard all compiled code; returns False."""
         self.found = {}
         self._guards = None
+        self._stale = True
         self._changes += 1
         if self._changes > CHANGES:
             self._give_up(f"the model, the optimizer or the settings have changed {self._changes} times")
@@ -141,20 +162,27 @@ class Programs:
         try:
             shape = signature(cursor.batch, cursor.rows), size
             key = *shape, record_norms, predictions
-            if not self._settings_hold() or (self._guards is not None and not self.guards_hold()):
+            if not self._settings_hold():
                 return None
+            if self._guards is not None and not self.guards_hold() and self.gave_up is not None:
+                return None  # otherwise it is compiled again, at once, as after a resume
             if key not in self.found:
                 self.found[key] = self._compile(cursor, size, record_norms, repr(shape))
             program = self.found[key]
+            self._stale = False
             if program is not None:
                 program.feed(cursor.batch)
                 program.verified = program.verified or self._accepts(program, cursor, size, repr(shape))
+        except Undecided:
+            return None
         except DoesNotPay as reason:
             self.found[key] = None
             self._stay_uncompiled(repr(shape), size, str(reason))
             return None
         except Exception as problem:  # raised by tracing or compiling; nothing has been changed
-            self._give_up(_first_line(problem))
+            if not self._stale:
+                self._give_up(_first_line(problem))
+            self._stale = False  # the next update is uncompiled: it raises errors of a change, or completes it
             return None
         return program if program is not None and program.verified else None
 
@@ -177,26 +205,35 @@ class Programs:
             return None
         self._check_settings()
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
-        guards = self._new_guards()
-        with guards.restored_after_tracing(), _quietly():
-            self._rehearse(example, shape)
+        chain = self.config.transforms
+        functions = [self.evaluator.loss_fn, *(t.answer for t in chain.samples.transforms)]
+        state = CallSnapshot(functions, self.evaluator.modules, [example])
+        if state.iterators:
+            raise CannotCompile(f"the model or the loss function can read {description(state.iterators[0])}")
+        calls = Calls(Reachable(state.caches).codes)
+        try:
+            with _quietly():
+                inductor.load_compiler()
+                self._rehearse(example, shape, calls)
+        finally:
+            state.restore()
+        guards = Guards(self.evaluator.modules, functions, self.applier.optimizer, calls)
         notice = f"compiling an update of {plural(size, 'sample')} ..."
         with self.evaluator.trained.without_grads(), notify_if_slow(self.notify, notice), _quietly():
-            tensors, update = self._traced(guards, cursor, size, example, record_norms)
+            try:
+                with guards.unchanged():
+                    tensors, update = self._traced(cursor, size, example, record_norms)
+            finally:
+                state.restore()
             program = Program(update, tensors, example)
         guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
         self._guards = guards
         return program
 
-    def _new_guards(self) -> Guards:
-        chain = self.config.transforms
-        functions = [self.evaluator.loss_fn, *(t.answer for t in chain.samples.transforms)]
-        return Guards(self.evaluator.modules, functions, self.applier.optimizer)
-
-    def _rehearse(self, example: Any, shape: str) -> None:
+    def _rehearse(self, example: Any, shape: str, calls: Calls) -> None:
         """Compute the update before it is traced. Raises DoesNotPay if it would not be faster compiled."""
         rehearsal = self._rehearsal(example)
-        operations = count_operations(rehearsal)
+        operations = count_operations(rehearsal, calls)
         if shape not in self._tried:
             refuse_library_bound(rehearsal, operations)
 
@@ -235,14 +272,14 @@ class Programs:
         )
 
     def _traced(
-        self, guards: Guards, cursor: BatchCursor, size: int, example: Any, record_norms: bool
+        self, cursor: BatchCursor, size: int, example: Any, record_norms: bool
     ) -> tuple[Tensors, CompiledUpdate]:
         evaluator = self.evaluator
         optimizer = self.applier.optimizer
         chain = self.config.transforms
         tensors = Tensors.of(evaluator)
         accumulator = WeightedAccumulator(evaluator, chain, record_norms, self.builder.ranks, self.builder.size)
-        with guards.restored_after_tracing():
+        with ValueReads():
             backward = trace_backward(accumulator, tensors, example, self.whole)
         formula = formula_of(optimizer) if self.whole else None
         names = {id(p): name for name, p in tensors.trained.items() if name in backward.reached}
@@ -268,6 +305,8 @@ class Programs:
                 chain.grouping or chain.samples.references or (chain.on_sum and self.whole)
             ),
             "recurrent layers are no faster compiled": any(isinstance(m, nn.RNNBase) for m in modules),
+            "modules have hooks": any(hooks_in(modules)),
+            "parameters have hooks": any(map(has_hooks, self.evaluator.trained.named.values())),
             "the model was compiled with torch.compile": any(hasattr(m, "_orig_mod") for m in modules),
         }
         for reason, holds in reasons.items():

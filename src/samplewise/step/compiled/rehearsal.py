@@ -44,8 +44,10 @@ class Rehearsal:
         self.whole = whole
         self.steps = whole and formula
         state: list[Tensor] = []
-        for kept in getattr(applier.optimizer, "state", {}).values():
+        self._kept: dict[Any, set[Any]] = {}  # keys of the optimizer state by parameter
+        for parameter, kept in getattr(applier.optimizer, "state", {}).items():
             state += [t for t in kept.values() if isinstance(t, Tensor)]
+            self._kept[parameter] = set(kept)
         self._touched = [*evaluator.trained.named.values(), *state]
         self._before = [t.detach().clone() for t in self._touched]
         self._restore_model = snapshot(*evaluator.modules)
@@ -80,6 +82,12 @@ class Rehearsal:
         self._restore_model()
         for tensor, then in zip(self._touched, self._before, strict=True):
             tensor.copy_(then)
+        state = getattr(self.applier.optimizer, "state", {})
+        for parameter in [*state]:  # a parameter that was added since the last update gets its state in this one
+            for key in [key for key in state[parameter] if key not in self._kept.get(parameter, ())]:
+                del state[parameter][key]
+            if parameter not in self._kept:
+                del state[parameter]
         self.evaluator.trained.clear()
 
     def origin(self, found: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -6,7 +6,6 @@ Updates of a trial are undone, so that it has no effect on the training besides 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -14,8 +13,9 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.errors import SamplewiseError
+from samplewise.step.compiled.calls import Calls
 from samplewise.step.compiled.decompositions import is_library_call
-from samplewise.step.compiled.errors import DoesNotPay
+from samplewise.step.compiled.errors import DoesNotPay, Undecided
 from samplewise.step.compiled.program import Program
 from samplewise.step.compiled.rehearsal import Rehearsal
 
@@ -50,16 +50,23 @@ class LibraryCalls(TorchDispatchMode):
             self.seconds += perf_counter() - started
 
 
-def count_operations(rehearsal: Rehearsal) -> int:
-    """Number of operations of an uncompiled update.
+def count_operations(rehearsal: Rehearsal, calls: Calls) -> int:
+    """Number of operations of an uncompiled update, whose `calls` are recorded.
 
     Autograd records some operations differently while operations are intercepted, as in tracing: `reshape` as a view.
     The engine verifies the structure of a graph with passes once, which it could not do in tracing; it does so here.
     """
-    calls = LibraryCalls()
-    with suppress(SamplewiseError):  # raised if the update is not finite
-        _intercepted(rehearsal, calls, rehearsal.uncompiled)
-    return calls.operations
+
+    def run() -> None:
+        with calls:
+            rehearsal.uncompiled()
+
+    library_calls = LibraryCalls()
+    try:
+        _intercepted(rehearsal, library_calls, run)
+    except SamplewiseError as error:
+        raise Undecided("this update is not finite") from error
+    return library_calls.operations
 
 
 def refuse_library_bound(rehearsal: Rehearsal, operations: int) -> None:

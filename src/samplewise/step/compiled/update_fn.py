@@ -116,10 +116,16 @@ def _all(values: Values) -> list[Tensor]:
 
 
 def _doubt(column: str, values: Tensor) -> Tensor:
-    """Return NaN for an invalid column (non-finite values; counts: negative or summing to zero), else zero."""
+    """Return NaN for an invalid column (non-finite values; a negative count; a denominator of zero or less), else
+    zero.
+    """
+    doubt = (values * 0).sum().double()
+    if column not in ("counts", "shares"):
+        return doubt
+    refused = ~(values.sum() > 0)
     if column == "counts":
-        return torch.where((values.min() < 0) | (values.sum() == 0), torch.nan, 0.0).double()
-    return (values * 0).sum().double()
+        refused = refused | (values.min() < 0)
+    return torch.where(refused, torch.nan, doubt)
 
 
 def _square(t: Tensor) -> Tensor:

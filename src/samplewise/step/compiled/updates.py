@@ -70,7 +70,10 @@ class CompiledUpdates:
         builder.cursor = cursor
         while builder.cursor is not None:
             if not builder.window.open and self._due(cursor):
+                made = builder.counters.updates
                 yield from self._compiled_windows(cursor, blocks)
+                if builder.counters.updates > made:
+                    continue  # the guards of the program may have failed: it is compiled again
             window = builder.next_window()
             if window is not None:
                 yield window
@@ -119,7 +122,9 @@ class CompiledUpdates:
 
     def _in_parts(self, size: int) -> bool:
         """Test whether the settings prevent that one program makes an update of `size` samples."""
-        return bool(self.config.transforms.on_sum) or 0 < (self.builder.size.size or 0) < size
+        chain = self.config.transforms
+        misfit = any(t.positions not in (None, size) for t in chain.samples.transforms)  # an error of `_finish`
+        return bool(chain.on_sum) or 0 < (self.builder.size.size or 0) < size or misfit
 
     def _add_part(self, microbatch: Any) -> SampleStats | None:
         """As `CompiledGradients.add`, for microbatches that are not a whole window, after PART_AFTER of their size."""
