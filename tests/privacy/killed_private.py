@@ -1,7 +1,8 @@
 """A private training that kills itself: python killed_private.py DIRECTORY UPDATE [WHEN].
 
-It resumes what is in the directory. UPDATE: index of the update in which it is killed with SIGKILL; -1: never. WHEN:
-"before" the parameters change, after the release is recorded; or "after" the update.
+It resumes what is in the directory, and evaluates metrics after each pass and in between. UPDATE: index of the update
+in which it is killed with SIGKILL; -1: never. WHEN: "before" the parameters change, after the release is recorded; or
+"after" the update.
 """
 
 import os
@@ -9,9 +10,12 @@ import signal
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
+from busy_process import Evaluation, Hooks, SecondModel, accuracy
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import samplewise as sw
 from samplewise.loop.callbacks import ModelCheckpoint
@@ -64,7 +68,9 @@ def main(directory, update, when):
             return original(*args, **kwargs)
 
         step.optimizer.step = killed
-    trainer(step, directory, *callbacks).fit(loader, resume=True)
+    busy = (Hooks(), Evaluation(Augmented()), SecondModel())
+    training = trainer(step, directory, *busy, *callbacks, metrics={"accuracy": accuracy})
+    training.fit(loader, validate=DataLoader(Augmented(), batch_size=16), resume=True)
     torch.save([p.detach() for p in model.parameters()], directory / "parameters.pt")
 
 

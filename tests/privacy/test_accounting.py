@@ -2,6 +2,7 @@ import itertools
 import logging
 import math
 import random
+import re
 import sys
 
 import dp_accounting
@@ -289,3 +290,43 @@ def test_a_missing_package_is_named(monkeypatch):
     assert str(missing.value) == (
         "sw.Privacy needs dp-accounting; found that it is not installed. Install it: pip install 'samplewise[privacy]'."
     )
+
+
+# --- extreme settings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("noise", [5e-324, 1e-300, 1e-9, 1e-7, 1e-4, 1e-3])
+def test_hardly_any_noise_gives_an_infinite_epsilon(accountant, noise):
+    for rate, updates in ((0.01, 1000), (1.0, 1000), (1.0, 10**9)):
+        releases = Releases(noise, rate, updates)
+        assert epsilon(releases, 1e-5, accountant) == math.inf
+        assert accounting.delta(releases, 3.0, accountant) == 1.0
+    assert epsilon(Releases(noise, 0.01, 0), 1e-5, accountant) == 0.0
+
+
+def test_hardly_any_noise_with_a_bound_on_the_batch():
+    assert epsilon(Releases(1e-9, 0.05, 10, max_batch=10, samples=100), 1e-5) == math.inf
+
+
+@pytest.mark.parametrize("noise", [1e7, 1e30, 1e100])
+def test_much_noise(noise):
+    assert epsilon(Releases(noise, 0.01, 1000), 1e-5) == 0.0  # delta alone covers it
+
+
+@pytest.mark.parametrize("noise", [1.1e100, 1e200, 1.7e308])
+def test_too_much_noise_is_refused(noise):
+    with pytest.raises(
+        ValueError, match=rf"noise_multiplier must be at most 1e\+100; found {re.escape(repr(noise))}\."
+    ):
+        Releases(noise, 0.01, 1000)
+
+
+@pytest.mark.parametrize("updates", [10**7 + 1, 10**12, 10**18])
+def test_more_updates_than_the_pld_accountant_can_compose(updates):
+    message = r"updates must be at most 10,000,000 with the accountant 'pld', .* Use the accountant 'rdp'\."
+    with pytest.raises(ValueError, match=message):
+        epsilon(Releases(1.0, 1e-6, updates), 1e-5)
+    with pytest.raises(ValueError, match=message):
+        calibrate(3.0, 1e-5, 1e-6, updates)
+    assert epsilon(Releases(1.0, 1e-9, updates), 1e-5, "rdp") < math.inf

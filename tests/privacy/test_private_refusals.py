@@ -1,5 +1,7 @@
 """Everything that would void the guarantee is refused, with a sentence; values outside of it are hidden."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -446,3 +448,28 @@ def test_sensitivity_errors_are_privacy_errors():
     with pytest.raises(PrivacyError, match="only if the weight of a sample depends on this sample alone") as caught:
         make(transforms=[sw.drop(largest=1)])
     assert isinstance(caught.value.__cause__, TransformError)
+
+
+# ------------------------------------------------------------------------------- entries and values that no audit sees
+
+
+def test_entries_that_are_kept_whole():
+    model = net()
+    whole = sw.batch_constants(1)(loss_fn)
+    with pytest.raises(PrivacyError, match=r"one row per sample of its draw.*found a loss function with @sw\.batch"):
+        sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), whole, privacy=plan())
+
+
+@pytest.mark.parametrize("values", [itertools.count(1), (k for k in range(1, 99)), zip(range(99))], ids=type)
+def test_iterators_that_an_audit_would_consume(values):
+    def decayed(model, batch):
+        return loss_fn(model, batch) / float(torch.as_tensor(next(values)))
+
+    model = net()
+    before = [p.clone() for p in model.parameters()]
+    privacy = plan()
+    step = sw.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), decayed, privacy=privacy)
+    with pytest.raises(PrivacyError, match=r"must be audited.*can read an iterator \(\w+\).*Compute the values"):
+        next(iter(step.over(privacy.loader(dataset()))))
+    assert step.privacy.spent().updates == 0
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -239,6 +239,30 @@ def test_samples_that_are_not_finite_contribute_nothing(bad, microbatch):
         assert step.privacy.zeroed == sum(i in bad_samples for units in drawn for i in units)
 
 
+@pytest.mark.parametrize("microbatch", [None, 2])
+@pytest.mark.parametrize("unit", ["sample", "user"])
+def test_a_batch_that_is_changed_in_place_is_restored_before_it_is_repeated(unit, microbatch):
+    x, y = data()
+    x[::3] = float("nan")
+    calls = []
+
+    def in_place(model, batch):
+        calls.append(len(batch[0]))
+        return F.cross_entropy(model(batch[0].mul_(2)), batch[1] + 0 * len(calls), reduction="none")
+
+    whole = (2 * x, y)
+    if unit == "user":
+        privacy = plan(unit="user", group=USERS, sample_rate=0.5)
+        expected = by_hand(privacy, of_users(whole, lambda i: i % 3), units=len(set(USERS)))
+    else:
+        privacy = plan(sample_rate=0.3)
+        expected = by_hand(privacy, lambda model, units: of_samples(parts=whole)(model, [i for i in units if i % 3]))
+    model, loader, step = make(privacy, losses=in_place, dataset=TensorDataset(x, y), microbatch=microbatch)
+    train(step, loader)
+    assert_same(model, expected)
+    assert step.privacy.zeroed > 0
+
+
 @pytest.mark.parametrize("microbatch", [None, 3])
 def test_users_with_samples_that_are_not_finite(microbatch):
     x, y = data()
@@ -386,3 +410,23 @@ def test_sizes_of_draws():
     assert len(sizes) > 2
     _, _, step = make(privacy)
     assert step.transforms.divisor.value == pytest.approx(RATE * SAMPLES)
+
+
+@pytest.mark.parametrize("options", [{}, {"observe": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"microbatch": 2}], ids=str)
+def test_run_returns_totals_without_hidden_values(options, settings):
+    privacy = plan(**options)
+    model, loader, step = make(privacy, **settings)
+    totals = step.run(loader)
+    assert totals.updates == step.privacy.spent().updates == 7 and totals.skipped == 0 and totals.seconds > 0
+    if options:
+        assert totals.samples > 0 and totals.loss > 0 and "loss" in repr(totals)
+    else:
+        assert repr(totals).startswith("7 updates, private, ")
+        for name in ("samples", "loss"):
+            with pytest.raises(
+                PrivacyError, match=f"totals.{name} must not be read with privacy=, because the guarantee"
+            ):
+                getattr(totals, name)
+    assert_same(model, by_hand(privacy, updates=7))
+    assert step.run(loader).updates == 1  # the last one that is paid for

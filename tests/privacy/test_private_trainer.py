@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -13,7 +14,7 @@ import forks
 import pytest
 import torch
 from killed_private import UPDATES, make, trainer
-from private_runs import data
+from private_runs import data, plan
 from private_runs import make as make_small
 from torch.utils.data import TensorDataset
 
@@ -25,6 +26,7 @@ from samplewise.privacy.streams import Secret
 pytest.importorskip("dp_accounting")
 
 SCRIPT = Path(__file__).with_name("killed_private.py")
+SPENT = f"all {UPDATES} updates that are paid for are made"
 
 
 def parameters(model):
@@ -32,9 +34,9 @@ def parameters(model):
 
 
 def lines(directory):
-    """Releases in the log; the first line holds the settings."""
+    """Releases in the log; the first line has the settings, and the place of the log."""
     first, *rest = [json.loads(line) for line in (directory / LOG_FILE).read_text().splitlines()]
-    assert list(first) == ["settings"]
+    assert list(first) == ["settings", "place"]
     return rest
 
 
@@ -242,8 +244,7 @@ def test_an_identical_replay_is_free(tmp_path):
 def resume_with_another_rate(directory):
     model, loader, step = make()
     training = trainer(step, directory, Faster())
-    training.fit(loader, resume=True)
-    return model, step
+    return model, step, training.fit(loader, resume=True)
 
 
 class Faster:
@@ -264,18 +265,50 @@ def test_another_learning_rate_is_counted_twice_with_new_noise(tmp_path):
         resume_with_another_rate(tmp_path)
     *first, note = lines(tmp_path)
     assert first == before and note["diverged"] == 6 and note["branch"] == 0
-    with (
-        warnings.catch_warnings(action="ignore"),
-        pytest.raises(
-            PrivacyError, match=rf"at most the {UPDATES} updates that are paid for; found that they are made"
-        ),
-    ):
-        resume_with_another_rate(tmp_path)
+    for _ in range(3):  # it ends at the same place, and is ended from then on
+        with warnings.catch_warnings(action="ignore"):
+            _, step, reason = resume_with_another_rate(tmp_path)
+        assert reason == SPENT and step.privacy.left == 0 and step.counters.updates == 5 + UPDATES - 13
+    assert not (tmp_path / KEY_FILE).exists()
     again = [line for line in lines(tmp_path) if "update" in line][len(first) :]
     assert len(again) == UPDATES - 13  # all that was left
     assert [line["update"] for line in again] == list(range(5, 5 + UPDATES - 13))
     assert all(line["branch"] == 1 for line in again)
     assert {line["digest"] for line in again}.isdisjoint(line["digest"] for line in first)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("duration", [{}, {"updates": UPDATES}, {"epochs": 2}], ids=str)
+def test_the_same_trainer_after_a_divergence(tmp_path, resume, duration):
+    """The second call of fit goes on with new noise, and each call ends without an error."""
+    interrupted(tmp_path, 12, keep=5)
+    _, loader, step = make()
+    training = trainer(step, tmp_path, Faster())
+    with warnings.catch_warnings(action="ignore"):
+        with pytest.raises(PrivacyError, match="must be repeated exactly"):
+            training.fit(loader, resume=True, **duration)
+        for _ in range(2):
+            assert training.fit(loader, resume=resume, **duration) == SPENT
+    assert step.privacy.spent().updates == UPDATES and step.privacy.left == 0
+    assert [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()][-1]["reason"] == SPENT
+
+
+def test_a_training_by_epochs_is_resumed_inside_an_epoch(tmp_path):
+    interrupted(tmp_path, 12, updates=20)
+    _, loader, step = make(updates=20)
+    assert trainer(step, tmp_path).fit(loader, epochs=2, resume=True) == "2 epochs are done"
+    assert step.privacy.spent().updates == 20
+    with pytest.raises(PrivacyError, match="at most the 20 updates that are paid for; found 30"):
+        trainer(step, tmp_path).fit(loader, epochs=3, resume=True)
+
+
+def test_a_training_that_makes_all_its_updates_ends_with_its_epoch(tmp_path):
+    """Nothing is cut off at the end: the last epoch is validated."""
+    _, loader, step = make(updates=20)
+    validation = torch.utils.data.DataLoader(loader.dataset.dataset, 20)
+    assert trainer(step, tmp_path).fit(loader, validation, epochs=2) == "2 epochs are done"
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in log].count("validation") == 2
 
 
 def test_branches_have_other_draws_and_noise():
@@ -294,13 +327,12 @@ def test_branches_have_other_draws_and_noise():
 
 def test_a_lost_key_is_replaced_and_the_updates_are_counted_again(tmp_path):
     interrupted(tmp_path, 9, keep=5)
-    key = (tmp_path / KEY_FILE).read_bytes()
     (tmp_path / KEY_FILE).unlink()
-    with pytest.raises(PrivacyError, match="updates that are paid for; found that they are made"):
-        resumed(tmp_path)
+    _, loader, step = make()
+    assert trainer(step, tmp_path).fit(loader, resume=True) == SPENT
     assert len(lines(tmp_path)) == UPDATES  # 10 with the old key, the rest with the new one
     assert len({line["key"] for line in lines(tmp_path)}) == 2
-    assert (tmp_path / KEY_FILE).read_bytes() != key
+    assert not (tmp_path / KEY_FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -397,6 +429,117 @@ def test_an_observed_run_shows_them(tmp_path, capsys):
     assert "observed: losses, norms and batch sizes are shown" in (tmp_path / "run.json").read_text()
 
 
+@pytest.mark.parametrize("at", [9, 19, 12, 23])
+def test_no_loss_in_the_log_of_a_resumed_run(tmp_path, at):
+    """Also if the first thing after the resume is the end of a pass of 10 draws, or of the run."""
+
+    class Stop:
+        def on_update(self, trainer, update):
+            if update.index == at:
+                trainer.stop("here")
+
+    _, loader, step = make()
+    trainer(step, tmp_path, Stop()).fit(loader)
+    resumed(tmp_path)
+    text = (tmp_path / "log.jsonl").read_text()
+    kinds = [json.loads(line)["kind"] for line in text.splitlines()]
+    assert kinds.count("epoch") >= 2
+    assert "NaN" not in text and "loss" not in text and "samples" not in text
+
+
+def values_in(directory):
+    """All numbers in checkpoints, log, run.json and privacy.jsonl."""
+    found = []
+    for path in directory.rglob("*.ckpt"):
+        found += [*numbers_in(sw.load_checkpoint(path)).values()]
+    for name in ("log.jsonl", "run.json", LOG_FILE):
+        for line in (
+            (directory / name).read_text().splitlines() if name != "run.json" else [(directory / name).read_text()]
+        ):
+            found += [*numbers_in(json.loads(line)).values()]
+    return found
+
+
+SIZE = 4711
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"divide_by": 9.0}, False),
+        ({"divide_by": 9.0, "observe": True}, False),
+        ({"divide_by": 9.0, "mode": "automatic"}, False),
+        ({"divide_by": 9.0, "unit": "user", "group": [i % SIZE for i in range(2 * SIZE)]}, False),
+        ({}, True),
+        ({"divide_by": 9.0, "adaptive": 0.5}, True),
+        ({"divide_by": 9.0, "max_batch": 40, "samples": SIZE, "accountant": "pld", "updates": 4}, True),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_the_number_of_samples_is_in_files_only_if_it_is_public(tmp_path, options, shown):
+    size = len(options.get("group", range(SIZE)))
+    privacy = plan(**{"sample_rate": 0.002, "updates": 6, **options})
+    _, loader, step = make_small(privacy, dataset=TensorDataset(*data(size)))
+    training = sw.Trainer(step, tmp_path, [sw.callbacks.ModelCheckpoint(every="1up")], progress=False, log_every=1)
+    training.fit(loader, updates=3)
+    found = values_in(tmp_path)
+    assert (SIZE in found) == shown
+    assert shown or size not in found
+    texts = [path.read_text() for path in tmp_path.rglob("*.json*")]
+    assert shown or not any(re.search(rf"(?<![\d.])({SIZE}|{size})(?![\d.])", text) for text in texts)
+
+
+def test_another_data_set_is_refused_if_its_size_is_secret(tmp_path):
+    for name, seed in (("seed", 3), ("key", None)):
+        directory = tmp_path / name
+        _, loader, step = make_small(plan(divide_by=9.0, seed=seed))
+        callbacks = [sw.callbacks.ModelCheckpoint(every="1up"), Interrupt(3)]
+        with pytest.raises(KeyboardInterrupt):
+            sw.Trainer(step, directory, callbacks, progress=False).fit(loader)
+        _, loader, step = make_small(plan(divide_by=9.0, seed=seed), dataset=TensorDataset(*data(39)))
+        with pytest.raises(PrivacyError, match="the same data set; found 39 samples in place of another number"):
+            sw.Trainer(step, directory, progress=False).fit(loader, resume=True)
+        _, loader, step = make_small(plan(divide_by=9.0, seed=seed))
+        assert "done" in sw.Trainer(step, directory, progress=False).fit(loader, resume=True)
+
+
+def test_the_size_cannot_be_compared_without_the_key(tmp_path):
+    _, loader, step = make_small(plan(divide_by=9.0, seed=None))
+    callbacks = [sw.callbacks.ModelCheckpoint(every="1up"), Interrupt(3)]
+    with pytest.raises(KeyboardInterrupt):
+        sw.Trainer(step, tmp_path, callbacks, progress=False).fit(loader)
+    (tmp_path / KEY_FILE).unlink()
+    _, loader, step = make_small(plan(divide_by=9.0, seed=None))
+    sw.Trainer(step, tmp_path, progress=False).fit(loader, resume=True)
+
+
+# ---------------------------------------------------------------------------------------------- before it is spent
+
+
+def test_callbacks_that_need_hidden_losses_are_refused_before_an_update(tmp_path):
+    validation = torch.utils.data.DataLoader(TensorDataset(*data()), 10)
+    for callback, validate in (
+        (sw.callbacks.EarlyStopping(), None),
+        (sw.callbacks.EarlyStopping("train_loss"), validation),
+        (sw.callbacks.ModelCheckpoint(best=2), None),
+    ):
+        _, loader, step = make_small()
+        with pytest.raises(
+            PrivacyError, match=r"must monitor a value of the validation with privacy=.* Pass validate="
+        ):
+            sw.Trainer(step, tmp_path, [callback], progress=False).fit(loader, validate)
+        assert step.privacy.spent().updates == 0
+    _, loader, step = make_small()
+    assert "done" in sw.Trainer(step, None, [sw.callbacks.EarlyStopping()], progress=False).fit(loader, validation)
+
+
+def test_draws_in_place_of_validation_data_are_refused_before_an_update(tmp_path):
+    _, loader, step = make_small()
+    with pytest.raises(PrivacyError, match=r"validate must be a plain loader, .* found one of privacy\.loader"):
+        sw.Trainer(step, tmp_path, progress=False).fit(loader, loader)
+    assert step.privacy.spent().updates == 0
+
+
 def test_the_number_of_zeroed_samples_is_not_saved():
     x, y = data()
     x[::2] = float("nan")
@@ -445,3 +588,13 @@ def test_spending_of_a_loop_by_hand_in_a_directory(tmp_path):
             break
     assert again.privacy.spent().updates == 4
     again.privacy.close()
+
+
+def test_the_log_shows_no_loss_after_a_resume_at_the_end_of_a_pass(tmp_path):
+    """The checkpoint was saved after the last update of the pass, before its line was written."""
+    for more in (0, 1):
+        _, loader, step = make(seed=3)
+        trainer(step, tmp_path).fit(loader, updates=len(loader) + more, resume=True)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert any(line["kind"] == "epoch" for line in lines)
+    assert not any("loss" in line for line in lines)

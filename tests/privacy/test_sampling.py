@@ -342,15 +342,15 @@ def test_draws_survive_pickle_and_copy():
 
 
 def test_drawn_batches_are_moved_and_mapped():
-    drawn = DrawnBatch((torch.zeros(2, 3), ["a", "b"]), torch.tensor([0, 1]), 4, 1, "abc")
+    drawn = DrawnBatch((torch.zeros(2, 3), ["a", "b"]), torch.tensor([0, 1]), 4, 1, "abc", 2)
     moved = to_device(drawn, torch.device("meta"))
     assert isinstance(moved, DrawnBatch)
     assert moved.batch[0].is_meta and moved.owners.is_meta and moved.batch[1] == ["a", "b"]
     assert (moved.draw, moved.branch, moved.source) == (4, 1, "abc")
     doubled = map_leaves(drawn, lambda leaf: leaf + 1 if isinstance(leaf, torch.Tensor) else leaf)
     assert doubled.batch[0].eq(1).all() and doubled.owners.tolist() == [1, 2] and doubled.draw == 4
-    empty = to_device(DrawnBatch(None, None, 4, 1, "abc"), torch.device("meta"))
-    assert empty == DrawnBatch(None, None, 4, 1, "abc")
+    empty = to_device(DrawnBatch(None, None, 4, 1, "abc", 0), torch.device("meta"))
+    assert empty == DrawnBatch(None, None, 4, 1, "abc", 0)
 
 
 def test_drawn_batches_are_pinned():
@@ -362,9 +362,9 @@ def test_drawn_batches_are_pinned():
             new.pinned = True
             return new
 
-    drawn = DrawnBatch({"x": Pinnable(), "name": ["a"]}, Pinnable(), 4, 1, "abc").pin_memory()
+    drawn = DrawnBatch({"x": Pinnable(), "name": ["a"]}, Pinnable(), 4, 1, "abc", 1).pin_memory()
     assert drawn.batch["x"].pinned and drawn.owners.pinned and drawn.batch["name"] == ["a"]
-    assert DrawnBatch(None, None, 4, 1, "abc").pin_memory() == DrawnBatch(None, None, 4, 1, "abc")
+    assert DrawnBatch(None, None, 4, 1, "abc", 0).pin_memory() == DrawnBatch(None, None, 4, 1, "abc", 0)
 
 
 # -------------------------------------------------------------------------------------- ranks

@@ -1,6 +1,7 @@
 """Log of releases: replay, divergence, branches, files."""
 
 import json
+import os
 
 import pytest
 from private_runs import plan
@@ -51,7 +52,7 @@ def test_releases_are_on_disk_when_add_returns(tmp_path):
     spending = opened(tmp_path)
     spending.add(release(0))
     first, second = (tmp_path / LOG_FILE).read_text().splitlines()  # read by another file object, without a close
-    assert json.loads(first) == {"settings": {"clip": 1.0}}
+    assert json.loads(first)["settings"] == {"clip": 1.0}
     assert json.loads(second) == {"update": 0, "branch": 0, "key": "k", "digest": "a0"}
     spending.close()
 
@@ -101,3 +102,99 @@ def test_key_files(tmp_path):
     remove_secret(tmp_path / "run")
     remove_secret(tmp_path / "run")  # no error if there is none
     assert load_secret(tmp_path / "run") is None
+
+
+# --- damaged files ----------------------------------------------------------------------------------------------------
+
+LINES = ['{"settings": {"clip": 1.0}}', '{"update": 0, "branch": 0, "key": "k", "digest": "a0"}']
+ODD = {
+    "an empty line": (2, ""),
+    "no object": (2, "[1, 2]"),
+    "a number": (2, "3"),
+    "null": (2, "null"),
+    "deep": (2, "[" * 100_000),
+    "no digest": (2, '{"update": 0, "branch": 0, "key": "k"}'),
+    "an update that is a text": (2, '{"update": "0", "branch": 0, "key": "k", "digest": "a0"}'),
+    "an update that is a bool": (2, '{"update": true, "branch": 0, "key": "k", "digest": "a0"}'),
+    "a negative update": (2, '{"update": -1, "branch": 0, "key": "k", "digest": "a0"}'),
+    "a branch that is a list": (2, '{"update": 0, "branch": [], "key": "k", "digest": "a0"}'),
+    "a key that is null": (2, '{"update": 0, "branch": 0, "key": null, "digest": "a0"}'),
+    "a note without a key": (2, '{"diverged": 0, "branch": 0}'),
+    "not UTF-8": (2, b'{"update": 0, "branch": 0, "key": "\xff", "digest": "a0"}'),
+    "no settings": (1, LINES[1]),
+    "settings that are a list": (1, '{"settings": []}'),
+    "other settings": (1, "{}"),
+    "zeros": (1, "\0" * 40),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_lines_are_refused(tmp_path, name):
+    number, line = ODD[name]
+    lines = [text.encode() for text in LINES]
+    lines[number - 1] = line if isinstance(line, bytes) else line.encode()
+    path = tmp_path / LOG_FILE
+    content = b"\n".join(lines) + b'\n{"update": 1'  # and a last line that is cut off
+    path.write_bytes(content)
+    with pytest.raises(
+        PrivacyError, match=rf"(?s)must have one JSON object per line, .*in line {number}, .*Restore it"
+    ):
+        opened(tmp_path)
+    assert path.read_bytes() == content
+
+
+def test_two_sums_with_the_same_noise_in_a_log(tmp_path):
+    path = tmp_path / LOG_FILE
+    path.write_text("\n".join([*LINES, LINES[1], ""]))
+    again = opened(tmp_path)
+    assert again.count == 1  # written twice, released once
+    again.close()
+    path.write_text("\n".join([*LINES, LINES[1].replace("a0", "b0"), ""]))
+    with pytest.raises(PrivacyError, match="must have one release for each draw of noise; found two sums for update 0"):
+        opened(tmp_path)
+
+
+def test_a_log_that_is_a_directory(tmp_path):
+    (tmp_path / LOG_FILE).mkdir()
+    with pytest.raises(PrivacyError, match=r"privacy\.jsonl must be a file that can be read; found: .*Restore it"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"short", b"x" * 31, b"x" * 33, b"x" * 64])
+def test_a_damaged_key(tmp_path, content):
+    (tmp_path / "privacy.key").write_bytes(content)
+    message = (
+        rf"must be the key of the run, 32 bytes; found: .*found {len(content)} bytes.* or remove it: draws and noise"
+    )
+    with pytest.raises(PrivacyError, match=message):
+        load_secret(tmp_path)
+
+
+def test_a_key_that_is_a_directory(tmp_path):
+    (tmp_path / "privacy.key").mkdir()
+    with pytest.raises(PrivacyError, match=r"must be the key of the run, 32 bytes; found: .*[Dd]irectory"):
+        load_secret(tmp_path)
+
+
+@pytest.mark.parametrize("point", ["fsync", "replace"])
+def test_a_crash_while_the_key_is_written(tmp_path, monkeypatch, point):
+    """The earlier key stays, or there is none; what is left of the new one can be read by its owner only."""
+    before = Secret.new()
+    for existing in (None, before):
+        if existing is not None:
+            save_secret(tmp_path, existing)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, point, lambda *arguments: (_ for _ in ()).throw(OSError("the machine stops here")))
+            with pytest.raises(OSError, match="stops here"):
+                save_secret(tmp_path, Secret.new())
+        assert load_secret(tmp_path) == existing
+        assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.iterdir())
+    after = Secret.new()
+    save_secret(tmp_path, after)
+    assert load_secret(tmp_path) == after and [path.name for path in tmp_path.iterdir()] == ["privacy.key"]
+
+
+def test_no_part_of_a_key_stays(tmp_path):
+    (tmp_path / ".privacy.key.partial").write_bytes(b"x" * 32)
+    remove_secret(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -24,6 +24,10 @@ CURVE_DELTAS = 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3
 PLD_GRID = 1e-4  # step of the discretized privacy loss; the default of dp-accounting
 COARSE_GRID = 1e-3  # ten times faster, for the first guess of a calibration
 FINE_EPSILON = 300.0  # above it the grid is coarser: the PLD has epsilon / grid entries
+LARGEST_EPSILON = 1e5  # larger ones are reported as infinite: accountants are slow there, and then overflow
+LEAST_NOISE = 1e-6  # less noise gives an infinite epsilon, whatever the sampling rate
+LARGEST_NOISE = 1e100  # its square is finite
+MOST_UPDATES = 10**7  # of the PLD accountant with sampling: more take minutes and fill the memory
 MIN_DIVERGENCE = 1e-15  # of the RDP accountant: smaller ones are rounding errors
 
 MIN_NOISE = 0.05
@@ -52,6 +56,8 @@ class Releases:
     def __post_init__(self) -> None:
         if not (_is_number(self.noise_multiplier) and 0 <= self.noise_multiplier < math.inf):
             raise ValueError(f"noise_multiplier must be a finite number >= 0; found {self.noise_multiplier!r}.")
+        if self.noise_multiplier > LARGEST_NOISE:
+            raise ValueError(f"noise_multiplier must be at most {LARGEST_NOISE:g}; found {self.noise_multiplier!r}.")
         if not (_is_number(self.sample_rate) and 0 < self.sample_rate <= 1):
             raise ValueError(f"sample_rate must be a number in (0, 1]; found {self.sample_rate!r}.")
         if not (_is_integer(self.updates) and self.updates >= 0):
@@ -64,24 +70,30 @@ class Releases:
 
 
 def epsilon(releases: Releases, delta: float, accountant: str = "pld") -> float:
-    """Epsilon of the releases at this delta; 0.0 for no updates, infinity without noise.
+    """Epsilon of the releases at this delta; 0.0 for no updates, infinity without noise or if it is above 1e5.
 
     accountant: "pld" (privacy loss distribution, tight) or "rdp" (Rényi, an upper bound that is 5 to 15 % larger)
     """
     _check_delta(delta)
     _check_accountant(accountant, releases.max_batch)
+    _check_updates(releases, accountant)
     if releases.updates == 0:
         return 0.0
+    if _has_infinite_epsilon(releases):
+        return math.inf
     return _query_epsilon(_composed(releases, accountant), delta, accountant)
 
 
 def delta(releases: Releases, epsilon: float, accountant: str = "pld") -> float:
-    """Delta of the releases at this epsilon, in [0, 1]; 0.0 for no updates."""
+    """Delta of the releases at this epsilon, in [0, 1]; 0.0 for no updates, 1.0 for an infinite epsilon."""
     if not (_is_number(epsilon) and 0 <= epsilon < math.inf):
         raise ValueError(f"epsilon must be a finite number >= 0; found {epsilon!r}.")
     _check_accountant(accountant, releases.max_batch)
+    _check_updates(releases, accountant)
     if releases.updates == 0:
         return 0.0
+    if _has_infinite_epsilon(releases):
+        return 1.0
     return _query_delta(_composed(releases, accountant), epsilon, accountant)
 
 
@@ -109,9 +121,9 @@ def calibrate(
     if not (_is_integer(updates) and updates >= 1):
         raise ValueError(f"updates must be a positive integer; found {updates!r}.")
     _check_accountant(accountant, max_batch)
-    return _calibrated(
-        float(epsilon), float(delta), Releases(1.0, sample_rate, updates, max_batch, samples), accountant
-    )
+    releases = Releases(1.0, sample_rate, updates, max_batch, samples)
+    _check_updates(releases, accountant)
+    return _calibrated(float(epsilon), float(delta), releases, accountant)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -143,6 +155,14 @@ def _check_accountant(accountant: str, max_batch: int | None) -> None:
         raise ValueError(
             f"accountant must be 'pld' with max_batch, because truncated Poisson sampling has no other; found "
             f"{accountant!r}."
+        )
+
+
+def _check_updates(releases: Releases, accountant: str) -> None:
+    if accountant == "pld" and releases.sample_rate < 1 and releases.updates > MOST_UPDATES:
+        raise ValueError(
+            f"updates must be at most {MOST_UPDATES:,} with the accountant 'pld', which would take minutes; found "
+            f"{releases.updates:,}. Use the accountant 'rdp'."
         )
 
 
@@ -208,11 +228,19 @@ def _event(dp_accounting: Any, releases: Releases) -> Any:
 
 def _pld_grid(releases: Releases) -> float:
     """Step of the discretized privacy loss: 1e-4, larger if epsilon is so large that the PLD would fill the memory."""
-    noise = releases.noise_multiplier
-    if noise == 0 or releases.updates / (2 * noise**2) < FINE_EPSILON:  # the mean loss without sampling
-        return PLD_GRID
-    rough = _query_epsilon(_composed(replace(releases, max_batch=None), "rdp"), CURVE_DELTAS[0], "rdp")
+    rough = _rough_epsilon(releases)
     return PLD_GRID * max(1.0, math.ceil(rough / FINE_EPSILON)) if math.isfinite(rough) else PLD_GRID
+
+
+def _has_infinite_epsilon(releases: Releases) -> bool:
+    return releases.noise_multiplier < LEAST_NOISE or LARGEST_EPSILON < _rough_epsilon(releases) < math.inf
+
+
+def _rough_epsilon(releases: Releases) -> float:
+    """Upper bound of epsilon, computed quickly; 0.0 if it is not large."""
+    if releases.updates / (2 * releases.noise_multiplier**2) < FINE_EPSILON:  # the mean loss without sampling
+        return 0.0
+    return _query_epsilon(_composed(replace(releases, max_batch=None), "rdp"), CURVE_DELTAS[0], "rdp")
 
 
 def _query_epsilon(composed: Any, delta: float, accountant: str) -> float:
@@ -316,20 +344,26 @@ def _smallest_noise(
         # Epsilon is not monotone in its last digits: continue below.
 
 
+def _out_of_range(target: float, size: str) -> ValueError:
+    return ValueError(
+        f"epsilon must be one that a noise multiplier between {MIN_NOISE:g} and {MAX_NOISE:g} gives; found "
+        f"{target:g}, which is too {size} for this delta, rate and number of "
+        "updates."
+    )
+
+
 def _bracket(
     evaluate: Callable[[float], _Point], log_noise: float, target: float, margin: float
 ) -> tuple[_Point, _Point]:
     """Two points, (safe, unsafe), found by steps from `log_noise` as if epsilon were proportional to 1 / noise."""
+    if target > LARGEST_EPSILON:  # without a call: with little noise the accountants take half a minute
+        raise _out_of_range(target, "large")
     low = math.log(MIN_NOISE)
     high = math.log(MAX_NOISE)
     last = evaluate(min(max(log_noise, low), high))
     while True:
         if last.log_noise == (low if last.is_safe else high):
-            raise ValueError(
-                f"epsilon must be one that a noise multiplier between {MIN_NOISE:g} and {MAX_NOISE:g} gives; found "
-                f"{target:g}, which is too {'large' if last.is_safe else 'small'} for this delta, rate and number of "
-                "updates."
-            )
+            raise _out_of_range(target, "large" if last.is_safe else "small")
         step = min(abs(last.excess) + margin, MAX_STEP)
         margin *= 2
         point = evaluate(min(max(last.log_noise + (-step if last.is_safe else step), low), high))

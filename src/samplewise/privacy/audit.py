@@ -6,7 +6,7 @@ Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training run", 2023,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -42,14 +42,16 @@ def privacy_audit(inside: Any, outside: Any, delta: float, confidence: float = 0
     """Lower bound on the epsilon of a training run, from scores of canaries.
 
     Canaries are samples of which each one is put into the training set with probability 1/2, by a coin of its own. All
-    of them are scored after the training, for example by the negative loss. For each threshold on the ROC hull the
-    canaries with a higher score are guessed to be inside. The bound is the largest epsilon that the number of correct
-    guesses rejects. The allowed error, 1 - confidence, is divided by the number of thresholds.
+    of them are scored after the training, for example by the negative loss. The canaries with the highest scores are
+    guessed to be inside, and the bound is the largest epsilon that the number of correct guesses rejects. Several
+    numbers of guesses are tried: a little less than half of the canaries, half as many, and so on. They do not depend
+    on which canaries are inside; the allowed error, 1 - confidence, is divided among them.
 
     The bound is loose: expect a third or a quarter of the true epsilon, and less with few canaries. It finds a training
     that is not private at all, but it does not find, for example, noise that is too small by a factor of 2.
 
-    inside: scores of the canaries in the training set, one-dimensional; higher means more likely a member
+    inside: scores of the canaries in the training set, one-dimensional; higher means more likely a member. If there
+        are more of them than the coins explain, their share replaces the probability 1/2
     outside: scores of the canaries that were left out
     delta: of the (epsilon, delta) claim, in (0, 1)
     confidence: probability that the bound holds, in (0, 1)
@@ -59,15 +61,20 @@ def privacy_audit(inside: Any, outside: Any, delta: float, confidence: float = 0
     for name, value in (("delta", delta), ("confidence", confidence)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
             raise ValueError(f"{name} must be a number in (0, 1); found {value!r}.")
-    canaries = len(inside_scores) + len(outside_scores)
-    hull = _roc_hull(inside_scores, outside_scores)
-    significance = (1 - confidence) / len(hull)
-    tail = _binomial_tail()
+    members = len(inside_scores)
+    canaries = members + len(outside_scores)
+    # A chosen number of members in place of coins: guesses at random are right with the share of members. The share is
+    # reduced by half a standard deviation of coins, which costs little confidence there and saves power with coins.
+    share = max(0.5, members / canaries - 0.25 / math.sqrt(canaries))
+    test = _Test(canaries, share, delta, _binomial_tail())
 
     bound = 0.0
     best = _Guesses(0, 0)
-    for guesses in sorted(hull, key=_precision, reverse=True):
-        larger = _rejected_epsilon(guesses, canaries, significance, delta, bound, tail)
+    totals = _guess_totals(torch.cat([inside_scores, outside_scores]), test, 1 - confidence)
+    for rank, (total, threshold) in enumerate(totals):
+        guesses = _Guesses(total, int((inside_scores >= threshold).sum()))
+        error = (1 - confidence) * 2.0**-rank / (2 - 2.0 ** (1 - len(totals)))
+        larger = test.rejected_epsilon(guesses, error, bound)
         if larger > bound:
             bound = larger
             best = guesses
@@ -80,16 +87,8 @@ def privacy_audit(inside: Any, outside: Any, delta: float, confidence: float = 0
 class _Guesses(NamedTuple):
     """Canaries that a threshold guesses to be inside."""
 
+    total: int
     correct: int
-    wrong: int
-
-    @property
-    def total(self) -> int:
-        return self.correct + self.wrong
-
-
-def _precision(guesses: _Guesses) -> float:
-    return (guesses.correct - math.sqrt(guesses.total)) / max(guesses.total, 1)
 
 
 def _scores(values: Any, name: str) -> torch.Tensor:
@@ -110,29 +109,25 @@ def _scores(values: Any, name: str) -> torch.Tensor:
     return scores
 
 
-def _roc_hull(inside: torch.Tensor, outside: torch.Tensor) -> list[_Guesses]:
-    """Guesses of the thresholds on the upper convex hull of the ROC curve, from no guess to all canaries."""
-    hull: list[_Guesses] = []
-    for point in _roc_points(inside, outside):
-        while len(hull) >= 2 and not _is_above(hull[-2], hull[-1], point):
-            hull.pop()
-        hull.append(point)
-    return hull
+def _guess_totals(scores: torch.Tensor, test: _Test, error: float) -> list[tuple[int, float]]:
+    """Numbers of guesses to try, in descending order, with the lowest score of each.
 
+    They depend on the scores of all canaries only: numbers chosen by which of them are inside would void the
+    confidence. A group of equal scores is never divided.
 
-def _roc_points(inside: torch.Tensor, outside: torch.Tensor) -> Iterator[_Guesses]:
-    thresholds = torch.cat([inside, outside]).unique()  # sorted
-    correct = len(inside) - torch.searchsorted(inside.sort().values, thresholds)
-    wrong = len(outside) - torch.searchsorted(outside.sort().values, thresholds)
-    yield _Guesses(0, 0)
-    for pair in zip(correct.flip(0).tolist(), wrong.flip(0).tolist(), strict=True):
-        yield _Guesses(*pair)
-
-
-def _is_above(left: _Guesses, middle: _Guesses, right: _Guesses) -> bool:
-    """True if `middle` is strictly above the line from `left` to `right` (horizontal: wrong, vertical: correct)."""
-    rise = (middle.correct - left.correct) * (right.wrong - middle.wrong)
-    return rise > (right.correct - middle.correct) * (middle.wrong - left.wrong)
+    The first number is two standard deviations below the expected number of canaries inside, so that all guesses can be
+    right. Of the following, each half as large, those are left out that could not reject an epsilon of 0.
+    """
+    ordered = scores.sort(descending=True).values
+    totals: dict[int, float] = {}
+    count = round(len(scores) / 2 - math.sqrt(len(scores)))
+    while count >= 1:
+        threshold = ordered[count - 1].item()
+        total = int((scores >= threshold).sum())
+        if total < len(scores) and test.p_value(_Guesses(total, total), 0.0) < error * 2.0 ** -len(totals):
+            totals.setdefault(total, threshold)
+        count //= 2
+    return list(totals.items())
 
 
 # --- test of an epsilon -----------------------------------------------------------------------------------------------
@@ -152,38 +147,49 @@ def _binomial_tail() -> Tail:
     return lambda guesses, probability: binomial.sf(numpy.arange(-1, guesses), guesses, probability)
 
 
-def _p_value(guesses: _Guesses, canaries: int, epsilon: float, delta: float, tail: Tail) -> float:
-    """Largest probability of this many correct guesses under (epsilon, delta)-DP.
+@dataclass(frozen=True)
+class _Test:
+    """Test of the hypothesis that a training is (epsilon, delta)-differentially private.
 
-    With delta = 0 each guess is correct with probability at most e^ε / (1 + e^ε), independent of the others before it.
-    Delta can move probability from outcomes with i fewer correct guesses, for any i, at a cost of 1 / i.
+    share: probability of a canary to be inside
     """
-    at_least = tail(guesses.total, 1 / (1 + math.exp(-epsilon)))
-    pure = at_least[guesses.correct]
-    fewer = at_least[: guesses.correct][::-1] - pure  # 1, 2, ... fewer correct guesses
-    moved = max((fewer / range(1, guesses.correct + 1)).max(), 0.0) if guesses.correct else 0.0
-    return min(float(pure + 2 * canaries * delta * moved), 1.0)
 
+    canaries: int
+    share: float
+    delta: float
+    tail: Tail
 
-def _rejected_epsilon(
-    guesses: _Guesses, canaries: int, significance: float, delta: float, least: float, tail: Tail
-) -> float:
-    """Largest epsilon above `least` that the guesses reject; `least` if there is none."""
+    def precision(self, epsilon: float) -> float:
+        """Largest probability of a guess to be correct, with delta = 0, whatever the guesses before it were."""
+        return self.share / (self.share + (1 - self.share) * math.exp(-epsilon))
 
-    def is_rejected(epsilon: float) -> bool:
-        return _p_value(guesses, canaries, epsilon, delta, tail) < significance
+    def p_value(self, guesses: _Guesses, epsilon: float) -> float:
+        """Largest probability of this many correct guesses.
 
-    # A guess is right with probability 1 / (1 + e^-ε): a lower precision cannot reject this epsilon.
-    if guesses.correct * (1 + math.exp(-least)) <= guesses.total or not is_rejected(least):
+        Delta can move probability from outcomes with i fewer correct guesses, for any i, at a cost of 1 / i.
+        """
+        at_least = self.tail(guesses.total, self.precision(epsilon))
+        pure = at_least[guesses.correct]
+        fewer = at_least[: guesses.correct][::-1] - pure  # 1, 2, ... fewer correct guesses
+        moved = max((fewer / range(1, guesses.correct + 1)).max(), 0.0) if guesses.correct else 0.0
+        return min(float(pure + 2 * self.canaries * self.delta * moved), 1.0)
+
+    def rejected_epsilon(self, guesses: _Guesses, error: float, least: float) -> float:
+        """Largest epsilon above `least` that the guesses reject; `least` if there is none."""
+
+        def is_rejected(epsilon: float) -> bool:
+            return self.p_value(guesses, epsilon) < error
+
+        if guesses.correct <= guesses.total * self.precision(least) or not is_rejected(least):
+            return least
+        high = max(1.0, 2 * least)
+        while is_rejected(high):
+            least = high
+            high *= 2
+        while high - least > TOLERANCE:
+            middle = (least + high) / 2
+            if is_rejected(middle):
+                least = middle
+            else:
+                high = middle
         return least
-    high = max(1.0, 2 * least)
-    while is_rejected(high):
-        least = high
-        high *= 2
-    while high - least > TOLERANCE:
-        middle = (least + high) / 2
-        if is_rejected(middle):
-            least = middle
-        else:
-            high = middle
-    return least

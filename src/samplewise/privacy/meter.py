@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from samplewise.core.batches import map_leaves
+from samplewise.core.batches import length, map_leaves
 from samplewise.core.losses import LossFn
+from samplewise.core.text import plural
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.errors import BatchError, LossesError, PrivacyError, TransformError
 from samplewise.privacy.privacy import Privacy
@@ -90,6 +91,13 @@ class PrivacyMeter:
     def __repr__(self) -> str:
         return f"{self.plan!r}; spent {self.spent()!r}"
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise PrivacyError(
+            "a private step must not be copied, because the copy would use the same noise, and neither would count the "
+            "updates of the other; found that it is being copied. Copy its model, and create a new step with a new "
+            "sw.Privacy."
+        )
+
     # --- spending --------------------------------------------------------------------------------------------------
 
     def spent(self) -> Spent:
@@ -107,6 +115,7 @@ class PrivacyMeter:
     def admit(self, drawn: Any) -> Any:
         """The user's batch of the next draw; None if it has no samples on this rank. Raises for any other batch."""
         state = self.plan.state
+        state.check_process()
         if not isinstance(drawn, DrawnBatch) or drawn.source != state.secret.public_id:
             kind = "one of another Privacy" if isinstance(drawn, DrawnBatch) else type(drawn).__name__
             raise PrivacyError(
@@ -117,6 +126,14 @@ class PrivacyMeter:
             raise PrivacyError(
                 f"each update must use the next draw, number {state.update}; found draw {drawn.draw}. Iterate over the "
                 "loader again: it continues with the next draw."
+            )
+        rows = 0 if drawn.batch is None else length(drawn.batch)
+        if rows != drawn.samples:
+            found = "a batch that cannot be cut into rows" if rows is None else plural(rows, "row")
+            raise PrivacyError(
+                "a private batch must have one row per sample of its draw, because each row is clipped by itself; "
+                f"found {found} for {plural(drawn.samples, 'sample')}. Return one row per sample from collate_fn, and "
+                "keep constants in the model or the loss function."
             )
         self._begin_update()
         if drawn.batch is None or self.plan.unit == "sample":
@@ -130,9 +147,19 @@ class PrivacyMeter:
         def private_loss_fn(model: Any, batch: Any) -> Any:
             if self.plan.unit == "user":
                 batch = batch[OWNED]
-            result = loss_fn(model, _flat(batch) if views > 1 else batch)
+            rows = length(batch)
+            result = loss_fn(model, _flat(batch, views) if views > 1 else batch)
             losses = _without_counts(result)
-            return losses.unflatten(0, (-1, views)).mean(1) if views > 1 else losses
+            if not isinstance(losses, Tensor) or losses.dim() != 1:
+                return losses  # the caller raises for this shape
+            if rows is None or len(losses) != rows * views:
+                per_view = f" and {views} views of each" if views > 1 else ""
+                raise PrivacyError(
+                    "a private loss function must return one loss per sample, because each loss is clipped by itself; "
+                    f"found {plural(len(losses), 'loss', 'losses')} for {plural(rows or 0, 'sample')}{per_view}. "
+                    "Reduce the losses of each sample to one, and do not combine samples."
+                )
+            return losses.unflatten(0, (rows, views)).mean(1) if views > 1 else losses
 
         return private_loss_fn
 
@@ -141,7 +168,7 @@ class PrivacyMeter:
     def _begin_update(self) -> None:
         """Raise unless another update is paid for."""
         state = self.plan.state
-        if state.update >= self.plan.updates or not (self.left or self._is_replay()):
+        if self.is_spent:
             raise PrivacyError(
                 f"a private step must make at most the {self.plan.updates} updates that are paid for; found that they "
                 f"are made ({self.spent()!r}). Plan more with sw.Privacy(updates=...), before the training."
@@ -152,17 +179,19 @@ class PrivacyMeter:
             )
         self._stream = stream(state.secret, "noise", state.branch, state.update, self.plan.secure)
 
-    def _is_replay(self) -> bool:
+    @property
+    def is_spent(self) -> bool:
+        """True if no further update is paid for, not even as the repetition of an earlier one."""
         state = self.plan.state
-        return (state.secret.public_id, state.branch, state.update) in self._spending.releases
+        is_replay = (state.secret.public_id, state.branch, state.update) in self._spending.releases
+        return state.update >= self.plan.updates or not (self.left or is_replay)
 
     def _add_noise(self, sums: list[Tensor]) -> None:
         assert self._stream is not None
         std = self.noise_std()
         for total in sums:
-            dtype = torch.float64 if total.dtype == torch.float64 else torch.float32
-            noise = self._stream.normal(total.shape, dtype).mul_(std)
-            total.add_(noise.to(total.device, total.dtype))
+            noise = self._stream.normal(total.shape, total.dtype).mul_(std)  # also the imaginary part of complex values
+            total.add_(noise.to(total.device))
 
     def noise_std(self) -> float:
         """Standard deviation of the noise on each element of the sum: noise multiplier × sensitivity."""
@@ -211,6 +240,7 @@ class PrivacyMeter:
 
     def share_secret(self) -> None:
         """Use the key of rank 0 on all ranks. Collective."""
+        self.plan.state.check_process()
         self.plan.state.secret = Secret(current_group().broadcast_object(self.plan.state.secret.bytes))
 
     def open(self, directory: str | Path) -> None:
@@ -218,32 +248,46 @@ class PrivacyMeter:
 
         It holds `privacy.jsonl`, and `privacy.key` until `close(done=True)`. A trainer calls it with its run directory.
         """
-        if self._directory is not None:
+        directory = Path(directory).resolve()
+        state = self.plan.state
+        state.check_process()
+        if self._directory == directory:
             return
-        self._directory = Path(directory)
         spending = self._spending
-        on_every_rank(self._open_files if current_group().rank == 0 else lambda: None)
+        on_every_rank((lambda: self._open_files(directory)) if current_group().rank == 0 else lambda: None)
+        self._directory = state.directory = directory
         known = current_group().broadcast_object((spending.releases, spending.diverged))
         spending.releases, spending.diverged = known
         self.share_secret()
         self._choose_branch()
 
-    def _open_files(self) -> None:
-        assert self._directory is not None
-        self._spending.open(self._directory, self.plan.settings)
+    def _open_files(self, directory: Path) -> None:
+        state = self.plan.state
+        spending = self._spending
+        moved = state.directory not in (None, directory)
+        if moved and (spending.is_open or spending.count):
+            raise PrivacyError(
+                "the updates of one sw.Privacy must be recorded in one directory, because each record counts its own "
+                f"updates only; found {directory} after {state.directory}. Create a new sw.Privacy for each run."
+            )
+        spending.open(directory, self.plan.settings)
         if self.plan.seed is not None:
             return
-        secret = load_secret(self._directory)
+        if spending.copied:  # the directory that it was copied from may be continued with the same noise
+            remove_secret(directory)  # not overwritten: it may be a hard link
+        if spending.copied or moved:  # another directory has the key
+            state.secret = Secret.new()
+        secret = load_secret(directory)
         if secret is None:
-            save_secret(self._directory, self.plan.state.secret)
+            save_secret(directory, state.secret)
         else:
-            self.plan.state.secret = secret
+            state.secret = secret
 
     def close(self, done: bool = False) -> None:
         """Close the log. `done`: the run has ended, so that the key is not needed any more."""
         if self._directory is not None and current_group().rank == 0:
             self._spending.close()
-            if done or self.plan.state.update >= self.plan.updates:
+            if done or self.is_spent:
                 remove_secret(self._directory)
         self._directory = None
 
@@ -262,16 +306,27 @@ class PrivacyMeter:
             "spent": spent,
             "bound": self._bound,
             "zeroed": self.zeroed if self.plan.observe else 0,  # the guarantee does not cover it
-            "units": state.units,
+            "units": self._recorded_units(),
         }
+
+    def _recorded_units(self) -> int | str | None:
+        """Number of samples, or users; if it is not public, a hash that only the owner of the key can compute."""
+        state = self.plan.state
+        if state.units is None or not state.hides_units:
+            return state.units
+        return f"{state.secret.public_id} {state.secret.derive(f'units {state.units}', 16).hex()}"
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from a state. Updates that were made after it was saved are repeated with the same noise."""
         state = self.plan.state
-        if None not in (saved["units"], state.units) and saved["units"] != state.units:
+        units = saved["units"]
+        other_key = isinstance(units, str) and not units.startswith(state.secret.public_id)
+        expected = self._recorded_units() if isinstance(units, str) else state.units
+        if None not in (units, expected) and units != expected and not other_key:
+            before = "another number" if isinstance(units, str) else units
             raise PrivacyError(
                 f"a private run must be continued with the same data set; found {state.units} {self.plan.unit}s in "
-                f"place of {saved['units']}. Use the same data set, or start a new run directory."
+                f"place of {before}. Use the same data set, or start a new run directory."
             )
         self._spending.assume(saved["spent"])
         state.update = saved["update"]
@@ -284,18 +339,23 @@ def _digest(gradients: Iterable[Tensor]) -> str:
     """Hash of tensors."""
     found = hashlib.sha256()
     for gradient in gradients:
-        found.update(gradient.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        found.update(gradient.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
-def _flat(batch: Any) -> Any:
-    """Batch of (B, K, ...) as one of (B × K, ...)."""
+def _flat(batch: Any, views: int) -> Any:
+    """Batch of (B, K, ...) as one of (B × K, ...), for K views."""
 
     def flattened(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() < 2:
             raise BatchError(
                 f"all entries of a batch must be tensors with augmentations; found {type(leaf).__name__}. Return "
                 "tensors and numbers from the data set."
+            )
+        if leaf.shape[1] != views:
+            raise PrivacyError(
+                f"all entries of a batch must have shape (samples, {views}, ...) with augmentations={views}; found "
+                f"{tuple(leaf.shape)}. Keep the views of a sample in collate_fn."
             )
         return leaf.flatten(0, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,7 +57,8 @@ class Privacy:
     max_batch: largest number of samples of an update; if more are drawn, a random part of them is used. The accountant
     then needs `samples`, the public number of samples or users.
     divide_by: public constant by which sums are divided; default: sample_rate × number of samples (or users), which
-    makes that number public.
+    makes that number public. With `divide_by`, checkpoints do not contain the number, unless `adaptive` or `samples`
+    makes it public.
 
     Randomness.
     seed: None (default) takes a key from the operating system. With a number, a run is reproducible, and not private.
@@ -98,10 +100,20 @@ class Privacy:
             object.__setattr__(self, "noise_multiplier", noise)
         else:
             object.__setattr__(self, "epsilon", self.epsilon_after(self.updates))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a training, with a new key unless a seed is given."""
         secret = Secret.new() if self.seed is None else Secret.from_seed(self.seed)
-        object.__setattr__(self, "state", DrawState(secret))
+        object.__setattr__(self, "state", DrawState(secret, reproducible=self.seed is not None))
         object.__setattr__(self, "divisor", Divisor(self.divide_by))
         object.__setattr__(self, "spending", Spending())
+
+    def __deepcopy__(self, memo: Any) -> Privacy:
+        """New plan with the same settings, as of another training: with a key of its own, and nothing spent."""
+        new = copy.copy(self)
+        new._begin()
+        return new
 
     def _check(self) -> None:
         if (self.epsilon is None) == (self.noise_multiplier is None):
@@ -209,6 +221,7 @@ class Privacy:
                 f"{self.state.units}. Make a Privacy for each data set."
             )
         self.state.units = units
+        self.state.hides_units = self.divide_by is not None and self.samples is None and self.adaptive is None
         if self.divisor.value is None:
             self.divisor.value = self.expected_units
 

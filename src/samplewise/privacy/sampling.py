@@ -11,8 +11,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
@@ -23,7 +25,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from samplewise.core.batches import map_leaves
 from samplewise.core.text import plural
 from samplewise.distributed.group import current_group
-from samplewise.errors import BatchError
+from samplewise.errors import BatchError, PrivacyError
 from samplewise.privacy.streams import Secret, stream
 
 BLOCK = 1 << 20  # uniform numbers in memory at once
@@ -37,6 +39,23 @@ class DrawState:
     branch: int = 0
     update: int = 0  # index of the next update, and of its draw
     units: int | None = None  # number of samples or users; None until a loader is made
+    hides_units: bool = False  # updates do not depend on the number, so that files need not contain it
+    directory: Path | None = None  # of the files of the run, once they were opened
+    reproducible: bool = False  # the secret is computed from a seed
+    process: int = field(default_factory=os.getpid)  # id of the process that uses the secret
+
+    def check_process(self) -> None:
+        """Use a new secret in a forked process; raise if the run has begun before the fork."""
+        if self.process == os.getpid() or self.reproducible:
+            return
+        if self.update or self.directory is not None:
+            raise PrivacyError(
+                "a private training must be continued by the process that has begun it, because two processes would "
+                f"use the same noise; found that process {os.getpid()} is a fork of process {self.process}. Fork "
+                "before the first update, or create a new sw.Privacy after the fork."
+            )
+        self.secret = Secret.new()
+        self.process = os.getpid()
 
 
 class Draw(list[int]):
@@ -109,6 +128,11 @@ class PoissonSampler(Sampler[list[int]]):
         """Draws in a pass, in which each unit is drawn once on average."""
         return max(1, round(1 / self.sample_rate))
 
+    @property
+    def hides_length(self) -> bool:
+        """True if the number of samples must not be in files."""
+        return self.state.hides_units
+
     def __len__(self) -> int:
         return self.per_pass
 
@@ -131,6 +155,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     def draw_units(self, number: int, branch: int) -> Tensor:
         """Indices of all units in a draw, ascending: int64."""
+        self.state.check_process()
         random = stream(self.state.secret, "sample", branch, number, self.secure)
         drawn = [
             start + (random.uniform(min(BLOCK, self.units - start)) < self.sample_rate).nonzero().view(-1)
@@ -151,6 +176,7 @@ class DrawnBatch:
     owners: number of the user of each row, int64, if the units are users
     draw: index of the draw, equal to the index of the update
     source: `public_id` of the secret
+    samples: number of samples of the draw on this rank
     """
 
     batch: Any
@@ -158,6 +184,7 @@ class DrawnBatch:
     draw: int
     branch: int
     source: str
+    samples: int
 
     def pin_memory(self) -> DrawnBatch:
         """The batch in page-locked memory; called by DataLoader(pin_memory=True)."""
@@ -260,8 +287,8 @@ def stack_views(views: list[Any]) -> Any:
     first = views[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         stacked = copy.copy(first)
-        for field in dataclasses.fields(first):
-            object.__setattr__(stacked, field.name, stack_views([getattr(view, field.name) for view in views]))
+        for entry in dataclasses.fields(first):
+            object.__setattr__(stacked, entry.name, stack_views([getattr(view, entry.name) for view in views]))
         return stacked
     return collate(views, collate_fn_map=_STACK)
 
@@ -284,7 +311,7 @@ class DrawnCollate:
         draw = drawn.draw
         batch = self.collate_fn(drawn.samples) if draw else None
         owners = None if draw.owners is None else torch.tensor(draw.owners, dtype=torch.int64)
-        return DrawnBatch(batch, owners, draw.number, draw.branch, draw.source)
+        return DrawnBatch(batch, owners, draw.number, draw.branch, draw.source, len(draw))
 
 
 class UnwrapInWorker:

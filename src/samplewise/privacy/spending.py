@@ -2,28 +2,35 @@
 
     privacy.jsonl   one line per release, written and synced before the parameters change: a crash cannot hide one
     privacy.key     the key of draws and noise, readable by its owner only; removed when all updates are made
+    privacy.lock    names the process that writes to the log
 
 A release is the noisy sum of an update. It is identified by its index, the branch of the random streams, and a hash. A
 resumed run repeats the updates after its checkpoint with the same draws and the same noise. If the hash is the same,
 nothing new is released, and nothing is spent. If not, the difference of the two sums would not be protected by noise:
-the update is refused, and later updates use another branch, with new draws and new noise, and are counted again.
+the update is refused, and later updates use another branch, with new draws and new noise, and are counted again. The
+first line of the log has the inodes of log and directory: a copy of the directory gets a new key.
 """
 
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samplewise.core.atomic_io import sync_directory
+from samplewise.core.atomic_io import sync_directory, sync_file
+from samplewise.core.directory_lock import DirectoryLock
 from samplewise.errors import PrivacyError
-from samplewise.privacy.streams import Secret
+from samplewise.privacy.streams import KEY_BYTES, Secret
 
 LOG_FILE = "privacy.jsonl"
 KEY_FILE = "privacy.key"
+PARTIAL_KEY_FILE = ".privacy.key.partial"
+LOCK_FILE = "privacy.lock"
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,9 @@ class Spending:
         self.releases: dict[tuple[str, int, int], str] = {}  # (key, branch, update) -> digest
         self.diverged: set[tuple[str, int]] = set()  # branches of which a replay has differed
         self._file: Any = None
+        self._lock: DirectoryLock | None = None
+        self._openings = 0  # by steps of one plan, which share the log
+        self.copied = False  # whether the log is that of another directory, of which this one is a copy
         self._base = 0  # releases of an earlier process, known by their number only
 
     @property
@@ -70,37 +80,72 @@ class Spending:
 
     def add(self, release: Release) -> None:
         """Record a release, on disk before this returns."""
+        if self._lock is not None:
+            self._lock.verify()
         self._write(vars(release))  # first: if it fails, the release must not be known, so that it is written later
         self.releases[release.key, release.branch, release.update] = release.digest
 
     # --- files -----------------------------------------------------------------------------------------------------
 
     def open(self, directory: Path, settings: dict[str, Any]) -> None:
-        """Read the log of a directory, if there is one, and append to it from now on."""
+        """Read the log of a directory, if there is one, and append to it from now on. Holds the lock of the log until
+        `close` was called as often as this.
+        """
+        if self._openings == 0:
+            self._lock = _acquired_lock(directory)
+            try:
+                self._open(directory, settings)
+            except BaseException:
+                self._close()
+                raise
+        self._openings += 1
+
+    def _open(self, directory: Path, settings: dict[str, Any]) -> None:
+        before = dict(self.releases)
         path = directory / LOG_FILE
         lines = _read(path)
         if lines and lines[0].get("settings") != settings:
-            before = lines[0].get("settings") or {}
-            found = ", ".join(f"{k}={v!r} after {before.get(k)!r}" for k, v in settings.items() if before.get(k) != v)
+            first = lines[0].get("settings") or {}
+            found = ", ".join(f"{k}={v!r} after {first.get(k)!r}" for k, v in settings.items() if first.get(k) != v)
             raise PrivacyError(
                 f"a run must be continued with the privacy settings it was started with; found {found}. Use these, or "
                 "start a new run directory."
             )
+        logged: dict[tuple[str, int, int], str] = {}
         for line in lines[1:]:
             if "diverged" in line:
                 self.diverged.add((line["key"], line["branch"]))
             else:
-                self.releases[line["key"], line["branch"], line["update"]] = line["digest"]
-        directory.mkdir(parents=True, exist_ok=True)
+                logged[line["key"], line["branch"], line["update"]] = line["digest"]
+        self.copied = bool(lines) and lines[0].get("place", _place_of(path)) != _place_of(path)
+        if not lines or self.copied:
+            _write_anew(path, settings, lines[1:])
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-        if not lines:
-            self._write({"settings": settings})
+        for (key, branch, update), digest in before.items():
+            if (key, branch, update) not in logged:  # made before the log was opened
+                self._write(vars(Release(update, branch, key, digest)))
+        self.releases.update(logged)
         sync_directory(directory)
 
+    @property
+    def is_open(self) -> bool:
+        return self._openings > 0
+
     def close(self) -> None:
+        self._openings = max(0, self._openings - 1)
+        if self._openings == 0:
+            self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
         self._file = None
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def __del__(self) -> None:
+        self._close()
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
@@ -116,45 +161,119 @@ class Spending:
             raise
 
 
+def _place_of(path: Path) -> list[int]:
+    """Numbers that differ between a log and its copies, and stay when its directory is moved in its file system."""
+    return [path.parent.stat().st_ino, path.stat().st_ino]
+
+
+def _write_anew(path: Path, settings: dict[str, Any], lines: Sequence[dict[str, Any]]) -> None:
+    """Replace the log by one with these lines after its first."""
+    new = path.with_name(f".{path.name}.new")
+    with open(new, "wb") as file:
+        first = {"settings": settings, "place": _place_of(new)}
+        file.write(b"".join(json.dumps(line).encode() + b"\n" for line in (first, *lines)))
+        sync_file(file)
+    os.replace(new, path)  # keeps the inode of `new`
+
+
+def _acquired_lock(directory: Path) -> DirectoryLock:
+    """Lock of the log: two steps that write to it would use the same noise for different sums."""
+    lock = DirectoryLock(
+        directory,
+        LOCK_FILE,
+        place="directory of a private run",
+        user="private training",
+        remedy="resume from the last checkpoint",
+        error=PrivacyError,
+    )
+    try:
+        lock.acquire()
+    except PrivacyError:
+        gc.collect()  # a step of this process that is no longer used may hold it
+        lock.acquire()
+    return lock
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
     """Lines of a log. The last one may be cut off by a crash: it is removed, its update was not made."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
-    whole, newline, rest = content.rpartition(b"\n")
-    if rest:
-        os.truncate(path, len(whole) + len(newline))
-    try:
-        return [json.loads(line) for line in whole.splitlines()]
-    except ValueError as why:
+    except OSError as why:
         raise PrivacyError(
-            f"{path} must have one JSON object per line; found {why}. Restore it from a backup: without it the privacy "
+            f"{path} must be a file that can be read; found: {why}. Restore it from a backup: without it the privacy "
             "of the run is unknown."
         ) from why
+    whole, newline, rest = content.rpartition(b"\n")
+    lines = [_parsed(path, number, line) for number, line in enumerate(whole.split(b"\n"), 1)] if newline else []
+    digests: dict[tuple[str, int, int], str] = {}
+    for line in lines[1:]:
+        place = (line["key"], line["branch"], line.get("update", -1))
+        if digests.setdefault(place, line.get("digest", "")) != line.get("digest", ""):
+            raise PrivacyError(
+                f"{path} must have one release for each draw of noise; found two sums for update {line['update']} with "
+                f"branch {line['branch']} of the same key. Restore it from a backup: the difference of the two sums is "
+                "not protected by noise."
+            )
+    if rest:
+        os.truncate(path, len(whole) + len(newline))
+    return lines
+
+
+def _parsed(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    """Line of a log: the settings first, then releases and notes of divergence."""
+    try:
+        line = json.loads(text)
+        reason = "another object"
+    except (ValueError, RecursionError) as why:
+        line = None
+        reason = str(why)
+    if number == 1:
+        types: dict[str, type] = {"settings": dict}
+    else:
+        is_note = isinstance(line, dict) and "diverged" in line
+        types = {"diverged": int} if is_note else {"update": int, "digest": str}
+        types |= {"branch": int, "key": str}
+    if not isinstance(line, dict) or any(
+        type(line.get(name)) is not wanted or (wanted is int and line[name] < 0) for name, wanted in types.items()
+    ):
+        raise PrivacyError(
+            f"{path} must have one JSON object per line, the settings of the run and then its releases; found {reason} "
+            f"in line {number}, {text[:60]!r}. Restore it from a backup: without it the privacy of the run is unknown."
+        )
+    return line
 
 
 def save_secret(directory: Path, secret: Secret) -> None:
-    """Write the key of a run, readable by its owner only."""
+    """Write the key of a run, readable by its owner only. A crash leaves a whole key or none."""
     path = directory / KEY_FILE
+    partial = directory / PARTIAL_KEY_FILE
     directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.chmod(path, 0o600)  # an existing file keeps its mode otherwise
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
         file.write(secret.bytes)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
+    os.replace(partial, path)
     sync_directory(directory)
 
 
 def load_secret(directory: Path) -> Secret | None:
     """Key of a run; None if there is none, for example because all of its updates are made."""
+    path = directory / KEY_FILE
     try:
-        return Secret((directory / KEY_FILE).read_bytes())
+        return Secret(path.read_bytes())
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as why:
+        raise PrivacyError(
+            f"{path} must be the key of the run, {KEY_BYTES} bytes; found: {why} Restore it from a backup, or remove "
+            "it: draws and noise are then new, and updates that are repeated are counted twice."
+        ) from why
 
 
 def remove_secret(directory: Path) -> None:
-    (directory / KEY_FILE).unlink(missing_ok=True)
+    for name in (KEY_FILE, PARTIAL_KEY_FILE):
+        (directory / name).unlink(missing_ok=True)
     sync_directory(directory)

@@ -99,8 +99,8 @@ class Secret:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a Secret must stay in the process that made it; found that it is being pickled. Save Secret.bytes in a "
-            "file that only its owner can read."
+            "a Secret must stay in the process that made it; found that it is being pickled, as with a sw.Privacy that "
+            "is sent to another process. Create the sw.Privacy in the process that trains."
         )
 
 
