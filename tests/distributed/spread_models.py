@@ -64,7 +64,7 @@ TRANSFORMS = {
     "weight": lambda model: [soft],
     "weight renormalised": lambda model: [sw.weight(soft, renormalise=True)],
     "weight of the batch": lambda model: [sw.weight(4)],
-    "weight by place": lambda model: [sw.weight(torch.linspace(0.1, 2, 20, dtype=torch.float64))],
+    "weight by place": lambda model, number=6: [sw.weight(torch.linspace(0.1, 2, number, dtype=torch.float64))],
     "weight by number": lambda model: [sw.weight(torch.linspace(0, 1, SAMPLES, dtype=torch.float64), index=2)],
     "weight by rank": lambda model: [sw.weight(ranked, window=True)],
     "drop a quantile": lambda model: [sw.drop(quantile=0.6)],
@@ -105,6 +105,12 @@ def wrapped(model, how):
     return model, {"plain": "ddp", "fsdp": sw.fsdp([nn.Linear])}[how]
 
 
+def in_places(batch, samples=None, tail="update", **_):
+    """Samples of every window, and of all of them together, if none is shorter, for weights by place."""
+    number = min(samples or batch * current_group().size, SAMPLES)
+    return number, SAMPLES if tail == "carry" else SAMPLES // number * number
+
+
 def own_batches(batch, parts=None):
     """This rank's samples in batches of so many."""
     own = [part[current_group().rank :: current_group().size] for part in (parts or data())]
@@ -116,13 +122,17 @@ def run(transforms="plain", how="plain", batch=3, epochs=2, losses="loss_fn", au
     model, strategy = wrapped(net(), how)
     inside = getattr(model, "module", model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
-    made = TRANSFORMS[transforms](inside)
+    parts, places = data(), ()
+    if transforms == "weight by place":
+        *places, rows = in_places(batch, **options)
+        parts = [part[:rows] for part in parts]
+    made = TRANSFORMS[transforms](inside, *places)
     fn = {"loss_fn": loss_fn, "counted": counted}[losses]
     step = sw.Step(model, optimizer, fn, transforms=made, strategy=strategy, audit=audit, **options)
     updates = [
         (update.samples, update.loss, update.grad_norm, update.skipped)
         for _ in range(epochs)
-        for update in step.over(own_batches(batch))
+        for update in step.over(own_batches(batch, parts))
     ]
     return flat(inside), updates, copy.copy(step.counters), not step.has_pending_samples
 

@@ -1,5 +1,7 @@
 """Attribution on several ranks gives the scores of one process."""
 
+import os
+
 import torch
 from plain_loop import batches, loss_fn, make
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -67,9 +69,14 @@ def filled_on_a_full_disk(path):
     model, x, y = make(n=8)
     store = sw.ProjectedStore(path, 8)
     store.fill(model, loss_fn, [])
-    if torch.distributed.get_rank() == 0:
-        (store.path / "model-0000" / "rows.f16").mkdir()  # cannot be opened for writing
-    store.fill(model, loss_fn, batches(x, y, 4))
+
+    class Filled(list):
+        def __iter__(self):
+            if torch.distributed.get_rank() == 0:
+                (store.path / "model-0000" / "rows.f16").mkdir(exist_ok=True)  # cannot be opened for writing
+            return super().__iter__()
+
+    store.fill(model, loss_fn, Filled(batches(x, y, 4)))
 
 
 def of_a_store_of_one_rank(path):
@@ -93,6 +100,22 @@ def test_store_and_selection(two, tmp_path):
     samples, rows = selected(tmp_path / "one")
     for found, own in two.run(selected, str(tmp_path / "two")):
         assert torch.equal(found, samples) and torch.equal(own, rows)
+
+
+def filled(path):
+    model, x, y = make(n=8)
+    sw.ProjectedStore(path, 8).fill(model, loss_fn, batches(x, y, 4))
+    return len(sw.ProjectedStore(path, 8))
+
+
+def test_a_store_that_is_in_use_is_refused_on_all_ranks(two, tmp_path):
+    store = sw.ProjectedStore(tmp_path, 8)
+    with store._lock:
+        messages = two.errors(filled, str(tmp_path))
+    assert all(f"in use by process {os.getpid()} on host" in message for message in messages)
+    assert messages[0].startswith("StoreError: ") and messages[1].startswith("DistributedError: ")
+    assert two.run(filled, str(tmp_path)) == [8, 8]
+    assert not list(tmp_path.glob("*store.lock*"))
 
 
 def test_an_error_of_one_rank_while_a_store_is_filled(two, tmp_path):

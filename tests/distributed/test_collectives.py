@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import Ranks, give_up_after
 
 from samplewise.distributed import collectives
@@ -82,23 +81,6 @@ def test_collectives_and_their_bytes_are_counted(two):
     meeting = 8 * collectives.ROOM
     expected = {"all_reduce": 3, "all_gather": 2}, {"all_reduce": 40 + 24 + meeting, "all_gather": 8 + 4}
     assert two.run(counted) == [expected] * 2
-
-
-def held_until_all_came():
-    """Rank 1 comes when rank 0 has counted: until then the group of rank 0 holds on to what nobody else does."""
-    collectives.drain_pending()
-    store = dist.distributed_c10d._get_default_store()
-    if current_group().rank == 1:
-        store.wait(["rank 0 has counted"])
-    dist.all_reduce(collectives._handed_over(torch.zeros(3)), async_op=True)
-    held = len(collectives._held)
-    store.set("rank 0 has counted", "")
-    collectives.drain_pending(60.0)
-    return held, len(collectives._held)
-
-
-def test_nobody_leaves_while_the_group_holds_on_to_a_message(two):
-    assert two.run(held_until_all_came)[0] == (1, 0)
 
 
 # --------------------------------------------------------------------------------------------------------- failures

@@ -8,7 +8,20 @@ from unittest import mock
 import pytest
 import torch
 from daily import daily
-from spread_models import SAMPLES, TRANSFORMS, assert_same, counted, flat, loss_fn, net, own_batches, run, wrapped
+from spread_models import (
+    SAMPLES,
+    TRANSFORMS,
+    assert_same,
+    counted,
+    data,
+    flat,
+    in_places,
+    loss_fn,
+    net,
+    own_batches,
+    run,
+    wrapped,
+)
 from torch import nn
 
 import samplewise as sw
@@ -36,9 +49,10 @@ def interpreted(calls=None):
         yield
 
 
-def updates_of(step, model, batch):
+def updates_of(step, model, batch, parts=None):
     updates = [
-        (u.samples, torch.nan if u.skipped else u.loss, u.grad_norm, u.skipped) for u in step.over(own_batches(batch))
+        (u.samples, torch.nan if u.skipped else u.loss, u.grad_norm, u.skipped)
+        for u in step.over(own_batches(batch, parts))
     ]
     parameters = flat(model)
     return parameters, updates, copy.copy(step.counters), not step.has_pending_samples
@@ -53,7 +67,8 @@ def compiled(transforms, how, batch, losses="loss_fn", bucket=collectives.BUCKET
     step = sw.Step(model, optimizer, fn, transforms=made, strategy=strategy, audit=False, compile=True, **options)
     calls = []
     with interpreted(calls), mock.patch.object(collectives, "BUCKET", bucket):
-        found = updates_of(step, inside, batch)
+        rows = in_places(batch, **options)[1] if transforms == "weight by place" else SAMPLES
+        found = updates_of(step, inside, batch, [part[:rows] for part in data()])
     return found, step.compiled, len(calls)
 
 
@@ -163,5 +178,6 @@ def test_ranks_may_differ_in_what_they_compile(two):
     for first, second, _, state in ranks:
         assert_same(alone[0], first)
         assert_same(alone[1], second)
-        assert state["compiling"] == {"known": [], "given_up": None, "slower": {}, "parts": {}}
+        nothing = {"known": [], "given_up": None, "slower": {}, "parts": {}, "tried": [], "changes": 0, "settings": ""}
+        assert state["compiling"] == nothing
     assert [found[2] for found in ranks] == ["compiled", "modules have hooks"]

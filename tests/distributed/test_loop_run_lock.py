@@ -9,7 +9,7 @@ from test_loop_trainer import loader, trainer
 
 from samplewise.distributed.group import current_group
 from samplewise.errors import CheckpointError
-from samplewise.loop.run_lock import RunLock
+from samplewise.loop.run_dir import run_lock
 
 
 class Looks:
@@ -36,7 +36,7 @@ def test_one_lock_for_all_ranks(two, tmp_path):
 
 
 def test_another_job_is_refused_on_all_ranks(two, tmp_path):
-    lock = RunLock(tmp_path)
+    lock = run_lock(tmp_path)
     lock.acquire()
     found = two.errors(fitted, tmp_path)
     lock.verify()

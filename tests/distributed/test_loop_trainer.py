@@ -57,7 +57,7 @@ def parameters(trainer):
 def log(run):
     """Without times."""
     lines = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]
-    without = ("seconds", "samples_per_second", "phases", "memory")
+    without = ("seconds", "samples_per_second", "compute_samples_per_second", "phases", "memory")
     return [{name: value for name, value in line.items() if name not in without} for line in lines]
 
 

@@ -199,3 +199,74 @@ def test_resumed_ranks(two, tmp_path):
     first, second = two.run(interrupted_and_resumed, tmp_path / "run")
     assert first[:2] == second[:2] == (7, UPDATES)
     assert torch.equal(first[2], second[2])
+
+
+# ------------------------------------------------------------------------------------------ rows, terms and directories
+
+TOKENS = 6
+ROW = 14  # the sample that cancels
+
+
+def sum_of(how, left_out=None):
+    """Sum without noise of samples of tokens, of which one has huge tokens of opposite sign; and the sensitivity."""
+    x = torch.randn(1, TOKENS, 5, generator=torch.Generator().manual_seed(0)).repeat(SAMPLES, 1, 1)
+    x[ROW, 1::2] = -1e12 * x[ROW, 0::2]
+    x[ROW, 0::2] *= 1e12
+    rows = [k for k in range(SAMPLES) if k != left_out]
+    privacy = plan(sample_rate=1.0, updates=1, divide_by=1.0)
+    loader = privacy.loader(TensorDataset(x[rows]))
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(5, 64), torch.nn.Identity(), torch.nn.Identity(), torch.nn.Linear(64, 2)]
+    model, strategy = wrapped(torch.nn.Sequential(*layers), how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def losses(model, batch):
+        return model(batch[0].flatten(0, 1)).unflatten(0, (-1, TOKENS)).sum((1, 2))  # FSDP2 warns about views
+
+    step = sw.Step(model, optimizer, losses, privacy=privacy, strategy=strategy, microbatch=None)
+    step.privacy.noise_std = lambda: 0.0
+    before = flat(getattr(model, "module", model)).clone()
+    next(iter(step.over(loader)))
+    return before - flat(getattr(model, "module", model)), step.privacy.sensitivity
+
+
+@pytest.mark.parametrize("how", ["plain", "ddp", "sharded"])
+def test_a_sample_that_cancels(two, how):
+    """Added alone; with sharded parameters, where a rank cannot repeat a pass, it contributes nothing."""
+    whole, without = two.run(sum_of, how), two.run(sum_of, how, ROW)
+    for (total, bound), (rest, _) in zip(whole, without, strict=True):
+        assert total.norm() > (SAMPLES - 2) * 0.9 * bound
+        assert (total - rest).norm() <= bound * 1.01
+
+
+def of_one_rank(samples):
+    columns = torch.utils.data.default_collate(samples)
+    return [column.repeat_interleave(3, 0) for column in columns] if current_group().rank else columns
+
+
+def rows_of_one_rank():
+    privacy = plan(sample_rate=1.0)
+    loader = privacy.loader(dataset(), collate_fn=of_one_rank)
+    model, strategy = wrapped(net(), "ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    step = sw.Step(model, optimizer, loss_fn, privacy=privacy, strategy=strategy)
+    next(iter(step.over(loader)))
+
+
+def test_rows_of_one_rank(two):
+    for error in two.errors(rows_of_one_rank):
+        assert "one row per sample of its draw" in error and "45 rows for 15 samples" in error
+
+
+def second_directory(directory):
+    _, loader, step = make(seed=None)
+    step.privacy.open(directory / "a")
+    for _ in zip(step.over(loader), range(2), strict=False):
+        pass
+    step.privacy.close()
+    step.privacy.open(directory / "b")
+
+
+def test_a_second_directory(two, tmp_path):
+    for error in two.errors(second_directory, tmp_path):
+        assert "must be recorded in one directory" in error

@@ -1,6 +1,7 @@
-"""A training run that may be killed at any moment: shuffle, dropout, random augmentation, two workers, accumulation.
+"""A training run that may be killed at any moment: shuffle, dropout, random augmentation, two workers, accumulation,
+validation with metrics, also in mid-epoch, hooks that come and go, and a second model in the process.
 
-python killed.py DIRECTORY LOADER PAUSE: trains to the end, resuming whatever is there; writes the parameters.
+python killed.py DIRECTORY KIND PAUSE: trains to the end, resuming whatever is there; writes the parameters.
 """
 
 import sys
@@ -8,8 +9,11 @@ import time
 import warnings
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import torch.nn.functional as F
+from busy_process import Evaluation, Hooks, SecondModel, accuracy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -25,7 +29,7 @@ def stateful(*args, **options):
         return StatefulDataLoader(*args, **options)
 
 
-LOADERS = {"plain": DataLoader, "stateful": stateful}
+LOADERS = {"plain": DataLoader, "stateful": stateful, "compiled": DataLoader}
 
 
 class Augmented(Dataset):
@@ -72,12 +76,36 @@ def main(directory: Path, kind: str, pause: float) -> None:
             order.seen += ids.tolist()
         return F.cross_entropy(model(x), y, reduction="none")
 
+    def uncounted(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    if kind == "compiled":
+        from samplewise.step.compiled import inductor, programs
+
+        programs.refuse_library_bound = programs.refuse_slower = lambda *_: None
+        inductor.compile_graph = lambda graph, inputs, threads: lambda flat: graph(*flat)  # Inductor takes seconds
     step = sw.Step(
-        model, optimizer, loss_fn, samples=9, microbatch=4, scheduler=scheduler, transforms=[sw.clip(1.0)], audit=False
+        model,
+        optimizer,
+        uncounted if kind == "compiled" else loss_fn,
+        samples=9,
+        microbatch=4,
+        scheduler=scheduler,
+        transforms=[sw.clip(1.0)],
+        audit=False,
+        compile=kind == "compiled",
     )
+    # A hook that stays prevents compilation.
+    others = [SecondModel(), Evaluation(Augmented()), *([] if kind == "compiled" else [Hooks()])]
     loader = LOADERS[kind](Augmented(), batch_size=8, shuffle=True, num_workers=2)
     trainer = Trainer(
-        step, run=directory, callbacks=[order, ModelCheckpoint(every="2up")], log_every=3, progress=False, seed=3
+        step,
+        run=directory,
+        callbacks=[order, *others, ModelCheckpoint(every="2up")],
+        metrics={"accuracy": accuracy},
+        log_every=3,
+        progress=False,
+        seed=3,
     )
     trainer.fit(loader, validate=DataLoader(Augmented(), batch_size=16), epochs=4, resume=True)
     torch.save([p.detach() for p in model.parameters()], directory / "parameters.pt")

@@ -35,5 +35,5 @@ def parameters(trainer):
 
 def log(run, times=False):
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    costs = ("seconds", "samples_per_second", "phases", "memory")
+    costs = ("seconds", "samples_per_second", "compute_samples_per_second", "phases", "memory")
     return lines if times else [{k: v for k, v in line.items() if k not in costs} for line in lines]

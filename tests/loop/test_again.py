@@ -127,3 +127,25 @@ def test_a_last_update_is_never_lost(tmp_path):
     second = make(tmp_path)
     second.fit(loader(), updates=5, resume=True)
     assert torch.equal(parameters(first), parameters(second))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("fused", [False, True])
+def test_optimizer_state_in_channels_last(tmp_path, optimizer, fused):
+    """Fused kernels need state in the memory order of the parameters, and do not check it."""
+
+    def fit(run, updates, **options):
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.Flatten(), torch.nn.Linear(36, 3))
+        model = layers.to(memory_format=torch.channels_last)
+        settings = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+        made = optimizer(model.parameters(), lr=0.01, fused=fused, **settings)
+        step = sw.Step(model, made, torch.nn.CrossEntropyLoss())
+        trainer = sw.Trainer(step, run, progress=False, device="cpu")
+        trainer.fit(data, updates=updates, **options)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    data = torch.utils.data.DataLoader([(torch.full((2, 5, 5), k / 8).sin(), k % 3) for k in range(16)], batch_size=4)
+    whole = fit(tmp_path / "whole", 8)
+    fit(tmp_path / "parts", 3)
+    assert torch.equal(fit(tmp_path / "parts", 8, resume=True), whole)

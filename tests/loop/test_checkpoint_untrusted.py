@@ -66,7 +66,9 @@ def test_only_messages_between_ranks_are_pickled():
     users = set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import) and {"pickle", "dill", "joblib", "shelve"} & {a.name for a in node.names}:
+            if isinstance(node, ast.Import) and {"dill", "joblib", "shelve"} & {a.name for a in node.names}:
+                users.add(path.relative_to(SOURCE).as_posix())
+            if isinstance(node, ast.Attribute) and re.match(r"pickle\.(?!dumps)", ast.unparse(node)):
                 users.add(path.relative_to(SOURCE).as_posix())
             if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "dill", "joblib", "shelve"):
                 users.add(path.relative_to(SOURCE).as_posix())
@@ -234,6 +236,12 @@ WRONG_STATES = {
     "no dtype": (in_dict('{"tensor":["0","load",[2]]}'), "a tensor of dtype 'load'"),
     "a dtype that is no text": (in_dict('{"tensor":["0",null,[2]]}'), "NoneType in place of str"),
     "a dotted dtype": (in_dict('{"tensor":["0","serialization.load",[2]]}'), "a tensor of dtype 'serialization.load'"),
+    "an order of other dimensions": (in_dict('{"tensor":["0","float32",[2],[1]]}'), "the order [1] of 1 dimensions"),
+    "an order of too many dimensions": (
+        in_dict('{"tensor":["0","float32",[2],[0,0]]}'),
+        "the order [0, 0] of 1 dimensions",
+    ),
+    "an order that is no list": (in_dict('{"tensor":["0","float32",[2],0]}'), "a shape or offset 0"),
     "another dtype": (
         in_dict('{"tensor":["0","int32",[2]]}'),
         "a tensor stored as torch.float32 [2] in place of torch.int32",
@@ -682,6 +690,8 @@ def places(state, place=()):
 
 OPTIONAL = {
     ("step", "microbatch"),
+    ("step", "memory"),
+    ("step", "layouts"),
     ("trainer", "data"),
     ("trainer", "place", "state"),
     ("running", "lr"),

@@ -14,6 +14,7 @@ from daily import daily
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -21,6 +22,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     Subset,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
     get_worker_info,
@@ -32,6 +34,7 @@ import samplewise as sw
 from samplewise.core.snapshot import RandomState
 from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.loop.checkpoint import storage
+from samplewise.loop.data import adapters, rng
 from samplewise.loop.data.loader import DataPosition, ResumableLoader
 
 SAMPLES, EPOCHS = 11, 3
@@ -311,10 +314,10 @@ def test_from_every_place(make, epochs, tmp_path):
 
 
 @pytest.mark.parametrize("living_on", daily([False, True], [False]), ids=["", "living on"])
-@pytest.mark.parametrize("make", WORKERS.values(), ids=WORKERS)
-def test_with_workers(make, living_on, tmp_path):
+@pytest.mark.parametrize("name", daily(WORKERS, ["iterable", "random collation", "state, iterable with state"]))
+def test_with_workers(name, living_on, tmp_path):
     def with_workers():
-        return make(num_workers=2, persistent_workers=living_on)
+        return WORKERS[name](num_workers=2, persistent_workers=living_on)
 
     seen, places = whole_run(ResumableLoader(with_workers(), seed=7))
     assert_no_epoch_is_like_another(seen)
@@ -404,6 +407,61 @@ def test_augmentation_does_not_depend_on_workers():
         list(ResumableLoader(DataLoader(Samples(), num_workers=n, **SHUFFLED), seed=7).epoch(0)) for n in (0, 2)
     )
     assert [rows(batch) for batch, _ in alone] == [rows(batch) for batch, _ in helped]
+
+
+IN_MEMORY = TensorDataset(torch.arange(SAMPLES), torch.arange(SAMPLES) / 8)
+DETERMINISTIC = {
+    "tensors": IN_MEMORY,
+    "subset": Subset(IN_MEMORY, [8, 2, 5, 7, 1]),
+    "concatenated": ConcatDataset([IN_MEMORY, Subset(IN_MEMORY, range(3))]),
+    "indexed": sw.Indexed(IN_MEMORY),
+    "list": [(k, k / 8) for k in range(SAMPLES)],
+    "tensor": torch.arange(SAMPLES),
+}
+
+
+def collate_with_noise(items):
+    return default_collate(items), noise()
+
+
+def seen(dataset, **options):
+    """Batches of two epochs, and random numbers that the caller draws after each."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    data = ResumableLoader(DataLoader(dataset, batch_size=4, shuffle=True, **options), seed=3)
+    found = []
+    for epoch in range(2):
+        found += [(batch, noise()) for batch, _ in data.epoch(epoch)]
+        data.seek(DataPosition())
+    data.close()
+    return repr(found)
+
+
+@pytest.mark.parametrize("workers", daily([0, 1], [0]))
+@pytest.mark.parametrize("collate", [None, collate_with_noise], ids=["default", "random"])
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_datasets_without_random_numbers_are_read_without_seeding_each_sample(name, collate, workers, monkeypatch):
+    dataset = DETERMINISTIC[name]
+    options = dict(collate_fn=collate, num_workers=workers)
+    calls = []
+    monkeypatch.setattr(rng, "reseed", lambda seed, reseed=rng.reseed: calls.append(seed) or reseed(seed))
+    found = seen(dataset, **options)
+    few = len(calls)
+    for module in (rng, adapters):
+        monkeypatch.setattr(module, "is_deterministic", lambda dataset: False)
+    assert found == seen(dataset, **options)
+    assert workers or len(calls) - few > few + len(dataset)
+
+
+class Doubled(TensorDataset):
+    """A subclass, which may draw random numbers."""
+
+
+@pytest.mark.parametrize("dataset", [Samples(), Subset(Samples(), [1]), sw.Indexed(Samples()), Doubled(torch.ones(2))])
+def test_other_datasets_may_draw_random_numbers(dataset):
+    assert not rng.is_deterministic(dataset)
+    assert not rng.is_deterministic(ConcatDataset([IN_MEMORY, dataset]))
 
 
 def test_pinned_memory_is_asked_for():

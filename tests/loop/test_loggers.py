@@ -18,7 +18,7 @@ from samplewise.loop.callbacks import ModelCheckpoint
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(30) % 3
 LOADER = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=10)  # three updates an epoch
-TIMES = ("seconds", "samples_per_second", "phases", "memory")
+TIMES = ("seconds", "samples_per_second", "compute_samples_per_second", "phases", "memory")
 
 
 def loss_fn(model, batch):

@@ -11,7 +11,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.loop.callbacks import by_layer
 from samplewise.loop.data.loader import ResumableLoader
-from samplewise.loop.meters import PhaseTimer
+from samplewise.loop.meters import PhaseTimer, UpdateSums, loading_notice
 from samplewise.report.run_log import read_run
 
 
@@ -67,6 +67,122 @@ def test_waiting_for_data_is_apart_from_what_is_done_with_them(monkeypatch):
         now[0] += 5.0
     assert timer.read(data.seconds_waited) == {"data": 6.0, "rest": 15.0}
     assert timer.read(data.seconds_waited) == {"data": 0.0, "rest": 0.0}
+
+
+# ----------------------------------------------------------------------- samples per second
+
+
+class Clock:
+    """Time that passes only where a test lets it pass: `loading` seconds per batch, `computing` seconds per update."""
+
+    def __init__(self, monkeypatch, loading, computing):
+        self.now = 0.0
+        self.loading = loading
+        self.computing = computing
+        for module in ("loop.meters", "loop.data.loader", "step.forward", "step.window_builder", "step.apply"):
+            monkeypatch.setattr(f"samplewise.{module}.perf_counter", lambda: self.now)
+
+    def batches(self, count):
+        """A loader of batches of 10 samples."""
+
+        class Loader:
+            def __iter__(_):
+                for _ in range(count):
+                    self.now += self.loading
+                    yield X[:10], Y[:10]
+
+        return Loader()
+
+    def loss_fn(self, model, batch):
+        if model.training:
+            self.now += self.computing
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class Slow:
+    """Callback that takes 100 s after each epoch, and 2 s after each update."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def on_update(self):
+        self.clock.now += 2.0
+
+    def on_epoch_end(self):
+        self.clock.now += 100.0
+
+
+def speeds(run):
+    return [
+        (line["samples_per_second"], line["compute_samples_per_second"])
+        for line in log(run, times=True)
+        if line["kind"] == "train"
+    ]
+
+
+def notes(run):
+    return [line["text"] for line in log(run) if line["kind"] == "note"]
+
+
+def test_samples_per_second_include_loading(tmp_path, monkeypatch, capsys):
+    clock = Clock(monkeypatch, loading=3.0, computing=1.0)
+    make(tmp_path, loss=clock.loss_fn, log_every=2, progress=True).fit(clock.batches(6), updates=6)
+    assert speeds(tmp_path)[1:] == [(10 / 4.0, 10 / 1.0)] * 2  # in the first line, the audit computes a batch again
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch 1  update ")]
+    assert shown[1].endswith(f"{10 / 4.0:.0f} samples/s") and shown[2].endswith(f"{10 / 4.0:.0f} samples/s")
+
+
+def test_samples_per_second_include_callbacks_but_not_validation(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, loading=3.0, computing=1.0)
+    trainer = make(tmp_path, [Slow(clock)], loss=clock.loss_fn, log_every=2)
+    trainer.fit(clock.batches(4), validate=clock.batches(50), epochs=3)
+    # The last callback of an epoch is not between two of its updates.
+    assert speeds(tmp_path)[1:] == [(20 / 12, 10.0), (20 / 10, 10.0)] * 2 + [(20 / 12, 10.0)]
+
+
+def test_samples_per_second_of_a_line_that_a_checkpoint_divides(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, loading=3.0, computing=1.0)
+    make(tmp_path, loss=clock.loss_fn, log_every=4).fit(clock.batches(8), updates=6)
+    clock.now += 1000.0
+    make(tmp_path, loss=clock.loss_fn, log_every=4).fit(clock.batches(8), updates=8, resume=True)
+    replayed = 6 * clock.loading  # this loader cannot start inside an epoch
+    assert speeds(tmp_path)[-1] == (40 / (4 * 4.0 + replayed), 10.0)
+
+
+def test_checkpoints_of_earlier_versions_have_no_wall_time():
+    state = UpdateSums(samples=10, seconds=2.0).state_dict()
+    del state["wall_seconds"]
+    sums = UpdateSums()
+    sums.load_state_dict(state)
+    assert sums.wall_seconds == 2.0
+
+
+def test_a_note_if_most_of_the_time_is_spent_waiting_for_the_loader(tmp_path, monkeypatch, capsys):
+    clock = Clock(monkeypatch, loading=3.0, computing=1.0)
+    make(tmp_path, loss=clock.loss_fn, log_every=2, progress=True).fit(clock.batches(9), updates=9)
+    (note,) = notes(tmp_path)
+    # At the first line, after two updates and the audit: the first batch, in which workers start, is not counted.
+    assert note == (
+        "Loading takes 60% of the time: 3.0 of 5.0 s were spent waiting for batches. Prepare batches in other "
+        "processes, as a DataLoader with num_workers does; or keep prepared samples in memory or in a file."
+    )
+    assert note in capsys.readouterr().err.splitlines()
+    assert note in read_run(tmp_path).warnings
+
+
+@pytest.mark.parametrize(("loading", "computing"), [(0.9, 1.0), (0.2, 0.1)], ids=["less than half", "less than 2 s"])
+def test_no_note_if_loading_takes_little_time(tmp_path, monkeypatch, loading, computing):
+    clock = Clock(monkeypatch, loading, computing)
+    make(tmp_path, loss=clock.loss_fn, log_every=2).fit(clock.batches(9), updates=9)
+    assert notes(tmp_path) == []
+
+
+def test_the_note_names_the_workers_of_a_data_loader():
+    assert loading_notice(loader(num_workers=2), 6.0, 8.0) == (
+        "Loading takes 75% of the time: 6.0 of 8.0 s were spent waiting for batches. Use more workers, "
+        "DataLoader(num_workers=4), and pin_memory=True with an accelerator; or keep prepared samples in memory or in "
+        "a file."
+    )
 
 
 def test_norms_of_layers(tmp_path):

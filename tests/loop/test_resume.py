@@ -11,10 +11,11 @@ from pathlib import Path
 import forks
 import pytest
 import torch
+from daily import daily
 
 SCRIPT = Path(__file__).with_name("killed.py")
-TIMES = ("seconds", "samples_per_second", "phases", "memory")
-LOADERS = ["plain", "stateful"]
+TIMES = ("seconds", "samples_per_second", "compute_samples_per_second", "phases", "memory")
+LOADERS = daily(["plain", "stateful", "compiled"], ["stateful"])
 
 
 @contextlib.contextmanager
@@ -54,6 +55,14 @@ def uninterrupted(request, tmp_path_factory):
     return request.param, ended(directory)
 
 
+def test_metrics_are_evaluated_in_mid_epoch_and_at_its_end(uninterrupted):
+    log, _ = uninterrupted[1]
+    for kind, times in (("middle", 8), ("validation", 4)):
+        lines = [line for line in log if line["kind"] == kind]
+        assert len(lines) == times and all("accuracy" in line for line in lines)
+
+
+@pytest.mark.parametrize("uninterrupted", ["plain", "stateful"], indirect=True)  # compiled code notes no samples
 def test_every_sample_once_an_epoch(uninterrupted):
     log, _ = uninterrupted[1]
     ids = [i for line in log if line["kind"] == "order" for i in line["ids"]]

@@ -18,9 +18,10 @@ from notices import wait_for_notices
 from small import loader, log, make, parameters
 
 import samplewise as sw
+from samplewise.core import directory_lock
+from samplewise.core.directory_lock import DirectoryLock, LockHolder
 from samplewise.errors import CheckpointError
-from samplewise.loop import run_lock
-from samplewise.loop.run_lock import LockHolder, RunLock
+from samplewise.loop.run_dir import run_lock
 
 SCRIPT = Path(__file__).with_name("holding.py")
 IN_USE = "a run directory must be used by one training at a time; found that .* is in use by "
@@ -108,14 +109,14 @@ def test_readers_need_no_lock(tmp_path):
     trainer = make(tmp_path, [sw.Ledger(columns={"label": 1})])
     trainer.fit(indexed, epochs=1)
     holder = locked_by(tmp_path)
-    run_lock._held.add(holder.token)
+    directory_lock._held.add(holder.token)
     before = (tmp_path / "run.lock").read_bytes()
     assert len(sw.samples(tmp_path)) == 30
     assert write_report(tmp_path).exists()
     assert trainer.evaluate(loader())["loss"] > 0
     assert len(trainer.predict(loader())) == 30
     assert (tmp_path / "run.lock").read_bytes() == before
-    run_lock._held.discard(holder.token)
+    directory_lock._held.discard(holder.token)
 
 
 # --- a lock that was left behind -------------------------------------------------------------------------------------
@@ -146,17 +147,17 @@ def test_a_process_id_that_no_system_has(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\x00", b'{"pid": 1}', b'{"pid": "x"}'])
 def test_a_damaged_lock_file_is_no_lock(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(run_lock, "SETTLING", 0.2)
+    monkeypatch.setattr(directory_lock, "SETTLING", 0.2)
     (tmp_path / "run.lock").write_bytes(content)
     assert trains(tmp_path)
 
 
 def test_a_lock_file_that_is_just_being_written(tmp_path, monkeypatch):
     """It was created, and its content comes a moment later."""
-    monkeypatch.setattr(run_lock, "SETTLING", 60.0)  # this machine may be busy; the content ends the wait
+    monkeypatch.setattr(directory_lock, "SETTLING", 60.0)  # this machine may be busy; the content ends the wait
     (tmp_path / "run.lock").touch()
     holder = dataclasses.replace(
-        LockHolder.this_process(), pid=os.getppid(), started=run_lock._start_time(os.getppid())
+        LockHolder.this_process(), pid=os.getppid(), started=directory_lock._start_time(os.getppid())
     )
     writer = threading.Timer(0.2, (tmp_path / "run.lock").write_bytes, [holder.encode()])
     writer.start()
@@ -170,8 +171,8 @@ def test_a_lock_file_that_is_just_being_written(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.05)
-    monkeypatch.setattr(run_lock, "LEASE", 0.3)
+    monkeypatch.setattr(directory_lock, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(directory_lock, "LEASE", 0.3)
 
 
 ELSEWHERE = [
@@ -183,9 +184,9 @@ ELSEWHERE = [
 
 @pytest.mark.parametrize("changes", ELSEWHERE)
 def test_a_live_process_elsewhere(tmp_path, hasty, monkeypatch, changes):
-    monkeypatch.setattr(run_lock, "LEASE", 60.0)  # this machine may be busy; the first heartbeat ends the wait
+    monkeypatch.setattr(directory_lock, "LEASE", 60.0)  # this machine may be busy; the first heartbeat ends the wait
     holder = locked_by(tmp_path, pid=2**22, **changes)
-    other = RunLock(tmp_path)
+    other = run_lock(tmp_path)
     other._own = holder
     heart = threading.Thread(target=other._beat)
     heart.start()
@@ -208,10 +209,10 @@ def test_a_dead_process_elsewhere(tmp_path, hasty, changes, seconds):
 
 
 def test_waiting_for_a_sign_of_life_is_announced(tmp_path, hasty, monkeypatch, capfd):
-    shows_life = RunLock._shows_life
-    monkeypatch.setattr(RunLock, "_shows_life", lambda *given: wait_for_notices() or shows_life(*given))
+    shows_life = DirectoryLock._shows_life
+    monkeypatch.setattr(DirectoryLock, "_shows_life", lambda *given: wait_for_notices() or shows_life(*given))
     monkeypatch.setattr("samplewise.core.slow_notice.PATIENCE", 0.0)
-    monkeypatch.setattr(run_lock, "LEASE", 1.0)
+    monkeypatch.setattr(directory_lock, "LEASE", 1.0)
     locked_by(tmp_path, host="other", machine="other")
     assert trains(tmp_path)
     assert "waiting up to 1 s for a heartbeat of process" in capfd.readouterr().err
@@ -247,7 +248,7 @@ def test_two_trainers_at_once(tmp_path):
 def test_of_many_that_find_a_dead_lock_one_gets_it(tmp_path):
     for _ in range(20):
         locked_by(tmp_path, pid=os.getppid(), started="1")
-        locks, got = [RunLock(tmp_path) for _ in range(8)], []
+        locks, got = [run_lock(tmp_path) for _ in range(8)], []
         start = threading.Barrier(len(locks))
 
         def acquire(lock, start=start, got=got):
@@ -275,7 +276,7 @@ def test_a_takeover_that_was_killed_in_the_middle(tmp_path, hasty):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_neither_holds_nor_releases_it(tmp_path):
-    lock = RunLock(tmp_path)
+    lock = run_lock(tmp_path)
     lock.acquire()
     child = os.fork()
     if not child:
@@ -318,7 +319,7 @@ def test_it_is_released_when_something_cannot_be_closed(tmp_path, monkeypatch):
 
 
 def test_a_rehearsal_needs_no_lock(tmp_path):
-    locked_by(tmp_path, pid=os.getppid(), started=run_lock._start_time(os.getppid()))
+    locked_by(tmp_path, pid=os.getppid(), started=directory_lock._start_time(os.getppid()))
     make(tmp_path).fit(loader(), epochs=1, fast_dev_run=True)
     with pytest.raises(CheckpointError, match=IN_USE):
         make(tmp_path).fit(loader(), epochs=1)
@@ -358,7 +359,7 @@ def test_a_lost_lock_ends_the_training_before_a_line_of_the_log(tmp_path, hasty)
 
 
 def test_a_file_server_that_does_not_answer_for_a_while(tmp_path, hasty, monkeypatch):
-    lock = RunLock(tmp_path)
+    lock = run_lock(tmp_path)
     lock.acquire()
     with monkeypatch.context() as patched:
         patched.setattr(os, "utime", lambda path: (_ for _ in ()).throw(OSError("stale file handle")))
@@ -397,7 +398,7 @@ def test_a_full_disk_leaves_no_lock(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["directory", "link to nothing"])
 def test_something_else_of_that_name(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(run_lock, "POLL", 0.0)
+    monkeypatch.setattr(directory_lock, "POLL", 0.0)
     path = tmp_path / "run.lock"
     if kind == "directory":
         path.mkdir()

@@ -333,3 +333,13 @@ def test_run_json_names_the_loss(tmp_path, loss, name):
     make(tmp_path, loss=loss).fit(loader(), updates=1)
     assert json.loads((tmp_path / "run.json").read_text())["settings"]["loss"] == name
     assert name.endswith(loss_name(make(loss=loss).step.loss_fn))
+
+
+def test_another_number_of_threads(tmp_path, monkeypatch):
+    """Sums are then rounded differently, so that the run is not repeated bit for bit."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    make(tmp_path).fit(loader(), epochs=1)
+    assert resumed(tmp_path)[1] is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    _, text = resumed(tmp_path, epochs=3)
+    assert text == f"{OPENING}threads: 2 from now on, the run had 1."

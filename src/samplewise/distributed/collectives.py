@@ -17,12 +17,8 @@ same order.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import itertools
 import pickle
-import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samplewise.distributed.release import handed_over
 from samplewise.distributed.requests import ASKING, FAILED, Requests
 from samplewise.errors import DistributedError
 
@@ -104,7 +101,7 @@ def _started(tensor: Tensor, name: str, begin: Callable[[Tensor], Any]) -> Start
     note(name, _bytes(tensor))
     moved = tensor.to(device(tensor.device.type))
     with explained(name):
-        return Started(name, moved, begin(_handed_over(moved)), tensor.device)
+        return Started(name, moved, begin(handed_over(moved)), tensor.device)
 
 
 def _each_bucket(tensors: Sequence[Tensor], name: str, begin: Callable[[Tensor], Any]) -> None:
@@ -175,7 +172,7 @@ def _gather(tensor: Tensor) -> Tensor:
 
     def gather(moved: Tensor) -> None:
         there = found.to(moved.device)
-        all_gather_single(_handed_over(there), moved)
+        all_gather_single(handed_over(there), moved)
         if there is not found:
             found.copy_(there)
 
@@ -345,33 +342,10 @@ def _collective(name: str, tensor: Tensor, call: Callable[[Tensor], object], bac
     note(name, _bytes(tensor))
     moved = tensor.to(device(tensor.device.type))
     with explained(name):
-        call(_handed_over(moved))
+        call(handed_over(moved))
     if back and moved is not tensor:
         with torch.no_grad():
             tensor.copy_(moved)
-
-
-_held: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def _handed_over(tensor: Tensor) -> Tensor:
-    """Return an alias of the tensor; `drain_pending` waits until the process group has released all aliases."""
-    alias = tensor.detach()
-    _held[next(_numbers)] = alias
-    return alias
-
-
-@atexit.register
-def drain_pending(patience: float = 5.0) -> None:
-    """Wait up to `patience` seconds until the process group has released all tensors passed to collectives.
-
-    Its threads release tensors shortly after a message has arrived and need the interpreter for this. If the
-    interpreter is shutting down at that time, the process crashes.
-    """
-    until = time.monotonic() + patience
-    while _held and time.monotonic() < until:
-        time.sleep(0.001)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from samplewise.distributed import collectives
+from samplewise.distributed.release import handed_over
 from samplewise.distributed.requests import GATHER, REDUCE
 from samplewise.distributed.sharded_parameters import harmless_hooks
 
@@ -85,11 +86,11 @@ class ShardGroup:
         """All-gather of parameters that this rank does not need."""
         size = self._mesh.shard_mesh_size
         if size > 1:
-            mine = torch.cat(self._shards())
+            mine = handed_over(torch.cat(self._shards()))
             collectives.note("all_gather", mine.nbytes)
             with collectives.explained("all_gather"):
-                found = mine.new_empty(size * len(mine))
-                collectives.all_gather_single(found, mine, group=self._mesh.shard_process_group)
+                whole = handed_over(mine.new_empty(size * len(mine)))
+                collectives.all_gather_single(whole, mine, group=self._mesh.shard_process_group)
 
     def _shards(self) -> list[Tensor]:
         """Shards as torch gathers them: in the dtype of the mixed precision policy, as bytes if dtypes differ."""
@@ -189,12 +190,13 @@ class ShardGroup:
         if mesh.shard_mesh_size > 1:
             collectives.note("reduce_scatter", table.nbytes)
             mine = torch.empty_like(mine)
+            flat = handed_over(table.view(-1))
             with collectives.explained("reduce_scatter"):
-                collectives.reduce_scatter_single(mine, table.view(-1), group=mesh.shard_process_group)
+                collectives.reduce_scatter_single(handed_over(mine), flat, group=mesh.shard_process_group)
         if self.copies > 1:
             collectives.note("all_reduce", mine.nbytes)
             with collectives.explained("all_reduce"):
-                dist.all_reduce(mine, group=mesh.replicate_process_group)
+                dist.all_reduce(handed_over(mine), group=mesh.replicate_process_group)
         return mine
 
 

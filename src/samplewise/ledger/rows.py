@@ -7,6 +7,7 @@ become float64, provided that no value changes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import nan
 from numbers import Integral, Real
 from typing import Any
 
@@ -76,7 +77,7 @@ def _updates_to_columns(updates: Sequence[Update], epochs: Sequence[int | None],
 def _concat_columns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> Columns:
     """Concatenate all columns that any part has; a part that lacks a column gets `rows` NaN."""
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _concat_column(name, [part.get(name) for part in parts], rows) for name in names}
+    return {name: _concat_column(name, [part.get(name, nan) for part in parts], rows) for name in names}
 
 
 def _check_one_per_sample(name: str, values: Column, rows: int) -> None:
@@ -115,27 +116,26 @@ def _count_rows(update: Update) -> int:
 _ID_HINT = "Pass the key of the ids: Ledger(id=...)."
 
 
-def _update_columns(update: Update, rows: int, norms: bool) -> dict[str, Tensor]:
-    """Columns loss, norm, weight and count of an update, and those of the loss function.
+def _update_columns(update: Update, rows: int, norms: bool) -> dict[str, Tensor | float]:
+    """Columns loss, norm, weight and count of an update, and those of the loss function. A number is that of all rows:
+    tensors for each update would take microseconds.
 
     The weights of a skipped update are 0; values that were not computed are NaN.
     """
     extra = update.loss_columns
-    device = update.losses.device
-    unknown = torch.full((rows,), torch.nan, device=device) if update.skipped or not norms else torch.empty(0)
     for name in extra:
         if name in STANDARD_COLUMNS:
             raise _reserved_name_error(name)
-    if update.skipped and len(update.losses) != rows:  # the batch cannot be sliced, and its losses were not computed
-        return {"loss": unknown, "norm": unknown, "weight": torch.zeros(rows, device=device), "count": unknown}
-    weights = torch.zeros(rows, device=device) if update.skipped else update.weights
+    losses = update.losses
+    if update.skipped and len(losses) != rows:  # the batch cannot be sliced, and its losses were not computed
+        return {"loss": nan, "norm": nan, "weight": 0.0, "count": nan}
+    weights: Any = 0.0 if update.skipped else update.weights
     by_parameter: dict[str, Tensor] = {}
     if isinstance(weights, dict):
         by_parameter = {f"weight/{name}": values for name, values in weights.items()}
-        weights = torch.full((rows,), torch.nan, device=device)
-    norm = update.norms if norms else unknown
-    standard = {"loss": update.losses, "norm": norm, "weight": weights, "count": update.counts}
-    return {**standard, **by_parameter, **extra}
+        weights = nan
+    norm = update.norms if norms else nan
+    return {"loss": losses, "norm": norm, "weight": weights, "count": update.counts, **by_parameter, **extra}
 
 
 def _all_ones(counts: Column) -> bool:
@@ -157,20 +157,24 @@ def _update_indices(updates: Sequence[Update], rows: Sequence[int]) -> Tensor:
 
 
 def _repeated(values: Sequence[int], times: Sequence[int]) -> Tensor:
-    return torch.cat([torch.full((n,), value) for value, n in zip(values, times, strict=True)])
+    return torch.tensor(values).repeat_interleave(torch.tensor(times))
 
 
 def _concat_column(name: str, values: Sequence[Any], rows: Sequence[int]) -> Column:
-    """Concatenate the parts of a column; None stands for `rows` NaN."""
+    """Concatenate the parts of a column; a number is that of all `rows` of its part."""
     if all(isinstance(v, (list, tuple)) for v in values):
         return [entry for v in values for entry in v]
-    if not all(v is None or isinstance(v, Tensor) for v in values):
+    if all(v is values[0] for v in values) and isinstance(values[0], float):
+        return torch.full((sum(rows),), values[0])
+    if not all(isinstance(v, (float, Tensor)) for v in values):
         raise LedgerError(
             f"the column {name!r} must have one type in all batches; found lists in some batches only. Return a list "
             "in every batch, or a tensor in every batch."
         )
-    device = next(v.device for v in values if v is not None)
-    filled = [torch.full((n,), torch.nan, device=device) if v is None else v for v, n in zip(values, rows, strict=True)]
+    device = next((v.device for v in values if isinstance(v, Tensor)), None)
+    filled = [
+        v if isinstance(v, Tensor) else torch.full((n,), v, device=device) for v, n in zip(values, rows, strict=True)
+    ]
     if len({v.dtype for v in filled}) > 1:
         filled = [_as_double(name, v.cpu()) for v in filled]
     on_device = len({v.device for v in filled}) == 1  # then a single copy to the host is enough

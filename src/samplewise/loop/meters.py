@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -11,57 +12,74 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from samplewise.core.devices import device_function
 from samplewise.core.means import Number, WeightedMean
 from samplewise.step.update import Update
 
+MOST_RECENT = 64  # updates that are added to the sums at once
+PATIENCE = 2.0  # seconds of waiting for the loader, after which a notice may be given
+
 
 class LossMeter:
-    """Mean loss, samples, seconds and skipped updates, since the last log line and over the epoch."""
+    """Mean loss, samples, times and skipped updates, since the last log line and over the epoch.
 
-    def __init__(self) -> None:
+    hidden: updates are private: losses and numbers of samples are not shown
+    """
+
+    def __init__(self, hidden: bool = False) -> None:
         self._line = UpdateSums()
         self._epoch = UpdateSums()
+        self._recent: list[tuple[Update, float]] = []  # updates that are not in the sums yet, and their wall seconds
         self._last: Update | None = None
-        self._without_loss: Update | None = None
         self._lr: Any = None
-        self._hidden = False  # updates are private: losses and numbers of samples are not shown
+        self._hidden = hidden
 
-    def add(self, update: Update) -> None:
-        self._add_loss()
+    def add(self, update: Update, wall_seconds: float) -> None:
+        """Add an update. `wall_seconds`: since the update before, with loading and callbacks."""
         self._last = update
-        self._without_loss = None if update.hidden else update
-        self._hidden = update.hidden
-        seconds = update.seconds
-        for sums in (self._line, self._epoch):
-            sums.updates += 1
-            sums.samples += 0 if update.hidden else update.samples
-            sums.seconds += seconds
+        self._recent.append((update, wall_seconds))
+        if len(self._recent) == MOST_RECENT:
+            self._sum(self._recent[:-1])  # the device may not have decided yet whether the last one is skipped
+            self._recent = self._recent[-1:]
 
-    def _add_loss(self) -> None:
-        """Add the loss of the last update: one update late, when it is known whether the update was skipped."""
-        update = self._without_loss
-        if update is None:
-            return
-        self._without_loss = None
-        skipped = update.skipped
-        losses, counts = (0.0, 0.0) if skipped else update.sums()
+    def _sum_recent(self) -> None:
+        self._sum(self._recent)
+        self._recent = []
+
+    def _sum(self, recent: Sequence[tuple[Update, float]]) -> None:
+        """Add updates to the sums. Several are added at once: their losses are read from the device in one host sync,
+        and this code runs in less time than between the operations of two updates.
+        """
+        shown = [] if self._hidden else [update.sums() for update, _ in recent if not update.skipped]
+        losses = _as_floats([loss for loss, _ in shown])
+        counts = _as_floats([count for _, count in shown])
         for sums in (self._line, self._epoch):
-            sums.skipped += skipped
-            sums.mean.add_sum(losses, counts)
+            for loss, count in zip(losses, counts, strict=True):
+                sums.mean.add_sum(loss, count)
+            for update, wall_seconds in recent:
+                sums.updates += 1
+                sums.seconds += update.seconds
+                sums.wall_seconds += wall_seconds
+                if not self._hidden:
+                    sums.samples += update.samples
+                    sums.skipped += update.skipped
 
     def read(self) -> dict[str, Any]:
         """Return the values since the last log line, and reset them."""
-        self._add_loss()
+        self._sum_recent()
         lr = self._learning_rates()
         sums = self._line
         self._line = UpdateSums()
         line = {"lr": lr, "skipped": sums.skipped, "seconds": sums.seconds}
         if self._hidden:
             return line
-        speed = sums.samples / sums.seconds if sums.seconds else 0.0
-        return {"loss": sums.mean.value(), **line, "samples_per_second": speed}
+        speeds = {
+            "samples_per_second": sums.samples / sums.wall_seconds if sums.wall_seconds else 0.0,
+            "compute_samples_per_second": sums.samples / sums.seconds if sums.seconds else 0.0,
+        }
+        return {"loss": sums.mean.value(), **line, **speeds}
 
     def _learning_rates(self) -> Any:
         """Return the learning rates of the last update. They may be on the device, so they are read as late as here."""
@@ -73,22 +91,22 @@ class LossMeter:
     @property
     def has_unread_updates(self) -> bool:
         """True if there were updates since the last log line."""
-        return self._line.updates > 0
+        return bool(self._recent or self._line.updates)
 
     @property
     def has_updates_in_epoch(self) -> bool:
-        return self._epoch.updates > 0
+        return bool(self._recent or self._epoch.updates)
 
     def read_epoch(self) -> dict[str, Any]:
         """Return the values of the epoch, and reset them."""
-        self._add_loss()
+        self._sum_recent()
         sums = self._epoch
         self._epoch = UpdateSums()
         loss = {} if self._hidden else {"loss": sums.mean.value()}
         return {**loss, "skipped": sums.skipped, "seconds": sums.seconds}
 
     def state_dict(self) -> dict[str, Any]:
-        self._add_loss()
+        self._sum_recent()
         return {"lines": self._line.state_dict(), "epoch": self._epoch.state_dict(), "lr": self._learning_rates()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,12 +114,12 @@ class LossMeter:
         self._epoch.load_state_dict(state["epoch"])
         self._lr = state["lr"]
         self._last = None
-        self._without_loss = None
+        self._recent = []
 
 
 @dataclass
 class UpdateSums:
-    """Sums over updates of losses, counts, samples and seconds.
+    """Sums over updates of losses, counts, samples, seconds of computation, and seconds with loading and callbacks.
 
     Losses are added update by update in float64: the order of additions does not depend on interruptions, so a resumed
     run gets the same sums.
@@ -112,6 +130,7 @@ class UpdateSums:
     samples: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    wall_seconds: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -121,6 +140,7 @@ class UpdateSums:
             "samples": self.samples,
             "skipped": self.skipped,
             "seconds": self.seconds,
+            "wall_seconds": self.wall_seconds,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,6 +149,14 @@ class UpdateSums:
         self.updates = state.get("updates", int(self.samples > 0))  # missing in a checkpoint of an earlier version
         self.skipped = state["skipped"]
         self.seconds = state["seconds"]
+        self.wall_seconds = float(state.get("wall_seconds", self.seconds))  # missing there, too
+
+
+def _as_floats(numbers: Sequence[Number]) -> list[float]:
+    """The numbers as floats, with one host sync for all tensors among them."""
+    tensors = [number for number in numbers if isinstance(number, Tensor)]
+    values = iter(torch.stack([t.to(tensors[0].device) for t in tensors]).tolist() if tensors else ())
+    return [next(values) if isinstance(number, Tensor) else number for number in numbers]
 
 
 def _as_tensor(number: Number) -> Tensor:
@@ -141,24 +169,54 @@ class PhaseTimer:
     """
 
     def __init__(self) -> None:
+        self.wall_seconds = 0.0  # of all updates so far, with loading and callbacks
         self.start()
 
     def start(self, seconds_waited: float = 0.0) -> None:
         """Restart all phases. `seconds_waited` is the total time spent waiting for the loader so far."""
         self._began = perf_counter()
+        self._last_update = self._began
         self._waited_before = seconds_waited
         self._phases = defaultdict[str, float](float)
 
-    def add(self, update: Update) -> None:
+    def start_epoch(self) -> None:
+        """Count the first update of an epoch from here: not the end of the epoch before, with its validation."""
+        self._last_update = perf_counter()
+
+    def add(self, update: Update) -> float:
+        """Add the phases of an update; returns the seconds since the update before, with loading and callbacks."""
         for phase, seconds in update.phases.items():
             self._phases[phase] += seconds
+        now = perf_counter()
+        wall_seconds = now - self._last_update
+        self._last_update = now
+        self.wall_seconds += wall_seconds
+        return wall_seconds
 
     def read(self, seconds_waited: float) -> dict[str, float]:
         """Return seconds per phase since the last call of `start` or `read`, and restart the timer."""
         phases = {"data": seconds_waited - self._waited_before, **self._phases}
         phases["rest"] = max(0.0, perf_counter() - self._began - sum(phases.values()))
+        last_update = self._last_update
         self.start(seconds_waited)
+        self._last_update = last_update  # the next one includes the time of writing a log line
         return phases
+
+
+def loading_notice(loader: Any, seconds_waited: float, wall_seconds: float) -> str | None:
+    """Notice that most of the time is spent waiting for the loader; None if that is not so, or took only seconds."""
+    if seconds_waited <= PATIENCE or seconds_waited <= wall_seconds / 2:
+        return None
+    remedy = "Prepare batches in other processes, as a DataLoader with num_workers does"
+    if isinstance(loader, DataLoader):
+        remedy = (
+            f"Use more workers, DataLoader(num_workers={loader.num_workers + 2}), and pin_memory=True with an "
+            "accelerator"
+        )
+    return (
+        f"Loading takes {seconds_waited / wall_seconds:.0%} of the time: {seconds_waited:.1f} of {wall_seconds:.1f} s "
+        f"were spent waiting for batches. {remedy}; or keep prepared samples in memory or in a file."
+    )
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from samplewise.core.atomic_io import atomic_write
-from samplewise.core.format_version import RUN_VERSION, other_version
+from samplewise.core.directory_lock import DirectoryLock
+from samplewise.core.format_version import RUN_FILE, RUN_VERSION, other_version
 from samplewise.distributed.group import current_group, on_every_rank
 from samplewise.errors import CheckpointError
 from samplewise.loop.checkpoint import storage
@@ -18,9 +19,18 @@ from samplewise.loop.checkpoint.state import check_trainer_state
 from samplewise.loop.checkpoint.storage import BackgroundWriter
 from samplewise.loop.checkpoint.store import FOLDER, Checkpoints
 from samplewise.loop.log import Log
-from samplewise.loop.run_lock import RunLock
 
-RUN_FILE = "run.json"
+
+def run_lock(directory: Path) -> DirectoryLock:
+    """Lock of a run directory, held while `fit` runs."""
+    return DirectoryLock(
+        directory,
+        "run.lock",
+        place="run directory",
+        user="training",
+        remedy="resume from the last checkpoint",
+        error=CheckpointError,
+    )
 
 
 class RunDirectory:
@@ -31,7 +41,7 @@ class RunDirectory:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._lock = RunLock(directory)
+        self._lock = run_lock(directory)
         self._log: Log | None = None
         self._checkpoints: Checkpoints | None = None
         self._writer: BackgroundWriter | None = None

@@ -16,13 +16,14 @@ from torch import nn
 from samplewise.core.atomic_io import absolute
 from samplewise.core.attributes import CheckedAttributes
 from samplewise.core.batches import to_device
+from samplewise.core.constants import constants_of
 from samplewise.core.criteria import Criterion
 from samplewise.core.text import plural
 from samplewise.distributed.ddp import inner
 from samplewise.distributed.group import current_group, errors_on_all_ranks, on_every_rank
 from samplewise.distributed.launch import join_process_group
 from samplewise.errors import BatchError, CheckpointError, PrivacyError, TrainingWarning
-from samplewise.loop.callbacks import LayerGradNorms, ModelCheckpoint
+from samplewise.loop.callbacks import EarlyStopping, LayerGradNorms, ModelCheckpoint
 from samplewise.loop.checkpoint.base import FrozenBase, with_base
 from samplewise.loop.checkpoint.settings import RunSettings
 from samplewise.loop.checkpoint.state import (
@@ -41,12 +42,13 @@ from samplewise.loop.data.loader import DataPosition, ResumableLoader
 from samplewise.loop.data.rng import derive_seed, reseed
 from samplewise.loop.evaluation import Evaluator
 from samplewise.loop.events import Listeners
-from samplewise.loop.meters import LossMeter, PhaseTimer, peak_memory
+from samplewise.loop.meters import LossMeter, PhaseTimer, loading_notice, peak_memory
 from samplewise.loop.nested_fit import only_fit_of
 from samplewise.loop.progress import Progress
 from samplewise.loop.run_dir import RunDirectory
 from samplewise.loop.run_metadata import about
 from samplewise.loop.stopping import Duration, duration, stop_controller
+from samplewise.privacy.sampling import PoissonSampler
 from samplewise.step.step import Step
 from samplewise.step.update import Update
 from samplewise.step.window import BatchCursor
@@ -115,8 +117,9 @@ class Trainer(CheckedAttributes):
         self._stopping = stop_controller(step)
         self._loader: ResumableLoader | None = None
         self._epoch = step.counters.epochs
-        self._loss_meter = LossMeter()
+        self._loss_meter = LossMeter(step.config.hides_samples)
         self._timer = PhaseTimer()
+        self._noted_loading = False  # the note about slow loading was written
         self._complete = True  # from now on, attributes are checked when they are assigned
 
     def __repr__(self) -> str:
@@ -163,7 +166,7 @@ class Trainer(CheckedAttributes):
             self.step.slow_compile_notice(self._progress.line),
         ):
             until = self._until(epochs, updates)
-            self._check_private_options(overfit)
+            self._check_private_options(overfit, validate)
             self._check_resume(resume)
             data = self._open(loader, overfit, resume)
             if self.fast_dev_run:
@@ -173,15 +176,18 @@ class Trainer(CheckedAttributes):
             self._callbacks.emit("on_fit_start")
             self._settings.fit_started()
             self._timer.start(data.seconds_waited)
+            self._stop_if_spent()
             self._stopping.synchronize()
             while not self._stopping.is_over(until, self._epoch):
                 epoch = self._epoch
                 self._callbacks.emit("on_epoch_start", epoch=epoch)
                 self._note_changed_settings()
+                self._timer.start_epoch()
                 with self._stopping.epoch(data):
                     for update in self.step.over(self._batches(data)):
                         self._record_update(update, data)
                         self._callbacks.emit("on_update", update=update)
+                        self._stop_if_spent()
                         self._stopping.synchronize()
                         if self._stopping.is_over(until, self._epoch):
                             break
@@ -201,10 +207,24 @@ class Trainer(CheckedAttributes):
             updates = privacy.plan.updates
         return duration(epochs, updates)
 
-    def _check_private_options(self, overfit: int | None) -> None:
-        """Raise PrivacyError for options of `fit` that a private training cannot have."""
+    def _check_private_options(self, overfit: int | None, validate: Iterable[Any] | None) -> None:
+        """Raise PrivacyError for options of `fit` that a private training cannot have, before anything is spent."""
         if self.step.privacy is None:
             return
+        if isinstance(getattr(validate, "batch_sampler", None), PoissonSampler):
+            raise PrivacyError(
+                "validate must be a plain loader, because only updates use draws; found one of privacy.loader. Pass a "
+                "DataLoader of the validation data."
+            )
+        for callback in self._callbacks.callbacks:
+            monitors = isinstance(callback, EarlyStopping) or (isinstance(callback, ModelCheckpoint) and callback.best)
+            if monitors and self.step.config.hides_samples and (validate is None or callback.monitor == "train_loss"):
+                raise PrivacyError(
+                    f"{type(callback).__name__} must monitor a value of the validation with privacy=, because training "
+                    f"losses are hidden; found {callback.monitor!r} and "
+                    f"{'no validation loader' if validate is None else 'a validation loader'}. Pass validate=, and "
+                    "monitor 'loss' or a metric."
+                )
         reasons = {
             "overfit": (overfit is not None, "it would use the same draws again"),
             "fast_dev_run": (self.fast_dev_run, "it writes no files, so that its update would not be recorded"),
@@ -221,6 +241,12 @@ class Trainer(CheckedAttributes):
                 f"a private training must make at most the {privacy.plan.updates} updates that are paid for; found "
                 f"{self.expected_updates}. Train for fewer, or plan more with sw.Privacy(updates=...)."
             )
+
+    def _stop_if_spent(self) -> None:
+        """Stop if further draws are planned but not paid for, because updates were repeated with new noise."""
+        privacy = self.step.privacy
+        if privacy is not None and privacy.is_spent and privacy.plan.state.update < privacy.plan.updates:
+            self._stopping.request(f"all {privacy.plan.updates} updates that are paid for are made")
 
     def stop(self, reason: str) -> None:
         """End the training after this update, on all ranks. `fit` returns the reason, a text. Call it while `fit` runs.
@@ -249,8 +275,7 @@ class Trainer(CheckedAttributes):
     def _record_update(self, update: Update, data: ResumableLoader) -> None:
         """Record an update: data position, meters, timer and, every `log_every` updates, a log line."""
         data.commit(self.step.consumed)
-        self._timer.add(update)
-        self._loss_meter.add(update)
+        self._loss_meter.add(update, self._timer.add(update))
         if (update.index + 1) % self.log_every == 0 and not update.skipped:
             self._write_train_line(data)
 
@@ -262,6 +287,18 @@ class Trainer(CheckedAttributes):
         if not self.step.config.hides_samples:
             line = {"samples": counters.samples, **line}
         self.write("train", epoch=self._epoch, update=counters.updates, **line, **costs)
+        self._note_slow_loading(data)
+
+    def _note_slow_loading(self, data: ResumableLoader) -> None:
+        """Write and print one note if most of the time is spent waiting for the loader."""
+        if self._noted_loading:
+            return
+        times = (data.seconds_waited, self._timer.wall_seconds)
+        text = loading_notice(data.loader, *(seconds - data.first_wait for seconds in times))
+        if text is not None:
+            self._noted_loading = True
+            self.write("note", update=self.step.counters.updates, text=text)
+            self._progress.line(text)
 
     def _end_epoch(self, data: ResumableLoader, validate: Iterable[Any] | None) -> dict[str, float]:
         """Validate, write log lines, go to the next epoch, and return the metrics of this one.
@@ -318,7 +355,9 @@ class Trainer(CheckedAttributes):
         """Open the loader and the run directory, and resume from the newest checkpoint if asked. Collective."""
         _check_overfit(overfit)
         if self._loader is None:
-            self._loader = ResumableLoader(loader, self.seed, overfit, checkpointed=self._files is not None)
+            constants = () if self.step.privacy is not None else constants_of(self.step.loss_fn)
+            checkpointed = self._files is not None
+            self._loader = ResumableLoader(loader, self.seed, overfit, checkpointed=checkpointed, constants=constants)
             self._epoch = self.step.counters.epochs
             if current_group().rank:  # random numbers, for example of dropout, must differ from those of rank 0
                 reseed(derive_seed(self.seed, current_group().rank))
@@ -354,6 +393,8 @@ class Trainer(CheckedAttributes):
         per_epoch = 1 if self.fast_dev_run else data.updates_per_epoch(self.step.samples)
         if per_epoch is None:
             return None
+        if self.step.privacy is not None:  # a pass ends at a multiple of its draws, also if it is resumed inside
+            return per_epoch * until.epochs
         return self.step.counters.updates + per_epoch * (until.epochs - self._epoch)
 
     @contextmanager

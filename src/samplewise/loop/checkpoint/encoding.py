@@ -1,7 +1,9 @@
 """Encoding of a nested state as JSON values and named tensors, and strict decoding.
 
 Lists, text, None, bools and ordinary numbers are plain JSON; everything else is {"type": content}. A tensor is
-{"tensor": [name, dtype, shape]}. Its name is its path in the state, such as "model.0.weight".
+{"tensor": [name, dtype, shape]}. Its name is its path in the state, such as "model.0.weight". A tensor whose memory is
+not in row-major order, such as one in channels_last, has a fourth entry: its dimensions in the order of their strides.
+Fused optimizers are wrong if their state is in another order than the parameter.
 
 Decoding is strict: it accepts what `Encoder` writes and raises `Malformed` for everything else.
 """
@@ -46,11 +48,21 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Name, dtype and shape of a tensor; its placeholder in a decoded state."""
+    """Name, dtype and shape of a tensor; its placeholder in a decoded state. `order`: its dimensions from the largest
+    stride to the smallest; None for row-major order.
+    """
 
     name: str
     dtype: torch.dtype
     shape: list[int]
+    order: list[int] | None = None
+
+    def in_order(self, tensor: Tensor) -> Tensor:
+        """The tensor, with its memory in this order."""
+        if self.order is None:
+            return tensor
+        empty = torch.empty_permuted(tensor.shape, self.order, dtype=tensor.dtype, device=tensor.device)
+        return empty.copy_(tensor)
 
 
 # --- encoding --------------------------------------------------------------------------------------------------------
@@ -104,7 +116,8 @@ class Encoder:
         name = self._new_name(path)
         self.tensors[name] = value
         self.paths[name] = path
-        return [name, DTYPE_NAMES[value.dtype], list(value.shape)]
+        order = _memory_order(value)
+        return [name, DTYPE_NAMES[value.dtype], list(value.shape), *([] if order is None else [order])]
 
     def _new_name(self, path: KeyPath) -> str:
         """Return the path as text, with a suffix if another tensor has this name: {"a.b": x, "a": {"b": y}}."""
@@ -112,6 +125,16 @@ class Encoder:
         while name in self.tensors or name in RESERVED_NAMES:
             name += "'"
         return name
+
+
+def _memory_order(tensor: Tensor) -> list[int] | None:
+    """Dimensions from the largest stride to the smallest; None for row-major order, and if elements are not dense."""
+    if is_dtensor(tensor) or tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    dense = torch.empty_permuted(tensor.shape, order, device="meta").stride() == strides
+    return order if dense else None
 
 
 def to_json(value: Any) -> str:
@@ -158,7 +181,7 @@ def decode(value: Any) -> tuple[dict[Any, Any], dict[str, TensorInfo]]:
 def replace_infos(state: Any, tensor: Callable[[TensorInfo], Tensor]) -> Any:
     """Return a decoded state with the tensors that `tensor` returns in place of their placeholders."""
     if isinstance(state, TensorInfo):
-        return tensor(state)
+        return state.in_order(tensor(state))
     if isinstance(state, dict):
         return type(state)({key: replace_infos(item, tensor) for key, item in state.items()})
     if isinstance(state, list | tuple):
@@ -218,7 +241,7 @@ def _decode_items(content: Any, infos: dict[str, TensorInfo], depth: int) -> dic
 
 
 def _decode_tensor(content: Any, infos: dict[str, TensorInfo]) -> TensorInfo:
-    if type(content) is not list or len(content) != 3:
+    if type(content) is not list or len(content) not in (3, 4):
         raise Malformed("a tensor without name, dtype and shape")
     name = _instance(str, content[0])
     dtype = _instance(str, content[1])
@@ -227,7 +250,10 @@ def _decode_tensor(content: Any, infos: dict[str, TensorInfo]) -> TensorInfo:
         raise Malformed(f"a tensor of dtype {dtype[:40]!r}")
     if name in infos:
         raise Malformed(f"tensor {name!r} that is used twice")
-    infos[name] = TensorInfo(name, DTYPES[dtype], shape)
+    order = check_sizes(content[3]) if len(content) == 4 else None
+    if order is not None and sorted(order) != list(range(len(shape))):
+        raise Malformed(f"the order {str(order)[:40]} of {len(shape)} dimensions")
+    infos[name] = TensorInfo(name, DTYPES[dtype], shape, order)
     return infos[name]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from samplewise.step.functional_optim import FunctionalOptimizer
@@ -125,6 +126,7 @@ def step_settings(step: Step) -> Settings:
     """Return the settings of a step that the script determines."""
     rate = step.optimizer.param_groups[0]["lr"] if isinstance(step.optimizer, FunctionalOptimizer) else None
     settings = {**step.settings, "loss": loss_name(step.loss_fn), "learning rate": rate}
+    settings["threads"] = torch.get_num_threads()  # sums are rounded differently with another number
     return {name: _plain(value) for name, value in settings.items()}
 
 

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
 from samplewise.core.batches import length
 from samplewise.core.snapshot import RandomState
@@ -28,6 +28,7 @@ from samplewise.loop.data.rng import (
     RngStream,
     UnwrapInWorker,
     derive_seed,
+    is_deterministic,
     nested_parts,
     seed_generators,
     seed_samples,
@@ -116,14 +117,18 @@ class SeededLoader:
     def __init__(self, loader: Any, seed: int):
         self._seed = seed
         self._samples = seed_samples(loader.dataset, seed)
+        self._draws = not is_deterministic(loader.dataset) or loader.collate_fn not in (
+            default_collate,
+            default_convert,
+        )
         self.order = OrderChecker()
         self._sampler = SeededSampler(loader)
+        seeded = {"dataset": self._samples, "worker_init_fn": UnwrapInWorker(loader.worker_init_fn)}
         self._loader = loader_with(
             loader,
-            dataset=self._samples,
             generator=torch.Generator(),
-            worker_init_fn=UnwrapInWorker(loader.worker_init_fn),
             persistent_workers=_may_persist(loader),
+            **(seeded if self._draws else {}),
             **{"sampler" if loader.batch_sampler is None else "batch_sampler": self._sampler},
         )
 
@@ -133,7 +138,7 @@ class SeededLoader:
         self.order = self._sampler.begin(epoch, seed, skip, shard)
         self._loader.generator.manual_seed(seed)
         batches = iter(self._loader)
-        return batches if self._loader.num_workers else self._in_this_process(batches)
+        return self._in_this_process(batches) if self._draws and not self._loader.num_workers else batches
 
     def _in_this_process(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, and restore the global random state, which samples use, after each."""

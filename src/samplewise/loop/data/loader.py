@@ -14,7 +14,7 @@ from itertools import chain
 from time import perf_counter
 from typing import Any
 
-from samplewise.core.batches import check_loader, cut, length
+from samplewise.core.batches import Path, check_loader, cut, keep_whole, length
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, CheckpointError, TrainingWarning
 from samplewise.loop.checkpoint import storage
@@ -52,7 +52,8 @@ class ResumableLoader:
             loader.commit(consumed)                      after an update with the first `consumed` samples of this batch
 
     `position_after(consumed)` is the position of the next sample, `committed` that of the first sample that is in no
-    update yet. `seconds_waited` is the time in seconds spent waiting for batches so far.
+    update yet. `seconds_waited` is the time in seconds spent waiting for batches so far, `first_wait` that for the
+    first batch, in which workers start.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class ResumableLoader:
         checkpointed: bool = False,
         in_use: bool = False,
         shard: RankShard | None = None,
+        constants: tuple[Path, ...] = (),
     ):
         """first: use only the first `first` batches of epoch 0, in every epoch; None for all batches.
         checkpointed: positions will be saved in checkpoints, so the loader's state must be savable.
         in_use: the loader may be in use elsewhere, so its state is not changed.
         shard: of this rank, by default that of the current process; unused if the loader is marked by `sw.sharded`.
+        constants: entries of the batches that are not per sample, see `batch_constants`.
         """
         self.seed = seed
         self.checkpointed = checkpointed
@@ -76,7 +79,8 @@ class ResumableLoader:
         self.loader: Iterable[Any] = ()
         self.data: dict[str, Any] = {}
         self.seconds_waited = 0.0
-        self._rank_shard = shard or RankShard.of_this_rank()
+        self.first_wait = 0.0
+        self._rank_shard = replace(shard or RankShard.of_this_rank(), constants=constants)
         self.seek(DataPosition())
         self.set_loader(loader, first)
 
@@ -140,9 +144,12 @@ class ResumableLoader:
         while self.first is None or at.batches < self.first:
             began = perf_counter()
             batch = next(batches, END)
-            self.seconds_waited += perf_counter() - began
+            waited = perf_counter() - began
+            self.seconds_waited += waited
+            self.first_wait = self.first_wait or waited
             if batch is END:
                 break
+            batch = keep_whole(batch, self._rank_shard.constants)
             if at.inside:
                 _check_rows(batch, at.inside)
             self._last = at

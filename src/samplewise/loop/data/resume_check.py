@@ -4,7 +4,7 @@ A position inside an epoch is a number of batches and a number of samples. With 
 the same numbers refer to other samples: some would be lost, others repeated. So these must not change inside an epoch.
 Between two epochs they may change.
 
-    dataset length    len(loader.dataset)
+    dataset length    len(loader.dataset); not if the number of samples of a private training is secret
     batch size        of the loader, of its own batch sampler, or of the first batch of a list
     drop_last
     sampler           class and settings, for example RandomSampler (shuffle=True) or SequentialSampler
@@ -39,8 +39,11 @@ def describe(loader: Any, overfit: int | None = None, sharded: bool = False) -> 
     sampler = None if by_batches else getattr(loader, "sampler", None)
     if dataset is None and isinstance(loader, (list, tuple)) and loader:
         batch_size = length(loader[0])
+    hides_length = getattr(
+        getattr(loader, "batch_sampler", None), "hides_length", False
+    )  # private; the step compares it
     return {
-        "dataset length": _length(dataset),
+        **({} if hides_length else {"dataset length": _length(dataset)}),
         "batch size": batch_size,
         "drop_last": _number(loader, "drop_last"),
         "sampler": _kind(sampler),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
 
 from samplewise.core.devices import seed_devices
 from samplewise.core.snapshot import RandomState, random_state_restored
+from samplewise.ledger.indexed import Indexed
 
 
 def derive_seed(*keys: Any) -> int:
@@ -111,13 +113,29 @@ class SeededDataset(Dataset[Any]):
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared with persistent workers
 
     def __getitem__(self, index: Any) -> Any:
+        self._seed(index)
+        return self.dataset[index]
+
+    def _seed(self, index: Any) -> None:
         seed = derive_seed(self.seed, int(self.epoch), _as_key(index))
         reseed(seed)
         seed_generators(self.dataset, seed)
-        return self.dataset[index]
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+class DeterministicDataset(SeededDataset):
+    """SeededDataset for a data set without random numbers: the generators are seeded once per batch, for a collate_fn,
+    as the last of its samples would do. Seeding takes many times as long as reading a sample from memory.
+    """
+
+    def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
+        indices = list(indices)
+        items = [self.dataset[index] for index in indices]
+        if indices:
+            self._seed(indices[-1])
+        return items
 
 
 class StatefulSeededDataset(SeededDataset):
@@ -131,9 +149,23 @@ class StatefulSeededDataset(SeededDataset):
 
 
 def seed_samples(dataset: Any, seed: int) -> SeededDataset:
-    """Wrap a data set in SeededDataset or StatefulSeededDataset."""
+    """Wrap a data set in a SeededDataset."""
+    if is_deterministic(dataset):
+        return DeterministicDataset(dataset, seed)
     kind = StatefulSeededDataset if hasattr(dataset, "state_dict") else SeededDataset
     return kind(dataset, seed)
+
+
+def is_deterministic(dataset: Any) -> bool:
+    """True for a data set that is known to draw no random numbers: samples in memory, and wrappers around them. Not for
+    subclasses, whose code may do anything.
+    """
+    kind = type(dataset)
+    if kind is ConcatDataset:
+        return all(map(is_deterministic, dataset.datasets))
+    if kind in (Subset, Indexed):
+        return is_deterministic(dataset.dataset)
+    return kind in (list, tuple, Tensor, TensorDataset)
 
 
 class UnwrapInWorker:

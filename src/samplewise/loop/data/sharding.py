@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from samplewise.core.batches import PLAIN, leaves, length, take
+from samplewise.core.batches import PLAIN, Path, keep_whole, leaves, length, take
 from samplewise.core.text import plural
 from samplewise.distributed.group import current_group
 from samplewise.errors import BatchError, DistributedError
@@ -50,12 +50,13 @@ def sharded(loader: Iterable[Any]) -> ShardedLoader:
 class RankShard:
     """Shard of a rank: every `size`-th sample of an epoch, beginning with sample `start + rank`.
 
-    Samples before `start` have been used already.
+    Samples before `start` have been used already. `constants`: entries of batches that are not per sample.
     """
 
     rank: int = 0
     size: int = 1
     start: int = 0
+    constants: tuple[Path, ...] = ()
 
     @classmethod
     def of_this_rank(cls) -> RankShard:
@@ -166,6 +167,8 @@ class ShardedBatches:
                 f"found a batch of {plural(self._too_small, 'sample')} inside an epoch. Use larger batches, or a "
                 "DataLoader with batch_size."
             )
+        if self._count is length:
+            batch = keep_whole(batch, self.shard.constants)
         count = self._count(batch)
         rows = self.shard.rows(self.position, count or 1)
         used_before = self.position < self.shard.start
