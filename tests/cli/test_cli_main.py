@@ -8,6 +8,10 @@ import torch
 from recipes import HEALTHY, command, one_line, process
 
 import samplewise
+from samplewise.cli.attribution_methods import COMPUTATIONS
+from samplewise.cli.attribution_options import METHODS
+from samplewise.cli.doctor import DTYPES
+from samplewise.testing.zoo import PRECISIONS
 
 WITHOUT_TYPER = """
 import sys
@@ -15,6 +19,79 @@ sys.modules["typer"] = None
 from samplewise.cli.main import main
 main()
 """
+
+# Runs commands one after the other in a process, until one of them imports torch.
+UNTIL_TORCH = """
+import os
+import runpy
+import sys
+
+for line in sys.argv[1:]:
+    os.environ.pop("_SAMPLEWISE_COMPLETE", None)
+    if line.startswith("samplewise"):  # the command line of a shell that asks for completion
+        os.environ |= {"_SAMPLEWISE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        line = ""
+    sys.argv = ["samplewise", *line.split()]
+    try:
+        runpy.run_module("samplewise", run_name="__main__")
+    except SystemExit:
+        print("SystemExit", line)
+    if "torch" in sys.modules:
+        sys.exit(f"torch was imported by: {line}")
+"""
+WITHOUT_TORCH = [
+    "",
+    "--help",
+    "--version",
+    "--show-completion bash",
+    *(f"{name} --help" for name in ("train", "doctor", "report", "attribute", "privacy", "demo")),
+    "dance",
+    "train --dance",
+    "train",
+    "train missing.py",
+    "train recipe.py --epochs x",
+    "train recipe.py --epochs 1 --updates 1",
+    "train recipe.py --microbatch x",
+    "train recipe.py --clip -1",
+    "train recipe.py --epsilon 1",
+    "train recipe.py --run recipe.py",
+    "doctor missing.py",
+    "doctor --zoo --dtype x",
+    "report",
+    "report missing",
+    "attribute missing.py",
+    "attribute recipe.py --queries x",
+    "attribute recipe.py --method x",
+    "attribute recipe.py --damping -1",
+    "privacy --epsilon 1",
+    "privacy --delta 1e-5 --samples 10 --batch 1 --epochs 1",
+    "samplewise do",
+    "samplewise train --ep",
+    "samplewise train re",
+    "samplewise report r",
+]
+
+
+def test_help_errors_and_completion_do_not_import_torch(recipe):
+    recipe(HEALTHY)
+    result = process(*WITHOUT_TORCH, code=UNTIL_TORCH, new=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("SystemExit") == len(WITHOUT_TORCH)
+    errors = [line for line in result.stderr.splitlines() if not line.startswith(("samplewise: ", "missing.py: "))]
+    assert errors == []
+
+
+def test_a_command_that_computes_imports_torch():
+    result = process("--version", "doctor", "--help", code=UNTIL_TORCH, new=True)
+    assert result.stderr == "torch was imported by: doctor\n"
+
+
+def test_the_names_of_the_precisions_of_the_zoo():
+    assert tuple(PRECISIONS) == DTYPES
+
+
+def test_each_method_has_a_computation():
+    assert list(COMPUTATIONS) == list(METHODS)
 
 
 def test_without_typer():

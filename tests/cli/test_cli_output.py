@@ -283,9 +283,9 @@ def test_a_recipe_from_a_pipe():
 
 def test_a_run_that_is_in_use(recipe, trained):
     """The line names the process that holds it, and the recipe is not blamed."""
-    from samplewise.loop.run_lock import RunLock
+    from samplewise.loop.run_dir import run_lock
 
-    lock = RunLock(Path("runs/recipe"))
+    lock = run_lock(Path("runs/recipe"))
     lock.acquire()
     result = run("train", trained, "--epochs", "2", "--resume")
     lock.release()

@@ -30,9 +30,28 @@ def test_private_training(recipe):
         (("--epsilon", 3, "--delta", 1e-5, "--batch", 8), "found no --clip"),
         (("--delta", 1e-5), "--delta and --batch must be used with --epsilon"),
         ((*PRIVATE[:4], "--batch", 10**6, "--clip", 1.0), "must be at most"),
+        ((*PRIVATE, "--ledger"), "--ledger cannot be used with --epsilon: the guarantee does not cover losses"),
+        *[
+            ((*PRIVATE, "--epsilon", value), f"--epsilon: must be a finite number above 0; found {float(value)}")
+            for value in (-3, 0, "nan", "inf", "-inf")
+        ],
+        *[
+            ((*PRIVATE, "--delta", value), f"--delta: must be a number between 0 and 1; found {float(value)}")
+            for value in (-1, 0, 1, 1.5, "nan")
+        ],
+        *[
+            ((*PRIVATE, "--clip", value), f"--clip: must be a finite number above 0; found {float(value)}")
+            for value in (-1, 0, "nan", "inf")
+        ],
+        ((*PRIVATE, "--epsilon", "three"), "'--epsilon': "),
+        ((*PRIVATE, "--batch", 0), "'--batch': "),
+        ((*PRIVATE, "--epsilon", "1e12"), "--epsilon: epsilon must be one that a noise multiplier between 0.05 and"),
+        ((*PRIVATE, "--updates", 10**8), "--updates: updates must be at most 10,000,000 with the accountant 'pld'"),
     ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
 def test_bad_arguments(recipe, arguments, output):
     result = command("train", recipe(HEALTHY), *arguments)
     assert result.exit_code == 2
     assert output in one_line(result)
+    assert not Path("runs").exists()

@@ -367,3 +367,54 @@ def test_modules_beside_the_recipe_can_be_imported(recipe):
     assert lines[2].endswith("neighbour_of_the_recipe.py:2: in f")
     assert lines[-1] == "ValueError: no"
     assert result.exit_code == 1
+
+
+# --- a recipe that ends the process -----------------------------------------------------------------------------------
+
+ENDED = "A recipe must not end the process, as sys.exit does. Raise an exception, or call trainer.stop in a callback."
+LOSS = "\n\ndef loss(model, batch):\n    import sys\n    sys.exit({})\n"
+PLACES = {
+    "at import": "import sys\nsys.exit({})\n" + HEALTHY,
+    "in model": HEALTHY.replace("def model():", "def model():\n    raise SystemExit({})"),
+    "in data": HEALTHY.replace("def data():", "def data():\n    exit({})"),
+    "in optimizer": HEALTHY + "\n\ndef optimizer(model):\n    quit({})\n",
+    "in loss": HEALTHY + LOSS,
+    "in metrics": HEALTHY + "\n\ndef metrics():\n    raise SystemExit({})\n",
+    "in a callback": HEALTHY
+    + "\n\nclass Ends:\n    def on_update(self):\n        exit({})\n\n\ndef callbacks():\n    return [Ends()]\n",
+}
+
+
+CODES = [("", 1), ("3", 3), ("'not today'", 1), ("False", 1)]
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "expected"), [*[(place, "0", 1) for place in PLACES], *[("in model", *code) for code in CODES]]
+)
+def test_a_recipe_that_calls_exit(recipe, place, code, expected):
+    """The command does not report success for work that was not done."""
+    path = recipe(PLACES[place].format(code))
+    result = command("train", path, "--device", "cpu")
+    assert result.exit_code == expected
+    *_, shown, last = result.stderr.strip().splitlines()
+    assert last == ENDED
+    assert shown.startswith("SystemExit") and code.strip("'") in shown
+    assert "recipe.py:" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("doctor",), ("attribute",)], ids=str)
+def test_exit_in_other_commands(recipe, arguments):
+    result = command(*arguments, recipe(PLACES["in model"].format(0)))
+    assert result.exit_code != 0
+
+
+@pytest.mark.parametrize("place", ["at import", "in model", "in loss"])
+def test_an_interrupt_is_not_an_error_of_the_recipe(recipe, place):
+    text = (
+        PLACES[place].replace("sys.exit({})", "raise KeyboardInterrupt").replace("SystemExit({})", "KeyboardInterrupt")
+    )
+    result = command("train", recipe(text), "--device", "cpu")
+    assert result.exit_code != 0
+    assert ENDED not in result.output and "KeyboardInterrupt" not in result.stderr.replace(
+        "raise KeyboardInterrupt", ""
+    )

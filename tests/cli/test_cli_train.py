@@ -9,7 +9,7 @@ from recipes import HEALTHY, command, one_line, process
 from torch import nn
 
 import samplewise as sw
-from samplewise.cli import train
+from samplewise.cli import training
 from samplewise.errors import TrainingWarning
 from samplewise.loop.checkpoint.store import Checkpoints
 from samplewise.step.step import Step
@@ -33,7 +33,7 @@ def loss(model, batch):
 def log(run):
     """Log lines without times and memory, which differ between runs."""
     lines = [json.loads(line) for line in Path(run, "log.jsonl").read_text().splitlines()]
-    costs = ("seconds", "samples_per_second", "phases", "memory")
+    costs = ("seconds", "samples_per_second", "compute_samples_per_second", "phases", "memory")
     return [{key: value for key, value in line.items() if key not in costs} for line in lines]
 
 
@@ -87,7 +87,7 @@ def test_compile_option_is_passed_to_the_step(recipe, monkeypatch, option, mode)
             modes.append(compile)
             super().__init__(*arguments, compile=False, **options)
 
-    monkeypatch.setattr(train, "Step", Recorded)
+    monkeypatch.setattr(training, "Step", Recorded)
     assert command("train", recipe(HEALTHY), *option).exit_code == 0
     assert modes == [mode]
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from samplewise.cli.completion import complete_recipe
-from samplewise.distributed.launch import resolve_device
+
+if TYPE_CHECKING:
+    import torch
 
 recipe_argument = typer.Argument(
     metavar="RECIPE",
@@ -26,6 +29,10 @@ Device = Annotated[
 
 def device_named(name: str) -> torch.device:
     """The device for the value of --device; raises typer.BadParameter if torch cannot use it."""
+    import torch
+
+    from samplewise.distributed.launch import resolve_device
+
     try:
         device = resolve_device(name)
         torch.empty(0, device=device)
@@ -35,3 +42,18 @@ def device_named(name: str) -> torch.device:
             f"must be a device that torch can use; found {name!r}: {reason}", param_hint="--device"
         ) from why
     return device
+
+
+@contextmanager
+def bad_parameters(default: str | None = None, options: tuple[str, ...] = ()) -> Iterator[None]:
+    """Report arguments that the accounting refuses as errors of the command line.
+
+    The first word of a message names the option. default: the option to name if that one is not among `options`.
+    """
+    try:
+        yield
+    except ValueError as why:
+        name = str(why).partition(" ")[0]
+        if default is not None and name not in options:
+            name = default
+        raise typer.BadParameter(str(why), param_hint=f"--{name.replace('_', '-')}") from why

@@ -9,14 +9,9 @@ from typing import Annotated
 import typer
 
 from samplewise.cli.arguments import Device, RecipeFile, device_named
-from samplewise.cli.attribution_methods import METHODS, Method, method_named
-from samplewise.cli.attribution_results import Results, find_quality, require_packages, shown_path, writable
-from samplewise.cli.attribution_subject import Subject
-from samplewise.cli.queries import check_form, choose_queries
-from samplewise.cli.recipe import Recipe, read_source
-from samplewise.cli.trained_models import read_runs, seed_of
+from samplewise.cli.attribution_options import METHODS, Method, check_queries, method_named
+from samplewise.cli.recipe_file import read_source
 from samplewise.core.atomic_io import absolute
-from samplewise.loop.data.rng import seed_everything
 
 
 def attribute(
@@ -92,12 +87,20 @@ def attribute(
     """
     source = read_source(recipe)
     here = absolute(".")  # the recipe may change the working directory
-    check_form(queries)
+    check_queries(queries)
     chosen = method_named(method, dim=dim, damping=_checked_damping(damping))
+    runs = [absolute(path) for path in run or [Path("runs") / recipe.stem]]
+    number = _checked_number(checkpoints, runs, chosen)
+    from samplewise.cli.attribution_results import Results, find_quality, require_packages, shown_path, writable
+    from samplewise.cli.attribution_subject import Subject
+    from samplewise.cli.queries import choose_queries
+    from samplewise.cli.recipe import Recipe
+    from samplewise.cli.trained_models import read_runs, seed_of
+    from samplewise.loop.data.rng import seed_everything
+
     require_packages()
     target = device_named(device)
-    runs = [absolute(path) for path in run or [Path("runs") / recipe.stem]]
-    models = read_runs(runs, _checked_number(checkpoints, runs, chosen))
+    models = read_runs(runs, number)
     directory = writable(models[-1].run / "attribution" if to is None else absolute(to))
     quality = find_quality(trust, models[-1].run)
     seed = seed_of(models[-1])

@@ -1,14 +1,13 @@
-"""Methods of `samplewise attribute`, one entry each in METHODS."""
+"""Computations of the methods of `samplewise attribute`, one entry each in COMPUTATIONS."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import typer
 from torch import Tensor, nn
 
 from samplewise.attribution.ekfac import ekfac
@@ -18,7 +17,6 @@ from samplewise.attribution.trak import trak
 from samplewise.cli.dataset_order import OrderedBatches
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
-from samplewise.core.text import did_you_mean
 from samplewise.errors import LossesError
 from samplewise.eval_pass import Checkpoint, parameters_kept
 
@@ -51,45 +49,6 @@ class Scores(NamedTuple):
     values: Tensor
     effect: str
     details: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Method:
-    """Attribution method.
-
-    compute   function of a task and the given options; returns Scores
-    passes    number of passes over the training samples
-    accepts   names of options
-    models    largest number of checkpoints that it can use; None: any number
-    given     values of options
-    """
-
-    name: str
-    title: str
-    compute: Callable[..., Scores]
-    passes: Callable[[Task], int]
-    accepts: tuple[str, ...] = ()
-    models: int | None = None
-    given: dict[str, Any] = field(default_factory=dict)
-
-    def scores(self, task: Task) -> Scores:
-        return self.compute(task, **self.given)
-
-
-def method_named(name: str, **options: Any) -> Method:
-    """Method of this name with the options that are not None; raises typer.BadParameter for one it does not accept."""
-    if name not in METHODS:
-        raise typer.BadParameter(
-            f"must be one of {', '.join(METHODS)}; found {name!r}. {did_you_mean(name, METHODS)}".rstrip(),
-            param_hint="--method",
-        )
-    method = METHODS[name]
-    given = {option: value for option, value in options.items() if value is not None}
-    for option in given:
-        if option not in method.accepts:
-            others = " or ".join(each.name for each in METHODS.values() if option in each.accepts)
-            raise typer.BadParameter(f"must be used with --method {others}; found {name}.", param_hint=f"--{option}")
-    return replace(method, given=given)
 
 
 # --- influence --------------------------------------------------------------------------------------------------------
@@ -156,11 +115,19 @@ def _minus_loss(loss: Any) -> OutputFn:
     return output_fn
 
 
-METHODS = {
-    method.name: method
-    for method in (
-        Method("influence", "TracIn influence", _influence, lambda task: len(task.checkpoints) * len(task.queries)),
-        Method("trak", "TRAK", _trak, lambda task: len(task.checkpoints), accepts=("dim", "damping")),
-        Method("ekfac", "EK-FAC influence", _ekfac, lambda task: 2 + len(task.queries), ("damping",), models=1),
-    )
+class Computation(NamedTuple):
+    """Functions of a method.
+
+    scores    function of a task and the options of the method
+    passes    number of passes over the training samples
+    """
+
+    scores: Callable[..., Scores]
+    passes: Callable[[Task], int]
+
+
+COMPUTATIONS = {
+    "influence": Computation(_influence, lambda task: len(task.checkpoints) * len(task.queries)),
+    "trak": Computation(_trak, lambda task: len(task.checkpoints)),
+    "ekfac": Computation(_ekfac, lambda task: 2 + len(task.queries)),
 }

@@ -21,11 +21,12 @@ import torch
 import typer
 from torch import Tensor
 
-from samplewise.cli.attribution_methods import Method, Scores
+from samplewise.cli.attribution_methods import Scores
+from samplewise.cli.attribution_options import Method
 from samplewise.cli.attribution_subject import Subject
 from samplewise.cli.dataset_order import OrderedSamples
 from samplewise.cli.queries import Outcomes
-from samplewise.cli.recipe import shortened
+from samplewise.cli.recipe_file import shortened
 from samplewise.core.atomic_io import atomic_write
 from samplewise.core.text import plural
 from samplewise.ledger.files import load_pyarrow, write_parquet

@@ -10,10 +10,12 @@ import torch
 import typer
 from torch import nn
 
-from samplewise.cli.attribution_methods import Method, Scores, Task
+from samplewise.cli.attribution_methods import COMPUTATIONS, Scores, Task
+from samplewise.cli.attribution_options import Method
 from samplewise.cli.dataset_order import OrderedBatches, OrderedSamples, unknown_sampler
 from samplewise.cli.queries import Outcomes, outcomes
-from samplewise.cli.recipe import Recipe, RecipeError
+from samplewise.cli.recipe import Recipe
+from samplewise.cli.recipe_file import RecipeError
 from samplewise.cli.trained_models import TrainedModel, run_settings
 from samplewise.core.progress import progress
 from samplewise.core.text import plural
@@ -95,10 +97,11 @@ class Subject:
         checkpoints = list(zip(self.states, self.weights, strict=True))
         train = self.train.batches()
         task = Task(self.model, self.loss, checkpoints, train, self.validation.batches(queries, self._query_batch_size))
-        total = len(train) * method.passes(task)
+        computation = COMPUTATIONS[method.name]
+        total = len(train) * computation.passes(task)
         with self._recipe.errors(), progress(total, "scores, batches of training samples") as advance:
             train.on_batch = lambda: advance(1)
-            scores = method.scores(task)
+            scores = computation.scores(task, **method.options)
         known = scores.values.isfinite()
         if not known.all():
             query, sample = (~known).nonzero()[0].tolist()

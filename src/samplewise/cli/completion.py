@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from samplewise.loop.run_dir import RUN_FILE
+from samplewise.core.format_version import RUN_FILE
 
 DEPTH = 3  # directories below the one that was typed
 

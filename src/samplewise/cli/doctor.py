@@ -2,73 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
-from torch import nn
 
-from samplewise.check import check
 from samplewise.cli.arguments import Device, OptionalRecipeFile, device_named
-from samplewise.cli.compile_gain import CompileGain, compile_advice, measure_compile_gain
-from samplewise.cli.costs import CLIPPED, PLAIN, Costs, cost_advice, measure_costs, memory_description, table
-from samplewise.cli.environment import environment
-from samplewise.cli.recipe import Recipe, RecipeError
-from samplewise.cli.zoo import precision_named, run_zoo
-from samplewise.core.batches import cut, length, to_device
-from samplewise.core.batchnorm import mixing_batch_norms
-from samplewise.core.losses import as_loss_fn, per_sample
-from samplewise.core.memory import free_memory
-from samplewise.core.slow_notice import notify_if_slow
-from samplewise.core.snapshot import random_state_restored
-from samplewise.core.text import listed, plural
-from samplewise.engine.gradients import gradients
-from samplewise.errors import SamplewiseError
-from samplewise.loop.trainer import Trainer
-from samplewise.step.step import Step
-from samplewise.transforms.clip import clip
+from samplewise.cli.recipe_file import read_source
 
-MAX_SAMPLES = 16  # of the first batch
-
-
-@dataclass
-class RecipeCheck:
-    """Recipe under examination: its model, its loss, one batch, and the issues found so far."""
-
-    recipe: Recipe
-    model: nn.Module
-    loss: Any
-    batch: Any
-    samples: int | None  # in `batch`; None: the batch cannot be sliced
-    batch_size: int | None  # samples of the loader's whole batch
-    updates: Mapping[str, Any]  # name -> transforms
-    metrics: Mapping[str, Any]
-    validation: Iterable[Any] | None  # batches
-    issues: list[str] = field(default_factory=list)  # without duplicates
-    reported: int = 0  # number of issues, with duplicates
-
-    def fresh_copy(self) -> tuple[nn.Module, Any, Any]:
-        """Copy of the model with a new optimizer, and a copy of the loss."""
-        model = copy.deepcopy(self.model)
-        loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
-        return model, self.recipe.optimizer(model), loss
-
-    def report_issue(self, kind: str, message: str) -> None:
-        """Record and print an issue; a repeated one is shortened."""
-        self.reported += 1
-        if message in self.issues:
-            typer.echo(f"{kind}, as above")
-            return
-        self.issues.append(message)
-        typer.echo(f"{kind}: {message}")
+DTYPES = ("fp64", "fp32", "bf16")  # names of the precisions of the zoo
 
 
 def doctor(
@@ -99,215 +40,22 @@ def doctor(
     if dtype is not None and not zoo:
         found = "neither --zoo nor a recipe" if recipe is None else "a recipe, which has its own dtype"
         raise typer.BadParameter(f"can only be used with --zoo; found {found}.", param_hint="--dtype")
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"must be one of {', '.join(DTYPES)}; found {dtype!r}.", param_hint="--dtype")
+    source = None if recipe is None else read_source(recipe)
     target = device_named(device)
     if zoo:
+        from samplewise.cli.zoo import precision_named, run_zoo
+
         ok = run_zoo(precision_named(dtype, target), target)
-    elif recipe is not None:
-        ok = _check_recipe(recipe, target)
+    elif recipe is not None and source is not None:
+        from samplewise.cli.recipe_check import check_recipe
+
+        ok = check_recipe(recipe, source, target)
     else:
+        from samplewise.cli.environment import environment
+
         typer.echo(environment())
         ok = True
     if not ok:
         raise typer.Exit(1)
-
-
-def _check_recipe(path: Path, device: torch.device) -> bool:
-    """Check a recipe and print the findings; True if there are no issues."""
-    recipe_check = _prepare(Recipe(path))
-    with recipe_check.recipe.errors():
-        correct = _compare_gradients(recipe_check)
-        recipe_check.model.to(device)
-        recipe_check.batch = to_device(recipe_check.batch, device)
-        _show_plan(recipe_check)
-        _first_update(recipe_check, device)
-        costs = _measure_costs(recipe_check, device)
-        gains = _measure_compiled(recipe_check)
-    _print_advice(recipe_check, correct, costs, gains)
-    return correct and not recipe_check.issues
-
-
-def _prepare(recipe: Recipe) -> RecipeCheck:
-    """Build the model and fetch the first batch, at most 16 samples of it."""
-    with _slow_notice("building the model and fetching a batch"):
-        model = recipe.model()
-        loader, validation = recipe.data()
-        updates = _updates(recipe)
-        metrics = recipe.metrics()
-        recipe.callbacks()  # raises if they cannot be used, like the scheduler
-        recipe.scheduler(recipe.optimizer(model))
-        with recipe.errors():
-            batch = next(iter(loader), None)
-            if batch is None:
-                raise RecipeError(f"{recipe.path}: the loader of data() must yield at least one batch; found none.")
-            batch_size = length(batch)
-            samples = None
-            if batch_size is not None:
-                samples = min(batch_size, MAX_SAMPLES)
-                batch = cut(batch, 0, samples)
-            parameter = next(model.parameters(), None)
-            if parameter is not None:
-                batch = to_device(batch, parameter.device)
-            loss = recipe.loss(model)
-            return RecipeCheck(recipe, model, loss, batch, samples, batch_size, updates, metrics, validation)
-
-
-def _updates(recipe: Recipe) -> dict[str, Any]:
-    """Updates to examine: plain, and with the transforms of the recipe or, if it has none, with clipping."""
-    if recipe.defines("transforms"):
-        return {PLAIN: (), "with transforms()": recipe.transforms()}
-    return {PLAIN: (), CLIPPED: (clip(1.0),)}
-
-
-# --- sections of the output -------------------------------------------------------------------------------------------
-
-
-def _compare_gradients(recipe_check: RecipeCheck) -> bool:
-    """Compare the engine with one backward pass per sample; True if the gradients agree.
-
-    Runs on the device on which the recipe puts the model, because some accelerators have no float64.
-    """
-    correct = False
-    with _report_issues(recipe_check), _slow_notice("comparing the engine with one backward pass per sample"):
-        result = check(recipe_check.model, recipe_check.loss, recipe_check.batch)
-        typer.echo(result)
-        correct = result.ok
-        if result.refusal is not None:
-            recipe_check.issues.append(str(result.refusal))
-    return correct
-
-
-def _show_plan(recipe_check: RecipeCheck) -> None:
-    typer.echo("\nGradient plan")
-    with _report_issues(recipe_check), _slow_notice("planning"), random_state_restored():
-        model, _, loss = recipe_check.fresh_copy()
-        losses, _ = per_sample(as_loss_fn(loss)(model, recipe_check.batch))
-        typer.echo(gradients(losses, model).explain())
-
-
-def _first_update(recipe_check: RecipeCheck, device: torch.device) -> None:
-    typer.echo("\nFirst update")
-    before = recipe_check.reported
-    for name, transforms in recipe_check.updates.items():
-        with _report_issues(recipe_check, name), _slow_notice(f"one update, {name}"):
-            model, optimizer, loss = recipe_check.fresh_copy()
-            step = Step(model, optimizer, loss, transforms=transforms)
-            step(recipe_check.batch)
-    _validate(recipe_check, device)
-    if recipe_check.reported == before:
-        typer.echo("no warnings")
-
-
-def _validate(recipe_check: RecipeCheck, device: torch.device) -> None:
-    """Compute the metrics of one validation batch: an error in them would end a training after its first epoch."""
-    if not recipe_check.metrics or recipe_check.validation is None:
-        return
-    with _report_issues(recipe_check, "metrics"), _slow_notice("validation"):
-        model, optimizer, loss = recipe_check.fresh_copy()
-        step = Step(model, optimizer, loss)
-        trainer = Trainer(step, metrics=recipe_check.metrics, device=device, progress=False)
-        trainer.evaluate(list(islice(recipe_check.validation, 1)))
-
-
-def _measure_costs(recipe_check: RecipeCheck, device: torch.device) -> Costs:
-    """Measure updates with each transform and microbatch size; combinations that are refused are left out."""
-    typer.echo("\nTime and memory per update")
-    samples = recipe_check.samples or 0
-    microbatches = [size for size in dict.fromkeys((samples // 2, samples // 4)) if size]
-    keys = [(name, size) for name in recipe_check.updates for size in (None, *microbatches)]
-    with _slow_notice("measuring"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # already reported
-        steps = {key: step for key in keys if (step := _warmed_up_step(recipe_check, *key))}
-        updates = {key: partial(step, recipe_check.batch) for key, step in steps.items()}
-        costs = measure_costs(updates, {key: step.model for key, step in steps.items()}, device)
-    typer.echo(table(costs, keys, f"{_sample_count(recipe_check)}; MB: {memory_description(device)}"))
-    return costs
-
-
-def _warmed_up_step(recipe_check: RecipeCheck, name: str, microbatch: int | None) -> Step | None:
-    """A step that has made one update, or None if the update is refused."""
-    model, optimizer, loss = recipe_check.fresh_copy()
-    try:
-        step = Step(model, optimizer, loss, microbatch=microbatch, transforms=recipe_check.updates[name], audit=False)
-        step(recipe_check.batch)
-    except SamplewiseError:
-        return None
-    return step
-
-
-def _sample_count(recipe_check: RecipeCheck) -> str:
-    if recipe_check.samples is None:
-        return "a batch that cannot be sliced"
-    if recipe_check.batch_size == recipe_check.samples:
-        return plural(recipe_check.samples, "sample")
-    return f"{plural(recipe_check.samples, 'sample')} of a batch of {recipe_check.batch_size}"
-
-
-def _measure_compiled(recipe_check: RecipeCheck) -> list[CompileGain]:
-    """Measure updates of one sample and of the batch, eager and compiled, on copies of the model."""
-    typer.echo("\nTime per update with compile=True")
-
-    def make_step(samples: int | None, compile: bool) -> Step:
-        model, optimizer, loss = recipe_check.fresh_copy()
-        return Step(model, optimizer, loss, samples=samples, audit=False, compile=compile)
-
-    with _slow_notice("compiling and measuring"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the reason is printed below
-        gains = measure_compile_gain(make_step, recipe_check.batch, recipe_check.samples)
-    for gain in gains:
-        typer.echo(gain)
-    return gains
-
-
-# --- advice -----------------------------------------------------------------------------------------------------------
-
-
-def _print_advice(recipe_check: RecipeCheck, correct: bool, costs: Costs, gains: list[CompileGain]) -> None:
-    typer.echo("\nAdvice")
-    free_bytes = free_memory(recipe_check.model)
-    lines = [
-        *_gradient_advice(recipe_check, correct),
-        *cost_advice(costs, recipe_check.samples, recipe_check.batch_size, free_bytes),
-        *compile_advice(gains),
-    ]
-    if recipe_check.issues:
-        lines.append(f"Fix the errors and warnings listed above ({len(recipe_check.issues)}) before you train.")
-    elif correct:
-        lines.append("No problems found: the recipe is ready for training.")
-    for line in lines:
-        typer.echo(f"- {line}")
-
-
-def _gradient_advice(recipe_check: RecipeCheck, correct: bool) -> list[str]:
-    norms = mixing_batch_norms([recipe_check.model])
-    if norms:
-        return [
-            f"BatchNorm in training mode mixes samples (module {listed(norms)}), so per-sample gradients are not "
-            "defined. Return sw.freeze_batchnorm(model) from model(), or use GroupNorm; plain training without --clip "
-            "works unchanged."
-        ]
-    return [] if correct else ["Do not rely on per-sample gradients of this model: the check above gives the reason."]
-
-
-# --- output -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _report_issues(recipe_check: RecipeCheck, update: str = "") -> Iterator[None]:
-    """Report warnings and samplewise errors raised in the block as issues."""
-    suffix = f", {update}" if update else ""
-    refusal = None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            yield
-        except SamplewiseError as error:
-            refusal = error
-    for warning in caught:
-        recipe_check.report_issue(f"warned{suffix}", str(warning.message))
-    if refusal is not None:
-        recipe_check.report_issue(f"refused{suffix}", str(recipe_check.recipe.explained(refusal)))
-
-
-def _slow_notice(operation: str) -> AbstractContextManager[None]:
-    """Print a notice on stderr if the block takes longer than 2 s."""
-    return notify_if_slow(lambda message: typer.echo(f"... {message}", err=True), operation)

@@ -1,14 +1,19 @@
-"""The typer application behind the command `samplewise`."""
+"""The typer application behind the command `samplewise`.
+
+The modules of the commands import torch, which takes seconds, inside of functions, after the arguments are checked:
+help, errors of arguments and completion do not need it.
+"""
 
 from __future__ import annotations
 
 import platform
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
-
-import torch
 
 try:
     import typer
@@ -21,7 +26,7 @@ from samplewise.cli.demo import demo
 from samplewise.cli.doctor import doctor
 from samplewise.cli.output import OutputError, guarded_output
 from samplewise.cli.privacy import privacy
-from samplewise.cli.recipe import RecipeError
+from samplewise.cli.recipe_file import RecipeError
 from samplewise.cli.report import report
 from samplewise.cli.train import train
 from samplewise.core.version import installed_version
@@ -84,8 +89,18 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"samplewise {installed_version()}, torch {torch.__version__}, Python {platform.python_version()}")
+        versions = f"samplewise {installed_version()}, torch {_torch_version()}, Python {platform.python_version()}"
+        typer.echo(versions)
         raise typer.Exit
+
+
+def _torch_version() -> str:
+    """torch.__version__, from the file that defines it. The metadata of the package may lack the name of the build."""
+    torch = find_spec("torch")
+    try:
+        return runpy.run_path(str(Path((torch and torch.origin) or "").with_name("version.py")))["__version__"]
+    except (OSError, ValueError, KeyError):
+        return installed_version("torch")
 
 
 @app.callback()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samplewise.cli.arguments import bad_parameters
 from samplewise.core.slow_notice import notify_if_slow
 from samplewise.core.text import plural, render
 from samplewise.privacy import accounting
@@ -96,7 +97,7 @@ def privacy(
         )
     figure = None if to is None else _new_figure(to)
     total = _number_of_updates(epochs, updates, samples, batch)
-    with _slow_notice("computing"), _bad_parameters():
+    with _slow_notice("computing"), bad_parameters():
         if epsilon is not None:
             noise_multiplier = accounting.calibrate(epsilon, delta, batch / samples, total, accountant)
         assert noise_multiplier is not None
@@ -120,16 +121,6 @@ def _number_of_updates(epochs: float | None, updates: int | None, samples: int, 
     if not 0 < epochs < math.inf:
         raise typer.BadParameter(f"must be a positive number; found {epochs}.", param_hint="--epochs")
     return max(1, round(epochs * samples / batch))  # as in samplewise train
-
-
-@contextmanager
-def _bad_parameters() -> Iterator[None]:
-    """Report arguments that the accounting refuses as errors of the command line."""
-    try:
-        yield
-    except ValueError as why:
-        name = str(why).partition(" ")[0]
-        raise typer.BadParameter(str(why), param_hint=f"--{name.replace('_', '-')}") from why
 
 
 @contextmanager

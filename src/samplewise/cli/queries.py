@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from samplewise.cli.attribution_options import INDICES, QUERIES, RULES
 from samplewise.cli.dataset_order import OrderedBatches, OrderedSamples
 from samplewise.core.losses import as_loss_fn, per_sample
 from samplewise.core.predictions import IGNORE_INDEX, prediction_columns
@@ -19,10 +19,6 @@ from samplewise.core.text import plural
 from samplewise.errors import BatchError
 from samplewise.loop.evaluation import check_one_per_sample
 from samplewise.loop.metrics import OutputRecorder, Target
-
-OPTION = "--queries"
-RULES = ("wrong", "worst")
-PART = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def choose_queries(
             raise typer.BadParameter(
                 f"wrong needs a misclassified validation sample; found none among {plural(len(samples), 'sample')}. "
                 "Use --queries worst.",
-                param_hint=OPTION,
+                param_hint=QUERIES,
             )
     chosen = order[:limit]
     return [samples.indices[k] for k in chosen.tolist()], found.of(chosen)
@@ -108,19 +104,9 @@ def _wrong(found: Outcomes) -> Tensor:
         raise typer.BadParameter(
             "wrong needs a classification: logits (B, classes) and labels (B,) that are class indices; found another "
             "task. Use --queries worst, or indices.",
-            param_hint=OPTION,
+            param_hint=QUERIES,
         )
     return (found.labels != found.predictions) & (found.labels != IGNORE_INDEX)
-
-
-def check_form(wanted: str) -> None:
-    """Raise typer.BadParameter unless the text has the form of queries."""
-    if wanted in RULES or all(PART.fullmatch(part.strip()) for part in wanted.split(",")):
-        return
-    raise typer.BadParameter(
-        f"must be indices of validation samples such as 0,5,10-20, or wrong, or worst; found {wanted!r}.",
-        param_hint=OPTION,
-    )
 
 
 def _parsed(wanted: str, indices: Sequence[int]) -> list[int]:
@@ -128,14 +114,14 @@ def _parsed(wanted: str, indices: Sequence[int]) -> list[int]:
     chosen: dict[int, None] = {}
     known = indices if isinstance(indices, range) else set(indices)
     for part in wanted.split(","):
-        match = PART.fullmatch(part.strip())
-        assert match is not None  # see `check_form`
+        match = INDICES.fullmatch(part.strip())
+        assert match is not None  # see `check_queries`
         first = int(match[1])
         last = int(match[2] or first)
         if first not in known or last not in known or last < first:
             raise typer.BadParameter(
                 f"must be indices of validation samples, {indices[0]} to {indices[-1]}; found {part.strip()}.",
-                param_hint=OPTION,
+                param_hint=QUERIES,
             )
         chosen.update(dict.fromkeys(index for index in range(first, last + 1) if index in known))
     return list(chosen)

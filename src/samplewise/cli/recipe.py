@@ -14,7 +14,6 @@ def callbacks(): ...             list of callbacks of the trainer; default none
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import sys
 import sysconfig
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from samplewise.cli.definitions import read_definitions
+from samplewise.cli.recipe_file import RecipeError, read_source
 from samplewise.core.batches import check_loader
 from samplewise.core.signatures import accepts
 from samplewise.errors import BatchError, LossesError, SamplewiseError
@@ -59,16 +59,7 @@ NO_LOSS = (
 )
 
 
-class RecipeError(Exception):
-    """Raised for an error in the recipe; the message is shown to the user without a traceback of samplewise."""
-
-    code = 1
-
-
-class NoRecipeError(RecipeError):
-    """Raised if the recipe file cannot be read; exit code 2, as for a bad argument."""
-
-    code = 2
+NO_EXIT = "A recipe must not end the process, as sys.exit does. Raise an exception, or call trainer.stop in a callback."
 
 
 class Recipe:
@@ -279,32 +270,18 @@ def _check_probabilities(criterion: nn.Module, arguments: tuple[Tensor, Tensor])
 
 @contextmanager
 def recipe_errors(path: Path) -> Iterator[None]:
-    """Raise any Exception of the block as a RecipeError that shows the user's lines."""
+    """Raise any Exception of the block, and sys.exit, as a RecipeError that shows the user's lines."""
     try:
         yield
     except RecipeError:
         raise
+    except SystemExit as error:
+        # The exit code 0 would mean that the command has done its work.
+        ended = RecipeError(f"{_describe_error(error, path)}\n{NO_EXIT}")
+        ended.code = error.code if isinstance(error.code, int) and error.code else 1
+        raise ended from error
     except Exception as error:
         raise RecipeError(_describe_error(error, path)) from error
-
-
-def read_source(path: Path) -> bytes:
-    """The content of a recipe's file."""
-    try:
-        return path.read_bytes()
-    except OSError as why:
-        remedy = "Check the path and its permissions."
-        if isinstance(why, FileNotFoundError) and os.path.exists(f"{path}.py"):
-            remedy = f"Did you mean {path}.py?"
-        raise NoRecipeError(
-            f"{shortened(path)}: a recipe must be a Python file that can be read; found: {why.strerror}. {remedy}"
-        ) from why
-
-
-def shortened(path: Path) -> str:
-    """A path for a message, of at most about 200 characters."""
-    text = str(path)
-    return text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def _load(path: Path, source: bytes) -> ModuleType:
@@ -329,7 +306,7 @@ def _load(path: Path, source: bytes) -> ModuleType:
 # --- error messages ---------------------------------------------------------------------------------------------------
 
 
-def _describe_error(error: Exception, path: Path) -> str:
+def _describe_error(error: BaseException, path: Path) -> str:
     """Text of an error: the traceback frames in the user's files, and the message."""
     frames, message = _parse_worker_traceback(str(error))
     if not message:

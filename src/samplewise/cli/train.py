@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import torch
 import typer
 
-from samplewise.cli.arguments import Device, RecipeFile, device_named
+from samplewise.cli.arguments import Device, RecipeFile
 from samplewise.cli.completion import complete_run
-from samplewise.cli.ids import explain_missing_ids, with_ids
 from samplewise.cli.private_training import PrivateOptions
-from samplewise.cli.recipe import Recipe, read_source, shortened
-from samplewise.core.atomic_io import absolute
-from samplewise.core.text import plural
-from samplewise.distributed.group import current_group
-from samplewise.distributed.launch import join_process_group
-from samplewise.ledger.ledger import Ledger
-from samplewise.loop.data.rng import seed_everything
-from samplewise.loop.trainer import Trainer
-from samplewise.step.step import Step
-from samplewise.transforms.clip import clip as clip_transform
+from samplewise.cli.recipe_file import read_source, shortened
 
 EPOCHS = 1
 
@@ -99,81 +86,33 @@ def train(
     ranks; the batches of the recipe are those of each rank.
     """
     source = read_source(recipe)
-    if processes is not None:
-        _launch(processes)
     if epochs is not None and updates is not None:
         raise typer.BadParameter("give one of --epochs and --updates; found both.", param_hint="--updates")
     step_options: dict[str, Any] = {"samples": samples, "microbatch": _parse_microbatch(microbatch), "compile": compile}
     private = None
     if epsilon is not None:
+        if ledger:
+            raise typer.BadParameter(
+                "--ledger cannot be used with --epsilon: the guarantee does not cover losses and norms of single "
+                "samples. Leave it out.",
+                param_hint="--ledger",
+            )
         private = PrivateOptions(epsilon, delta, batch, clip, epochs or EPOCHS, updates)
         epochs = None
     elif delta is not None or batch is not None:
         raise typer.BadParameter("--delta and --batch must be used with --epsilon.", param_hint="--epsilon")
-    elif clip is not None:
-        step_options["transforms"] = (clip_transform(_checked_norm(clip)),)
+    elif clip is not None and not (clip > 0 and math.isfinite(clip)):
+        raise typer.BadParameter(f"must be a positive number; found {clip}.", param_hint="--clip")
     fit_options = {"epochs": None if updates or private else epochs or EPOCHS, "updates": updates, "resume": resume}
-    recorder = _make_ledger() if ledger else None
-    target = join_process_group(device_named(device))
-    run = _checked_run(run or Path("runs") / recipe.stem, resume)
-    run_path = absolute(run)  # before the recipe is loaded, which may change the working directory
-    seed_everything(seed)
-    loaded = Recipe(recipe, source)
-    if private is None:
-        _check_clip(clip, loaded)
-    trainer, reason = _fit(loaded, run_path, target, seed, recorder, step_options, fit_options, private)
-    _print_summary(reason, trainer, run)
+    run = run or Path("runs") / recipe.stem
+    has_checkpoints = _check_run(run, resume)
+    if processes is not None:
+        _launch(processes)
+    if resume and not has_checkpoints and os.environ.get("RANK", "0") == "0":  # a variable of torchrun
+        typer.echo(f"No checkpoint was found in {run}: a new run is started.", err=True)
+    from samplewise.cli.training import train_recipe
 
-
-def _fit(
-    recipe: Recipe,
-    run: Path,
-    device: torch.device,
-    seed: int,
-    ledger: Ledger | None,
-    step_options: dict[str, Any],
-    fit_options: dict[str, Any],
-    private: PrivateOptions | None = None,
-) -> tuple[Trainer, str]:
-    """Train the model of a recipe; returns the trainer and the reason why the training ended."""
-    model = recipe.model()
-    loader, validation = recipe.data()
-    with recipe.errors():
-        model.to(device)  # before the optimizer is made: some create their state on the device of the parameters
-    optimizer = recipe.optimizer(model)
-    scheduler = recipe.scheduler(optimizer)
-    loss = recipe.loss(model)
-    callbacks = recipe.callbacks()
-    metrics = recipe.metrics()
-    step_options = {"transforms": recipe.transforms(), **step_options}
-    if private is not None:
-        step_options["privacy"], loader = private.plan(loader)
-        if current_group().rank == 0:
-            typer.echo(f"privacy      {step_options['privacy']}")
-    with recipe.errors(), ExitStack() as stack:
-        if ledger is not None and not any(isinstance(callback, Ledger) for callback in callbacks):
-            callbacks.append(ledger)
-            loader, loss = with_ids(loader, loss)
-            stack.enter_context(explain_missing_ids())
-        step = Step(model, optimizer, loss, scheduler=scheduler, strategy="ddp", **step_options)
-        trainer = Trainer(step, run, callbacks, metrics=metrics, device=device, seed=seed)
-        return trainer, trainer.fit(loader, validation, **fit_options)
-
-
-def _make_ledger() -> Ledger:
-    try:
-        return Ledger()
-    except ImportError as why:
-        raise typer.BadParameter(f"{why}.", param_hint="--ledger") from why
-
-
-def _check_clip(clip: float | None, recipe: Recipe) -> None:
-    if clip is not None and recipe.defines("transforms"):
-        raise typer.BadParameter(
-            f"give one of --clip and transforms() in the recipe; found both. Put sw.clip({clip:g}) into the list that "
-            "transforms() returns, where its place among the others counts.",
-            param_hint="--clip",
-        )
+    train_recipe(recipe, source, run, device, seed, ledger, clip, private, step_options, fit_options)
 
 
 def _launch(processes: int) -> NoReturn:
@@ -193,23 +132,6 @@ def _without_processes(arguments: Sequence[str]) -> Iterator[str]:
             yield argument
 
 
-def _print_summary(reason: str, trainer: Trainer, run: Path) -> None:
-    """Print the summary on rank 0; exit with 128 + signal number if a signal stopped the training."""
-    interrupted = reason in signal.Signals.__members__
-    if current_group().rank == 0:
-        done = trainer.step.counters.updates
-        outcome = f"stopped by {reason}" if interrupted else reason
-        typer.echo(f"{outcome}: {plural(done, 'update')} in all")
-        if trainer.step.privacy is not None:
-            typer.echo(f"spent        {trainer.step.privacy.spent()}")
-        typer.echo(f"log          {run / 'log.jsonl'}")
-        typer.echo(f"checkpoints  {run / 'checkpoints'}")
-        if interrupted:
-            typer.echo("continue     with --resume")
-    if interrupted:
-        raise typer.Exit(128 + signal.Signals[reason])
-
-
 def _parse_microbatch(text: str | None) -> int | str | None:
     if text is None or text == "auto":
         return text
@@ -218,13 +140,8 @@ def _parse_microbatch(text: str | None) -> int | str | None:
     return int(text)
 
 
-def _checked_norm(clip: float) -> float:
-    if not (clip > 0 and math.isfinite(clip)):
-        raise typer.BadParameter(f"must be a positive number; found {clip}.", param_hint="--clip")
-    return clip
-
-
-def _checked_run(run: Path, resume: bool) -> Path:
+def _check_run(run: Path, resume: bool) -> bool:
+    """True if the directory has checkpoints; raises typer.BadParameter unless the run can start or resume in it."""
     try:
         is_file = run.exists() and not run.is_dir()
         used = not is_file and any((run / "checkpoints").glob("*.ckpt"))
@@ -240,6 +157,4 @@ def _checked_run(run: Path, resume: bool) -> Path:
             "Pass --resume to continue that run, or choose another directory.",
             param_hint="--run",
         )
-    if resume and not used and current_group().rank == 0:
-        typer.echo(f"No checkpoint was found in {run}: a new run is started.", err=True)
-    return run
+    return used

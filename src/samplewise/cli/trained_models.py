@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from torch import Tensor, nn
 
-from samplewise.cli.recipe import shortened
+from samplewise.cli.recipe_file import shortened
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.errors import CheckpointError, CheckpointWarning
 from samplewise.loop.checkpoint import storage

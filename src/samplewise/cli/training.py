@@ -1,0 +1,118 @@
+"""Training of `samplewise train RECIPE`, after the arguments are checked."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from samplewise.cli.arguments import device_named
+from samplewise.cli.ids import explain_missing_ids, with_ids
+from samplewise.cli.private_training import PrivateOptions
+from samplewise.cli.recipe import Recipe
+from samplewise.core.atomic_io import absolute
+from samplewise.core.text import plural
+from samplewise.distributed.group import current_group
+from samplewise.distributed.launch import join_process_group
+from samplewise.ledger.ledger import Ledger
+from samplewise.loop.data.rng import seed_everything
+from samplewise.loop.trainer import Trainer
+from samplewise.step.step import Step
+from samplewise.transforms.clip import clip as clip_transform
+
+
+def train_recipe(
+    path: Path,
+    source: bytes,
+    run: Path,
+    device: str,
+    seed: int,
+    ledger: bool,
+    clip: float | None,
+    private: PrivateOptions | None,
+    step_options: dict[str, Any],
+    fit_options: dict[str, Any],
+) -> None:
+    """Train the model of a recipe and print a summary. source: the content of the file."""
+    recorder = _make_ledger() if ledger else None
+    target = join_process_group(device_named(device))
+    run_path = absolute(run)  # before the recipe is loaded, which may change the working directory
+    seed_everything(seed)
+    recipe = Recipe(path, source)
+    if clip is not None and private is None:
+        _check_clip(clip, recipe)
+        step_options["transforms"] = (clip_transform(clip),)
+    trainer, reason = _fit(recipe, run_path, target, seed, recorder, step_options, fit_options, private)
+    _print_summary(reason, trainer, run)
+
+
+def _fit(
+    recipe: Recipe,
+    run: Path,
+    device: torch.device,
+    seed: int,
+    ledger: Ledger | None,
+    step_options: dict[str, Any],
+    fit_options: dict[str, Any],
+    private: PrivateOptions | None = None,
+) -> tuple[Trainer, str]:
+    """Train the model of a recipe; returns the trainer and the reason why the training ended."""
+    model = recipe.model()
+    loader, validation = recipe.data()
+    with recipe.errors():
+        model.to(device)  # before the optimizer is made: some create their state on the device of the parameters
+    optimizer = recipe.optimizer(model)
+    scheduler = recipe.scheduler(optimizer)
+    loss = recipe.loss(model)
+    callbacks = recipe.callbacks()
+    metrics = recipe.metrics()
+    step_options = {"transforms": recipe.transforms(), **step_options}
+    if private is not None:
+        step_options["privacy"], loader = private.plan(loader)
+        if current_group().rank == 0:
+            typer.echo(f"privacy      {step_options['privacy']}")
+    with recipe.errors(), ExitStack() as stack:
+        if ledger is not None and not any(isinstance(callback, Ledger) for callback in callbacks):
+            callbacks.append(ledger)
+            loader, loss = with_ids(loader, loss)
+            stack.enter_context(explain_missing_ids())
+        step = Step(model, optimizer, loss, scheduler=scheduler, strategy="ddp", **step_options)
+        trainer = Trainer(step, run, callbacks, metrics=metrics, device=device, seed=seed)
+        return trainer, trainer.fit(loader, validation, **fit_options)
+
+
+def _make_ledger() -> Ledger:
+    try:
+        return Ledger()
+    except ImportError as why:
+        raise typer.BadParameter(f"{why}.", param_hint="--ledger") from why
+
+
+def _check_clip(clip: float, recipe: Recipe) -> None:
+    if recipe.defines("transforms"):
+        raise typer.BadParameter(
+            f"give one of --clip and transforms() in the recipe; found both. Put sw.clip({clip:g}) into the list that "
+            "transforms() returns, where its place among the others counts.",
+            param_hint="--clip",
+        )
+
+
+def _print_summary(reason: str, trainer: Trainer, run: Path) -> None:
+    """Print the summary on rank 0; exit with 128 + signal number if a signal stopped the training."""
+    interrupted = reason in signal.Signals.__members__
+    if current_group().rank == 0:
+        done = trainer.step.counters.updates
+        outcome = f"stopped by {reason}" if interrupted else reason
+        typer.echo(f"{outcome}: {plural(done, 'update')} in all")
+        if trainer.step.privacy is not None:
+            typer.echo(f"spent        {trainer.step.privacy.spent()}")
+        typer.echo(f"log          {run / 'log.jsonl'}")
+        typer.echo(f"checkpoints  {run / 'checkpoints'}")
+        if interrupted:
+            typer.echo("continue     with --resume")
+    if interrupted:
+        raise typer.Exit(128 + signal.Signals[reason])
