@@ -1,8 +1,11 @@
 """EK-FAC against explicit matrices, built from the inputs and output gradients that hooks see, in float64."""
 
 import copy
+import functools
+import json
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from plain_loop import batches, loss_fn, make, rows
@@ -11,7 +14,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.attribution import EKFAC
 from samplewise.attribution.sampled_labels import SampledLoss
-from samplewise.core.tensor_file import write_tensors
+from samplewise.core.tensor_file import read_tensors, write_tensors
 from samplewise.testing.zoo import noise
 
 
@@ -409,6 +412,107 @@ def test_load_refuses_other_files(tmp_path):
         EKFAC.load(path)
     write_tensors(path, {}, {"format": 99})
     with pytest.raises(sw.StoreError, match="must have format 1; found 99"):
+        EKFAC.load(path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Tensors and description of a saved curvature."""
+    model, x, y = make(n=24)
+    model.append(nn.LayerNorm(3).double())
+    path = tmp_path_factory.mktemp("saved") / "curvature.pt"
+    sw.ekfac(model, loss_fn, [(x, y)]).save(path)
+    return read_tensors(path)
+
+
+def places(content, path=()):
+    """Paths of all values in nested lists and dicts."""
+    entries = content.items() if isinstance(content, dict) else enumerate(content) if type(content) is list else ()
+    for key, value in entries:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+FORGED = [None, True, -1, 3, 1.5, "", "left", "../x", [], [1], [4, 2], [[1]], {}, 10**30, ...]  # ...: removed
+
+
+def test_forged_descriptions_are_refused(saved, tmp_path):
+    """Any other value at any place: the file is refused, or means the same as before."""
+    tensors, description = saved
+    path = tmp_path / "forged"
+    rows = {name: torch.ones(2, *shape, dtype=torch.float64) for name, shape in description["shapes"].items()}
+    write_tensors(path, tensors, description)
+    wanted = EKFAC.load(path).solve(rows)
+    messages = []
+    for place in places(description):
+        for value in FORGED:
+            forged = copy.deepcopy(description)
+            parent = functools.reduce(lambda content, key: content[key], place[:-1], forged)
+            if value is ...:
+                del parent[place[-1]]
+            else:
+                parent[place[-1]] = value
+            path.write_bytes(safetensors.torch.save(tensors, {"samplewise": json.dumps(forged)}))
+            try:
+                loaded = EKFAC.load(path)
+            except sw.StoreError as why:
+                messages.append(str(why).partition("forged must ")[2])
+            else:
+                torch.testing.assert_close(loaded.solve(rows), wanted)
+    assert len(messages) > 400
+    starts = ("be a file written by EKFAC.save; ", "have blocks whose tensors match ", "have format 1; ")
+    assert all(message.startswith(starts) for message in messages)
+
+
+TENSORS = {
+    "cut off": lambda tensor: tensor[:-1],
+    "integers": lambda tensor: tensor.long(),
+    "not finite": lambda tensor: tensor * torch.nan,
+    "another dimension": lambda tensor: tensor[None],
+    "complex": lambda tensor: tensor.to(torch.complex64),
+    "empty": lambda tensor: tensor[..., :0],
+}
+
+
+@pytest.mark.parametrize("change", TENSORS)
+def test_forged_tensors_are_refused(saved, tmp_path, change):
+    tensors, description = saved
+    for name, tensor in tensors.items():
+        write_tensors(tmp_path / "forged", {**tensors, name: TENSORS[change](tensor)}, description)
+        with pytest.raises(
+            sw.StoreError, match=r"must have blocks whose tensors match .* found ValueError: \w+ of .*, in"
+        ):
+            EKFAC.load(tmp_path / "forged")
+
+
+def test_missing_and_further_tensors_are_refused(saved, tmp_path):
+    tensors, description = saved
+    for name in tensors:
+        write_tensors(tmp_path / "forged", {n: t for n, t in tensors.items() if n != name}, description)
+        with pytest.raises(sw.StoreError, match=f"KeyError: '{name}'. Compute the curvature again"):
+            EKFAC.load(tmp_path / "forged")
+        write_tensors(tmp_path / "forged", {**tensors, f"9{name}": tensors[name]}, description)
+        with pytest.raises(sw.StoreError, match=f"{len(tensors) + 1} tensors in place of {len(tensors)}"):
+            EKFAC.load(tmp_path / "forged")
+
+
+def test_damaged_files_are_refused(saved, tmp_path):
+    path = tmp_path / "damaged"
+    write_tensors(path, *saved)
+    content = path.read_bytes()
+    for end in range(0, len(content), 97):
+        path.write_bytes(content[:end])
+        with pytest.raises(sw.StoreError, match=r"must be a file written by EKFAC.save; found other content"):
+            EKFAC.load(path)
+    write_tensors(path, {}, 1)
+    for text in (b"[" * 10_000, b"null", b'"x"', b"{", b"\xff"):
+        header = json.dumps({"__metadata__": {"samplewise": text.decode("latin-1")}}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(sw.StoreError, match=r"must be a file written by EKFAC.save; found other content"):
+            EKFAC.load(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(sw.StoreError, match=r"must be a file written by EKFAC.save; found other content"):
         EKFAC.load(path)
 
 

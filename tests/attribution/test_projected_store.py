@@ -1,7 +1,9 @@
 """Projections on disk: rows, search, interrupted and invalid stores."""
 
+import contextlib
 import json
 import os
+import shutil
 import sys
 
 import forks
@@ -191,6 +193,234 @@ def test_an_invalid_index(tmp_path, text):
     (tmp_path / "store.json").write_text(text)
     with pytest.raises(sw.StoreError, match="must be a valid index of a store; found other content"):
         sw.ProjectedStore(tmp_path, 16)
+
+
+NO_BLOCKS = ['[["a", 8]]', '[["a", 8], ["a", 8]]', '[["a", 16.0]]', '[["a", -1], ["b", 17]]', "[[1, 16]]", "[[[], 16]]"]
+
+
+@pytest.mark.parametrize("layers", NO_BLOCKS)
+def test_an_index_with_forged_layers(tmp_path, layers):
+    filled(tmp_path)
+    (tmp_path / "model-0000" / "model.json").write_text(INDEX.replace("COUNT", "1").replace("LAYERS", layers))
+    with pytest.raises(sw.StoreError, match=r"model\.json must be a valid index of a store; found other content"):
+        sw.ProjectedStore(tmp_path, 16)
+
+
+def as_file(path):
+    shutil.rmtree(path)
+    path.write_text("rows")
+
+
+def as_directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+def as_link_to_nothing(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to("nowhere")
+
+
+def renamed(path):
+    path.rename(path.with_name("model-0001"))
+
+
+DAMAGES = {
+    "model-0000 is a file": (
+        as_file,
+        "model-0000",
+        "in the directory model-0000; found model-0000, which is no direct",
+    ),
+    "model-0000 is a broken link": (as_link_to_nothing, "model-0000", "found model-0000, which is no directory"),
+    "model-0000 is missing": (renamed, "model-0000", "rows of model 0 in the directory model-0000; found model-0001"),
+    "no model.json": (os.unlink, "model-0000/model.json", r"model\.json must be a valid index of a store"),
+    "model.json is a directory": (as_directory, "model-0000/model.json", r"model\.json must be a valid index"),
+    "model.json is binary": (lambda path: path.write_bytes(b"\xff\xfe{}"), "model-0000/model.json", "valid index"),
+    "rows are a directory": (as_directory, "model-0000/rows.f16", "must have 640 bytes for 20 samples; found a direct"),
+    "rows are a broken link": (
+        as_link_to_nothing,
+        "model-0000/rows.f16",
+        "must have 640 bytes for 20 samples; found 0",
+    ),
+    "scales are a directory": (as_directory, "model-0000/scales.f32", "must have 80 bytes for 20 samples; found a dir"),
+    "no store.json": (os.unlink, "store.json", r"must have a store\.json; found rows of models without it"),
+    "store.json is a directory": (as_directory, "store.json", r"store\.json must be a valid index of a store"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_store(tmp_path, name):
+    damage, place, message = DAMAGES[name]
+    store, model, x, y, _ = filled(tmp_path)
+    damage(tmp_path / place)
+    with pytest.raises(sw.StoreError, match=message):
+        sw.ProjectedStore(tmp_path, 16)
+    for write in (lambda: store.add(torch.ones(1, 16)), lambda: store.fill(model, loss_fn, batches(x, y, 6))):
+        if name != "no store.json":
+            with pytest.raises(sw.StoreError, match=message):
+                write()
+        assert not list(tmp_path.glob("*store.lock*"))
+
+
+def test_a_path_that_is_a_file(tmp_path):
+    (tmp_path / "store").write_text("x")
+    with pytest.raises(sw.StoreError, match=r"must be a directory that can be written to; found: .*store"):
+        sw.ProjectedStore(tmp_path / "store", 4)
+
+
+def test_a_model_whose_process_was_killed_before_its_first_row(tmp_path):
+    *_, wanted = filled(tmp_path)
+    folder = tmp_path / "model-0001"
+    folder.mkdir()
+    for name in ("model.json.partial", None):
+        again = sw.ProjectedStore(tmp_path, 16)
+        assert again.models == 1
+        if name is not None:
+            (folder / name).write_text("{")
+    again.add(wanted, model=1)
+    assert sw.ProjectedStore(tmp_path, 16).models == 2
+
+
+@pytest.mark.parametrize("content", ["nan", "fraction", "directory", "cut off", "more rows"])
+def test_a_damaged_gram_matrix_is_computed_again(tmp_path, content):
+    store, *_, wanted = filled(tmp_path)
+    expected = store.search(wanted[:2], damping=0.1)
+    path = tmp_path / "model-0000" / "gram.f64"
+    saved = torch.from_file(str(path), shared=True, size=16 * 16 + 1, dtype=torch.float64)
+    if content == "directory":
+        as_directory(path)
+    elif content == "cut off":
+        os.truncate(path, 100)
+    elif content == "nan":
+        saved[5] = torch.nan
+    else:
+        saved[0] = 2.5 if content == "fraction" else 21
+    for found, wanted_result in zip(store.search(wanted[:2], damping=0.1), expected, strict=True):
+        assert torch.equal(found, wanted_result)
+
+
+# ----------------------------------------------------------------------------------------------------------- writers
+
+IN_USE = "a store must be used by one writer at a time; found that .* is in use by "
+CHANGED = "samples must be added to the store at .* by one writer; found that another one has changed it since it was "
+
+
+def test_two_writers_in_turn(tmp_path):
+    """Each has opened the store when it was empty: the second one would write over the rows of the first."""
+    stores = [sw.ProjectedStore(tmp_path, 4) for _ in range(2)]
+    stores[0].add(torch.ones(3, 4))
+    with pytest.raises(sw.StoreError, match=f"{CHANGED}opened here: it has 3 rows in place of 0. Nothing was added"):
+        stores[1].add(torch.zeros(5, 4))
+    assert torch.equal(sw.ProjectedStore(tmp_path, 4).rows(), torch.ones(3, 4))
+    again = sw.ProjectedStore(tmp_path, 4)
+    again.add(torch.zeros(5, 4))
+    with pytest.raises(sw.StoreError, match=f"{CHANGED}opened here: it has 8 rows in place of 3"):
+        stores[0].add(torch.ones(1, 4))
+    assert len(sw.ProjectedStore(tmp_path, 4)) == 8
+
+
+def test_a_second_writer_of_another_model(tmp_path):
+    stores = [sw.ProjectedStore(tmp_path, 4) for _ in range(2)]
+    for store in stores:
+        with contextlib.suppress(sw.StoreError):
+            store.add(torch.ones(3, 4))
+    with pytest.raises(sw.StoreError, match=CHANGED):
+        stores[1].add(torch.ones(3, 4), model=0)
+    stores[0].add(torch.ones(2, 4), model=1)
+    assert [len(file) for file in sw.ProjectedStore(tmp_path, 4)._files] == [3, 2]
+
+
+class During:
+    """Batches of which the second one is made while another writer tries to write."""
+
+    def __init__(self, data, attempt):
+        self.data = data
+        self.attempt = attempt
+
+    def __iter__(self):
+        yield self.data[0]
+        self.attempt()
+        yield from self.data[1:]
+
+
+@pytest.mark.parametrize("kind", ["add", "fill", "create"])
+def test_a_second_writer_during_fill(tmp_path, kind):
+    model, x, y = make(n=20)
+    store = sw.ProjectedStore(tmp_path, 16)
+    other = sw.ProjectedStore(tmp_path, 16)
+    messages = []
+
+    def attempt():
+        if kind == "create":
+            (tmp_path / "store.json").rename(tmp_path / "aside")
+        write = {
+            "add": lambda: other.add(torch.ones(1, 16)),
+            "fill": lambda: other.fill(model, loss_fn, batches(x, y, 6)),
+            "create": lambda: sw.ProjectedStore(tmp_path, 16),
+        }[kind]
+        with pytest.raises(sw.StoreError, match=IN_USE) as refused:
+            write()
+        if kind == "create":
+            (tmp_path / "aside").rename(tmp_path / "store.json")
+        messages.append(str(refused.value))
+
+    store.fill(model, loss_fn, During(batches(x, y, 6), attempt))
+    assert len(messages) == 1 and f"this process, process {os.getpid()} on host" in messages[0]
+    assert messages[0].endswith("Wait until that writer has ended or stop it, or choose another directory.")
+    wanted = sw.gradients(loss_fn(model, (x, y)), model).project(16).float()
+    assert_close(sw.ProjectedStore(tmp_path, 16).rows(), wanted)
+    assert other.fill(model, loss_fn, batches(x, y, 6)) == 0 and len(other) == 20  # it reads what was written
+    assert not list(tmp_path.glob("*store.lock*"))
+
+
+def test_a_lost_lock_ends_fill_before_it_writes(tmp_path):
+    model, x, y = make(n=20)
+    store = sw.ProjectedStore(tmp_path, 16)
+    data = During(batches(x, y, 6), lambda: (tmp_path / "store.lock").unlink())
+    with pytest.raises(sw.StoreError, match=r"a writer must hold the lock of its store .* then open the store again\."):
+        store.fill(model, loss_fn, data)
+    assert len(sw.ProjectedStore(tmp_path, 16)) == 0
+
+
+def test_processes_that_write_at_once(tmp_path):
+    """Every row of a process that reports success is in the store."""
+    sw.ProjectedStore(tmp_path / "store", 4)
+    script = """
+import sys, torch
+import samplewise as sw
+number, path = float(sys.argv[1]), sys.argv[2]
+added = 0
+for _ in range(5):
+    try:
+        sw.ProjectedStore(path, 4).add(torch.full((2, 4), number))
+        added += 1
+    except sw.StoreError as why:
+        assert "one writer" in str(why), why
+open(f"{path}-{number:g}", "w").write(str(added))
+"""
+    commands = [[sys.executable, "-c", script, str(number), str(tmp_path / "store")] for number in (1, 2)]
+    processes = [forks.Popen(command) for command in commands]
+    assert [process.wait(timeout=600) for process in processes] == [0, 0]
+    rows = sw.ProjectedStore(tmp_path / "store", 4).rows()
+    added = {number: int((tmp_path / f"store-{number}").read_text()) for number in (1, 2)}
+    assert {number: int((rows[:, 0] == number).sum()) for number in added} == {n: 2 * k for n, k in added.items()}
+    assert len(rows) == 2 * sum(added.values()) > 0
+
+
+def test_the_lock_of_a_killed_writer_is_no_obstacle(tmp_path):
+    script = f"""
+import os, torch
+import samplewise as sw
+store = sw.ProjectedStore({str(tmp_path)!r}, 8)
+store.add(torch.ones(3, 8))
+store._lock.acquire()
+os._exit(9)
+"""
+    assert forks.run([sys.executable, "-c", script], timeout=600).returncode == 9
+    assert (tmp_path / "store.lock").exists()
+    store = sw.ProjectedStore(tmp_path, 8)
+    store.add(torch.ones(1, 8))
+    assert len(store) == 4 and not list(tmp_path.glob("*store.lock*"))
 
 
 def test_another_format(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.attribution.blocks import Block, DiagonalBlock, KroneckerBlock, Layer
+from samplewise.attribution.blocks import LEFT, RIGHT, Block, DiagonalBlock, KroneckerBlock, Layer
 from samplewise.attribution.curvature import Rows, check_damping, check_shapes
 from samplewise.attribution.ekfac_fit import fit
 from samplewise.attribution.sampled_labels import SampledLoss
 from samplewise.core.atomic_io import absolute
 from samplewise.core.batches import check_loader
+from samplewise.core.constants import same_constants
 from samplewise.core.losses import LossFn, as_loss_fn
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.tensor_file import read_tensors, write_tensors
@@ -66,7 +68,7 @@ def ekfac(
     check_model(model, "sw.ekfac(model, loss_fn, loader)")
     check_loader(loader)
     check_repeatable(loader, "loader")
-    loss_fn = _with_labels(as_loss_fn(loss_fn), labels)
+    loss_fn = same_constants(_with_labels(as_loss_fn(loss_fn), labels), loss_fn)
     shapes = {name: tuple(p.shape) for name, p in wanted_parameters(model).named.items()}
     with eval_mode(model):
         return EKFAC(fit(model, loss_fn, loader, seed, microbatch), shapes)
@@ -135,12 +137,16 @@ class EKFAC:
                 f"{file_path} must have format {FORMAT}; found {version!r}. Use the version of samplewise that wrote "
                 "it."
             )
-        shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
-        own: list[dict[str, Tensor]] = [{} for _ in content["blocks"]]
-        for name, tensor in tensors.items():
-            number, _, field = name.partition(".")
-            own[int(number)][field] = tensor
-        return cls([_block_of(fields, each) for fields, each in zip(content["blocks"], own, strict=True)], shapes)
+        try:
+            shapes = {name: _sizes(shape) for name, shape in content["shapes"].items()}
+            blocks = [_block_of(fields, number, tensors) for number, fields in enumerate(content["blocks"])]
+            _check_complete(blocks, shapes, tensors)
+        except (ValueError, LookupError, TypeError, AttributeError) as why:
+            raise StoreError(
+                f"{file_path} must have blocks whose tensors match the shapes of the parameters; found "
+                f"{type(why).__name__}: {why}. Compute the curvature again."
+            ) from why
+        return cls(blocks, shapes)
 
     def __repr__(self) -> str:
         layers = [block.layer for block in self.blocks if isinstance(block, KroneckerBlock)]
@@ -169,9 +175,58 @@ def _block_state(block: Block) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return fields, {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def _block_of(fields: dict[str, Any], tensors: dict[str, Tensor]) -> Block:
+def _block_of(fields: dict[str, Any], number: int, tensors: Mapping[str, Tensor]) -> Block:
+    """Block from the fields of a file, which may have any content, and from its tensors."""
+    eigenvalues = tensors[f"{number}.eigenvalues"]
     if "name" in fields:
-        return DiagonalBlock(fields["name"], tensors["eigenvalues"])
-    rows, columns = fields["matrix"]
+        return DiagonalBlock(fields["name"], eigenvalues)
+    rows, columns = _sizes(fields["matrix"])
     layer = Layer(fields["weight"], (rows, columns), tuple(fields["bases"]), fields["bias"], fields["bias_side"])
-    return KroneckerBlock(layer, tensors.get("left"), tensors.get("right"), tensors["eigenvalues"])
+    bases = {side: tensors[f"{number}.{side}"] for side in layer.bases}
+    return KroneckerBlock(layer, bases.get(LEFT), bases.get(RIGHT), eigenvalues)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if type(values) is not list or not all(type(size) is int and size >= 0 for size in values):
+        raise ValueError(f"sizes {values!r}")
+    return tuple(values)
+
+
+def _check_complete(
+    blocks: Sequence[Block], shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raise ValueError unless each parameter is in one block, and the tensors of each block have the right shapes."""
+    names = [name for block in blocks for name in block.names]
+    if sorted(names) != sorted(shapes):
+        raise ValueError(f"blocks of {listed(map(str, names))}, and shapes of {listed(shapes)}")
+    used = 0
+    for block in blocks:
+        expected = _tensor_sizes(block, shapes)
+        used += len(expected)
+        for name, tensor in _block_state(block)[1].items():
+            if tuple(tensor.shape) != expected[name] or not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise ValueError(
+                    f"{name} of {' and '.join(block.names)}, {tensor.dtype} of shape {tuple(tensor.shape)}, in place "
+                    f"of finite numbers of shape {expected[name]}"
+                )
+    if used != len(tensors):
+        raise ValueError(f"{len(tensors)} tensors in place of {used}")
+
+
+def _tensor_sizes(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a block. Raises ValueError if the shapes of its parameters do not fit its matrix."""
+    if isinstance(block, DiagonalBlock):
+        return {"eigenvalues": shapes[block.name]}
+    layer = block.layer
+    has_side = layer.bias_side in (LEFT, RIGHT)
+    if (layer.bias is not None) != has_side or (not has_side and layer.bias_side != ""):
+        raise ValueError(f"the bias {layer.bias!r} of {layer.weight!r} on side {layer.bias_side!r}")
+    if math.prod(layer.matrix) != math.prod(shapes[layer.weight]):
+        raise ValueError(f"the matrix {layer.matrix} of {layer.weight!r}, which has shape {shapes[layer.weight]}")
+    length = layer.matrix[0 if layer.bias_side == RIGHT else 1]
+    if layer.bias is not None and shapes[layer.bias] != (length,):
+        raise ValueError(f"the bias {layer.bias!r} of shape {shapes[layer.bias]}")
+    if len(set(layer.bases)) != len(layer.bases):
+        raise ValueError(f"the bases {layer.bases} of {layer.weight!r}")
+    sides = layer.sides
+    return {"eigenvalues": (sides[LEFT], sides[RIGHT]), **{side: (sides[side], sides[side]) for side in layer.bases}}

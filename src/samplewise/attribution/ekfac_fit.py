@@ -23,7 +23,8 @@ from samplewise.attribution.blocks import (
     only_term,
     with_zeros,
 )
-from samplewise.core.batches import length, take
+from samplewise.core.batches import keep_whole, length, take
+from samplewise.core.constants import constants_of
 from samplewise.core.losses import LossFn
 from samplewise.core.snapshot import RandomState
 from samplewise.distributed.group import current_group, on_every_rank
@@ -82,6 +83,7 @@ class Passes:
 
     def _seeded_batches(self, what: str) -> Iterator[Any]:
         for number, batch in share_of_rank(self.loader, what):
+            batch = keep_whole(batch, constants_of(self.loss_fn))
             torch.manual_seed((self.seed * 1_000_003 + number) % 2**63)
             yield batch
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from samplewise.attribution.outputs import OutputFn, outputs_and_weights
 from samplewise.attribution.rows_file import RowsFile
 from samplewise.core.batches import cut, length
+from samplewise.core.constants import same_constants
+from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.losses import LossFn
 from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.distributed.group import current_group, errors_on_all_ranks
@@ -48,7 +50,7 @@ def features_of(
         found[:] = [weights]
         return outputs
 
-    scanner = Scanner(model, outputs if weighted else fn, microbatch)
+    scanner = Scanner(model, same_constants(outputs, fn) if weighted else fn, microbatch)
 
     def of_batch(batch: Any) -> Features:
         rows = []
@@ -169,10 +171,11 @@ def skip_samples(loader: Iterable[Any], samples: int, check: Callable[[Any], Non
 
 
 class Writer:
-    """Collects features and appends them to a file, on rank 0."""
+    """Collects features and appends them to a file, on rank 0, which holds the lock of the store."""
 
-    def __init__(self, file: RowsFile):
+    def __init__(self, file: RowsFile, lock: DirectoryLock):
         self._file = file
+        self._lock = lock
         self._parts: list[Features] = []
         self._elements = 0
         self._written = time.monotonic()
@@ -194,6 +197,7 @@ class Writer:
             rows = torch.cat([part.rows for part in self._parts])
             weights = [part.weights for part in self._parts if part.weights is not None]
             with errors_on_all_ranks():
+                self._lock.verify()
                 self._file.append(rows, torch.cat(weights) if weights else None)
         self._parts.clear()
         self._elements = 0

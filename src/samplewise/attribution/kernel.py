@@ -7,7 +7,9 @@ brought up to date when it is needed, and replaced atomically, so that it is con
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -144,7 +146,8 @@ def updated_gram(file: RowsFile) -> Tensor:
     path = file.path / "gram.f64"
     if current_group().rank != 0:
         return gram
-    with atomic_write(path, path.with_suffix(".f64.partial")) as written:
+    # Several processes may search at a time, without a lock, and the store may be read-only: the file is a cache.
+    with suppress(OSError), atomic_write(path, path.with_suffix(f".{uuid.uuid4().hex}.partial")) as written:
         written.write(tensor_bytes(torch.tensor([float(len(file))], dtype=torch.float64)))
         written.write(tensor_bytes(gram))
     return gram
@@ -154,10 +157,10 @@ def _read_gram(file: RowsFile) -> tuple[int, Tensor]:
     """Number of rows and X^T X of gram.f64; zeros if there is no valid file."""
     size = file.dim**2 + 1
     path = file.path / "gram.f64"
-    if path.exists() and path.stat().st_size == size * 8:
+    if path.is_file() and path.stat().st_size == size * 8:
         saved = torch.from_file(str(path), shared=False, size=size, dtype=torch.float64)
         count = saved[0].item()
-        if 0 <= count <= len(file):
+        if count in range(len(file) + 1) and saved.isfinite().all():
             return int(count), saved[1:].view(file.dim, file.dim).clone()
     return 0, torch.zeros(file.dim, file.dim, dtype=torch.float64)
 

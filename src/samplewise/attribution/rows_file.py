@@ -25,6 +25,7 @@ from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.core.text import plural
 from samplewise.errors import StoreError
 
+PARTIAL_INDEX = "model.json.partial"
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
@@ -58,7 +59,7 @@ class RowsFile:
             "scales": ("scales.f32", 1, torch.float32),
         }
         if index is None:
-            self.index = _read(path / "model.json")
+            self.index = _read(path / "model.json", dim)
         else:
             self.index = index
             path.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ class RowsFile:
 
     def reload(self) -> None:
         """Read the number of rows again, after another process has appended."""
-        self.index = _read(self.path / "model.json")
+        self.index = _read(self.path / "model.json", self.dim)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows (stop - start, dim) in float32, read through a memory map."""
@@ -111,17 +112,18 @@ class RowsFile:
 
     def _write_index(self, index: ModelIndex) -> None:
         path = self.path / "model.json"
-        with atomic_write(path, path.with_suffix(".json.partial")) as file:
+        with atomic_write(path, self.path / PARTIAL_INDEX) as file:
             file.write(json.dumps(asdict(index), indent=1).encode())
 
     def _check_sizes(self) -> None:
         for name, width, dtype in self._files.values():
             expected = len(self) * width * dtype.itemsize
             path = self.path / name
-            size = path.stat().st_size if path.exists() else 0
-            if size < expected:
+            size = path.stat().st_size if path.is_file() else 0
+            if size < expected or path.is_dir():
                 raise StoreError(
-                    f"{path} must have {expected} bytes for {plural(len(self), 'sample')}; found {size}. "
+                    f"{path} must have {expected} bytes for {plural(len(self), 'sample')}; found "
+                    f"{'a directory' if path.is_dir() else size}. "
                     f"Remove {self.path} and fill the store again."
                 )
 
@@ -130,7 +132,7 @@ def read_json(path: Path, types: dict[str, type]) -> dict[str, Any]:
     """Read a JSON object whose values have the given types."""
     try:
         content = json.loads(path.read_text())
-        valid = all(type(content[name]) is type_ for name, type_ in types.items())
+        valid = isinstance(content, dict) and all(type(content[name]) is type_ for name, type_ in types.items())
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         valid = False
     if not valid:
@@ -142,13 +144,16 @@ def invalid(path: Path) -> StoreError:
     return StoreError(f"{path} must be a valid index of a store; found other content. Choose another path.")
 
 
-def _read(path: Path) -> ModelIndex:
+def _read(path: Path, dim: int) -> ModelIndex:
     types = {"count": int, "model": str, "weighted": bool, "scaling": str, "layers": list}
     content = read_json(path, types)
     try:
-        layers = tuple((str(name), int(width)) for name, width in content["layers"])
+        layers = tuple((name, width) for name, width in content["layers"])
     except (TypeError, ValueError):
         raise invalid(path) from None
+    valid = all(type(name) is str and type(width) is int and width > 0 for name, width in layers)
+    if not valid or len(dict(layers)) != len(layers) or (layers and sum(width for _, width in layers) != dim):
+        raise invalid(path)
     if content["count"] < 0:
         raise invalid(path)
     return ModelIndex(**{name: content[name] for name in types if name != "layers"}, layers=layers)

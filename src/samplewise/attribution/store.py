@@ -3,6 +3,7 @@
 store.json          format, dim, seed, dtype, blocks
 model-0000/         rows of the first model, see `rows_file`
 model-0001/         rows of the second model; ...
+store.lock          names the process that is writing, see `core.directory_lock`
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ from samplewise.attribution.features import (
 from samplewise.attribution.kernel import CHUNK, Kernels, check_damping, largest
 from samplewise.attribution.npy import mapped, npy_matrix
 from samplewise.attribution.outputs import OutputFn
-from samplewise.attribution.rows_file import DTYPES, ModelIndex, RowsFile, read_json
+from samplewise.attribution.rows_file import DTYPES, PARTIAL_INDEX, ModelIndex, RowsFile, read_json
 from samplewise.core.atomic_io import absolute, atomic_write
+from samplewise.core.constants import with_constants
+from samplewise.core.directory_lock import DirectoryLock
 from samplewise.core.losses import LossFn
 from samplewise.core.progress import progress
 from samplewise.core.snapshot import eval_mode
@@ -57,8 +60,9 @@ Queries = Rows | Sequence[Rows] | Mapping[int, Rows]
 class ProjectedStore:
     """Directory of random projections of per-sample gradients, of one or several models, searchable by score.
 
-    Opens the store at `path`, or creates one. Sample k is the k-th that was added. Only one writer at a time. With
-    several ranks, every rank opens the store, at a path that all ranks see.
+    Opens the store at `path`, or creates one. Sample k is the k-th that was added. One process writes at a time: `add`
+    and `fill` hold a lock, and raise StoreError with the name of the process that holds it. With several ranks, every
+    rank opens the store, at a path that all ranks see.
 
     dim: numbers per sample and model; the error of a dot product is about |a||b|/sqrt(dim)
     seed: of the projection of the first model, as in `g.project`; model k has seed + k; default 0
@@ -83,6 +87,9 @@ class ProjectedStore:
         self.seed = seed
         self.dtype = dtype
         self.blocks = blocks
+        self._lock = DirectoryLock(
+            self.path, "store.lock", place="store", user="writer", remedy="open the store again", error=StoreError
+        )
         on_rank_zero(self._create)
         self._files = on_every_rank(self._open)  # before any rank goes on to write
 
@@ -121,11 +128,13 @@ class ProjectedStore:
         if model < self.models and self._files[model].index.weighted != (weights is not None):
             wanted = "with weights" if weights is None else "without weights"
             raise StoreError(f"rows of model {model} must be added {wanted}, as the first ones were; found the other.")
-        if model == self.models:
-            layers = layer_widths(g.names, self.dim) if isinstance(g, Gradients) and self.blocks else ()
-            index = ModelIndex(weighted=weights is not None, layers=layers)
-            self._files.append(RowsFile(self._next_folder(), self.dim, self.dtype, index))
-        self._files[model].append(*features)
+        with self._lock:
+            self._check_unchanged()
+            if model == self.models:
+                layers = layer_widths(g.names, self.dim) if isinstance(g, Gradients) and self.blocks else ()
+                index = ModelIndex(weighted=weights is not None, layers=layers)
+                self._files.append(RowsFile(self._next_folder(), self.dim, self.dtype, index))
+            self._files[model].append(*features)
 
     def fill(
         self,
@@ -141,8 +150,9 @@ class ProjectedStore:
 
         A model is identified by the checksum of its parameters and buffers; another model starts new rows. Samples that
         the store has of this model are skipped, so an interrupted fill can be continued with the same arguments; the
-        first sample is computed again and compared. Rows are written every 5 seconds, and at the end. The model is in
-        evaluation mode. With several ranks, each computes its share of the batches, and rank 0 writes.
+        first sample is computed again and compared. Rows are written every 5 seconds, and at the end; another process
+        cannot write in the meantime. The model is in evaluation mode. With several ranks, each computes its share of
+        the batches, and rank 0 writes.
 
         fn: loss function or criterion, as in `sw.scan`; with output=True an output function such as `sw.margin`, whose
             weights are stored with the rows
@@ -155,17 +165,19 @@ class ProjectedStore:
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         layers = layer_widths(trained, self.dim) if self.blocks else ()
         index = ModelIndex(0, checksum_of_model(model), output, checksum_of_scale(scale), layers)
-        number = self._number(index)
-        file = self._files[number]
-        compute = features_of(model, fn, self._projection(number, trained, scale), output, microbatch)
-        missing = skip_samples(loader, len(file), lambda first: self._compare(compute(first), file))
-        writer = Writer(file)
-        with eval_mode(model), _progress(loader, f"gradients of model {number}") as advance:
-            for features in map_over_ranks(compute, missing):
-                writer.add(features)
-                advance(1)
-        writer.finish()
-        return number
+        with self._locked():
+            number = self._number(index)
+            file = self._files[number]
+            compute = features_of(model, fn, self._projection(number, trained, scale), output, microbatch)
+            batches = with_constants(loader, fn)
+            missing = skip_samples(batches, len(file), lambda first: self._compare(compute(first), file))
+            writer = Writer(file, self._lock)
+            with eval_mode(model), _progress(loader, f"gradients of model {number}") as advance:
+                for features in map_over_ranks(compute, missing):
+                    writer.add(features)
+                    advance(1)
+            writer.finish()
+            return number
 
     def project(
         self, model: nn.Module, fn: LossFn | OutputFn, loader: Iterable[Any], microbatch: int | str | None = "auto"
@@ -320,15 +332,52 @@ class ProjectedStore:
         index = self.path / "store.json"
         if index.exists():
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT} | {name: getattr(self, name) for name in SETTINGS}
-        with atomic_write(index, index.with_suffix(".json.partial")) as file:
-            file.write(json.dumps(content, indent=1).encode())
+        with self._lock:
+            if index.exists():  # created by another process in the meantime
+                return
+            if any(self.path.glob("model-*")):
+                raise StoreError(
+                    f"the store at {self.path} must have a store.json; found rows of models without it. Restore it "
+                    "from a backup, or choose another path."
+                )
+            content = {"format": FORMAT} | {name: getattr(self, name) for name in SETTINGS}
+            with atomic_write(index, index.with_suffix(".json.partial")) as file:
+                file.write(json.dumps(content, indent=1).encode())
 
     def _open(self) -> list[RowsFile]:
         self._check_settings()
-        folders = sorted(index.parent for index in self.path.glob("model-*/model.json"))
+        folders = sorted(self.path.glob("model-*"), key=lambda folder: (len(folder.name), folder.name))
+        if folders and folders[-1].is_dir() and {path.name for path in folders[-1].iterdir()} <= {PARTIAL_INDEX}:
+            folders.pop()  # its process was killed before it had rows
+        for number, folder in enumerate(folders):
+            expected = self.path / f"model-{number:04d}"
+            if folder != expected or not folder.is_dir():
+                raise StoreError(
+                    f"the store at {self.path} must have the rows of model {number} in the directory {expected.name}; "
+                    f"found {folder.name}{'' if folder.is_dir() else ', which is no directory'}. Restore it from a "
+                    "backup, or fill a new store at another path."
+                )
         return [RowsFile(folder, self.dim, self.dtype) for folder in folders]
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock on rank 0, and read what other processes have written before. Collective."""
+        on_every_rank(self._lock.acquire if current_group().rank == 0 else lambda: None)
+        try:
+            self._files = on_every_rank(self._open)
+            yield
+        finally:
+            self._lock.release()
+
+    def _check_unchanged(self) -> None:
+        """Raise if another writer has changed the rows: those of this one would not be the next samples."""
+        files = self._open()
+        if [file.index for file in files] != [file.index for file in self._files]:
+            raise StoreError(
+                f"samples must be added to the store at {self.path} by one writer; found that another one has changed "
+                f"it since it was opened here: it has {sum(map(len, files))} rows in place of "
+                f"{sum(map(len, self._files))}. Nothing was added. Open the store again, and add what it lacks."
+            )
 
     def _check_settings(self) -> None:
         path = self.path / "store.json"

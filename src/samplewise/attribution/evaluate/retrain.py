@@ -28,6 +28,7 @@ from samplewise.attribution.evaluate import stacked
 from samplewise.attribution.evaluate.lds import Subsets
 from samplewise.attribution.evaluate.training import MakeStep, Training, number_of_samples, threads
 from samplewise.attribution.outputs import OutputFn, margin
+from samplewise.attribution.rows_file import read_json
 from samplewise.core.atomic_io import absolute, atomic_write
 from samplewise.core.batches import leaves
 from samplewise.core.progress import progress
@@ -278,10 +279,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     """Write the settings, or raise if the folder holds models of other settings."""
     path = folder / "settings.json"
     if path.exists():
-        try:
-            found = json.loads(path.read_text())
-        except ValueError:
-            raise StoreError(f"{path} must be valid JSON; found other content. Choose another folder.") from None
+        found = read_json(path, {})
         differing = [name for name in settings if found.get(name) != settings[name]]
         if differing:
             name = differing[0]
@@ -305,7 +303,14 @@ def _is_done(folder: Path, job: Job, keep_models: bool) -> bool:
 
 
 def _read(folder: Path, job: Job) -> Tensor:
-    return _load(_file(folder, job))["outputs"]
+    path = _file(folder, job)
+    tensors = _load(path)
+    if "outputs" not in tensors:
+        raise StoreError(
+            f"{path} must hold the outputs of a model; found {', '.join(tensors) or 'nothing'}. Remove the file; the "
+            "next call trains its model again."
+        )
+    return tensors["outputs"]
 
 
 def _load(path: Path) -> dict[str, Tensor]:
