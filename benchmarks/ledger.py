@@ -1,9 +1,10 @@
 """Cost of a ledger: training on Fashion-MNIST with and without one, interleaved, each with its own step.
 
-python benchmarks/ledger.py [--rounds 200] [--visits 5000] [--batch 64]
+python benchmarks/ledger.py [--rounds 200] [--visits 5000] [--batch 64] [--random]
 
 200 rounds of 5,000 visits are one million visits. CPU time on one thread, which depends less on other load. Batches are
-prepared in advance, so that the time of a data loader does not hide the cost of the ledger.
+prepared in advance, so that the time of a data loader does not hide the cost of the ledger. --random: random images of
+the same size, which need no download.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def seconds(train: Train, batches: Batches) -> float:
 
 def line(name: str, make: Callable[[], nn.Module], norms: bool, options: argparse.Namespace) -> str:
     print(name, file=sys.stderr)
-    x, y = load()
+    x, y = (torch.rand(10_000, 1, 28, 28), torch.randint(10, (10_000,))) if options.random else load()
     with tempfile.TemporaryDirectory() as directory:
         without, _ = training(make, norms, None)
         recorded, ledger = training(make, norms, Path(directory))
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--visits", type=int, default=5000)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--random", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

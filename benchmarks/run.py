@@ -7,6 +7,7 @@ python benchmarks/run.py [table ...] [--quick] [--nets NAME ...] [--threads 1 2]
   real      norms and clipped sums of five networks of real size
   compiled  time to compile, and speed of compiled updates of the larger networks
   single    updates from one sample
+  everyday  clipped sums of a small transformer with one ordinary line, hook or changing shape
 
 Tables are printed to stdout, progress to stderr. --quick measures samplewise with few rounds, in less than three
 minutes. --write replaces the tables in documents, between their markers. Instead of a number a cell may contain
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch
 from compiled import NETS as COMPILED_NETS
 from compiled import compiled
+from everyday import everyday, situations
 from passes import medium, real
 from real_nets import REAL_NETS
 from single import WORKS, single
@@ -42,6 +44,7 @@ TABLES: dict[str, Callable[[Options], Iterator[Table]]] = {
     "real": real,
     "single": single,
     "compiled": compiled,
+    "everyday": everyday,
 }
 NETS: dict[str, Collection[str]] = {
     "small": SMALL_NETS,
@@ -49,8 +52,9 @@ NETS: dict[str, Collection[str]] = {
     "real": REAL_NETS,
     "single": WORKS,
     "compiled": COMPILED_NETS,
+    "everyday": situations(),
 }
-QUICK = ("small", "real", "single")
+QUICK = ("small", "real", "single", "everyday")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Overhead of a `Step` over a plain PyTorch loop that does the same, interleaved in one process.
+"""Overhead of `Step` and `Trainer` over a plain PyTorch loop that does the same, interleaved in one process.
 
 python benchmarks/step.py [--rounds 15] [--threads 1]
 """
@@ -7,18 +7,22 @@ import argparse
 import copy
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any
 
 import torch
 from catalogue import build
-from small_nets import mlp
+from small_nets import mlp, small_transformer
 from timing import interleaved
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from workloads import Workload, classification
 
 import samplewise as sw
 
 Loop = Callable[[], None]
+Batches = Iterable[tuple[Tensor, Tensor]]
 CLIP = 1.0
 
 
@@ -55,11 +59,11 @@ class Contest:
 
         return loop
 
-    def textbook_mean(self) -> Loop:
+    def textbook_mean(self, batches: Batches | None = None) -> Loop:
         model, optimizer = self.fresh()
 
         def loop() -> None:
-            for batch in self.batches:
+            for batch in batches or self.batches:
                 optimizer.zero_grad()
                 self.loss_fn(model, batch).mean().backward()
                 optimizer.step()
@@ -88,8 +92,41 @@ class Contest:
 
         return loop
 
+    def criterion(self) -> tuple[Loop, Loop]:
+        """Step and plain loop with nn.CrossEntropyLoss()."""
+        criterion = nn.CrossEntropyLoss()
+        model, optimizer = self.fresh()
+
+        def loop() -> None:
+            for inputs, targets in self.batches:
+                optimizer.zero_grad()
+                criterion(model(inputs), targets).backward()
+                optimizer.step()
+
+        step = sw.Step(*self.fresh(), criterion)
+
+        def ours() -> None:
+            for _ in step.over(self.batches):
+                pass
+
+        return ours, loop
+
+    def trainer(self, batches: Batches | None = None) -> Loop:
+        trainer = sw.Trainer(sw.Step(*self.fresh(), self.loss_fn), device="cpu", progress=False)
+        epochs = count(1)
+
+        def loop() -> None:
+            trainer.fit(batches or self.batches, epochs=next(epochs))
+
+        return loop
+
+    def loader(self) -> DataLoader[Any]:
+        """Loader of as many batches, of samples in memory."""
+        samples = (t.repeat(self.updates, *[1] * (t.dim() - 1)) for t in (self.work.inputs, self.work.targets))
+        return DataLoader(TensorDataset(*samples), batch_size=len(self.work.inputs), shuffle=True)
+
     def pairs(self) -> dict[str, tuple[Loop, Loop]]:
-        """Name -> (loop with Step, plain loop)."""
+        """Name -> (loop with Step or Trainer, plain loop)."""
         batch = len(self.work.inputs)
         mean = self.textbook_mean()
         clip = [sw.clip(self.work.clip)]
@@ -97,6 +134,9 @@ class Contest:
             "no transform, on_nonfinite='ignore'": (self.step(on_nonfinite="ignore"), mean),
             "the same, samples=B": (self.step(on_nonfinite="ignore", samples=batch), mean),
             "no transform, checked": (self.step(), mean),
+            "nn.CrossEntropyLoss(), checked": self.criterion(),
+            "Trainer": (self.trainer(), mean),
+            "Trainer, DataLoader in memory": (self.trainer(self.loader()), self.textbook_mean(self.loader())),
             "microbatch=B/4": (self.step(microbatch=batch // 4), self.textbook(4)),
             "clip": (self.step(transforms=clip), self.clipped_by_hand()),
         }
@@ -110,9 +150,16 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)
     torch.manual_seed(1)
-    print(f"\n### Step compared with a plain loop, {options.threads} thread{'s' * (options.threads != 1)}\n")
-    print("| | | plain loop, µs | step, µs | difference, µs | ratio |\n|---|---|---|---|---|---|")
-    nets = (small(8, 16, 3), 200), (small(64, 256, 256, 10), 100), (build("mlp"), 4), (build("encoder"), 1)
+    threads = f"{options.threads} thread{'s' * (options.threads != 1)}"
+    print(f"\n### Step and Trainer compared with a plain loop, {threads}\n")
+    print("| | | plain loop, µs | ours, µs | difference, µs | ratio |\n|---|---|---|---|---|---|")
+    nets = (
+        (small(6, 8, 3), 500),
+        (small(64, 256, 256, 10), 100),
+        (small_transformer(), 20),
+        (build("mlp"), 4),
+        (build("encoder"), 1),
+    )
     for contest in (Contest(work, updates) for work, updates in nets):
         for name, pair in contest.pairs().items():
             print(line(contest, name, *pair, options.rounds), flush=True)

@@ -29,7 +29,7 @@ TARGET = Path(__file__).with_name("reference.md")
 SECTIONS = {
     "Per-sample gradients": ["gradients", "Gradients", "input_gradients", "freeze_batchnorm", "scan", "check"],
     "Loops without a step": ["backward", "BackwardResult"],
-    "Training steps": ["Step", "Update", "auto", "fsdp", "sgd"],
+    "Training steps": ["Step", "Update", "auto", "batch_constants", "fsdp", "sgd"],
     "Transforms": ["chain", "clip", "weight", "drop", "normalize", "align", "group", "noise", "check_transform"],
     "Differential privacy": ["Privacy", "privacy_audit"],
     "Diagnostics": ["noise_scale", "NoiseScale", "signal_to_noise", "fisher", "similarity", "suspects"],

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samplewise.core.modes import check_modes
 from samplewise.distributed.ddp import is_replica, refuse_static_graph
 from samplewise.engine.backward import without_grads
 from samplewise.engine.checks import Parameters, check_is_tensor
@@ -99,6 +102,7 @@ def backward(
     chain = checked_chain(transforms)
     _check_denominator(denominator)
     wanted = wanted_parameters(model)
+    _check_modes(wanted.modules)
     two_passes = _needs_two_passes(wanted, chain)
     if outputs is None and losses is not None:
         raise LossesError("losses must be left out if the loss has one value per sample; found both.")
@@ -109,7 +113,7 @@ def backward(
         with framework.own_passes():
             strategy = "twice" if two_passes else None
             g = gradients_of_samples(framework.scaled(loss), wanted, outputs, strategy=strategy)
-            _check_values(chain, len(g), counts, batch)
+            _check_values(chain, g, counts, batch)
             stats = SampleStats(_checked_losses(own, g, chain), counts, batch=batch)
             if not chain.weighs:
                 framework.run(loss.sum(), g)
@@ -163,17 +167,30 @@ def checked_chain(transforms: Transforms) -> Chain:
     return chain
 
 
+_checked: WeakSet[nn.Module] = WeakSet()  # models whose modes were checked
+
+
+def _check_modes(modules: Sequence[nn.Module]) -> None:
+    """Warn about modules in eval mode in the first pass of a model, and later if the model itself is in eval mode."""
+    for model in modules:
+        if not model.training or model not in _checked:
+            check_modes([model])
+            _checked.add(model)
+
+
 def _check_denominator(denominator: Any) -> None:
     number = isinstance(denominator, Real) or (isinstance(denominator, Tensor) and denominator.numel() == 1)
-    if not (number and denominator > 0):
+    if not (number and 0 < denominator < inf):
         raise ValueError(
-            f"denominator must be a positive number, for a mean the number of samples; found {denominator!r}."
+            f"denominator must be a positive, finite number, for a mean the number of samples; found {denominator!r}."
         )
 
 
-def _check_values(chain: Chain, samples: int, counts: Tensor | None, batch: Any) -> None:
+def _check_values(chain: Chain, g: Gradients, counts: Tensor | None, batch: Any) -> None:
     """Check the arguments that transforms read beside the losses."""
-    _check_rows("counts", counts, samples)
+    _check_rows("counts", counts, len(g))
+    if counts is not None:
+        g._checks.add(_refuse_counts, torch.where(counts >= 0, counts, torch.nan), counts)
     reads = next((t for t in chain.samples.transforms if "batch" in t.needs), None)
     if reads is not None and batch is None:
         raise TransformError(f"{reads} must get the batch; found none. Pass batch= to sw.backward.")
@@ -207,6 +224,13 @@ def _refuse_flat_parameters(modules: Sequence[nn.Module]) -> None:
 def _check_rows(name: str, values: Tensor | None, samples: int) -> None:
     if values is not None and values.shape != (samples,):
         raise LossesError(f"{name} must have one value per sample, shape ({samples},); found {tuple(values.shape)}.")
+
+
+def _refuse_counts(values: Tensor, counts: Tensor) -> None:
+    """Raise LossesError for the first of the counts whose value is not finite."""
+    invalid = counts[~values.isfinite()]
+    if len(invalid):
+        raise LossesError(f"counts must be finite, and zero or positive; found {invalid[0].item():g}.")
 
 
 def _checked_losses(losses: Tensor | None, g: Gradients, chain: Chain) -> Tensor:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from samplewise.core.batches import map_leaves
+from samplewise.core.batches import copied, keep_whole, map_leaves
+from samplewise.core.closure_state import CallSnapshot, state_restored
+from samplewise.core.constants import constants_of
 from samplewise.core.losses import (
     RANDOM,
     LossFn,
     as_loss_fn,
     changed_by_exchange,
+    changed_by_order,
     loss_alone,
     per_sample,
     why_not_alone,
 )
-from samplewise.core.snapshot import random_state_restored, snapshot
 from samplewise.core.text import listed, plural, render
 from samplewise.engine.checks import check_model, named_parameters
 from samplewise.engine.gradients import gradients
@@ -80,17 +82,17 @@ class Check:
 def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> Check:
     """Compare the engine's results with one backward pass per sample, in float64.
 
-    Compares rows, norms and sums of every parameter. Also recomputes up to 3 samples alone: a different loss means that
-    samples interact. Works on a copy; the model is not changed.
+    Compares rows, norms and sums of every parameter. Also recomputes up to 3 samples alone, and all samples in other
+    orders: a different loss means that samples interact. Works on a copy; the model is not changed.
     """
     check_model(model, "sw.check(model, loss_fn, batch)")
     if isinstance(batch, DataLoader):
         raise TypeError("batch must be one batch; found a DataLoader. Pass next(iter(loader)).")
     loss_fn = as_loss_fn(copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn)
     model_copy = copy.deepcopy(model).double()
-    batch = map_leaves(batch, _as_double)
-    with random_state_restored(), torch.enable_grad():
-        losses = per_sample(loss_fn(model_copy, batch))[0]
+    batch = keep_whole(map_leaves(batch, _as_double), constants_of(loss_fn))
+    with state_restored([loss_fn]), torch.enable_grad():
+        losses = per_sample(loss_fn(model_copy, copied(batch)))[0]
         try:
             g = gradients(losses, model_copy)
             lines = _compare(losses, g.full(), g.norms(by="parameter"), g.sum(), model_copy)
@@ -132,6 +134,8 @@ def _relative_error(result: Tensor, expected: Tensor, noise: float, scale: Tenso
     Errors up to `noise` count as 0: a gradient that is zero in exact arithmetic, such as that of the bias of attention
     keys, consists of rounding errors.
     """
+    if not expected.numel():
+        return 0.0
     largest = (expected if scale is None else scale).abs().max()
     error = (result - expected).abs().max()
     if error <= noise:
@@ -143,17 +147,23 @@ def _recompute_alone(model_copy: nn.Module, loss_fn: LossFn, batch: Any, losses:
     """Recompute up to RECOMPUTED samples alone; return whether a loss differs from the one in the batch, and notes."""
 
     def compute(batch: Any) -> Tensor:
-        return per_sample(loss_fn(model_copy, batch))[0]
+        return per_sample(loss_fn(model_copy, copied(batch)))[0]
+
+    def rewind() -> Callable[[], Any]:
+        return CallSnapshot([loss_fn], [model_copy]).restore
 
     with torch.no_grad():
         reason = why_not_alone(compute, batch, losses)
         if reason == RANDOM:
-            change = changed_by_exchange(compute, batch, partial(snapshot, model_copy), 1e-6)
+            change = changed_by_exchange(compute, batch, rewind, 1e-6)
             if change is not None:
                 return True, [f"{change}: samples interact"]
             return False, [f"{reason}, so no sample was recomputed alone; repeat the check in eval mode"]
         if reason is not None:
             return False, [f"{reason}, so no sample was recomputed alone"]
+        change = changed_by_order(compute, batch, losses, 1e-6)
+        if change is not None:
+            return True, [f"{change}: samples interact"]
         for i in range(min(RECOMPUTED, len(losses))):
             alone = loss_alone(compute, batch, i)
             if alone.shape != (1,) or not torch.isclose(alone[0], losses[i].detach(), rtol=1e-6, atol=1e-9):

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.core.batches import check_loader, cut, length
+from samplewise.core.batches import check_loader, copied, cut, keep_whole, length
+from samplewise.core.closure_state import CallSnapshot
+from samplewise.core.constants import constants_of, difference_of_slice
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.memory import bounded, free_memory, is_out_of_memory
-from samplewise.core.snapshot import snapshot
+from samplewise.core.snapshot import eval_mode
 from samplewise.engine.checks import check_attached, check_model
 from samplewise.engine.gradients import Gradients, gradients
 
@@ -30,7 +32,7 @@ def scan(
     `loss_fn(model, batch)` returns losses (B,), or (losses, counts), or is a criterion such as nn.CrossEntropyLoss().
     `microbatch` is the number of samples per microbatch: a number, None for whole batches, or "auto" for the largest
     number whose activations take at most `memory` bytes (default: a quarter of the free memory). A batch that cannot
-    be sliced is used whole.
+    be sliced is used whole; see `batch_constants` for entries that are not per sample.
     """
     scanner = Scanner(model, loss_fn, microbatch, memory=memory, strategy=strategy)
     check_loader(loader)
@@ -70,9 +72,12 @@ class _Pieces:
         self.memory = memory
         self.size = microbatch if isinstance(microbatch, int) else None
         self.measures = microbatch == "auto"
+        self.constants = constants_of(loss_fn)
+        self.sliced = False  # whether a slice was compared with its batch
 
     def of(self, batch: Any) -> Iterator[tuple[Any, Tensor]]:
         """Yield (microbatch, losses); halve the size when the activations exceed the memory budget."""
+        batch = keep_whole(batch, self.constants)
         total = length(batch)
         if total is None:
             yield batch, self._losses(batch)
@@ -80,13 +85,34 @@ class _Pieces:
         start = 0
         while start < total:
             stop = min(start + (self.size or total), total)
-            piece = cut(batch, start, stop) if (start, stop) != (0, total) else batch
+            piece = batch
+            if (start, stop) != (0, total):
+                self._compare_slice(batch, start, stop)
+                piece = cut(batch, start, stop)
             losses = self._measured(piece) if self.measures and stop - start > 1 else self._losses(piece)
             if losses is None:
                 self.size = (stop - start + 1) // 2
                 continue
             yield piece, losses
             start = stop
+
+    def _compare_slice(self, batch: Any, start: int, stop: int) -> None:
+        """In the first slice, raise BatchError if an entry that is not per sample has as many rows as there are
+        samples.
+        """
+        if self.sliced:
+            return
+        self.sliced = True
+
+        def compute(some: Any) -> Tensor:
+            return per_sample(self.loss_fn(self.model, copied(some)))[0]
+
+        state = CallSnapshot([self.loss_fn], [self.model])
+        try:
+            with eval_mode(self.model), torch.no_grad():
+                difference_of_slice(compute, batch, start, stop)
+        finally:
+            state.restore()
 
     def _losses(self, piece: Any) -> Tensor:
         with torch.enable_grad():
@@ -95,13 +121,15 @@ class _Pieces:
         return losses
 
     def _measured(self, piece: Any) -> Tensor | None:
-        """Return the losses, or restore buffers and RNG and return None if the activations exceed the budget."""
-        restore = snapshot(self.model)
+        """Return the losses, or restore the state of model and loss function and return None if the activations exceed
+        the budget.
+        """
+        state = CallSnapshot([self.loss_fn], [self.model], [piece])
         try:
             with bounded(self.memory, self.model):
                 return self._losses(piece)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            restore()
+            state.restore()
             return None

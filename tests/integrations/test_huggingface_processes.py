@@ -15,20 +15,43 @@ import samplewise as sw
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-START = f"import sys; sys.path.insert(0, {str(HERE)!r}); from huggingface_models import *; import os, signal\n"
+START = f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]; from huggingface_models import *\n"
 
 TRAIN = """
+import os, signal
+from types import SimpleNamespace
+from busy_process import Hooks, SecondModel
 from transformers import TrainerCallback
+
+class Busy(TrainerCallback):
+    # hooks and another model in the process
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        hooks.on_update(model)
+        SecondModel().on_update(SimpleNamespace(index=state.global_step))
 
 class Kill(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == int(sys.argv[2]):
             os.kill(os.getpid(), signal.SIGKILL)
 
+hooks = Hooks()
 options = {"num_train_epochs": 3, "optim": "adamw_torch", "learning_rate": 0.01, "save_strategy": "steps"}
-args = arguments(sys.argv[1], 2, 2, save_steps=2, **options)
+args = arguments(sys.argv[1], 2, 2, save_steps=2, eval_strategy="steps", eval_steps=1, **options)
+model = bert(dropout=0.2)
+if sys.argv[4] == "lora":
+    import peft
+
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS"))
 trainer = PerSampleTrainer(
-    bert(dropout=0.2), args, train_dataset=sw.Indexed(classes(10)), ledger=sw.Ledger(every=3), callbacks=[Kill()]
+    model,
+    args,
+    train_dataset=sw.Indexed(classes(10)),
+    eval_dataset=classes(6),
+    compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(-1) == found.label_ids).mean()},
+    ledger=sw.Ledger(every=3),
+    transforms=[sw.clip(0.5)],
+    callbacks=[Kill(), Busy()],
 )
 trainer.train(resume_from_checkpoint=sys.argv[3] == "resume")
 torch.save(vector(trainer.model), sys.argv[1] + "/end.pt")
@@ -46,11 +69,12 @@ def finished(process):
     return process.returncode, errors.decode()[-3000:]
 
 
-def test_killed_in_the_second_epoch_and_resumed(tmp_path):
-    code, errors = finished(run(TRAIN, tmp_path / "whole", -1, "new"))
+@pytest.mark.parametrize("model", ["whole", "lora"])
+def test_killed_in_the_second_epoch_and_resumed(tmp_path, model):
+    code, errors = finished(run(TRAIN, tmp_path / "whole", -1, "new", model))
     assert code == 0, errors
-    assert finished(run(TRAIN, tmp_path / "killed", 5, "new"))[0] == -signal.SIGKILL
-    code, errors = finished(run(TRAIN, tmp_path / "killed", -1, "resume"))
+    assert finished(run(TRAIN, tmp_path / "killed", 5, "new", model))[0] == -signal.SIGKILL
+    code, errors = finished(run(TRAIN, tmp_path / "killed", -1, "resume", model))
     assert code == 0, errors
     assert torch.equal(torch.load(tmp_path / "whole/end.pt"), torch.load(tmp_path / "killed/end.pt"))
     assert sw.samples(tmp_path / "killed").equals(sw.samples(tmp_path / "whole"))

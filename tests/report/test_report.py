@@ -49,6 +49,11 @@ def test_every_number_has_its_chart(report):
     assert list(shown.charts) == [*expected, "grad_norm", "Milliseconds per update"]
 
 
+def test_samples_per_second_with_and_without_loading(report):
+    shown = report([train(update, compute_samples_per_second=900.0) for update in (1, 2)])
+    assert list(shown.charts)[2:4] == ["Samples per second", "Samples per second, computing only"]
+
+
 def test_the_epochs_in_a_table(report):
     head, *rows = report(WHOLE).tables["Epochs"]
     metrics = ["validation loss", "validation accuracy", "validation gap"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.core.batches import pick
+from samplewise.core.constants import same_constants
 from samplewise.core.losses import LossFn, as_loss_fn, per_sample
 from samplewise.core.snapshot import eval_mode
 from samplewise.core.text import did_you_mean, plural, render
@@ -224,7 +225,7 @@ def _per_count(loss_fn: LossFn) -> LossFn:
         losses, counts = per_sample(given(model, batch))
         return losses if counts is None else losses / counts.where(counts > 0, 1).to(losses.dtype)
 
-    return losses_per_count
+    return same_constants(losses_per_count, given)
 
 
 def _positions(ids: Ids, others: Ids) -> Tensor:

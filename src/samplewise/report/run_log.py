@@ -23,7 +23,8 @@ POSITION_FIELDS = {
     "seconds",
     "skipped",
 }  # position of a line, not a measured value
-CHARTED_FIELDS = {"loss", "lr", "samples_per_second", "memory"}  # numbers of a train line that have their own chart
+# Numbers of a train line that have their own chart.
+CHARTED_FIELDS = {"loss", "lr", "samples_per_second", "compute_samples_per_second", "memory"}
 
 
 class Curve(NamedTuple):

@@ -40,6 +40,7 @@ def charts(run: RunLog) -> Charts:
         **metrics,
         "Learning rate": run.learning_rates(),
         "Samples per second": [curve(run.train, "samples_per_second", "samples per second")],
+        "Samples per second, computing only": [curve(run.train, "compute_samples_per_second", "samples per second")],
     }
     charts |= {name: [curve(run.train, name)] for name in run.other_numbers() if name not in charts}
     return {title: curves for title, curves in charts.items() if any(each.points for each in curves)}
