@@ -83,11 +83,6 @@ def steps(model, count):
     return [w for w in caught if issubclass(w.category, sw.TrainingWarning)]
 
 
-@pytest.fixture(autouse=True)
-def _new_counts(monkeypatch):
-    monkeypatch.setattr(slow_paths, "_steps", type(slow_paths._steps)())
-
-
 @pytest.mark.parametrize("name", SLOW)
 def test_one_warning_in_the_third_step(name, monkeypatch):
     make, words = SLOW[name]
@@ -99,6 +94,18 @@ def test_one_warning_in_the_third_step(name, monkeypatch):
     with pytest.raises(sw.TrainingWarning, match=pattern):
         raise warning.message
     assert warning.filename == __file__
+
+
+def test_steps_are_counted_per_model():
+    for _ in range(slow_paths.STEPS):
+        assert not steps(OwnProduct(), slow_paths.STEPS - 1)
+
+
+def test_layers_of_one_step_are_counted_once():
+    model = nn.ModuleList(OwnProduct() for _ in range(slow_paths.STEPS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sw.gradients(sum(layer(noise(B, 4)) for layer in model), model).norms()
 
 
 @pytest.mark.parametrize("layers", [[nn.Linear(4, 3)], [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)]])

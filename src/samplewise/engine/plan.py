@@ -382,6 +382,7 @@ class GradBuilder:
                     self._check_linear(generic, self.plan.operations[at])
                     if not supports_batches(node):
                         warn_if_slow(
+                            self.graph,
                             f"{self.plan.operations[at]} has no rule, so that its backward is called once per sample",
                             f"{self.graph.samples} calls of it in each step",
                             "Set generate_vmap_rule = True in the Function if torch.vmap supports its backward.",

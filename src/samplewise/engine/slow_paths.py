@@ -5,22 +5,28 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections import Counter
+import weakref
 from collections.abc import Iterable
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from samplewise.engine.graph import Graph, Node
 from samplewise.errors import TrainingWarning
 
 STEPS = 3  # with the same cause, before the warning: the first steps of a model are always slower
-_steps: Counter[str] = Counter()
+Seen = dict[str, list[weakref.ref[Graph]]]  # graphs on a slow path, by cause; at most STEPS of them
+_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the first parameter of a model
 
 
-def warn_if_slow(cause: str, cost: str, remedy: str) -> None:
-    """Count a step on a slow path; warn once, in step STEPS."""
-    _steps[cause] += 1
-    if _steps[cause] == STEPS:
+def warn_if_slow(graph: Graph, cause: str, cost: str, remedy: str) -> None:
+    """Count a graph on a slow path; warn once per model, in its step STEPS."""
+    seen: Seen = _seen.setdefault(next(iter(graph.wanted.values())), {})
+    graphs = seen.setdefault(cause, [])
+    if len(graphs) == STEPS or any(one() is graph for one in graphs):
+        return
+    graphs.append(weakref.ref(graph))
+    if len(graphs) == STEPS:
         warnings.warn(
             f"per-sample gradients of this model are computed in a slow way in each step: {cause}. This costs {cost}. "
             f"{remedy} g.explain() shows how each parameter is computed.",

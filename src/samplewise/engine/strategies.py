@@ -177,6 +177,7 @@ class QuantityEvaluator:
             self._not_linear = error
             self._strategies[strategy] = loop
             warn_if_slow(
+                self.graph,
                 f"the backward of {error.operation} is not linear, so that rows come from one backward pass per sample",
                 f"{plural(self.graph.samples, 'backward pass', 'backward passes')} in each step",
                 "Remove the Function or hook that rounds, clips or thresholds gradients, if it is not needed.",
@@ -288,6 +289,7 @@ class BackwardStrategy:
         built.finish()
         if not self.plan.proven:
             warn_if_slow(
+                self.planner.graph,
                 f"{self.plan.cause}, so that the owners of all gradients are found by passes through the whole graph",
                 "about ten backward passes in each step",
                 "Write the operation so that each sample has rows of its own, or pass samples that do not interact.",
