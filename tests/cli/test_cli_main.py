@@ -26,6 +26,8 @@ import os
 import runpy
 import sys
 
+# typer otherwise looks for a shell among the parent processes, and there may be none.
+os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "True"
 for line in sys.argv[1:]:
     os.environ.pop("_SAMPLEWISE_COMPLETE", None)
     if line.startswith("samplewise"):  # the command line of a shell that asks for completion
