@@ -83,13 +83,9 @@ class Norms:
             self._known = self._evaluator.evaluate(partial(self._of_form, joint, known))
         return self._known
 
-    def _note_terms(self, form: PerSampleGrad, name: str) -> None:
-        norms = None if self._terms is None else form.term_norms()
-        if self._terms is not None and norms is not None:
-            self._terms[name] = norms
-
     def _of_form(self, joint: bool, known: dict[str, Tensor], form: PerSampleGrad, name: str) -> Tensor:
-        self._note_terms(form, name)
+        if self._terms is not None and (terms := form.term_norms()) is not None:
+            self._terms[name] = terms
         if self._evaluator.create_graph:
             return form.squared_norms()
         if joint and isinstance(form, BundledGrad):
@@ -149,7 +145,8 @@ class Norms:
         may_cancel: set[str] = set()
 
         def quantity(form: PerSampleGrad, name: str) -> Tensor:
-            self._note_terms(form, name)
+            if self._terms is not None and (terms := form.term_norms()) is not None:
+                self._terms[name] = terms
             if form.may_cancel:
                 may_cancel.add(name)
             return form.scaled_norms()

@@ -423,8 +423,8 @@ class GradBuilder:
     def _add_use(self, name: str, form: PerSampleGrad) -> bool:
         """Add one use of a parameter; True if it was copied into rows, so that it need not stay unchanged."""
         is_copied = False
-        self._settle_terms(form)
         if self.plan.uses[name] > 1:
+            self._settle_terms(form)
             uses = self._uses.setdefault(name, [])
             uses.append(form)
             if len(uses) < self.plan.uses[name]:
@@ -441,7 +441,7 @@ class GradBuilder:
         return is_copied
 
     def _settle_terms(self, form: PerSampleGrad) -> None:
-        if isinstance(form, DenseGrad):
+        if isinstance(form, DenseGrad) and form.terms is not None:
             form.settle_terms(self.graph.tracks_terms)
 
     def _finish(self, name: str, form: PerSampleGrad) -> None:

@@ -70,7 +70,10 @@ def _packed(raw: Any) -> Any:
 
 def has_sparse(saved: Saved) -> bool:
     """True if one of the tensors is not strided. Rules are for strided tensors."""
-    return any(isinstance(tensor, Tensor) and tensor.layout is not torch.strided for tensor in saved.values())
+    for tensor in saved.values():
+        if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+            return True
+    return False
 
 
 class Versions:

@@ -295,7 +295,7 @@ class GradNorms:
         self._dtype = norms[0].dtype
         self._all: Tensor | Sequence[Any] = norms  # a vector; or scalars, which are numbers after `finite`
         read = norms[0].device.type == "cpu" and not sharded
-        if not read or any(norm.dtype is not self._dtype for norm in norms):
+        if not read or len({norm.dtype for norm in norms}) > 1:
             stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
             self._all = self._over_ranks(stacked) if sharded else stacked
 

@@ -243,7 +243,7 @@ class WindowBuilder:
             window.restored = False
             if not window.begun:
                 self._begin()
-            if size is not None and microbatch is not cursor.batch:
+            if self._unsliced and size is not None and microbatch is not cursor.batch:
                 self._compare_slice(cursor.batch, cursor.consumed - size, cursor.consumed)
             if first and (self._first or self.config.audit):
                 self.audit.run(microbatch, self._first, self.counters.updates)
@@ -271,9 +271,8 @@ class WindowBuilder:
 
     def _compare_slice(self, batch: Any, start: int, stop: int) -> None:
         """Compare the first slice of a batch with the batch."""
-        if self._unsliced:
-            self._unsliced = False
-            self.audit.compare_slice(batch, start, stop)
+        self._unsliced = False
+        self.audit.compare_slice(batch, start, stop)
 
     def _cannot_compare(self, microbatch: Any) -> bool:
         """True if the audit of a private step must be repeated, because this microbatch has one sample only. The audit

@@ -27,14 +27,14 @@ class DenseGrad(RowwiseGrad):
         self.step = parts[0].shape[0]
         self.samples = self.step if len(parts) == 1 else sum(map(len, parts))
         self.parts = parts
-        self._terms = terms
+        self.terms = terms
         self._term_norms: Tensor | None = None
 
     def settle_terms(self, tracked: bool) -> None:
         """Compute `term_norms` if they are `tracked`; release the factors."""
-        if tracked and self._terms is not None:
-            self._term_norms = self._terms()
-        self._terms = None
+        if tracked and self.terms is not None:
+            self._term_norms = self.terms()
+        self.terms = None
 
     def term_norms(self) -> Tensor | None:
         return self._term_norms

@@ -23,7 +23,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     """Product of a (m, k) and b (k, n), as torch.mm. The result is contiguous."""
     m, k = a.shape
     n = b.shape[1]
-    if not prefers_onednn(a, b, m, n, k):
+    if m * n * k <= LARGE or not prefers_onednn(a, b, m, n, k):
         return torch.mm(a, b)
     # A first operand that is not contiguous is copied: that should be the smaller one.
     if n < m and n < k and not a.is_contiguous():
