@@ -102,9 +102,9 @@ def gpt2() -> transformers.PretrainedConfig:
     return transformers.GPT2Config(num_labels=CLASSES, **tokens, **sizes, **dropouts)
 
 
-def mixtral() -> transformers.PretrainedConfig:
+def mixtral(experts: str) -> transformers.PretrainedConfig:
     config = transformers.MixtralConfig(**TEXT | {"intermediate_size": 128}, num_local_experts=4, num_experts_per_tok=2)
-    config._experts_implementation = "eager"
+    config._experts_implementation = experts
     return config
 
 
@@ -123,7 +123,14 @@ MODELS: dict[str, tuple[str, Callable[[], HuggingFace]]] = {
         "`GPT2ForSequenceClassification`, padded",
         lambda: Classifier(transformers.GPT2ForSequenceClassification, gpt2()),
     ),
-    "hf_mixtral": ("`MixtralForCausalLM`", lambda: LanguageModel(transformers.MixtralForCausalLM, mixtral())),
+    "hf_mixtral": (
+        "`MixtralForCausalLM`, experts one by one",
+        lambda: LanguageModel(transformers.MixtralForCausalLM, mixtral("eager")),
+    ),
+    "hf_mixtral_grouped": (
+        "`MixtralForCausalLM`, experts by `grouped_mm`",
+        lambda: LanguageModel(transformers.MixtralForCausalLM, mixtral("grouped_mm")),
+    ),
     "hf_swin": ("`SwinForImageClassification`", lambda: Images(transformers.SwinForImageClassification, swin())),
     "hf_llama_pairs": (
         "`LlamaForCausalLM`, pairs along the batch by `chunk(2)` (DPO)",

@@ -31,6 +31,14 @@ conv = nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv
 norm = nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4).eval())
 
 
+def experts(m, x):
+    """Tokens (b, t, i), each multiplied by one of the matrices (h, o, i); the second one gets none."""
+    expert, order = (x[..., 0].flatten() > 0).mul(2).sort()
+    ends = torch.stack([(expert <= h).sum() for h in range(len(m.w))]).int()
+    y = F.grouped_mm(x.flatten(0, 1)[order], m.w.mT, offs=ends)
+    return y[order.argsort()].tanh()
+
+
 def with_weight(forward, *shape):
     return Net(forward, w=weight(*shape))
 
@@ -50,6 +58,9 @@ EXAMPLES = {
     ("Bmm", 1): lambda: on(
         with_weight(lambda m, x: torch.einsum("bhi,hio->bho", x, m.w).tanh(), 2, 6, 5), noise(SAMPLES, 2, 6)
     ),
+    ("GroupedMm", 1): lambda: on(
+        with_weight(experts, 3, 8, 4), noise(SAMPLES, 5, 4), torch.float32
+    ),  # in PyTorch for float32 and half precision only
     ("Mv", 1): lambda: on(with_weight(lambda m, x: (x @ m.w).tanh(), 6), noise(SAMPLES, 6)),
     ("Trilinear", 1): lambda: on(Net(lambda m, x: m.f(x, x.tanh()), f=nn.Bilinear(6, 6, 3)), noise(SAMPLES, 5, 6)),
     ("LinalgSolveEx", 0): lambda: on(
@@ -102,13 +113,40 @@ def test_every_rule_has_an_example():
     assert set(EXAMPLES) == set(RULES)
 
 
-@pytest.mark.parametrize("key", RULES, ids=lambda key: f"{key[0]}-{key[1]}")
+needs_grouped_mm = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch has no grouped_mm")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(key, marks=needs_grouped_mm if key[0] == "GroupedMm" else ()) for key in RULES],
+    ids=lambda key: f"{key[0]}-{key[1]}",
+)
 def test_rule(key):
     torch.manual_seed(0)
     model, losses = EXAMPLES[key]()
-    fused_kernel = key[0] == "MkldnnRnnLayer"  # float32 only
+    fused_kernel = key[0] in ("MkldnnRnnLayer", "GroupedMm")  # float32 only
     no_second_derivative = fused_kernel or key[0] == "Cdist"  # in PyTorch
     check_rule(key, model, losses, 2e-4 if fused_kernel else 1e-9, second_order=not no_second_derivative)
+
+
+@needs_grouped_mm
+@pytest.mark.parametrize("view", [lambda w: w, lambda w: w.mT.contiguous().mT, lambda w: w.double().float()])
+def test_matrices_of_experts_in_other_views(view):
+    torch.manual_seed(0)
+    model = Net(lambda m, x: experts(Net(None, w=view(m.w).mT), x), w=weight(3, 4, 8)).float()
+    x = noise(SAMPLES, 5, 4).float()
+    check_rule(("GroupedMm", 1), model, lambda m: m(x).reshape(SAMPLES, -1).square().mean(1), 2e-4)
+
+
+@needs_grouped_mm
+def test_experts_with_few_tokens_in_a_large_stack():
+    """Factors are kept where rows would be larger."""
+    torch.manual_seed(0)
+    model = with_weight(experts, 3, 128, 64).float()
+    x = noise(SAMPLES, 2, 64).float()
+    check_rule(("GroupedMm", 1), model, lambda m: m(x).reshape(SAMPLES, -1).square().mean(1), 2e-4)
+    table = sw.gradients(model(x).reshape(SAMPLES, -1).square().mean(1), model).explain()
+    assert "3 matrices: factors, " in table
 
 
 def test_a_rule_that_is_off_is_caught():

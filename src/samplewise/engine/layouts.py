@@ -265,6 +265,14 @@ def product(node: Node, place: SampleDim, shape: Shape, children: list[Shape | N
     return [*added, left, right]
 
 
+@moves("GroupedMm")
+def grouped_product(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
+    # Rows (N, i) by one matrix for each group of rows: output (N, o). Groups of columns or matrices are probed.
+    rows, matrices = children
+    by_rows = place.dim == 0 and (rows is None or len(rows) == 2) and (matrices is None or len(matrices) == 3)
+    return [place, None] if by_rows and len(shape) == 2 else [UNDECIDED, UNDECIDED]
+
+
 @moves("Mv")
 def matrix_vector(node: Node, place: SampleDim, shape: Shape, children: list[Shape | None]) -> list[SampleDim | None]:
     return [place, None]

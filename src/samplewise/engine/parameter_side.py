@@ -23,7 +23,8 @@ from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.grads.indexed import VIEWS, as_blocks, re_indexed
 from samplewise.engine.grads.normalized import normalized
 from samplewise.engine.grads.scaled import scaled
-from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, operation
+from samplewise.engine.grads.stacked import StackedGrad
+from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, operation, scalar
 from samplewise.engine.rules.embedding import looked_up
 from samplewise.engine.rules.use import accumulable
 from samplewise.engine.saved import Saved, saved_tensor_names
@@ -68,11 +69,21 @@ def carried(
         return None
     if changing == ("T",) and isinstance(form, FactoredGrad):
         return form.transposed()
+    if changing == ("Transpose",) and isinstance(form, StackedGrad) and _swaps_last_dims(entry):
+        return form.transposed()
     if set(changing) <= VIEWS:
         return re_indexed(form, entry, leaf, orders, key)
     if indices is not None and isinstance(form, DenseGrad):
         return _looked_up_once(form, entry.node, indices(), leaf.shape)
     return None
+
+
+def _swaps_last_dims(entry: Edge) -> bool:
+    """True if the node where a gradient arrives is the transposition of the last two dims."""
+    if operation(entry.node) != "Transpose":
+        return False
+    ndim = len(entry.shape)
+    return {scalar(entry.node, "dim0") % ndim, scalar(entry.node, "dim1") % ndim} == {ndim - 2, ndim - 1}
 
 
 def _looked_up_once(form: DenseGrad, node: Node, index: Tensor, shape: tuple[int, ...]) -> FactoredGrad | None:

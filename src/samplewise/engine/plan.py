@@ -29,6 +29,7 @@ from samplewise.engine.grads.bundled import bundled, is_small
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad
 from samplewise.engine.grads.indexed import VIEWS
+from samplewise.engine.grads.stacked import StackedGrad
 from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, is_accumulate_grad, is_python_function, numel
 from samplewise.engine.independence import Constants, may_refuse, refuse_batch_norm, refuse_broadcast, sample_data
 from samplewise.engine.local_probe import Claim, hold
@@ -430,7 +431,7 @@ class GradBuilder:
             if len(uses) < self.plan.uses[name]:
                 return False
             form = combined(self._uses.pop(name), name, self.plan.shared)
-        if self.keep and isinstance(form, FactoredGrad):
+        if self.keep and isinstance(form, (FactoredGrad, StackedGrad)):
             form = form.compact()
             is_copied = isinstance(form, DenseGrad)
         self._settle_terms(form)

@@ -70,10 +70,8 @@ def _packed(raw: Any) -> Any:
 
 def has_sparse(saved: Saved) -> bool:
     """True if one of the tensors is not strided. Rules are for strided tensors."""
-    for tensor in saved.values():
-        if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
-            return True
-    return False
+    layouts = [tensor.layout for tensor in saved.values() if isinstance(tensor, Tensor)]
+    return layouts.count(torch.strided) < len(layouts)
 
 
 class Versions:

@@ -124,21 +124,14 @@ class IndexedGrad(PerSampleGrad):
         return f"{self.source.describe()}, re-indexed"
 
 
-class BlockGrad(PerSampleGrad):
-    """Sum of uses of disjoint parts of one parameter, such as the q, k and v thirds of a projection."""
+class DisjointGrad(PerSampleGrad):
+    """Base class for gradients made of `parts` without common elements of the parameter: their squares add up."""
 
-    def __init__(self, parts: Sequence[IndexedGrad]):
-        self.samples = parts[0].samples
-        self.shape = parts[0].shape
-        self.row_size = max(part.row_size for part in parts)
-        self.parts = parts
+    parts: Sequence[PerSampleGrad]
 
     project = by_rows.project
     gram = by_rows.gram
     sum_of_squares = by_rows.sum_of_squares
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return total(part.rows(start, stop) for part in self.parts)
 
     def squared_norms(self) -> Tensor:
         return total(part.squared_norms() for part in self.parts)
@@ -153,6 +146,22 @@ class BlockGrad(PerSampleGrad):
     def faint_norms(self, samples: Tensor) -> Tensor:
         return by_rows.scaled_norms(torch.stack([part.faint_norms(samples) for part in self.parts], 1))
 
+    def term_norms(self) -> Tensor:
+        return total(term_norms(part) for part in self.parts)
+
+
+class BlockGrad(DisjointGrad):
+    """Sum of uses of disjoint parts of one parameter, such as the q, k and v thirds of a projection."""
+
+    def __init__(self, parts: Sequence[IndexedGrad]):
+        self.samples = parts[0].samples
+        self.shape = parts[0].shape
+        self.row_size = max(part.row_size for part in parts)
+        self.parts: Sequence[IndexedGrad] = parts
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return total(part.rows(start, stop) for part in self.parts)
+
     def dot(self, direction: Tensor) -> Tensor:
         return total(part.dot(direction) for part in self.parts)
 
@@ -165,9 +174,6 @@ class BlockGrad(PerSampleGrad):
 
     def sum(self, weights: Tensor | None) -> Tensor:
         return total(part.sum(weights) for part in self.parts)
-
-    def term_norms(self) -> Tensor:
-        return total(term_norms(part) for part in self.parts)
 
     def summed_apart(self, weights: Tensor | None) -> Tensor:
         return total(part.summed_apart(weights) for part in self.parts)

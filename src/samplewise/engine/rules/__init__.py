@@ -27,6 +27,7 @@ RULES: dict[tuple[str, int], Rule] = {
     ("Addmm", 2): Rule(products.addmm_right, ("mat1",)),
     ("Bmm", 0): Rule(products.bmm_left, ("mat2",)),
     ("Bmm", 1): Rule(products.bmm_right, ("self",)),
+    ("GroupedMm", 1): Rule(products.grouped_right, ("self", "offs")),
     ("Mv", 1): Rule(products.mv_vector, ("self",)),
     ("Trilinear", 1): Rule(products.bilinear, ("i1", "i3")),
     ("LinalgSolveEx", 0): Rule(linear_systems.matrix, ("A", "result")),

@@ -1,4 +1,4 @@
-"""Rules for matrix products: mm, addmm, bmm, mv, bilinear.
+"""Rules for matrix products: mm, addmm, bmm, mv, bilinear, grouped_mm.
 
 Legend: b sample, t token (a row of the output that belongs to b), h matrix of a batch, o and i the operand's two dims.
 """
@@ -12,8 +12,9 @@ from samplewise.engine.grads.base import PerSampleGrad, RowwiseGrad
 from samplewise.engine.grads.by_rows import frobenius_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
+from samplewise.engine.grads.stacked import StackedGrad
 from samplewise.engine.rules.use import Use, summed
-from samplewise.engine.tags import RowGather
+from samplewise.engine.tags import Irregular, RowGather
 
 
 def right_operand(use: Use, left: str, scale: float = 1) -> PerSampleGrad | None:
@@ -103,6 +104,23 @@ def _batched_products(use: Use, dims: tuple[int, ...], left: Tensor, right: Tens
     if use.shape[0] == 1:
         return FactoredGrad([Term(left[:, :, 0], right[:, :, 0])], use.shape)
     return BatchedProductGrad(left, right)
+
+
+def grouped_right(use: Use) -> PerSampleGrad | None:
+    """Rule for W (h, i, o) in grouped_mm(a, W, ends): rows ends[h - 1] to ends[h] of a are multiplied by matrix h."""
+    a, ends = use.saved["self"], use.saved["offs"]
+    if a.dim() != 2 or len(use.shape) != 3 or use.rows(1) is None:
+        return None
+    owner = use.tag.owners(tuple(use.gradient.shape), use.gradient.device).amax(1)
+    a, g = use.tensor("self"), use.gradient
+    parts = []
+    start = 0
+    for end in ends.tolist():
+        rows = Irregular(use.samples, owner[start:end]).rows((end - start,), 1)
+        assert rows is not None
+        parts.append(FactoredGrad([Term(rows.gather(a[start:end]), rows.gather(g[start:end]))], use.shape[1:]))
+        start = end
+    return StackedGrad(parts)
 
 
 BILINEAR = ((1, 3), (0,), (1, 2), (2, 3))  # dims that _trilinear adds to its operands, and dims that it sums over
