@@ -1,6 +1,9 @@
 """The updates of a resumed step are compiled if, and only if, those of the uninterrupted one are."""
 
 import copy
+import functools
+import sys
+import typing
 
 import pytest
 import torch
@@ -18,14 +21,15 @@ AT = 4  # batch before which the change happens
 
 
 class Run:
-    def __init__(self, samples=None, **options):
+    def __init__(self, samples=None, first_call=lambda: lambda: 1.0, **options):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.factors = factors = [1.0]
+        factor = first_call()
 
         def loss_fn(model, batch):
-            return factors[0] * nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+            return factors[0] * factor() * nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
         self.step = sw.Step(self.model, self.optimizer, loss_fn, samples, compile=True, audit=False, **options)
 
@@ -156,3 +160,92 @@ def test_a_shape_whose_speed_was_not_measured_is_measured_after_a_resume(monkeyp
     resumed.load(state)
     resumed.train(2, 4, nothing)
     assert measured == [1]
+
+
+# --- first calls in a process ----------------------------------------------------------------------------------------
+# Each makes a function that does something else in its first call: a resumed run compiles the update in which it is
+# called for the first time, an uninterrupted one a later update.
+
+
+def cached_attribute():
+    class Mask:
+        values = None
+
+        def __call__(self):
+            if self.values is None:
+                self.values = torch.ones(6, dtype=torch.float64)
+            return self.values
+
+    return Mask()
+
+
+def cached_in_a_dict():
+    cache = {}
+
+    def factor():
+        if "scale" not in cache:
+            cache["scale"] = 1.0
+        return cache["scale"]
+
+    return factor
+
+
+def cached_function():
+    @functools.lru_cache
+    def factor():
+        return torch.ones(6, dtype=torch.float64)
+
+    return factor
+
+
+def imported():
+    sys.modules.pop("imported_by_the_loss", None)
+
+    def factor():
+        import imported_by_the_loss
+
+        return imported_by_the_loss.FACTOR
+
+    return factor
+
+
+def read_from_a_file():
+    content = []
+
+    def factor():
+        if not content:
+            with open(__file__) as file:
+                content.append(float(len(file.readline()) > 0))
+        return content[0]
+
+    return factor
+
+
+def caches_of_typing():
+    """torch makes an Optional in each update of an optimizer; it calls typing_extensions if no cache has it."""
+    for clear in typing._cleanups:
+        clear()
+    return lambda: 1.0
+
+
+FIRST_CALLS = (cached_attribute, cached_in_a_dict, cached_function, imported, read_from_a_file, caches_of_typing)
+
+
+@pytest.mark.parametrize("first_call", FIRST_CALLS)
+def test_a_first_call_in_the_process(first_call, tmp_path, monkeypatch):
+    (tmp_path / "imported_by_the_loss.py").write_text("def make():\n    return 1.0\n\n\nFACTOR = make()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    whole = Run(first_call=first_call)
+    whole.train(0, 1, nothing)
+    states = []
+    made = []
+    for number in range(1, 4):
+        states.append(whole.state())
+        made += whole.train(number, number + 1, nothing)
+    assert made == [1, 1, 1]
+    for number, state in enumerate(states, start=1):
+        resumed = Run(first_call=first_call)
+        resumed.load(state)
+        assert resumed.train(number, 4, nothing) == made[number - 1 :], number
+        for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+            assert torch.equal(a, b)

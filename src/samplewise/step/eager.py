@@ -58,6 +58,7 @@ class EagerUpdates:
             "given_up": None,
             "slower": {},
             "tried": [],
+            "failed": [],
             "changes": 0,
             "settings": "",
             "parts": {},
