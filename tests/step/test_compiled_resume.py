@@ -76,12 +76,33 @@ def frozen(run):
     run.model[0].bias.requires_grad_(False)
 
 
+def equal_transforms(run):
+    """Other objects with the same settings, as a callback may set them at the start of each epoch."""
+    run.step.transforms = [sw.clip(0.8), sw.weight(halves)]
+
+
+def other_function(run):
+    """A function of the same name."""
+    run.step.transforms = [sw.clip(0.8), sw.weight(other_halves())]
+
+
 def nothing(run):
     pass
 
 
 def microbatch(run):
     run.step.microbatch = 2
+
+
+def halves(losses):
+    return torch.full_like(losses, 0.5)
+
+
+def other_halves():
+    def halves(losses):
+        return torch.full_like(losses, 0.25)
+
+    return halves
 
 
 calls = []  # of programs since the last update
@@ -100,9 +121,20 @@ def _counted_calls(monkeypatch):
     calls.clear()
 
 
-OPTIONS = {"batches": {}, "parts of batches": {"samples": 2}, "microbatches": {"samples": 6, "microbatch": 3}}
-CHANGES = (nothing, closure, transforms, max_grad_norm, samples, frozen, microbatch)
-DAILY = [(transforms, "batches"), (closure, "microbatches"), (max_grad_norm, "parts of batches")]
+OPTIONS = {
+    "batches": {},
+    "parts of batches": {"samples": 2},
+    "microbatches": {"samples": 6, "microbatch": 3},
+    "transforms": {"transforms": [sw.clip(0.8), sw.weight(halves)]},
+}
+CHANGES = (nothing, closure, transforms, max_grad_norm, samples, frozen, microbatch, equal_transforms, other_function)
+DAILY = [
+    (transforms, "batches"),
+    (closure, "microbatches"),
+    (max_grad_norm, "parts of batches"),
+    (equal_transforms, "transforms"),
+    (other_function, "transforms"),
+]
 
 
 @pytest.mark.filterwarnings("ignore::samplewise.errors.TrainingWarning")
@@ -117,6 +149,8 @@ def test_the_same_updates_are_compiled(case):
         states.append(whole.state())
         made.append(whole.train(number, number + 1, change if number == AT else nothing))
     assert any(map(any, made))
+    if change in (equal_transforms, other_function):  # the first update of other transforms is checked for mistakes
+        assert made[AT] == [int(change is equal_transforms)] * len(made[AT]) or options.get("transforms") is None
     for number in (2, AT, AT + 1, BATCHES - 1):
         resumed = Run(**options)
         resumed.load(states[number])
@@ -247,5 +281,57 @@ def test_a_first_call_in_the_process(first_call, tmp_path, monkeypatch):
         resumed = Run(first_call=first_call)
         resumed.load(state)
         assert resumed.train(number, 4, nothing) == made[number - 1 :], number
+        for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+# --- changes that come and go ----------------------------------------------------------------------------------------
+
+
+def hook_at_the_start(run, number):
+    """A hook that is there when an update could be compiled for the first time."""
+    hook(run, number, at=1)
+
+
+def hook_later(run, number):
+    hook(run, number, at=AT)
+
+
+def hook(run, number, at):
+    if number == at:
+        run.hook = run.model[0].register_forward_hook(lambda *_: None)
+    elif getattr(run, "hook", None) is not None:
+        run.hook.remove()
+
+
+def another_value_in_each_update(run, number):
+    run.factors[0] = 1.0 + number
+
+
+@pytest.mark.filterwarnings("ignore::samplewise.errors.TrainingWarning")
+@pytest.mark.parametrize("before", [hook_at_the_start, hook_later, another_value_in_each_update])
+def test_changes_that_come_and_go(before, monkeypatch):
+    monkeypatch.setattr(programs, "CHANGES", 4)
+    whole = Run()
+    states = []
+    made = []
+    for number in range(BATCHES):
+        states.append(whole.state())
+        before(whole, number)
+        made += whole.train(number, number + 1, nothing)
+    expected = {
+        hook_at_the_start: [0] * BATCHES,
+        hook_later: [0, 1, 1, 1, 0, 1, 1, 1, 1],
+        another_value_in_each_update: [0, 1, 1, 1, 1, 1, 0, 0, 0],
+    }
+    assert made == expected[before]
+    for start in range(1, BATCHES):
+        resumed = Run()
+        resumed.load(states[start])
+        compiled = []
+        for number in range(start, BATCHES):
+            before(resumed, number)
+            compiled += resumed.train(number, number + 1, nothing)
+        assert compiled == made[start:], start
         for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
             assert torch.equal(a, b)

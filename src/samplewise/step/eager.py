@@ -60,6 +60,7 @@ class EagerUpdates:
             "tried": [],
             "failed": [],
             "changes": 0,
+            "values": {},
             "settings": "",
             "parts": {},
         }

@@ -31,6 +31,7 @@ from samplewise.step.compiled.optim_buckets import OptimBuckets
 from samplewise.step.compiled.optim_formulas import formula_of
 from samplewise.step.compiled.program import Program
 from samplewise.step.compiled.rehearsal import Rehearsal
+from samplewise.step.compiled.settings import describe
 from samplewise.step.compiled.tracing import Tensors, trace_backward
 from samplewise.step.compiled.trial import count_operations, refuse_library_bound, refuse_slower
 from samplewise.step.compiled.update_fn import CompiledUpdate
@@ -64,9 +65,10 @@ class Programs:
         self.found: dict[Any, Program | None] = {}
         self._guards: Guards | None = None
         self._changes = 0
+        self._values: dict[str, int] = {}  # checksums of guarded values, by shape, since the last change
         self._full = False
-        # At the last call of _settings_hold; the repr of those of a checkpoint.
-        self._settings: tuple[Any, ...] | str = self._compiled_settings()
+        self._settings: tuple[Any, ...] = self._compiled_settings()  # at the last call of _settings_hold
+        self._description = describe(self._settings)
 
     @property
     def config(self) -> StepConfig:
@@ -90,7 +92,8 @@ class Programs:
             "tried": sorted(self._tried),
             "failed": sorted(self._failed),
             "changes": self._changes,
-            "settings": self._settings if isinstance(self._settings, str) else repr(self._settings),
+            "values": dict(self._values),
+            "settings": self._description,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,7 +106,9 @@ class Programs:
         self._tried = set(state.get("tried", self.known))
         self._failed = set(state.get("failed", ()))
         self._changes = state.get("changes", 0)
-        self._settings = state.get("settings") or self._compiled_settings()
+        self._values = dict(state.get("values", {}))
+        self._settings = ()
+        self._description = state.get("settings") or describe(self._compiled_settings())
         self.found = {}
         self._guards = None
 
@@ -125,16 +130,19 @@ class Programs:
 
     def _settings_hold(self) -> bool:
         """Test whether the settings are those of the last call; otherwise discard compiled code. The next update is
-        then uncompiled, because the first one of new transforms is checked for mistakes.
+        then uncompiled, because the first one of new transforms is checked for mistakes. Equal settings in new objects
+        are compiled again, as after a resume.
         """
         settings = self._compiled_settings()
         before = self._settings
+        if before and settings[0] is before[0] and settings[1:] == before[1:]:
+            return True
         self._settings = settings
-        if isinstance(before, str):
-            same = repr(settings) == before
-        else:
-            same = settings[0] is before[0] and settings[1:] == before[1:]
-        return same or self._discard()
+        description = self._description
+        self._description = describe(settings)
+        self.found = {}
+        self._guards = None
+        return self._description == description or self._discard()
 
     def guards_hold(self) -> bool:
         """Test the guards; discard all compiled code if something has changed."""
@@ -146,6 +154,7 @@ class Programs:
         """Discard all compiled code; returns False."""
         self.found = {}
         self._guards = None
+        self._values = {}
         self._changes += 1
         if self._changes > CHANGES:
             self._give_up(f"the model, the optimizer or the settings have changed {self._changes} times")
@@ -231,6 +240,7 @@ class Programs:
         before.restore_values()
         if self._guards is not None and not self._guards.hold():
             self.found = {}  # other programs were compiled without what this call has made
+            self._values = {}
 
     def _compile_repeated_call(
         self, cursor: BatchCursor, size: int, record_norms: bool, shape: str, example: Any, functions: Sequence[Any]
@@ -244,6 +254,7 @@ class Programs:
         finally:
             state.restore()
         guards = Guards(self.evaluator.modules, functions, self.applier.optimizer, calls)
+        self._count_change(shape, guards.checksum)
         notice = f"compiling an update of {plural(size, 'sample')} ..."
         with self.evaluator.trained.without_grads(), notify_if_slow(self.notify, notice), _quietly():
             try:
@@ -255,6 +266,16 @@ class Programs:
         guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
         self._guards = guards
         return program
+
+    def _count_change(self, shape: str, values: int) -> None:
+        """Count a change that no guard has seen, because it happened at a resume. Raises Undecided if it is one too
+        many.
+        """
+        if self._values.get(shape, values) != values:
+            self._discard()
+            if self.gave_up is not None:
+                raise Undecided("too many changes")
+        self._values[shape] = values
 
     def _rehearse(self, example: Any, shape: str, calls: Calls) -> None:
         """Compute the update before it is traced. Raises DoesNotPay if it would not be faster compiled."""
@@ -349,6 +370,8 @@ class Programs:
         """
         if shape in self._tried and shape not in self._failed:
             self._failed.add(shape)
+            if self._guards is None and self._values:  # the change happened at a resume, and was not counted
+                self._discard()
         else:
             self._give_up(_first_line(problem))
 
