@@ -3,6 +3,7 @@
 import copy
 import functools
 import sys
+import types
 import typing
 
 import pytest
@@ -178,6 +179,20 @@ def test_changes_are_counted_over_resumes(monkeypatch):
         run.factors[0] = factor
         run.train(5, 6, nothing)
     assert run.step.compiled == "the model, the optimizer or the settings have changed 3 times"
+
+
+def test_a_warning_is_no_change(monkeypatch):
+    """Python notes warnings in the module that has caused them, again in each process."""
+    monkeypatch.setattr(programs, "CHANGES", 0)
+    module = types.ModuleType("warns_in_updates")
+    exec("SCALE = 1.0\ndef scale():\n    return SCALE", vars(module))
+    run = Run(first_call=lambda: lambda: module.scale())
+    run.train(0, 3, nothing)
+    vars(module)["__warningregistry__"] = {}
+    assert run.train(3, 5, nothing) == [1, 1]
+    module.scale = lambda: 2.0
+    with pytest.warns(TrainingWarning, match="have changed 1 times"):
+        run.train(5, 6, nothing)
 
 
 def test_a_shape_whose_speed_was_not_measured_is_measured_after_a_resume(monkeypatch):

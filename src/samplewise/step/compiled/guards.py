@@ -88,8 +88,8 @@ class Guards:
         calls.check(reachable)
         for variable in reachable.variables:
             self._fixed.add(variable.where, variable.holder)
-        for attributes in reachable.sized:
-            self._fixed.add("len({})", attributes)
+        for attributes in reachable.sized:  # Python notes warnings in the namespace of a module
+            self._fixed.add("len({}) - ('__warningregistry__' in {})", attributes)
         for container in reachable.containers:
             self._fixed.contents(container)
         self._fixed.names(bytes_of=bytes_of)
