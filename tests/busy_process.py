@@ -8,13 +8,16 @@ import samplewise as sw
 
 
 class Hooks:
-    """Hooks that come and go: on the model, on another module, and on tensors. One of them stays on the model."""
+    """Hooks that come and go: on the model, on another module, and on tensors. With `stays`, one of them stays on the
+    model, which then is not compiled.
+    """
 
-    def __init__(self):
+    def __init__(self, stays=True):
         self.count = 0
+        self.stays = stays
 
     def on_fit_start(self, model):
-        if self.count >= 6:
+        if self.stays and self.count >= 6:
             model.register_forward_hook(lambda *_: None)
 
     def on_update(self, model):
@@ -23,7 +26,7 @@ class Hooks:
         if self.count % 3 == 0:
             nn.Linear(2, 2, device="meta").register_full_backward_hook(lambda *_: None)
             torch.zeros(1, requires_grad=True).mul(2).register_hook(lambda gradient: gradient)
-        if self.count == 6:
+        if self.stays and self.count == 6:
             model.register_forward_hook(lambda *_: None)
 
     def state_dict(self):

@@ -23,10 +23,12 @@ from spread_models import (
     wrapped,
 )
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import samplewise as sw
 from samplewise.distributed import collectives
 from samplewise.distributed.group import current_group
+from samplewise.loop.callbacks import ModelCheckpoint
 from samplewise.step.compiled import inductor, programs
 
 
@@ -178,6 +180,37 @@ def test_ranks_may_differ_in_what_they_compile(two):
     for first, second, _, state in ranks:
         assert_same(alone[0], first)
         assert_same(alone[1], second)
-        nothing = {"known": [], "given_up": None, "slower": {}, "parts": {}, "tried": [], "changes": 0, "settings": ""}
-        assert state["compiling"] == nothing
+        assert not any(state["compiling"].values())  # equal on all ranks
     assert [found[2] for found in ranks] == ["compiled", "modules have hooks"]
+
+
+class PassingHook:
+    """A hook on the model of rank 1, while updates could be compiled for the first time."""
+
+    def on_update(self, trainer, update):
+        if current_group().rank == 1 and update.index == 0:
+            self.handle = trainer.model[0].register_forward_hook(lambda *_: None)
+        elif current_group().rank == 1 and update.index == 1:
+            self.handle.remove()
+
+
+def trained(run, *updates):
+    """Parameters and status after a run that is resumed in a new step after each of these numbers of updates."""
+    for number in updates:
+        model, strategy = wrapped(net(), "plain")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = sw.Step(model, optimizer, loss_fn, 4, strategy=strategy, audit=False, compile=True)
+        trainer = sw.Trainer(step, run, [PassingHook(), ModelCheckpoint(every="1up")], progress=False, device="cpu")
+        with interpreted(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(DataLoader(TensorDataset(*data()), batch_size=2), updates=number, resume=True)
+    return flat(model), step.compiled
+
+
+def test_resumed_ranks_compile_what_they_have_compiled_before(two, tmp_path):
+    whole = two.run(trained, tmp_path / "whole", 6)
+    assert [status for _, status in whole] == ["compiled", "modules have hooks"]
+    resumed = two.run(trained, tmp_path / "resumed", 3, 6)
+    for (parameters, status), (expected, expected_status) in zip(resumed, whole, strict=True):
+        assert status == expected_status
+        assert torch.equal(parameters, expected)

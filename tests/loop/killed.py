@@ -95,8 +95,7 @@ def main(directory: Path, kind: str, pause: float) -> None:
         audit=False,
         compile=kind == "compiled",
     )
-    # A hook that stays prevents compilation.
-    others = [SecondModel(), Evaluation(Augmented()), *([] if kind == "compiled" else [Hooks()])]
+    others = [SecondModel(), Evaluation(Augmented()), Hooks(stays=kind != "compiled")]
     loader = LOADERS[kind](Augmented(), batch_size=8, shuffle=True, num_workers=2)
     trainer = Trainer(
         step,
@@ -108,6 +107,7 @@ def main(directory: Path, kind: str, pause: float) -> None:
         seed=3,
     )
     trainer.fit(loader, validate=DataLoader(Augmented(), batch_size=16), epochs=4, resume=True)
+    assert (step.compiled == "compiled") == (kind == "compiled"), step.compiled
     torch.save([p.detach() for p in model.parameters()], directory / "parameters.pt")
 
 

@@ -72,6 +72,7 @@ def settings(seed):
         "compile": draw.choice([None, None, None, "interpreted", "interpreted", "inductor"]),
         "ledger": sometimes(),
         "record": ["norms"] if sometimes(0.3) else [],
+        "hook stays": sometimes(),
     }
 
 
@@ -210,7 +211,11 @@ def main(directory, seed):
         compile_at_any_speed(chosen["compile"])
     dtype = torch.float64 if chosen["double"] else torch.float32
     model, loader, step = make_step(chosen, dtype)
-    made = {"hooks": Hooks, "evaluation": lambda: Evaluation(Augmented(dtype)), "second model": SecondModel}
+    made = {
+        "hooks": lambda: Hooks(chosen.get("hook stays", True)),
+        "evaluation": lambda: Evaluation(Augmented(dtype)),
+        "second model": SecondModel,
+    }
     callbacks = [made[name]() for name in chosen["callbacks"]]
     if chosen.get("ledger"):
         callbacks.append(sw.Ledger(every=20))

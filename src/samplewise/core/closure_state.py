@@ -141,13 +141,17 @@ class CallSnapshot:
 
     def restore(self, seed: int = 0) -> bool:
         """Restore everything; returns whether a tensor had changed. `seed`: as in `restore_random`."""
-        self._buffers.restore()
-        self.restore_random(seed)
         for container in self._containers:
             container.restore()
         for variable, value in self._variables:
             if not _holds(variable, value):
                 variable.write(value)
+        return self.restore_values(seed)
+
+    def restore_values(self, seed: int = 0) -> bool:
+        """As `restore`, but keep the contents of variables, attributes and containers, such as caches."""
+        self._buffers.restore()
+        self.restore_random(seed)
         for values, content in self._arrays:
             if bytes_of(values) != bytes_of(content):
                 values[slice(None) if isinstance(values, (bytearray, array)) else ...] = content

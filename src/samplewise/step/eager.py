@@ -36,6 +36,12 @@ class Updates(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
+    def rank_state(self) -> dict[str, Any]:
+        """State of compilation in which ranks may differ."""
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Restore what `rank_state` returned."""
+
 
 class EagerUpdates:
     """Updates made by a `WindowBuilder` and an `UpdateApplier`. `status`: why updates are not compiled."""
@@ -58,7 +64,9 @@ class EagerUpdates:
             "given_up": None,
             "slower": {},
             "tried": [],
+            "failed": [],
             "changes": 0,
+            "values": {},
             "settings": "",
             "parts": {},
         }
@@ -70,3 +78,9 @@ class EagerUpdates:
                 f"the compilation state of a step must have the keys {', '.join(self.state_dict())}; found "
                 f"{', '.join(map(str, state)) or 'none'}. Load what step.state_dict() returned."
             )
+
+    def rank_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Uncompiled updates use none of it."""

@@ -543,3 +543,14 @@ class Step(CheckedAttributes):
         self.counters.load(state["counters"])
         windows.load_state_dict(state["window"])
         windows.ranks.load_window_state(state["shares"], windows.window)
+
+    def rank_state(self) -> dict[str, Any]:
+        """State of compilation on this rank, in which ranks may differ: which gradients are compiled, and why others
+        are not. Empty without ranks or `compile`: it is part of `state_dict` then.
+        """
+        return self._updates.rank_state()
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Restore what `rank_state` returned on this rank. Call it after `load_state_dict`."""
+        if state:
+            self._updates.load_rank_state(state)

@@ -109,8 +109,12 @@ def part_state(part: Any) -> Any:
 
 
 def rank_state(step: Step) -> dict[str, Any]:
-    """Return the state of this rank: random generators, and its part of an open window of several ranks. Collective."""
+    """Return the state of this rank: random generators, its compiled updates, and its part of an open window of several
+    ranks. Collective.
+    """
     state = {"random": RandomState().state_dict()}
+    if compiling := step.rank_state():
+        state["compiling"] = compiling
     if current_group().distributed and current_group().all_reduce_scalars(step.has_pending_samples)[0]:
         state["window"] = step.window_state()
     return state
@@ -229,10 +233,12 @@ def _shard_like(value: Any, like: Any) -> Any:
 
 
 def load_rank_state(per_rank: list[Any], step: Step) -> None:
-    """Restore this rank's part of an open window of several ranks, if there was one."""
+    """Restore what is compiled on this rank, and its part of an open window of several ranks, if there was one."""
     rank = current_group().rank
-    if rank < len(per_rank) and "window" in per_rank[rank]:
-        step.load_window_state(per_rank[rank]["window"])
+    own = per_rank[rank] if rank < len(per_rank) else {}
+    step.load_rank_state(own.get("compiling", {}))
+    if "window" in own:
+        step.load_window_state(own["window"])
 
 
 def load_random_states(per_rank: list[Any], seed: int) -> None:

@@ -19,7 +19,10 @@ CHANGING_MODULES = {"time", "posix", "nt", "_io", "io", "_socket", "select", "_q
 CHANGING_BUILTINS = {"input", "eval", "exec", "globals"}
 CHANGING_METHODS = {"now", "utcnow", "today"}  # of datetime classes
 PURE = {"fspath"}  # of the operating system
-TRUSTED = {*sys.stdlib_module_names, "numpy", "opt_einsum", "sympy"}
+# Packages that torch needs. When it calls them depends on caches in the process: `typing` calls typing_extensions for
+# each type that its cache has lost.
+NEEDED = {"numpy", "opt_einsum", "sympy", "mpmath", "typing_extensions", "filelock", "networkx", "jinja2", "fsspec"}
+TRUSTED = {*sys.stdlib_module_names, *NEEDED}
 
 
 class Calls:

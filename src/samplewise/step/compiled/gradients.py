@@ -66,10 +66,16 @@ class CompiledGradients:
         return program.stats(results)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of uncompiled updates: it must be equal on all ranks, and a resumed run compiles again."""
+        """The state of uncompiled updates, which is equal on all ranks: see `rank_state`."""
         return self.eager.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.eager.load_state_dict(state)
         self.programs.load_state_dict(self.eager.state_dict())
         self.compiled = False
+
+    def rank_state(self) -> dict[str, Any]:
+        return self.programs.state_dict()
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        self.programs.load_state_dict(state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ class Guards:
         self._guard_modules()
         self._guard_functions(functions, calls)
         self._guard_optimizer(optimizer)
+        self.checksum = self._fixed.checksum()  # of plain values, comparable between processes
 
     def _guard_modules(self) -> None:
         """Guard attributes, submodules, parameters and buffers of all modules."""
@@ -86,8 +88,8 @@ class Guards:
         calls.check(reachable)
         for variable in reachable.variables:
             self._fixed.add(variable.where, variable.holder)
-        for attributes in reachable.sized:
-            self._fixed.add("len({})", attributes)
+        for attributes in reachable.sized:  # Python notes warnings in the namespace of a module
+            self._fixed.add("len({}) - ('__warningregistry__' in {})", attributes)
         for container in reachable.containers:
             self._fixed.contents(container)
         self._fixed.names(bytes_of=bytes_of)
@@ -224,6 +226,17 @@ class Expression:
         self.names(all_identical=all_identical, items_of=items_of)
         plain = type(container) in (list, tuple, set, deque)
         self.add("[*{}]" if plain else "[*items_of({})]", container, "all_identical")
+
+    def checksum(self) -> int:
+        """Checksum of all plain values, without lengths of namespaces, to which a process may add entries."""
+        values: list[Any] = []
+        for where, how, then in self._checks:
+            value = self._names[then]
+            if how == "all_identical":
+                values += value
+            elif not where.startswith("len(") and (how == "is" or isinstance(value, bytes)):
+                values.append(value)
+        return zlib.crc32(repr(sorted(repr(value) for value in values if isinstance(value, PLAIN))).encode())
 
     def _first(self) -> bool:
         """Generate the function that tests whether all values are identical objects, and call it."""

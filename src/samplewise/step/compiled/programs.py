@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from samplewise.core.closure_state import CallSnapshot
 from samplewise.core.reachable import Reachable
 from samplewise.core.slow_notice import notify_if_slow
 from samplewise.core.text import plural
-from samplewise.errors import TrainingWarning
+from samplewise.errors import SamplewiseError, TrainingWarning
 from samplewise.step.accumulate import WeightedAccumulator
 from samplewise.step.compiled import inductor
 from samplewise.step.compiled.batch_signature import has_rows, signature
@@ -31,6 +31,7 @@ from samplewise.step.compiled.optim_buckets import OptimBuckets
 from samplewise.step.compiled.optim_formulas import formula_of
 from samplewise.step.compiled.program import Program
 from samplewise.step.compiled.rehearsal import Rehearsal
+from samplewise.step.compiled.settings import describe
 from samplewise.step.compiled.tracing import Tensors, trace_backward
 from samplewise.step.compiled.trial import count_operations, refuse_library_bound, refuse_slower
 from samplewise.step.compiled.update_fn import CompiledUpdate
@@ -60,13 +61,14 @@ class Programs:
         self.known: list[str] = []
         self.slower: dict[str, str] = {}
         self._tried: set[str] = set()  # shapes whose programs are faster
+        self._failed: set[str] = set()  # those among them that could not be compiled again, after a change
         self.found: dict[Any, Program | None] = {}
         self._guards: Guards | None = None
         self._changes = 0
-        self._stale = False  # compiled code was discarded, because something has changed or a state was loaded
+        self._values: dict[str, int] = {}  # checksums of guarded values, by shape, since the last change
         self._full = False
-        # At the last call of _settings_hold; the repr of those of a checkpoint.
-        self._settings: tuple[Any, ...] | str = self._compiled_settings()
+        self._settings: tuple[Any, ...] = self._compiled_settings()  # at the last call of _settings_hold
+        self._description = describe(self._settings)
 
     @property
     def config(self) -> StepConfig:
@@ -88,8 +90,10 @@ class Programs:
             "given_up": self.gave_up,
             "slower": dict(self.slower),
             "tried": sorted(self._tried),
+            "failed": sorted(self._failed),
             "changes": self._changes,
-            "settings": self._settings if isinstance(self._settings, str) else repr(self._settings),
+            "values": dict(self._values),
+            "settings": self._description,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -100,11 +104,13 @@ class Programs:
         self.gave_up = state["given_up"]
         self.slower = dict(state.get("slower", {}))
         self._tried = set(state.get("tried", self.known))
+        self._failed = set(state.get("failed", ()))
         self._changes = state.get("changes", 0)
-        self._settings = state.get("settings") or self._compiled_settings()
+        self._values = dict(state.get("values", {}))
+        self._settings = ()
+        self._description = state.get("settings") or describe(self._compiled_settings())
         self.found = {}
         self._guards = None
-        self._stale = True
 
     def __getstate__(self) -> dict[str, Any]:
         """State without compiled code, which is bound to tensors; a copy compiles again."""
@@ -124,16 +130,19 @@ class Programs:
 
     def _settings_hold(self) -> bool:
         """Test whether the settings are those of the last call; otherwise discard compiled code. The next update is
-        then uncompiled, because the first one of new transforms is checked for mistakes.
+        then uncompiled, because the first one of new transforms is checked for mistakes. Equal settings in new objects
+        are compiled again, as after a resume.
         """
         settings = self._compiled_settings()
         before = self._settings
+        if before and settings[0] is before[0] and settings[1:] == before[1:]:
+            return True
         self._settings = settings
-        if isinstance(before, str):
-            same = repr(settings) == before
-        else:
-            same = settings[0] is before[0] and settings[1:] == before[1:]
-        return same or self._discard()
+        description = self._description
+        self._description = describe(settings)
+        self.found = {}
+        self._guards = None
+        return self._description == description or self._discard()
 
     def guards_hold(self) -> bool:
         """Test the guards; discard all compiled code if something has changed."""
@@ -145,7 +154,7 @@ class Programs:
         """Discard all compiled code; returns False."""
         self.found = {}
         self._guards = None
-        self._stale = True
+        self._values = {}
         self._changes += 1
         if self._changes > CHANGES:
             self._give_up(f"the model, the optimizer or the settings have changed {self._changes} times")
@@ -159,30 +168,29 @@ class Programs:
             return None
         record_norms = self.builder.record_norms
         self.evaluator.predictions = predictions = self.builder.predictions
+        shape = ""
         try:
-            shape = signature(cursor.batch, cursor.rows), size
-            key = *shape, record_norms, predictions
+            rows = signature(cursor.batch, cursor.rows)
+            shape = repr((rows, size))
+            key = rows, size, record_norms, predictions
             if not self._settings_hold():
                 return None
             if self._guards is not None and not self.guards_hold() and self.gave_up is not None:
                 return None  # otherwise it is compiled again, at once, as after a resume
             if key not in self.found:
-                self.found[key] = self._compile(cursor, size, record_norms, repr(shape))
+                self.found[key] = self._compile(cursor, size, record_norms, shape)
             program = self.found[key]
-            self._stale = False
             if program is not None:
                 program.feed(cursor.batch)
-                program.verified = program.verified or self._accepts(program, cursor, size, repr(shape))
+                program.verified = program.verified or self._accepts(program, cursor, size, shape)
         except Undecided:
             return None
         except DoesNotPay as reason:
             self.found[key] = None
-            self._stay_uncompiled(repr(shape), size, str(reason))
+            self._stay_uncompiled(shape, size, str(reason))
             return None
         except Exception as problem:  # raised by tracing or compiling; nothing has been changed
-            if not self._stale:
-                self._give_up(_first_line(problem))
-            self._stale = False  # the next update is uncompiled: it raises errors of a change, or completes it
+            self._fail(shape, problem)
             return None
         return program if program is not None and program.verified else None
 
@@ -207,17 +215,46 @@ class Programs:
         example = cut(cursor.batch, cursor.consumed, cursor.consumed + size, cursor.rows)
         chain = self.config.transforms
         functions = [self.evaluator.loss_fn, *(t.answer for t in chain.samples.transforms)]
+        before = CallSnapshot(functions, self.evaluator.modules, [example])
+        if before.iterators:
+            raise CannotCompile(f"the model or the loss function can read {description(before.iterators[0])}")
+        try:
+            self._call_once(example, before)
+            return self._compile_repeated_call(cursor, size, record_norms, shape, example, functions)
+        except Exception:
+            before.restore()
+            raise
+
+    def _call_once(self, example: Any, before: CallSnapshot) -> None:
+        """Compute the update and undo it, except for what the model and the loss function do only in their first call
+        with such samples: imports, caches, attributes. A resumed run, whose process has not called them yet, then
+        compiles the same code as an uninterrupted one.
+        """
+        rehearsal = self._rehearsal(example)
+        try:
+            with rehearsal.without_grads(), _quietly():
+                inductor.load_compiler()
+                rehearsal.undone(rehearsal.uncompiled)
+        except SamplewiseError as error:
+            raise Undecided("this update is not finite") from error
+        before.restore_values()
+        if self._guards is not None and not self._guards.hold():
+            self.found = {}  # other programs were compiled without what this call has made
+            self._values = {}
+
+    def _compile_repeated_call(
+        self, cursor: BatchCursor, size: int, record_norms: bool, shape: str, example: Any, functions: Sequence[Any]
+    ) -> Program:
+        """Compile the update as it is after `_call_once`. It must not change variables any more."""
         state = CallSnapshot(functions, self.evaluator.modules, [example])
-        if state.iterators:
-            raise CannotCompile(f"the model or the loss function can read {description(state.iterators[0])}")
         calls = Calls(Reachable(state.caches).codes)
         try:
             with _quietly():
-                inductor.load_compiler()
                 self._rehearse(example, shape, calls)
         finally:
             state.restore()
         guards = Guards(self.evaluator.modules, functions, self.applier.optimizer, calls)
+        self._count_change(shape, guards.checksum)
         notice = f"compiling an update of {plural(size, 'sample')} ..."
         with self.evaluator.trained.without_grads(), notify_if_slow(self.notify, notice), _quietly():
             try:
@@ -229,6 +266,16 @@ class Programs:
         guards.bind(list(tensors.trained.values()), program.tensors, program.counters, program.shape)
         self._guards = guards
         return program
+
+    def _count_change(self, shape: str, values: int) -> None:
+        """Count a change that no guard has seen, because it happened at a resume. Raises Undecided if it is one too
+        many.
+        """
+        if self._values.get(shape, values) != values:
+            self._discard()
+            if self.gave_up is not None:
+                raise Undecided("too many changes")
+        self._values[shape] = values
 
     def _rehearse(self, example: Any, shape: str, calls: Calls) -> None:
         """Compute the update before it is traced. Raises DoesNotPay if it would not be faster compiled."""
@@ -261,6 +308,8 @@ class Programs:
         if same and shape not in self._tried:
             refuse_slower(program, rehearsal, start)
             self._tried.add(shape)
+        if same:
+            self._failed.discard(shape)
         return same is True
 
     def _why_different(self) -> str:
@@ -313,7 +362,18 @@ class Programs:
             if holds:
                 raise CannotCompile(reason)
 
-    # --- warnings --------------------------------------------------------------------------------------------------
+    # --- reasons to stay uncompiled --------------------------------------------------------------------------------
+
+    def _fail(self, shape: str, problem: Exception) -> None:
+        """Give up, unless this shape was compiled before: then a change is the reason, and may be incomplete. The next
+        update is uncompiled, and raises errors of the change or completes it. If the shape fails again, give up.
+        """
+        if shape in self._tried and shape not in self._failed:
+            self._failed.add(shape)
+            if self._guards is None and self._values:  # the change happened at a resume, and was not counted
+                self._discard()
+        else:
+            self._give_up(_first_line(problem))
 
     def _give_up(self, reason: str) -> None:
         self.gave_up = reason

@@ -159,6 +159,13 @@ class CompiledUpdates:
         self.parts.compiled = False
         self._compiled = False
 
+    def rank_state(self) -> dict[str, Any]:
+        """Nothing: there is one process."""
+        return {}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Updates of one process do not continue those of a rank."""
+
     # --- running compiled code -------------------------------------------------------------------------------------
 
     def _compiled_windows(self, cursor: BatchCursor, blocks: bool) -> Iterator[CompiledWindow]:
