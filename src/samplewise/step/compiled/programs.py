@@ -210,7 +210,7 @@ class Programs:
         state = CallSnapshot(functions, self.evaluator.modules, [example])
         if state.iterators:
             raise CannotCompile(f"the model or the loss function can read {description(state.iterators[0])}")
-        calls = Calls(Reachable(state.caches).codes)
+        calls = Calls(Reachable([cached.__wrapped__ for cached in state.caches]).codes)
         try:
             with _quietly():
                 inductor.load_compiler()
