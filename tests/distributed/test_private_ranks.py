@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import samplewise as sw
 from samplewise.distributed.group import current_group
+from samplewise.errors import PrivacyError
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.streams import stream
 
@@ -41,12 +42,13 @@ def plan(**options):
     return sw.Privacy(**{**settings, "accountant": "rdp", "seed": 3, **options})
 
 
-def make(kind="flat", how="plain", bad=(), microbatch=2, **options):
+def make(kind="flat", how="plain", bad=(), microbatch=2, precision=None, **options):
     privacy = plan(**PLANS[kind], **options)
     loader = privacy.loader(dataset(bad))
     model, strategy = wrapped(net(), how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
-    step = sw.Step(model, optimizer, loss_fn, privacy=privacy, strategy=strategy, microbatch=microbatch)
+    settings = {"strategy": strategy, "microbatch": microbatch, "precision": precision}
+    step = sw.Step(model, optimizer, loss_fn, privacy=privacy, **settings)
     return getattr(model, "module", model), loader, step
 
 
@@ -79,6 +81,17 @@ def test_two_ranks_make_the_updates_of_one_process(two, kind, how):
 @pytest.mark.parametrize("kind", [kind for kind in PLANS if kind not in ("flat", "small")])
 def test_all_plans(two, kind, how):
     assert_same(two.run(run, kind, how), run(kind))
+
+
+def refused_precision():
+    with pytest.raises(PrivacyError, match=r"must have the precision of float32.*found precision='bf16-mixed'"):
+        make(how="sharded", precision="bf16-mixed")
+    return run("flat", "ddp", precision="bf16-mixed")
+
+
+def test_sharded_sums_in_half_precision_are_refused(two):
+    found = two.run(refused_precision)
+    assert (found[0][0] - run(precision="bf16-mixed")[0]).abs().max() <= 1e-2
 
 
 @pytest.mark.parametrize("kind", ["users"])

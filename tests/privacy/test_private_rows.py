@@ -8,7 +8,7 @@ from private_runs import SAMPLES, data, loss_fn, make, net, plan, train
 from torch.utils.data import TensorDataset, default_collate
 
 import samplewise as sw
-from samplewise.errors import PrivacyError
+from samplewise.errors import LossesError, PrivacyError
 
 pytest.importorskip("dp_accounting")
 
@@ -53,6 +53,27 @@ def nothing(samples):
     return None
 
 
+def mean_of_all(samples):
+    """The loss of each row can then depend on all samples, and stays the same if the batch is cut."""
+    x, y = default_collate(samples)
+    return x, y, x.mean()
+
+
+def number_of_all(samples):
+    x, y = default_collate(samples)
+    return {"x": x, "y": y, "scale": float(x.std())}
+
+
+def numbers_of_all(samples):
+    x, y = default_collate(samples)
+    return x, y, [float(x.min()), float(x.max())]
+
+
+def name_of_all(samples):
+    x, y = default_collate(samples)
+    return {"x": x, "y": y, "bucket": "long" if len(x) > 30 else "short"}
+
+
 COLLATES = {
     "50 rows per sample": (repeated, "2,000 rows for 40 samples"),
     "in a dict": (keys, "2,000 rows for 40 samples"),
@@ -62,6 +83,10 @@ COLLATES = {
     "two lengths": (of_two_lengths, "a batch that cannot be cut into rows for 40 samples"),
     "objects": (as_objects, "a batch that cannot be cut into rows for 40 samples"),
     "nothing": (nothing, "0 rows for 40 samples"),
+    "a scalar": (mean_of_all, r"batch\[2\], of shape \(\), for 40 samples"),
+    "a number": (number_of_all, r"batch\['scale'\], of float, for 40 samples"),
+    "some numbers": (numbers_of_all, r"batch\[2\], of list, for 40 samples"),
+    "a string": (name_of_all, r"batch\['bucket'\], of str, for 40 samples"),
 }
 
 
@@ -142,6 +167,32 @@ def test_token_losses_with_a_weight_of_the_batch(microbatch):
     _, loader, step = make(plan(**ALL), losses=tokens, dataset=dataset, transforms=[weight], microbatch=microbatch)
     with pytest.raises(PrivacyError, match=LOSSES):
         train(step, loader)
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (lambda losses: None, "found NoneType"),
+        (lambda losses: (), "found a tuple of 0"),
+        (list, "found list"),
+        (lambda losses: losses[:, None], r"found shape \(40, 1\)"),
+    ],
+)
+def test_results_that_are_no_losses(result, found):
+    _, loader, step = make(plan(**ALL), losses=lambda model, batch: result(loss_fn(model, batch)))
+    with pytest.raises(LossesError, match=found):
+        train(step, loader)
+
+
+def test_an_entry_without_value():
+    def losses(model, batch):
+        return loss_fn(model, (batch["x"], batch["y"]))
+
+    def collate(samples):
+        return {**dict(zip("xy", default_collate(samples), strict=True)), "mask": None}
+
+    _, loader, step = make(plan(**ALL), losses=losses, loader={"collate_fn": collate})
+    assert train(step, loader) == 2
 
 
 def later(losses, microbatch):

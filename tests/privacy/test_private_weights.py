@@ -1,5 +1,6 @@
 """Weights of a private step depend on their own sample alone: not on others beside it, and not on earlier ones."""
 
+import functools
 import os
 import random
 
@@ -121,7 +122,67 @@ def of_several(losses):
     return losses / losses[4]
 
 
+def cached_memory():
+    @functools.cache
+    def memory():
+        return []
+
+    def weights(losses):
+        memory().append(losses.mean())
+        return losses / memory()[0]
+
+    return weights
+
+
+def through_a_generator():
+    def means():
+        total = torch.zeros((), dtype=torch.float64)
+        while True:
+            total = total + (yield total + 1).mean()
+
+    memory = means()
+    next(memory)
+    return lambda losses: losses / memory.send(losses)
+
+
+class ModuleMemory(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, losses):
+        self.mean.mul_(0.9).add_(0.1 * losses.mean())
+        return losses / self.mean
+
+
+def default_argument():
+    def weights(losses, memory={}):  # noqa: B006
+        memory["sum"] = memory.get("sum", 0.0) + losses.sum().item()
+        return losses / memory["sum"]
+
+    return weights
+
+
+def large_losses_clamped(losses):
+    """Other samples matter to the largest ones only."""
+    return losses.clamp(max=losses.quantile(0.9))
+
+
+def first_of_a_call(losses):
+    weights = torch.ones_like(losses)
+    weights[0] = 2
+    return weights
+
+
+def from_the_fourth_on(losses):
+    return torch.cat([losses[:3], losses[:-3]])
+
+
 REFUSED = {
+    "memory in a cache": (cached_memory, f"{AGAIN}|{ALONE}"),
+    "memory in a generator": (through_a_generator, f"{AGAIN}|{ALONE}"),
+    "memory in a module": (lambda: ModuleMemory().forward, f"{ALONE}|{BEFORE}"),
+    "memory in a default argument": (default_argument, f"{ALONE}|{BEFORE}"),
     "running mean": (RunningMean, f"{ALONE}|{BEFORE}"),
     "slow running mean": (lambda: RunningMean(0.9999), f"{ALONE}|{BEFORE}"),
     "mean of the first call": (FirstMean, ALONE),
@@ -147,6 +208,14 @@ def test_refused(function, message, microbatch):
         train(step, loader)
     assert step.privacy.spent().updates == 0
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("microbatch", [None, 15])
+@pytest.mark.parametrize("function", [large_losses_clamped, first_of_a_call, from_the_fourth_on])
+def test_refused_if_it_compares_some_samples(function, microbatch):
+    _, loader, step = make(plan(sample_rate=0.5), transforms=[sw.weight(function)], microbatch=microbatch)
+    with pytest.raises(PrivacyError, match=f"{ALONE}|{PARTS}"):
+        train(step, loader)
 
 
 @pytest.mark.parametrize("microbatch", [None, 15])
@@ -189,6 +258,20 @@ class Table:
     def __call__(self, losses):
         self.calls += 1
         return self.factor * losses.exp()
+
+
+@functools.cache
+def table():
+    """A cache is emptied a few times only: it may take long to fill."""
+    table.calls += 1
+    return torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
+
+
+def test_allowed_with_a_cache():
+    table.calls = 0
+    _, loader, step = make(plan(sample_rate=0.5), transforms=[sw.weight(lambda batch: table()[batch[1]])])
+    assert train(step, loader, 3) == 3
+    assert table.calls <= 3
 
 
 def test_allowed():

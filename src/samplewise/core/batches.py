@@ -213,13 +213,18 @@ def _of_each(batch: Any, some: Callable[[Any], Any], total: int | None) -> Any:
     """Apply `some` to the leaves that have one entry per sample; keep the other leaves."""
 
     def changed(leaf: Any) -> Any:
-        if is_whole(leaf):
-            return leaf
-        if isinstance(leaf, Tensor):
-            return some(leaf) if leaf.dim() > 0 and leaf.size(0) == total else leaf
-        return some(leaf) if _is_list_of_values(leaf) and len(leaf) == total else leaf
+        return some(leaf) if has_rows(leaf, total) else leaf
 
     return map_leaves(batch, changed)
+
+
+def has_rows(leaf: Any, total: int | None) -> bool:
+    """True if a leaf has one entry per sample, of `total` samples."""
+    if is_whole(leaf):
+        return False
+    if isinstance(leaf, Tensor):
+        return leaf.dim() > 0 and leaf.size(0) == total
+    return _is_list_of_values(leaf) and len(leaf) == total
 
 
 def _rows(tensor: Tensor, places: Iterable[int]) -> Tensor:

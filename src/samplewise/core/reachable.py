@@ -308,7 +308,7 @@ class Reachable:
                 self.opaque.append(value)
             return
         if isinstance(value, CACHED):
-            self.caches.append(value.__wrapped__)
+            self.caches.append(value)
         top = _module_of(kind).partition(".")[0]
         if self._executed is None and _is_foreign_name(top) and top not in NAMESPACES:
             return

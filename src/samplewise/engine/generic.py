@@ -324,6 +324,8 @@ class PulledBackGrad(RowwiseGrad):
         return self.pullback.rows(self.number, start, stop)
 
     def sum(self, weights: Tensor | None) -> Tensor:
+        if weights is not None and self.pullback.entry.dtype in HALF_PRECISION:
+            return by_rows.sum(self, weights)  # the sum would be rounded to half precision
         return self.pullback.sum(self.number, weights)
 
     def summed_apart(self, weights: Tensor | None) -> Tensor:

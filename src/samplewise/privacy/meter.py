@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from samplewise.core.batches import length, map_leaves
+from samplewise.core.batches import has_rows, length, located_leaves, map_leaves, name_of
 from samplewise.core.losses import LossFn
 from samplewise.core.text import plural
 from samplewise.distributed.group import current_group, on_every_rank
@@ -127,14 +127,7 @@ class PrivacyMeter:
                 f"each update must use the next draw, number {state.update}; found draw {drawn.draw}. Iterate over the "
                 "loader again: it continues with the next draw."
             )
-        rows = 0 if drawn.batch is None else length(drawn.batch)
-        if rows != drawn.samples:
-            found = "a batch that cannot be cut into rows" if rows is None else plural(rows, "row")
-            raise PrivacyError(
-                "a private batch must have one row per sample of its draw, because each row is clipped by itself; "
-                f"found {found} for {plural(drawn.samples, 'sample')}. Return one row per sample from collate_fn, and "
-                "keep constants in the model or the loss function."
-            )
+        _check_rows(drawn.batch, drawn.samples)
         self._begin_update()
         if drawn.batch is None or self.plan.unit == "sample":
             return drawn.batch
@@ -343,6 +336,26 @@ def _digest(gradients: Iterable[Tensor]) -> str:
     return found.hexdigest()
 
 
+def _check_rows(batch: Any, samples: int) -> None:
+    """Raise unless each entry of a batch has one row per sample. An entry without rows, such as a number, is the same
+    for all samples, and may be computed from all of them.
+    """
+    rows = 0 if batch is None else length(batch)
+    found = "a batch that cannot be cut into rows" if rows is None else plural(rows, "row")
+    if rows == samples:
+        whole = [(path, leaf) for path, leaf in located_leaves(batch) if leaf is not None and not has_rows(leaf, samples)]
+        if not whole:
+            return
+        path, leaf = whole[0]
+        kind = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+        found = f"{name_of(path)}, of {kind},"
+    raise PrivacyError(
+        "a private batch must have one row per sample of its draw, because each row is clipped by itself; found "
+        f"{found} for {plural(samples, 'sample')}. Return one row per sample from collate_fn, and keep constants in "
+        "the model or the loss function."
+    )
+
+
 def _flat(batch: Any, views: int) -> Any:
     """Batch of (B, K, ...) as one of (B × K, ...), for K views."""
 
@@ -364,7 +377,7 @@ def _flat(batch: Any, views: int) -> Any:
 
 def _without_counts(result: Any) -> Any:
     """Losses of a loss function. Counts are refused unless they are 0 or 1, as those of a classification."""
-    if isinstance(result, Tensor):
+    if not isinstance(result, tuple) or not result:
         return result
     losses, counts = result[0], result[1] if len(result) > 1 else None
     if isinstance(counts, Tensor) and bool((counts > 1).any()):

@@ -23,7 +23,7 @@ from samplewise.distributed.strategy import Strategy
 from samplewise.errors import BatchError, DistributedError, LoaderStopped, PrivacyError
 from samplewise.privacy.meter import PrivacyMeter
 from samplewise.privacy.privacy import Privacy
-from samplewise.step.amp import MixedPrecision
+from samplewise.step.amp import AUTOCAST_DTYPES, MixedPrecision
 from samplewise.step.apply import UpdateApplier
 from samplewise.step.batch_layouts import BatchLayouts
 from samplewise.step.compiled.gradients import CompiledGradients
@@ -162,6 +162,12 @@ class Step(CheckedAttributes):
         if isinstance(self.loss_fn, nn.Module):
             modules.append(self.loss_fn)
         ranks = make_window_ranks(model, config, modules, optimizer)
+        if privacy is not None and ranks.strategy.sharded and AUTOCAST_DTYPES.get(precision or "32"):
+            raise PrivacyError(
+                "a private sum must have the precision of float32, and a sharded model is summed by a backward pass in "
+                f"the precision of the forward pass; found precision={precision!r}. Leave it out, or use "
+                "strategy='ddp'."
+            )
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         optimizer = as_optimizer(optimizer, ranks.strategy.optimizer_parameters(parameters))
         trained = TrainedParameters(optimizer, modules, ranks.strategy.leaves)

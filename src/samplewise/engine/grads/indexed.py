@@ -2,7 +2,7 @@
 
 Such operations move elements without changing their values. The index map is read from autograd: the numbers 1, 2, 3,
 ... as gradient of the operand arrive at each element of the parameter as its position in the operand plus one, or as 0
-if the element is not used.
+if the element is not used. Numbers that the dtype cannot hold, such as 257 in bfloat16, are sent digit by digit.
 """
 
 from __future__ import annotations
@@ -27,15 +27,21 @@ VIEWS = {
 def re_indexed(
     form: PerSampleGrad, entry: Edge, leaf: Edge, known: dict[object, str], key: object
 ) -> PerSampleGrad | None:
-    """Gradients of the parameter from those of the operand; None if the operand's dtype cannot hold the indices.
+    """Gradients of the parameter from those of the operand; None if the operand is complex.
 
     known: order of the elements by key, for all graphs of one structure. It is read from the device once.
     """
-    if entry.dtype.is_complex or form.width >= 1 / torch.finfo(entry.dtype).eps:
+    if entry.dtype.is_complex:
         return None
     count = torch.arange(1, form.width + 1, device=entry.device)
-    (indices,) = pull_back(count.view(form.shape).to(entry.dtype), entry, [leaf], differentiable=False)
-    positions = indices.long() - 1
+    base = int(1 / torch.finfo(entry.dtype).eps)
+    positions = torch.full(leaf.shape, -1, device=entry.device)
+    scale = 1
+    while scale <= form.width:
+        digits = (count // scale % base).view(form.shape).to(entry.dtype)
+        (moved,) = pull_back(digits, entry, [leaf], differentiable=False)
+        positions += moved.long() * scale
+        scale *= base
     if isinstance(form, FactoredGrad) and positions.numel() == form.width:
         key = (key, form.matrix)
         if key not in known:

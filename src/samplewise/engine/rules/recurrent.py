@@ -18,7 +18,7 @@ from torch import Tensor
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.factored import FactoredGrad, Term
 from samplewise.engine.graph import scalar
-from samplewise.engine.rules.use import HALF_PRECISION, Use, sum_of_tokens
+from samplewise.engine.rules.use import HALF_PRECISION, Use, accumulable, sum_of_tokens
 from samplewise.engine.tags import RegularGather, RowGather, sequences_of
 
 LSTM = 2
@@ -26,11 +26,11 @@ READS = ("input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_", "res
 
 
 def input_weights(use: Use) -> PerSampleGrad | None:
-    return _weights(use, lambda: _in_order(use, use.saved["input"]))
+    return _weights(use, lambda: _in_order(use, use.tensor("input")))
 
 
 def hidden_weights(use: Use) -> PerSampleGrad | None:
-    return _weights(use, lambda: _earlier(_in_order(use, use.saved["result0"]), use.saved["hx_"]))
+    return _weights(use, lambda: _earlier(_in_order(use, use.tensor("result0")), use.tensor("hx_")))
 
 
 def _weights(use: Use, activation: Callable[[], Tensor]) -> PerSampleGrad | None:
@@ -110,7 +110,8 @@ def _through_time(use: Use) -> Through:
 
 
 def _backpropagated(use: Use) -> Through:
-    x, w_in, w_hidden, b_in, b_hidden, h0, c0, states = (use.saved[name] for name in READS)
+    x, w_in, w_hidden, b_in, b_hidden, h0, c0, states = (use.tensor(name) for name in READS)
+    gradients = {slot: accumulable(gradient) for slot, gradient in use.gradients.items()}
     x = _in_order(use, x)
     states = _in_order(use, states)
     steps, sequences, hidden = states.shape
@@ -132,9 +133,9 @@ def _backpropagated(use: Use) -> Through:
     tanh_slope(i, c, grad_input=to_gates[2])
     sigmoid_slope(bounded, o, grad_input=to_gates[3])
     output_to_cell = torch.ops.aten.tanh_backward(o, bounded)
-    dh = use.gradients[1].reshape(sequences, hidden) if 1 in use.gradients else torch.zeros_like(states[0])
-    dc = use.gradients[2].reshape(sequences, hidden) if 2 in use.gradients else torch.zeros_like(states[0])
-    arriving = _in_order(use, use.gradients[0]) if 0 in use.gradients else torch.zeros_like(states)
+    dh = gradients[1].reshape(sequences, hidden) if 1 in gradients else torch.zeros_like(states[0])
+    dc = gradients[2].reshape(sequences, hidden) if 2 in gradients else torch.zeros_like(states[0])
+    arriving = _in_order(use, gradients[0]) if 0 in gradients else torch.zeros_like(states)
     for t in range(steps - 1, -1, -1):
         dh = arriving[t] + dh
         dc = torch.addcmul(dc, dh, output_to_cell[t])

@@ -247,7 +247,7 @@ class Programs:
     ) -> Program:
         """Compile the update as it is after `_call_once`. It must not change variables any more."""
         state = CallSnapshot(functions, self.evaluator.modules, [example])
-        calls = Calls(Reachable(state.caches).codes)
+        calls = Calls(Reachable([cached.__wrapped__ for cached in state.caches]).codes)
         try:
             with _quietly():
                 self._rehearse(example, shape, calls)
