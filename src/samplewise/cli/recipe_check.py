@@ -29,8 +29,8 @@ from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import notify_if_slow
 from samplewise.core.snapshot import random_state_restored
 from samplewise.core.text import listed, plural
-from samplewise.engine.gradients import gradients
-from samplewise.errors import SamplewiseError
+from samplewise.engine.gradients import gradients, plan_table, time_profile
+from samplewise.errors import SamplewiseError, TrainingWarning
 from samplewise.loop.trainer import Trainer
 from samplewise.step.step import Step
 from samplewise.transforms.clip import clip
@@ -137,11 +137,18 @@ def _compare_gradients(recipe_check: RecipeCheck) -> bool:
 
 
 def _show_plan(recipe_check: RecipeCheck) -> None:
+    """Print the plan and the times of its stages; slow paths are warned of, as a training run would."""
     typer.echo("\nGradient plan")
     with _report_issues(recipe_check), _slow_notice("planning"), random_state_restored():
         model, _, loss = recipe_check.fresh_copy()
         losses, _ = per_sample(as_loss_fn(loss)(model, recipe_check.batch))
-        typer.echo(gradients(losses, model).explain())
+        g = gradients(losses, model)
+        typer.echo(plan_table(g))
+        times = time_profile(g, lambda: per_sample(as_loss_fn(loss)(model, recipe_check.batch)))
+        if times is not None:
+            typer.echo(f"\nWhere the time goes\n{times.table}")
+            for path in times.slow_paths:
+                warnings.warn(path.warning, TrainingWarning, stacklevel=1)
 
 
 def _first_update(recipe_check: RecipeCheck, device: torch.device) -> None:
