@@ -19,7 +19,7 @@ CHANGING_MODULES = {"time", "posix", "nt", "_io", "io", "_socket", "select", "_q
 CHANGING_BUILTINS = {"input", "eval", "exec", "globals"}
 CHANGING_METHODS = {"now", "utcnow", "today"}  # of datetime classes
 PURE = {"fspath"}  # of the operating system
-TRUSTED = {*sys.stdlib_module_names, "numpy", "opt_einsum", "sympy"}
+TRUSTED = {*sys.stdlib_module_names, "numpy", "opt_einsum", "sympy", "typing_extensions"}
 
 
 class Calls:
