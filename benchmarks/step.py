@@ -1,11 +1,14 @@
 """Overhead of `Step` and `Trainer` over a plain PyTorch loop that does the same, interleaved in one process.
 
-python benchmarks/step.py [--rounds 15] [--threads 1]
+python benchmarks/step.py [--rounds 15] [--threads 1] [--nets tiny encoder]
+
+With one thread, CPU time is measured, which depends less on other load; otherwise wall time.
 """
 
 import argparse
 import copy
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import count
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 from catalogue import build
 from small_nets import mlp, small_transformer
-from timing import interleaved
+from timing import Clock, interleaved
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from workloads import Workload, classification
@@ -142,33 +145,40 @@ class Contest:
         }
 
 
+# Network, and the number of updates in a round.
+NETS: dict[str, tuple[Callable[[], Workload], int]] = {
+    "tiny": (lambda: small(6, 8, 3), 500),
+    "small": (lambda: small(64, 256, 256, 10), 100),
+    "transformer": (small_transformer, 20),
+    "mlp": (lambda: build("mlp"), 4),
+    "encoder": (lambda: build("encoder"), 1),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--nets", nargs="+", default=[], metavar="NAME", choices=NETS, help=", ".join(NETS))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)
     torch.manual_seed(1)
-    threads = f"{options.threads} thread{'s' * (options.threads != 1)}"
-    print(f"\n### Step and Trainer compared with a plain loop, {threads}\n")
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    unit = "CPU time, 1 thread" if options.threads == 1 else f"{options.threads} threads"
+    print(f"\n### Step and Trainer compared with a plain loop, {unit}\n")
     print("| | | plain loop, µs | ours, µs | difference, µs | ratio |\n|---|---|---|---|---|---|")
-    nets = (
-        (small(6, 8, 3), 500),
-        (small(64, 256, 256, 10), 100),
-        (small_transformer(), 20),
-        (build("mlp"), 4),
-        (build("encoder"), 1),
-    )
-    for contest in (Contest(work, updates) for work, updates in nets):
+    for net in options.nets or NETS:
+        make, updates = NETS[net]
+        contest = Contest(make(), updates)
         for name, pair in contest.pairs().items():
-            print(line(contest, name, *pair, options.rounds), flush=True)
+            print(line(contest, name, *pair, options.rounds, clock), flush=True)
 
 
-def line(contest: Contest, name: str, ours: Loop, theirs: Loop, rounds: int) -> str:
+def line(contest: Contest, name: str, ours: Loop, theirs: Loop, rounds: int, clock: Clock) -> str:
     for loop in (ours, theirs):
         loop()
-    series = interleaved(f"{contest.work.name}, {name}", theirs, {name: ours}, rounds)[name]
+    series = interleaved(f"{contest.work.name}, {name}", theirs, {name: ours}, rounds, clock)[name]
     per_update = 1e6 / contest.updates
     plain = statistics.median(series.plain) * per_update
     times = f"{plain:.0f} | {series.median * per_update:.0f} | {series.difference * per_update:+.0f}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 Call = Callable[[], object]
+Clock = Callable[[], float]  # time.perf_counter, or time.process_time, which other processes disturb less
 Key = TypeVar("Key", bound=Hashable)
 TOO_SLOW = 20  # times a plain call: above this, one call is enough
 
@@ -33,21 +34,23 @@ class Series:
         return statistics.median(a - b for a, b in zip(self.seconds, self.plain, strict=True))
 
 
-def interleaved(name: str, plain: Call, calls: Mapping[Key, Call], rounds: int) -> dict[Key, Series]:
+def interleaved(
+    name: str, plain: Call, calls: Mapping[Key, Call], rounds: int, clock: Clock = time.perf_counter
+) -> dict[Key, Series]:
     """Series of each call. The calls must be warm; one that is much slower than the plain call is made once."""
     series = {key: Series() for key in calls}
     for number in range(1, rounds + 1):
         for key, call in calls.items():
             if number == 1 or series[key].ratio <= TOO_SLOW:
-                series[key].plain.append(seconds(plain))
-                series[key].seconds.append(seconds(call))
+                series[key].plain.append(seconds(plain, clock))
+                series[key].seconds.append(seconds(call, clock))
         print(f"{name}: round {number} of {rounds}", file=sys.stderr)
     return series
 
 
-def seconds(call: Call) -> float:
+def seconds(call: Call, clock: Clock = time.perf_counter) -> float:
     """Seconds of one call, including the release of its result."""
     gc.collect()
-    start = time.perf_counter()
+    start = clock()
     call()
-    return time.perf_counter() - start
+    return clock() - start

@@ -79,6 +79,54 @@ def test_transforms_of_the_recipe(recipe):
     assert re.search(r"^- An update with transforms\(\) takes \S+ times as long as a plain one\.$", result.stdout, re.M)
 
 
+def test_table_of_times(recipe):
+    """Stages of norms and a weighted sum, after the forward pass."""
+    output = command("doctor", recipe(HEALTHY)).stdout
+    table = output.split("\n\nWhere the time goes\n")[1].split("\n\n")[0]
+    assert re.match(
+        r"time of norms and a weighted sum; a plain backward pass takes \d+\.\d+ ms\nstage +ms +share ", table
+    )
+    stages = [re.match(r"(.+?)  +\d+\.\d{3} +\d+% +\d+\.\d\d", line)[1] for line in table.splitlines()[3:]]
+    assert stages[:3] == ["forward pass", "reading the graph", "search for hooks"]
+    assert stages[-2:] == ["weighted sums", "in all"]
+    assert "rules and norms: Addmm" in stages
+
+
+PRODUCT = """
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g @ weight, g.t() @ x
+
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        return Product.apply(x, self.weight)
+"""
+
+
+def test_slow_paths_are_named_once(recipe):
+    text = HEALTHY.replace("nn.Linear(6, 8)", "Layer(6, 8, bias=False)") + PRODUCT
+    result = command("doctor", recipe(text))
+    assert re.search(
+        r"^rules and norms: Function 'Product' .* no rule, one call of its backward per s", result.stdout, re.M
+    )
+    warning = (
+        "warned: per-sample gradients of this model are computed in a slow way in each step: Function 'Product' has "
+    )
+    assert result.stdout.count(warning) == 1
+    assert result.stdout.count("in a slow way") == 1
+    assert "- Fix the errors and warnings listed above (1) before you train.\n" in result.stdout
+    assert result.exit_code == 1
+
+
 @pytest.mark.parametrize("name", ["callbacks()", "metrics()", "scheduler(optimizer)"])
 def test_functions_that_only_training_needs(recipe, name):
     result = command("doctor", recipe(HEALTHY + ALL.format(name=name, returned="3")))

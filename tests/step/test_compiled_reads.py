@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import types
+import typing
 import warnings
 import weakref
 
@@ -1027,3 +1028,14 @@ def test_calls_of_torch_in_the_standard_library_are_not_calls_of_the_update():
     first_use_in("torch.somewhere").check(Reachable([]))
     with pytest.raises(CannotCompile, match=r"calls .*, which can change with every call"):
         first_use_in("somewhere").check(Reachable([]))
+
+
+def test_annotations_that_torch_evaluates_are_not_calls_of_the_update():
+    """On Python 3.11, typing_extensions replaces a function of typing. Optimizers evaluate `Optional[...]` when they
+    are used for the first time in a process.
+    """
+    namespace = {"__name__": "torch.somewhere", "typing": typing}
+    exec("def first_use(): return typing.Optional['OfItsOwn']", namespace)
+    with Calls() as calls:
+        namespace["first_use"]()
+    calls.check(Reachable([]))

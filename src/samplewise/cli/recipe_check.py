@@ -29,7 +29,8 @@ from samplewise.core.memory import free_memory
 from samplewise.core.slow_notice import notify_if_slow
 from samplewise.core.snapshot import random_state_restored
 from samplewise.core.text import listed, plural
-from samplewise.engine.gradients import gradients
+from samplewise.engine.gradients import gradients, plan_table, time_profile
+from samplewise.engine.slow_paths import slow_paths_collected
 from samplewise.errors import SamplewiseError
 from samplewise.loop.trainer import Trainer
 from samplewise.step.step import Step
@@ -53,6 +54,7 @@ class RecipeCheck:
     validation: Iterable[Any] | None  # batches
     issues: list[str] = field(default_factory=list)  # without duplicates
     reported: int = 0  # number of issues, with duplicates
+    slow: set[str] = field(default_factory=set)  # causes of slow paths that are among the issues
 
     def fresh_copy(self) -> tuple[nn.Module, Any, Any]:
         """Copy of the model with a new optimizer, and a copy of the loss."""
@@ -128,7 +130,8 @@ def _compare_gradients(recipe_check: RecipeCheck) -> bool:
     """
     correct = False
     with _report_issues(recipe_check), _slow_notice("comparing the engine with one backward pass per sample"):
-        result = check(recipe_check.model, recipe_check.loss, recipe_check.batch)
+        with slow_paths_collected():  # reported below the table of times
+            result = check(recipe_check.model, recipe_check.loss, recipe_check.batch)
         typer.echo(result)
         correct = result.ok
         if result.refusal is not None:
@@ -137,11 +140,16 @@ def _compare_gradients(recipe_check: RecipeCheck) -> bool:
 
 
 def _show_plan(recipe_check: RecipeCheck) -> None:
+    """Print the plan and the times of its stages."""
     typer.echo("\nGradient plan")
     with _report_issues(recipe_check), _slow_notice("planning"), random_state_restored():
         model, _, loss = recipe_check.fresh_copy()
         losses, _ = per_sample(as_loss_fn(loss)(model, recipe_check.batch))
-        typer.echo(gradients(losses, model).explain())
+        g = gradients(losses, model)
+        typer.echo(plan_table(g))
+        times = time_profile(g, lambda: per_sample(as_loss_fn(loss)(model, recipe_check.batch)))
+        if times is not None:
+            typer.echo(f"\nWhere the time goes\n{times.table}")
 
 
 def _first_update(recipe_check: RecipeCheck, device: torch.device) -> None:
@@ -253,10 +261,10 @@ def _gradient_advice(recipe_check: RecipeCheck, correct: bool) -> list[str]:
 
 @contextmanager
 def _report_issues(recipe_check: RecipeCheck, update: str = "") -> Iterator[None]:
-    """Report warnings and samplewise errors raised in the block as issues."""
+    """Report warnings, samplewise errors and slow paths of the block as issues."""
     suffix = f", {update}" if update else ""
     refusal = None
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, slow_paths_collected() as slow_paths:
         warnings.simplefilter("always")
         try:
             yield
@@ -264,6 +272,10 @@ def _report_issues(recipe_check: RecipeCheck, update: str = "") -> Iterator[None
             refusal = error
     for warning in caught:
         recipe_check.report_issue(f"warned{suffix}", str(warning.message))
+    for path in slow_paths:
+        if path.cause not in recipe_check.slow:  # its cost depends on the number of samples
+            recipe_check.slow.add(path.cause)
+            recipe_check.report_issue(f"warned{suffix}", path.warning)
     if refusal is not None:
         recipe_check.report_issue(f"refused{suffix}", str(recipe_check.recipe.explained(refusal)))
 

@@ -34,6 +34,7 @@ from samplewise.engine.norms import Norms
 from samplewise.engine.outputs import Outputs, parts_of_loss
 from samplewise.engine.pending_checks import PendingChecks, collecting
 from samplewise.engine.plan import Planner, Quantity
+from samplewise.engine.profile import Profile, profile
 from samplewise.engine.projection import Projection
 from samplewise.engine.strategies import QuantityEvaluator
 from samplewise.engine.totals import total_of, zeros
@@ -252,6 +253,29 @@ def norms_during(g: Gradients, run: Callable[[], object]) -> None:
 def require_linear(g: Gradients) -> None:
     """Raise GraphError unless a backward pass of weighted losses gives the weighted sum of the gradients of `g`."""
     g._evaluator.require_linear()
+
+
+def plan_table(g: Gradients) -> str:
+    """Table of the plan of `g`, one line per parameter."""
+    rows = g._evaluator.explain()
+    order = {name: number for number, name in enumerate(g.names)}
+    rows.sort(key=lambda row: order[row.parameter])
+    reached = {row.parameter for row in rows}
+    missing = [name for name in g.names if name not in reached]
+    cells = [(r.parameter, "x".join(map(str, r.shape)) or "1", r.operations, r.ownership, r.form) for r in rows]
+    cells += [
+        (name, "x".join(map(str, g._parameters[name].shape)) or "1", "", "", "not reached: zeros") for name in missing
+    ]
+    return render(
+        ("parameter", "shape", "used by", "ownership", "kept as"),
+        cells,
+        f"{plural(len(g), 'sample')}, strategy {g._evaluator.strategy}",
+    )
+
+
+def time_profile(g: Gradients, forward: Callable[[], object] | None = None) -> Profile | None:
+    """Times of the stages of a step on the graph of `g`; `forward`: a function that repeats its forward pass."""
+    return profile(g._evaluator, forward)
 
 
 class Gradients:
@@ -531,22 +555,15 @@ class Gradients:
     # --- the plan --------------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """Table of the plan: operations that use each parameter, ownership of rows, representation of gradients."""
-        rows = self._evaluator.explain()
-        order = {name: number for number, name in enumerate(self.names)}
-        rows.sort(key=lambda row: order[row.parameter])
-        reached = {row.parameter for row in rows}
-        missing = [name for name in self.names if name not in reached]
-        cells = [(r.parameter, "x".join(map(str, r.shape)) or "1", r.operations, r.ownership, r.form) for r in rows]
-        cells += [
-            (name, "x".join(map(str, self._parameters[name].shape)) or "1", "", "", "not reached: zeros")
-            for name in missing
-        ]
-        return render(
-            ("parameter", "shape", "used by", "ownership", "kept as"),
-            cells,
-            f"{plural(len(self), 'sample')}, strategy {self._evaluator.strategy}",
-        )
+        """Two tables: the plan, with the operations that use each parameter, the ownership of rows and the
+        representation of gradients; and the times of the stages of a step, with the causes of slow ones.
+
+        The times are measured by some more steps on this graph, in which hooks are called, too. Sharded models have no
+        table of times.
+        """
+        plan = plan_table(self)
+        times = time_profile(self)
+        return plan if times is None else f"{plan}\n\n{times}"
 
     def __repr__(self) -> str:
         size = f"{plural(len(self), 'sample')}, {plural(len(self.names), 'parameter')}"

@@ -6,7 +6,10 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -19,20 +22,52 @@ Seen = dict[str, list[weakref.ref[Graph]]]  # graphs on a slow path, by cause; a
 _seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the first parameter of a model
 
 
+class SlowPath(NamedTuple):
+    """Why the steps of a model take longer than those of other models."""
+
+    cause: str
+    cost: str
+    remedy: str
+
+    @property
+    def warning(self) -> str:
+        return (
+            "per-sample gradients of this model are computed in a slow way in each step: "
+            f"{self.cause}. This costs {self.cost}. {self.remedy} g.explain() shows where the time goes."
+        )
+
+    def __str__(self) -> str:
+        return f"{self.cause}. This costs {self.cost}. {self.remedy}"
+
+
+_collection: ContextVar[dict[SlowPath, None] | None] = ContextVar("_collection", default=None)
+
+
 def warn_if_slow(graph: Graph, cause: str, cost: str, remedy: str) -> None:
     """Count a graph on a slow path; warn once per model, in its step STEPS."""
+    path = SlowPath(cause, cost, remedy)
+    collection = _collection.get()
+    if collection is not None:
+        collection[path] = None
+        return
     seen: Seen = _seen.setdefault(next(iter(graph.wanted.values())), {})
     graphs = seen.setdefault(cause, [])
     if len(graphs) == STEPS or any(one() is graph for one in graphs):
         return
     graphs.append(weakref.ref(graph))
     if len(graphs) == STEPS:
-        warnings.warn(
-            f"per-sample gradients of this model are computed in a slow way in each step: {cause}. This costs {cost}. "
-            f"{remedy} g.explain() shows how each parameter is computed.",
-            TrainingWarning,
-            stacklevel=_outside(),
-        )
+        warnings.warn(path.warning, TrainingWarning, stacklevel=_outside())
+
+
+@contextmanager
+def slow_paths_collected() -> Iterator[dict[SlowPath, None]]:
+    """Context manager: slow paths of steps in the block are added to a dict, and neither counted nor warned of."""
+    collection: dict[SlowPath, None] = {}
+    token = _collection.set(collection)
+    try:
+        yield collection
+    finally:
+        _collection.reset(token)
 
 
 def _outside() -> int:

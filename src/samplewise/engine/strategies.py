@@ -254,6 +254,7 @@ class BackwardStrategy:
         self.rows: dict[str, DenseGrad] = {}  # small ones of the last pass, if gradients are not kept
         self.versions = Versions()
         self.ordinary: Callable[[], object] | None = None  # ordinary backward pass that replaces the next one here
+        self.make_builder: type[GradBuilder] = GradBuilder  # `profile` has one that measures its time
 
     def evaluate(self, quantity: Quantity) -> dict[str, Any]:
         if not self.forms:
@@ -303,7 +304,7 @@ class BackwardStrategy:
         """Run one backward pass; None if it has shown that a proof of ownership does not hold."""
         plan = self.plan
         pending = plan.pending
-        builder = GradBuilder(plan, self.planner.graph, quantity, self.create_graph, keep, self.factors)
+        builder = self.make_builder(plan, self.planner.graph, quantity, self.create_graph, keep, self.factors)
         graph = self.planner.graph
         in_place = graph.structure.functions or may_have_hooks(graph)  # these may have changed what a probe returned
         probed = {} if self.create_graph or graph.sharded or in_place else dict(plan.gradients)
