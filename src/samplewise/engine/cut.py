@@ -49,6 +49,7 @@ class Cut:
     pending: set[Edge]  # edges whose proof is not verified yet, because their gradients were zero (see `verify`)
     proven: bool  # True: ownership derived node by node; False: probed by passes through the whole graph
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
+    owners: dict[Edge, Tag] = field(default_factory=dict)  # of all derived ownership, also above the cut
     # What derived ownership depends on, see `Ownership`.
     claims: list[Claim] = field(default_factory=list)
     functions: list[Claim] = field(default_factory=list)
@@ -157,6 +158,7 @@ def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | C
         pending,
         True,
         entries,
+        owners=ownership.tags,
         claims=ownership.claims,
         functions=ownership.functions,
         by_data=ownership.by_data,

@@ -92,7 +92,7 @@ class Graph:
         self.goal = goal
         self.stops: dict[object, Any] = {}  # of backward passes, by the nodes at which they read gradients
         self.tracks_terms = False  # norms of the terms of gradients are computed, see `PerSampleGrad.term_norms`
-        self.hooks: tuple[int, bool] | None = None  # whether it may have hooks, see `may_have_hooks`
+        self.hooks: tuple[int, Any] | None = None  # where it has hooks, see `hook_places`
         self.sharded = False  # parameters have values only while a pass is in their module, see `unsharded`
         leaf_names = dict(zip(map(id, wanted.values()), wanted, strict=True))
         self.structure, self.nodes = read_structure(*self.root, leaf_names)
@@ -137,6 +137,20 @@ class Graph:
                     if child in self.relevant:
                         consumers[child].append((node, position))
         return consumers
+
+    @property
+    def inner(self) -> dict[int, dict[int, Tensor]]:
+        """Positions of the relevant nodes except those of leaves, with zero gradients, which take no memory, for each
+        output slot that receives a gradient.
+        """
+        goal = None if self.goal is None else self.index.get(self.goal)
+        if goal not in self.structure.inner:
+            self.structure.inner[goal] = {
+                at: {slot: Edge(node, slot).constant(0) for slot in self.used_slots(node)}
+                for at, node in enumerate(self.nodes)
+                if node in self.relevant and node not in self.leaves
+            }
+        return self.structure.inner[goal]
 
     def used_slots(self, node: Node) -> list[int]:
         """Output slots of `node` that receive a gradient."""

@@ -24,7 +24,7 @@ from samplewise.engine.grads.indexed import VIEWS
 from samplewise.engine.graph import Edge, EdgeKey, Graph
 from samplewise.engine.linearity import NotLinearError, Tolerance, nonlinear_operation
 from samplewise.engine.plan import GradBuilder, Plan
-from samplewise.engine.registered_hooks import have_hooks
+from samplewise.engine.registered_hooks import have_hooks, hook_places
 from samplewise.engine.separation import is_deterministic, random_powers
 from samplewise.errors import GraphError
 
@@ -50,10 +50,14 @@ CONSTANTS = (1.3e-6, -0.7, 1.7e6)  # gradients that are sent to the parameters, 
 def _may_have_hooks_below(plan: Plan, graph: Graph) -> bool:
     """False if nodes at the cut have no hooks, and gradients pass from there to the parameters unchanged.
 
-    torch does not show the hooks of a tensor, so a constant is sent, which takes no memory. It comes out as it is,
+    If `hook_places` cannot say where hooks are, a constant is sent, which takes no memory. It comes out as it is,
     unless a hook returns something else. Other operations than views and casts are not tried.
     """
-    if graph.sharded or have_hooks(graph.nodes[at] for at in plan.operands):
+    places = hook_places(graph)
+    if places is not None:
+        at_cut = plan.operands.keys() & {*places.before, *places.after}
+        return bool(at_cut) or not plan.side.isdisjoint(places.nodes)
+    if graph.sharded or have_hooks(graph, plan.operands):
         return True
     uses: list[dict[int, EdgeKey]] = [{}]  # several uses of a parameter apart from each other: autograd adds them
     for planned in (planned for operands in plan.operands.values() for planned in operands):

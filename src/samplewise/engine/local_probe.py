@@ -89,7 +89,7 @@ class Claim:
         plain = passes.run()
         for weights in _distinct_weights(graph):
             for gradient, p, tag in zip(passes.run(weights), plain, self.operands.values(), strict=True):
-                yield _follows(gradient, tag.weighted(p, weights), graph)
+                yield follows(gradient, tag.weighted(p, weights), graph)
 
 
 def hold(claims: Sequence[Claim], graph: Graph) -> bool:
@@ -132,7 +132,7 @@ class FunctionChecks:
                 else:
                     edge = Edge(*graph.nodes[claim.node].next_functions[position])
                     expected = tag.weighted(as_gradient(gradient.detach(), edge), weights)
-                    self.hold &= bool(_follows(as_gradient(result, edge), expected, graph))
+                    self.hold &= bool(follows(as_gradient(result, edge), expected, graph))
 
 
 def _distinct_weights(graph: Graph) -> Iterator[Tensor]:
@@ -159,7 +159,7 @@ def _powers(codes: Codes) -> Tensor:
     return _tables[codes]
 
 
-def _follows(gradient: Tensor, expected: Tensor, graph: Graph) -> Tensor:
+def follows(gradient: Tensor, expected: Tensor, graph: Graph) -> Tensor:
     """Flag: a gradient is the expected one, to the last bit but for denormals, which lose bits when scaled. Where sums
     are not deterministic, what is switched off must be exactly zero.
     """

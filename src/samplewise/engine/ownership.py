@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel import distributed as ddp
 
 from samplewise.engine.graph import Edge, Graph, Node, is_python_function, numel
@@ -76,7 +77,7 @@ def _moved(
     probes: bool,
 ) -> list[Tag | None]:
     """Tag of the gradient of each operand, for gradients of the outputs with these tags; None if samples are mixed."""
-    if _is_identity(node, graph.sharded):
+    if is_identity(node, graph.sharded):
         return [tags.get(position) for position in range(len(children))]
     soles = {tag.sole if isinstance(tag, Irregular) else None for tag in tags.values()}
     sole = next(iter(soles)) if len(soles) == 1 else None
@@ -142,12 +143,16 @@ def _by_layout(
     return moved
 
 
-def _is_identity(node: Node, sharded: bool) -> bool:
-    """True for the functions with which DDP and `fully_shard` notice that a backward pass has left a module."""
+def is_identity(node: Node, sharded: bool) -> bool:
+    """True for the functions with which DDP, `fully_shard` and hooks of modules notice that a backward pass has left or
+    entered a module.
+    """
     forward = getattr(type(node), "_forward_cls", None)
     if forward is None:
         return False
-    return forward is ddp._DDPSink or (sharded and forward.__module__.startswith("torch.distributed.fsdp."))
+    if forward in (ddp._DDPSink, BackwardHookFunction):
+        return True
+    return sharded and bool(forward.__module__.startswith("torch.distributed.fsdp."))
 
 
 def views_of_leaves(graph: Graph) -> list[Node]:

@@ -105,7 +105,9 @@ class Plan:
     reads: dict[int, tuple[str, ...]]  # names of the saved tensors to read, by node
     uses: dict[str, int]  # number of routes to each parameter
     rules: dict[tuple[str, int], Rule | None]  # the rules in use, by operation and operand position
-    tags: dict[EdgeKey, Tag]
+    tags: dict[EdgeKey, Tag]  # ownership of the gradients at the cut
+    owners: dict[EdgeKey, Tag]  # of all gradients whose ownership was derived
+    side: set[int]  # nodes of the parameter side
     proven: bool  # True: ownership derived node by node; False: probed by passes through the whole graph
     claims: list[Claim]  # that the ownership depends on, to be verified in each graph
     functions: list[Claim]  # as before, about Python functions: to be verified during a pass
@@ -119,6 +121,7 @@ class Plan:
     shared: dict[object, bool] = field(default_factory=dict)  # whether views of a parameter overlap, by name
     verdicts: Verdicts = field(default_factory=dict)  # whether operations without a rule can be computed in batches
     gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
+    by_passes: bool = False  # hooks could not be verified at their nodes: by passes with weights in each graph
     cause: str = "samples do not own the gradients as was derived"  # why the whole graph was probed, if it was
 
     def explain(self, name: str, form: PerSampleGrad) -> ExplainRow:
@@ -167,6 +170,8 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         uses=uses,
         rules=rules,
         tags={graph.key(edge): tag for edge, tag in cut.tags.items()},
+        owners={graph.key(edge): tag for edge, tag in cut.owners.items()},
+        side={index[node] for node in cut.side},
         proven=cut.proven,
         claims=cut.claims,
         functions=cut.functions,

@@ -12,18 +12,25 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import GradientEdge
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from samplewise.distributed.sharded_parameters import harmless_hooks
 from samplewise.engine.checks import is_traced
-from samplewise.engine.graph import Graph, Node
+from samplewise.engine.graph import EdgeKey, Graph, Node
+
+Hooks = list[Callable[..., Any]]
 
 _own_hooks = 0
 _forward_hooks = 0
@@ -41,67 +48,133 @@ def foreign_hooks() -> int:
         return _counted - _own_hooks - _forward_hooks - harmless_hooks.registered
 
 
+@dataclass(frozen=True)
+class HookPlaces:
+    """Where a graph has hooks. Nodes are positions in the graph."""
+
+    edges: frozenset[EdgeKey] = frozenset()  # of tensors that have hooks
+    before: Mapping[int, Hooks] = field(default_factory=dict)  # prehooks of nodes
+    after: Mapping[int, Hooks] = field(default_factory=dict)  # hooks of nodes that run after them
+
+    @cached_property
+    def keys(self) -> frozenset[object]:
+        """One key for each place, equal in all graphs of a structure."""
+        return self.edges.union(("before", at) for at in self.before).union(("after", at) for at in self.after)
+
+    @cached_property
+    def nodes(self) -> set[int]:
+        """Nodes with hooks of any kind."""
+        return {at for at, _ in self.edges}.union(self.before, self.after)
+
+
+NO_HOOKS = HookPlaces()
+
+
 def may_have_hooks(graph: Graph) -> bool:
     """False if this graph has no hooks: all foreign ones were registered before it was made, or none is found on it.
     A dispatch mode can do what a hook does.
     """
-    if _len_torch_dispatch_stack() and not is_traced(graph.losses):
-        return True
+    places = hook_places(graph)
+    return places is None or bool(places.keys)
+
+
+def hook_places(graph: Graph) -> HookPlaces | None:
+    """Where this graph has hooks; None if they may be anywhere."""
+    if _len_torch_dispatch_stack() and not is_traced(graph.losses) and not _only_observers():
+        return None
     count = foreign_hooks()
     if not _is_older(graph, count):
-        return False
+        return NO_HOOKS
     if graph.hooks is None or graph.hooks[0] != count:
-        graph.hooks = (count, _finds_hooks(graph))
-    return graph.hooks[1]
+        graph.hooks = (count, _find_hooks(graph))
+    places: HookPlaces | None = graph.hooks[1]
+    return places
 
 
-def _finds_hooks(graph: Graph) -> bool:
-    """True if a hook is found on a node or tensor of the graph, or if that cannot be found out.
+def _only_observers() -> bool:
+    """True if all dispatch modes are known to return what the operations return: FlopCounterMode."""
+    return all(
+        type(mode) is _FlopCounterMode and type(mode.counter) is FlopCounterMode
+        for mode in _get_current_dispatch_mode_stack()
+    )
 
-    torch does not show the hooks of a tensor. So a constant gradient, which takes no memory, is sent to the edge of
-    each tensor and comes out there at once, after its hooks: they are seen as calls of Python functions, or because
-    something else comes out.
+
+def _find_hooks(graph: Graph) -> HookPlaces | None:
+    """Where hooks are found on nodes and tensors of the graph; None if that cannot be found out.
+
+    torch does not show the hooks of a tensor. So zeros, which take no memory, are sent to the edge of each tensor and
+    come out there at once, after its hooks: they are seen as calls of Python functions, or because something else
+    comes out. Edges with hooks that were verified in an earlier graph are not tried: they count as hooked, and hooks
+    that record gradients are not called with zeros in each step.
     """
     can_look = graph.losses.device.type == "cpu" and not graph.sharded and sys.getprofile() is None
     if not can_look or is_traced(graph.losses):
-        return True
-    nodes = [node for node in graph.nodes if node in graph.relevant and node not in graph.leaves]
-    if have_hooks(nodes):
-        return True
-    is_called = False
+        return None
+    calls: list[str] = []
 
     def look(frame: object, event: str, argument: object) -> None:
-        nonlocal is_called
-        is_called = is_called or event == "call"
+        if event == "call":
+            calls.append(event)
 
     run_backward = torch.autograd.Variable._execution_engine.run_backward
-    constants: dict[torch.dtype, Tensor] = {}
-    sent: list[tuple[tuple[GradientEdge], Tensor]] = []
-    for node in nodes:
-        for slot in graph.used_slots(node):
-            metadata = node._input_metadata[slot]
-            if metadata.dtype not in constants:
-                constants[metadata.dtype] = torch.full((), 1.5, dtype=metadata.dtype)
-            sent.append(((GradientEdge(node, slot),), constants[metadata.dtype].expand(metadata.shape)))
+    nodes = graph.nodes
+    hooked = graph.structure.hooked
+    edges = set(hooked)
+    sent = [
+        ((at, slot), (GradientEdge(nodes[at], slot),), zeros)
+        for at, slots in graph.inner.items()
+        for slot, zeros in slots.items()
+        if (at, slot) not in hooked
+    ]
     sys.setprofile(look)
     try:
         # No Python function is called here, except by hooks.
-        for edge, constant in sent:
-            (gradient,) = run_backward(edge, (constant,), True, False, edge, True, accumulate_grad=False)
-            if gradient.data_ptr() != constant.data_ptr() or any(gradient.stride()):
-                return True
-    except Exception:  # of a hook, for example of one that changes its gradient in place
-        return True
+        for key, edge, zeros in sent:
+            try:
+                (gradient,) = run_backward(edge, (zeros,), True, False, edge, True, accumulate_grad=False)
+                if calls or (gradient is not zeros and gradient.data_ptr() != zeros.data_ptr()):
+                    edges.add(key)
+            except Exception:  # of a hook, for example of one that changes its gradient in place
+                edges.add(key)
+            calls.clear()
     finally:
         sys.setprofile(None)
-    return is_called
+    return HookPlaces(frozenset(edges), *node_hooks(graph, graph.inner))
 
 
-def have_hooks(nodes: Iterable[Node]) -> bool:
-    """True if hooks are registered on an autograd node itself, not on a tensor. torch shows them with a new hook."""
-    handles = [register(_no_hook) for node in nodes for register in (node.register_prehook, node.register_hook)]
-    with removed_afterwards(handles):
-        return any(len(handle.hooks_dict_ref()) > 1 for handle in handles)
+def remember_hooks(graph: Graph, edges: Collection[EdgeKey]) -> None:
+    """Note which of these edges have hooks. They count as hooked in later graphs of this structure."""
+    places = hook_places(graph)
+    graph.structure.hooked = set() if places is None else set(places.edges.intersection(edges))
+
+
+def node_hooks(graph: Graph, nodes: Iterable[int]) -> tuple[dict[int, Hooks], dict[int, Hooks]]:
+    """Hooks registered on autograd nodes themselves, not on tensors, by position: those that run before and after the
+    node. torch shows them with a new hook.
+    """
+    nodes = list(nodes)
+    before = [graph.nodes[at].register_prehook(_no_hook) for at in nodes]
+    after = [graph.nodes[at].register_hook(_no_hook) for at in nodes]
+    with removed_afterwards([*before, *after]):
+        return _others(nodes, before), _others(nodes, after)
+
+
+def _others(nodes: Sequence[int], handles: Sequence[RemovableHandle]) -> dict[int, Hooks]:
+    """Hooks that are registered next to these, where there are any."""
+    found: dict[int, Hooks] = {}
+    for at, handle in zip(nodes, handles, strict=True):
+        hooks: dict[int, Callable[..., Any]] = handle.hooks_dict_ref() or {}
+        if len(hooks) > 1:
+            found[at] = [hook for number, hook in hooks.items() if number != handle.id]
+    return found
+
+
+def have_hooks(graph: Graph, nodes: Collection[int]) -> bool:
+    """True if the nodes at these positions may have hooks, of their own or on the tensors that they return."""
+    places = hook_places(graph)
+    if places is not None:
+        return not places.nodes.isdisjoint(nodes)
+    return any(node_hooks(graph, nodes))
 
 
 def _no_hook(*gradients: object) -> None:

@@ -31,12 +31,13 @@ from samplewise.engine.checks import is_traced
 from samplewise.engine.grads.base import PerSampleGrad
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.graph import Edge, Graph, raise_graph_error
+from samplewise.engine.hook_checks import HookChecks, hook_checks
 from samplewise.engine.hooks import refuse_hooks_below_cut
 from samplewise.engine.linearity import NotLinearError, Tolerance, largest, nonlinear_operation
 from samplewise.engine.local_probe import FunctionChecks
 from samplewise.engine.plan import ExplainRow, GradBuilder, Planner, Quantity
 from samplewise.engine.reference import jacobian_rows
-from samplewise.engine.registered_hooks import may_have_hooks
+from samplewise.engine.registered_hooks import may_have_hooks, remember_hooks
 from samplewise.engine.saved import Versions
 from samplewise.engine.separation import is_deterministic
 from samplewise.engine.slow_paths import warn_if_slow
@@ -101,7 +102,8 @@ class QuantityEvaluator:
         if self.by_loop:
             return
         with self.context():
-            if self._planner.plan().has_functions and not self._strategies:
+            may_differ = self._planner.plan().has_functions or may_have_hooks(self.graph)
+            if may_differ and not self._strategies:
                 self.evaluate(lambda form, _: None)
             if self._not_linear is not None:
                 raise self._not_linear
@@ -315,10 +317,16 @@ class BackwardStrategy:
             return builder
         nonzero: list[Tensor] = []  # whether gradients that could not verify their ownership so far are non-zero
 
-        # Hooks may change a gradient anywhere: the ownership is verified by one more pass, with weights.
-        weighs = may_have_hooks(graph) or plan.recomputed
+        run = self.ordinary
+        self.ordinary = None
+
+        # Where hooks may change gradients unseen, the ownership is verified by one more pass, with weights.
+        hooks = hook_checks(graph, plan, ordinary=run is not None)
+        weighs = hooks is None or plan.recomputed
         if not (plan.proven and is_deterministic(graph)):  # Python functions are not watched
             weighs = weighs or bool(graph.structure.functions)
+        if hooks is None or weighs:
+            hooks = HookChecks(graph)
         functions = FunctionChecks(graph, () if weighs else plan.functions)
         sums: dict[Edge, Tensor] = {}  # of the absolute values of each sample in this pass
 
@@ -327,22 +335,24 @@ class BackwardStrategy:
             if weighs:
                 for slot, g in gradients.items():
                     sums[graph.edge((at, slot))] = plan.tags[at, slot].sizes(g.detach())
+            hooks.reach(at, gradients)
             return builder.add(at, gradients)
 
-        receive = arrived if pending or weighs else builder.add
-        run = self.ordinary
-        self.ordinary = None
-        with functions.watching():
+        receive = arrived if pending or weighs or hooks.slots else builder.add
+        with functions.watching(), hooks.watching(plan.stops.slots):
             if run is None:
-                backward_past(graph, plan.stops, receive, None, self.create_graph, during=builder.recomputes)
+                backward_past(graph, plan.stops, receive, None, self.create_graph, builder.recomputes, hooks.start)
             elif not watch_backward(graph, plan.stops, receive, run):
                 return self._pass(quantity, keep)
-        tags = {graph.edge(key): tag for key, tag in plan.tags.items()} if weighs else {}
-        plain = sums if run is None else None  # the losses of an ordinary pass may be scaled
-        if weighs and not follows_weights(graph, plan.stops, tags, plain):
-            if not plan.proven:
-                raise NotLinearError(nonlinear_operation(graph) or "an operation")
-            return None
+        if weighs or not hooks.hold(plan.owners):
+            tags = {graph.edge(key): tag for key, tag in plan.tags.items()}
+            plain = sums if sums and run is None else None  # the losses of an ordinary pass may be scaled
+            if not follows_weights(graph, plan.stops, tags, plain):
+                if not plan.proven:
+                    raise NotLinearError(nonlinear_operation(graph) or "an operation")
+                return None
+            plan.by_passes |= hooks.fail
+            remember_hooks(graph, () if plan.by_passes else plan.owners)
         if not functions.hold:
             return None
         verifiable = bool(nonzero) and bool(torch.stack(nonzero).any())  # one host sync for all

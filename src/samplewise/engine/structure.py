@@ -69,6 +69,8 @@ class Structure:
         self.functions: list[int] = []  # positions of Python functions
         self.sparse = False  # True if an embedding has sparse gradients
         self.plans: dict[str, Any] = {}  # plans that `Planner` keeps for such graphs, by `interacting`
+        self.inner: dict[int | None, dict[int, dict[int, torch.Tensor]]] = {}  # see `Graph.inner`, by position of the goal
+        self.hooked: set[tuple[int, int]] = set()  # edges of tensors whose hooks were verified, see `registered_hooks`
         for at, (kind, identity, settings, _) in enumerate(records):
             if kind is None:
                 self.functions.append(at)
@@ -83,6 +85,16 @@ class Structure:
     def dtypes(self) -> set[torch.dtype]:
         """Dtypes of the gradients of all outputs."""
         return {dtype for outputs in self.shapes for _, dtype in outputs if dtype.is_floating_point or dtype.is_complex}
+
+    @cached_property
+    def consumers(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """(position of the node, operand position) of each use of an edge, by (position, output slot)."""
+        consumers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for at, record in enumerate(self.records):
+            for position, (child, slot) in enumerate(record.operands):
+                if child is not None:
+                    consumers.setdefault((child, slot), []).append((at, position))
+        return consumers
 
     @cached_property
     def hash(self) -> int:

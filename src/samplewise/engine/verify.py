@@ -23,7 +23,7 @@ from torch import Tensor
 from samplewise.engine.backward import Stops, backward_past, gradients_at, stops_at
 from samplewise.engine.graph import Edge, EdgeKey, Graph, numel
 from samplewise.engine.linearity import check_linear
-from samplewise.engine.registered_hooks import may_have_hooks
+from samplewise.engine.registered_hooks import hook_places, may_have_hooks
 from samplewise.engine.separation import (
     REPEATS,
     WIDE,
@@ -48,7 +48,7 @@ class _Record:
     holds: bool
     seen: dict[EdgeKey, set[int]]  # samples that had a non-zero block, by edge
 
-    with_hooks: bool = False  # a graph with hooks was verified by passes of single samples
+    hooked: set[object] = field(default_factory=set)  # places with hooks that were verified by passes of single samples
     pending: set[EdgeKey] = field(init=False)  # edges at which too few samples had a non-zero block
 
     def __post_init__(self) -> None:
@@ -94,12 +94,13 @@ def follows_weights(
     if plain is None:
         plain = _block_sums(graph, tags, torch.ones_like(graph.losses), stops)
     record = _records.get(_key(graph, tags))
-    if record is None or not record.with_hooks:
+    keys = _hook_keys(graph)
+    if record is None or not keys <= record.hooked:
         # A hook that compares samples may do the same to them with all weights. Once per structure: this is slow.
         if _compare(graph, {edge: tags[edge] for edge in plain if numel(edge.shape)}, max(REPEATS), apart=True) is None:
             return False
         if record is not None:
-            record.with_hooks = True
+            record.hooked |= keys
     if not is_deterministic(graph):  # differences between passes count as rounding there
         check_linear(graph, list(tags), gradients_at(graph, list(tags)))
     if is_float16(graph) or not is_deterministic(graph):  # these need several passes
@@ -112,6 +113,17 @@ def follows_weights(
     relative = sums.new_tensor([_relative(edge) for edge in plain])[:, None]
     near = (scaled - sums * powers).abs() <= tiny + relative * sums * powers
     return bool((near | ~(sums.isfinite() & scaled.isfinite())).all())
+
+
+def has_verified_hooks(graph: Graph, tags: Mapping[Edge, Tag]) -> bool:
+    """True if `follows_weights` was True for an earlier graph with hooks at the same places."""
+    record = _records.get(_key(graph, tags))
+    return record is not None and _hook_keys(graph) <= record.hooked
+
+
+def _hook_keys(graph: Graph) -> frozenset[object]:
+    places = hook_places(graph)
+    return places.keys if places is not None and places.keys else frozenset([None])  # None: anywhere
 
 
 def _pending(graph: Graph, tags: Mapping[Edge, Tag], record: _Record) -> set[Edge] | None:

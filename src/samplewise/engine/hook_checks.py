@@ -1,0 +1,235 @@
+"""Verification of hooks during a backward pass, at the nodes that they are registered on.
+
+A hook replaces the gradient that arrives at a node. `HookChecks` watches what arrives, which is the sum of what the
+consumers of the node return, and what the hooks leave of it:
+
+- If that is the same at all nodes, the pass is that of the graph without hooks: no hook is called again.
+- Else all hooks of the graph are called once more after the pass, in the same order, with the gradients that have
+  arrived, weighted by powers of two that differ between samples. What they leave must follow the weights. Hooks that
+  round, clip or threshold gradients, that compare samples, or that do something else in each call, do not.
+
+Hooks that cannot be verified in this way, such as those that change gradients in place, are verified by a backward pass
+with weights: see `verify.follows_weights`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _DisableTorchDispatch
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+from samplewise.engine.generic import as_gradient
+from samplewise.engine.graph import EdgeKey, Graph, Node
+from samplewise.engine.local_probe import follows
+from samplewise.engine.ownership import is_identity
+from samplewise.engine.plan import Plan
+from samplewise.engine.registered_hooks import (
+    NO_HOOKS,
+    HookPlaces,
+    foreign_hooks,
+    hook_places,
+    removed_afterwards,
+)
+from samplewise.engine.saved import run_in_backward
+from samplewise.engine.separation import WIDE, distinct_powers, is_deterministic, is_float16
+from samplewise.engine.tags import Tag
+from samplewise.engine.verify import has_verified_hooks
+
+
+def hook_checks(graph: Graph, plan: Plan, ordinary: bool) -> HookChecks | None:
+    """Checks of all hooks above the cut; None if the ownership must be verified by a pass with weights.
+
+    ordinary: the pass is one of the caller, which does not start from the losses.
+    """
+    places = hook_places(graph)
+    if places is None:
+        return None
+    checks = HookChecks(graph, places, plan.side)
+    if not checks.slots:
+        return checks
+    watchable = (
+        plan.proven
+        and not plan.by_passes
+        and is_deterministic(graph)
+        and plan.operands.keys().isdisjoint([*places.before, *places.after])
+        and all(is_identity(graph.nodes[at], graph.sharded) for at in places.after if at not in plan.side)
+        and not (ordinary and 0 in checks.slots)
+    )
+    tags = {graph.edge(key): tag for key, tag in plan.tags.items()}
+    return checks if watchable and has_verified_hooks(graph, tags) else None
+
+
+class _Arrival(NamedTuple):
+    """Gradient that has arrived at an edge."""
+
+    value: Tensor  # copy that hooks do not get
+    tensor: Tensor | None  # what they get, if it is from a single consumer and may be a gradient of other edges, too
+
+
+class HookChecks:
+    """Verifies the hooks of one graph in a backward pass."""
+
+    def __init__(self, graph: Graph, places: HookPlaces = NO_HOOKS, side: Iterable[int] = ()):
+        self.graph = graph
+        self.places = places
+        self.slots: dict[int, list[int]] = {}  # output slots that are watched, by node
+        for at in sorted(places.nodes.difference(side)):
+            has_own = at in places.before or at in places.after
+            self.slots[at] = [slot for slot in graph.inner[at] if has_own or (at, slot) in places.edges]
+        self._watched = {(graph.nodes[at], slot): (at, slot) for at, slots in self.slots.items() for slot in slots}
+        self._arrivals: dict[EdgeKey, _Arrival] = {}
+        self._left: dict[int, Mapping[int, Tensor]] = {}  # by node, in the order of the pass
+        self._foreign = foreign_hooks()
+        self.fail = False  # True if hooks cannot be verified in this way
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def watching(self, stops: Iterable[int]) -> Iterator[None]:
+        """Context manager: the backward pass in the block is watched. What arrives at `stops` is passed to `reach`."""
+        nodes = self.graph.nodes
+        consumers: dict[int, list[tuple[int, EdgeKey]]] = {}
+        for key in self._watched.values():
+            for at, position in self.graph.structure.consumers.get(key, ()):
+                consumers.setdefault(at, []).append((position, key))
+        handles = []
+        for at in set(self.slots).difference(stops):
+            if at in self.places.after:
+                handles.append(nodes[at].register_hook(partial(self._after, at)))
+            else:
+                handles.append(nodes[at].register_prehook(partial(self._before, at)))
+        handles += [nodes[at].register_hook(partial(self._returned, uses)) for at, uses in consumers.items()]
+        with removed_afterwards(handles):
+            yield
+
+    def start(self, edges: Iterable[tuple[Node, int]], gradients: Iterable[Tensor]) -> None:
+        """Note the gradients from which a pass, or a part of it, starts."""
+        for edge, gradient in zip(edges, gradients, strict=True):
+            if tuple(edge) in self._watched:
+                self._arrive(self._watched[tuple(edge)], gradient)
+
+    def reach(self, at: int, gradients: Mapping[int, Tensor]) -> None:
+        """Note what the hooks of a node have left of its gradients (by output slot)."""
+        if at in self.slots:
+            self._left.setdefault(at, gradients)
+
+    # Autograd would take a value that one of these hooks returns for other gradients.
+
+    def _before(self, at: int, gradients: Sequence[Tensor | None]) -> None:
+        if threading.get_ident() == self._thread:
+            self.reach(at, {slot: g for slot, g in enumerate(gradients) if g is not None})
+
+    def _after(self, at: int, operands: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+        self._before(at, operands)  # of an identity: operand k is output k
+
+    def _returned(
+        self, uses: Sequence[tuple[int, EdgeKey]], operands: Sequence[Tensor | None], gradients: object
+    ) -> None:
+        if threading.get_ident() == self._thread:
+            for position, key in uses:
+                gradient = operands[position]
+                if gradient is not None:
+                    self._arrive(key, gradient)
+
+    def _arrive(self, key: EdgeKey, gradient: Tensor) -> None:
+        earlier = self._arrivals.get(key)
+        zeros = self.graph.inner[key[0]][key[1]]
+        with _DisableTorchDispatch():  # a mode must not see these operations
+            value = gradient.detach()
+            is_same = value.layout is zeros.layout and value.shape == zeros.shape and value.dtype is zeros.dtype
+            if not is_same:
+                value = as_gradient(value, self.graph.edge(key)).to(zeros.dtype)
+            if earlier is None:
+                self._arrivals[key] = _Arrival(value.clone(), gradient if is_same else None)
+            else:  # autograd adds them in this order
+                self._arrivals[key] = _Arrival(earlier.value + value, None)
+
+    def hold(self, owners: Mapping[EdgeKey, Tag]) -> bool:
+        """True if the watched pass shows that hooks have changed nothing, or keep to the ownership of gradients."""
+        if not self.slots:
+            return True
+        if foreign_hooks() != self._foreign:  # a hook may have registered another one
+            return False
+        self.fail = not (self._change_nothing() or self._follow(owners))
+        return not self.fail
+
+    def _change_nothing(self) -> bool:
+        """True if hooks have left all gradients as they arrived."""
+        with torch.no_grad(), _DisableTorchDispatch():
+            return all(self._is_unchanged((at, slot)) for at, slots in self.slots.items() for slot in slots)
+
+    def _is_unchanged(self, key: EdgeKey) -> bool:
+        arrival = self._arrivals.get(key)
+        gradient = self._left.get(key[0], {}).get(key[1])
+        if arrival is None or gradient is None:
+            return arrival is None and (gradient is None or not gradient.any())
+        # A tensor from a single consumer may be a gradient of other edges, too: they would get a change in place.
+        if arrival.tensor is not None and arrival.tensor is not gradient:
+            return _are_equal(arrival.tensor, arrival.value) and _are_equal(gradient, arrival.value)
+        return _are_equal(gradient, arrival.value)
+
+    def _follow(self, owners: Mapping[EdgeKey, Tag]) -> bool:
+        """Call all hooks again with weighted gradients; True if what they leave follows the weights."""
+        graph = self.graph
+        if is_float16(graph):  # needs several passes
+            return False
+        sizes = torch.stack([owners[key].sizes(arrival.value) for key, arrival in self._arrivals.items()])
+        sizes /= sizes.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        (weights,) = distinct_powers(graph, sizes.sum(0), base=WIDE, digits=1)
+        flags: list[Tensor] = []
+
+        def replay() -> None:
+            with torch.no_grad():
+                for at, left in self._left.items():
+                    keys = [(at, slot) for slot in self.slots[at] if (at, slot) in self._arrivals]
+                    weighted = {key: owners[key].weighted(self._arrivals[key].value, weights) for key in keys}
+                    results = self._call_hooks(at, {slot: g for (_, slot), g in weighted.items()})
+                    for key in keys:
+                        result = results[key[1]]
+                        expected = owners[key].weighted(left[key[1]], weights)
+                        if result is None or result.shape != expected.shape:
+                            flags.append(torch.zeros((), dtype=torch.bool))
+                        else:
+                            flags.append(follows(result, expected, graph))
+
+        try:
+            run_in_backward(replay)
+        except Exception:  # of a hook that supports one call only
+            return False
+        return bool(torch.stack(flags).all())
+
+    def _call_hooks(self, at: int, gradients: Mapping[int, Tensor]) -> Sequence[Tensor | None]:
+        """What the hooks of a node leave of these gradients (by output slot)."""
+        node = self.graph.nodes[at]
+        arriving: list[Tensor | None] = [None] * len(node._input_metadata)
+        for slot, gradient in gradients.items():
+            arriving[slot] = gradient
+            if (at, slot) in self.places.edges:  # a pass from the edge to itself runs the hooks of its tensor only
+                edge = (GradientEdge(node, slot),)
+                (arriving[slot],) = _engine_run_backward(
+                    edge, (gradient,), True, False, edge, True, accumulate_grad=False
+                )
+        left: Sequence[Tensor | None] = tuple(arriving)
+        for hook in self.places.before.get(at, ()):
+            left = _replaced(left, hook(left))
+        passed = left
+        for hook in self.places.after.get(at, ()):
+            left = _replaced(left, hook(left, passed))
+        return left
+
+
+def _replaced(gradients: Sequence[Tensor | None], result: object) -> Sequence[Tensor | None]:
+    """The gradients after a hook that has returned this result."""
+    if result is None:
+        return gradients
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first, second) or bool(((first == second) | (first.isnan() & second.isnan())).all())
