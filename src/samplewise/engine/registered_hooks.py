@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
