@@ -18,6 +18,16 @@ def test_the_mean_is_a_quotient_of_sums():
     assert mean.all_reduce(SINGLE_PROCESS).value() == mean.value()
 
 
+def test_numbers_are_added_one_after_the_other():
+    """Bit for bit: the sums of a resumed run begin in the middle."""
+    totals, weights = [0.1, 1e16, -1e16, 0.7], [3, 1.0, 2, 0.3]
+    together, single = WeightedMean(torch.float64, 0.3, 1.0), WeightedMean(torch.float64, 0.3, 1.0)
+    together.add_numbers(totals, weights)
+    for total, weight in zip(totals, weights, strict=True):
+        single.add_sum(total, weight)
+    assert (together.total, together.weight) == (single.total, single.weight)
+
+
 def test_nothing_has_no_mean():
     assert math.isnan(WeightedMean().value())
 

@@ -111,6 +111,19 @@ def test_grouped_samples_are_recorded_in_the_order_of_the_batch(tmp_path):
     assert_same({name: values[:10] for name, values in found.items()}, first)
 
 
+def test_weights_of_some_updates_only(tmp_path):
+    """One block of rows has updates with and without weights."""
+    step, weights = step_(samples=5), []
+    ledger = sw.Ledger(tmp_path)
+    ledger.listen(step)
+    for number, update in enumerate(step.over(loader())):
+        ledger.add(update)
+        weights += update.weights.tolist()
+        step.transforms = [sw.clip(0.9)] if number == 1 else []
+    assert ledger.samples().to_pydict()["weight"] == weights
+    assert len(set(weights)) > 2 and weights.count(1.0) >= 12
+
+
 def test_a_weight_for_each_parameter_has_its_own_column(tmp_path):
     step = step_(samples=5, transforms=[sw.clip(0.1, by="parameter")])
     ledger, weights = sw.Ledger(tmp_path), []

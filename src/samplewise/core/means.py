@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import isfinite
 from typing import Protocol
 
@@ -40,6 +41,13 @@ class WeightedMean:
         """Add Σ values and Σ weights of some samples. The sum of values may be a tensor of any shape."""
         self.total = _plus(self.total, self._cast(total))
         self.weight = _plus(self.weight, self._cast(weight))
+
+    def add_numbers(self, totals: Iterable[float], weights: Iterable[float]) -> None:
+        """As `add_sum` of each pair, one after the other."""
+        for total in totals:
+            self.total += total
+        for weight in weights:
+            self.weight += weight
 
     def all_reduce(self, group: ScalarReducer) -> WeightedMean:
         """Return the mean over all ranks of a group. Collective; `total` must be a scalar."""

@@ -183,8 +183,12 @@ def _no_hook(*gradients: object) -> None:
 
 def note_hooks(modules: Iterable[nn.Module]) -> None:
     """Note the hooks that exist before a forward pass of these modules: its graph has none of them."""
+    if getattr(_last_seen, "next_id", -1) == RemovableHandle.next_id:  # none was registered since the last call
+        return
     leave_out_forward_hooks(modules)
+    next_id = RemovableHandle.next_id
     _note(foreign_hooks())
+    _last_seen.next_id = next_id
 
 
 def _is_older(graph: Graph, count: int) -> bool:
@@ -199,7 +203,8 @@ def _note(count: int) -> None:
         _last_seen.count = count
 
 
-_last_seen = threading.local()  # number of foreign hooks, and the sequence number of a node made at its last change
+# Number of foreign hooks, the sequence number of a node made at its last change, and the number of the next hook.
+_last_seen = threading.local()
 
 
 def _next_sequence_number() -> int:

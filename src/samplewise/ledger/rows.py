@@ -20,12 +20,14 @@ from samplewise.core.text import plural
 from samplewise.errors import LedgerError
 from samplewise.ledger.files import load_pyarrow
 from samplewise.step.batch_columns import BatchColumns, Column
-from samplewise.step.update import Update
+from samplewise.step.update import Update, has_counts, has_weights
 
 STANDARD_COLUMNS = ("id", "epoch", "update", "loss", "norm", "weight", "count")
 INTEGER_DTYPES = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
 STORED_DTYPES = {torch.bool: torch.int8, torch.float64: torch.float64}  # other non-integer columns become float32
 Columns = dict[str, Column]
+NO_WEIGHT = 0.0  # of each sample of a skipped update
+ONE = 1.0  # weight or count of each sample of an update
 
 
 class RowBlock:
@@ -127,15 +129,19 @@ def _update_columns(update: Update, rows: int, norms: bool) -> dict[str, Tensor 
         if name in STANDARD_COLUMNS:
             raise _reserved_name_error(name)
     losses = update.losses
-    if update.skipped and len(losses) != rows:  # the batch cannot be sliced, and its losses were not computed
-        return {"loss": nan, "norm": nan, "weight": 0.0, "count": nan}
-    weights: Any = 0.0 if update.skipped else update.weights
+    skipped = update.skipped
+    if skipped and len(losses) != rows:  # the batch cannot be sliced, and its losses were not computed
+        return {"loss": nan, "norm": nan, "weight": NO_WEIGHT, "count": nan}
+    weights: Any = NO_WEIGHT
+    if not skipped:
+        weights = update.weights if has_weights(update) else ONE
     by_parameter: dict[str, Tensor] = {}
     if isinstance(weights, dict):
         by_parameter = {f"weight/{name}": values for name, values in weights.items()}
         weights = nan
     norm = update.norms if norms else nan
-    return {"loss": losses, "norm": norm, "weight": weights, "count": update.counts, **by_parameter, **extra}
+    counts = update.counts if has_counts(update) else ONE
+    return {"loss": losses, "norm": norm, "weight": weights, "count": counts, **by_parameter, **extra}
 
 
 def _all_ones(counts: Column) -> bool:

@@ -52,19 +52,21 @@ class LossMeter:
         """Add updates to the sums. Several are added at once: their losses are read from the device in one host sync,
         and this code runs in less time than between the operations of two updates.
         """
-        shown = [] if self._hidden else [update.sums() for update, _ in recent if not update.skipped]
-        losses = _as_floats([loss for loss, _ in shown])
-        counts = _as_floats([count for _, count in shown])
+        shown = [] if self._hidden else [update for update, _ in recent if not update.skipped]
+        pairs = [update.sums() for update in shown]
+        losses = _as_floats([loss for loss, _ in pairs])
+        counts = _as_floats([count for _, count in pairs])
+        seconds = sum(update.seconds for update, _ in recent)
+        wall_seconds = sum(wall for _, wall in recent)
+        samples = 0 if self._hidden else sum(update.samples for update, _ in recent)
+        skipped = 0 if self._hidden else len(recent) - len(shown)
         for sums in (self._line, self._epoch):
-            for loss, count in zip(losses, counts, strict=True):
-                sums.mean.add_sum(loss, count)
-            for update, wall_seconds in recent:
-                sums.updates += 1
-                sums.seconds += update.seconds
-                sums.wall_seconds += wall_seconds
-                if not self._hidden:
-                    sums.samples += update.samples
-                    sums.skipped += update.skipped
+            sums.mean.add_numbers(losses, counts)
+            sums.updates += len(recent)
+            sums.seconds += seconds
+            sums.wall_seconds += wall_seconds
+            sums.samples += samples
+            sums.skipped += skipped
 
     def read(self) -> dict[str, Any]:
         """Return the values since the last log line, and reset them."""
@@ -155,7 +157,8 @@ class UpdateSums:
 def _as_floats(numbers: Sequence[Number]) -> list[float]:
     """The numbers as floats, with one host sync for all tensors among them."""
     tensors = [number for number in numbers if isinstance(number, Tensor)]
-    values = iter(torch.stack([t.to(tensors[0].device) for t in tensors]).tolist() if tensors else ())
+    device = tensors[0].device if tensors else None
+    values = iter(torch.stack([t if t.device == device else t.to(device) for t in tensors]).tolist() if tensors else ())
     return [next(values) if isinstance(number, Tensor) else number for number in numbers]
 
 

@@ -256,6 +256,16 @@ class Totals:
         return f"{made}, {plural(self.samples, 'sample')}, loss {self.loss:.4g}, {self.seconds:.2f} s"
 
 
+def has_weights(update: Update) -> bool:
+    """False if no transform has weighted the samples: all weights are 1."""
+    return any(part.coefficients is not None for part in update._parts)
+
+
+def has_counts(update: Update) -> bool:
+    """False if the loss function has returned no counts: all counts are 1."""
+    return any(part.counts is not None for part in update._parts)
+
+
 def _check_visible(hidden: bool, name: str) -> None:
     if hidden:
         raise PrivacyError(

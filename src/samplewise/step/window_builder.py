@@ -322,8 +322,8 @@ class WindowBuilder:
         window = self.window
         if window.failure is None:
             try:
-                at_once = self._trained.device.type == "cpu" or self.config.privacy is not None
-                if at_once or isinstance(self._accumulator, PlainAccumulator):
+                plain = isinstance(self._accumulator, PlainAccumulator)
+                if plain or self.config.privacy is not None or self._trained.device.type == "cpu":
                     return self._add_gradients(microbatches, whole)
                 with collected_in(window.checks):
                     parts = self._add_gradients(microbatches, whole)
