@@ -865,20 +865,19 @@ def metaclass():
 READ = r"reads the value of a tensor"
 STATE = r"whose state cannot be compared"
 CASES = {
-    **dict.fromkeys([tensor_float, tensor_list], READ),
+    **dict.fromkeys([tensor_float, tensor_item, tensor_list], READ),
     **dict.fromkeys([tensor_as_array, tensor_compared, tensor_branch], "uncompiled: "),
     **dict.fromkeys([numpy_objects, large_numpy_array, huge_dict], "too large to be compared|" + STATE),
     **dict.fromkeys([generator, counting, iterator_of_a_list, iterator_attribute, iterator_method], STATE),
-    **dict.fromkeys([iterator_default, file, lock, items_of_a_dict], STATE),
+    **dict.fromkeys([iterator_default, file, items_of_a_dict], STATE),
     **dict.fromkeys([iterator_class, counter], "changes its own attributes"),
-    **dict.fromkeys([clock, calendar, by_globals, by_eval], "which can change with every call"),
+    **dict.fromkeys([clock, calendar, lock, by_globals, by_eval], "which can change with every call"),
     **dict.fromkeys([python_random, own_python_random, numpy_random, own_numpy_random], "draws random numbers"),
     **dict.fromkeys([old_numpy_random], "draws random numbers"),
     own_torch_random: "",
     **dict.fromkeys(
         [
-            tensor_item, tensor_in_place,
-            numpy_array, numpy_as_tensor, numpy_shared, numpy_strided, byte_array, standard_array,
+            tensor_in_place, numpy_array, numpy_as_tensor, numpy_shared, numpy_strided, byte_array, standard_array,
             c_double, partial_dict, partial_positional, default_argument, default_replaced, keyword_default,
             keyword_defaults_replaced, code_replaced, function_attribute, bound_method, callable_object, deep_attribute,
             class_attribute, class_attribute_hidden, attribute_by_name, attribute_by_dict, new_attribute,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import contextvars
+import dataclasses
 import io
 import itertools
 import random
@@ -164,6 +167,38 @@ def list_of_losses():
     return loss_fn
 
 
+def order_of_a_dict():
+    values = collections.OrderedDict(a=0.5, b=1.5, c=2.5)
+
+    def loss_fn(model, batch):
+        first = next(iter(values))
+        values.move_to_end(first)
+        values[f"new {len(values)}"] = 1.0
+        return plain(model, batch) * values[first]
+
+    return loss_fn
+
+
+def context_variable():
+    calls = contextvars.ContextVar("calls", default=0)
+
+    def loss_fn(model, batch):
+        calls.set(calls.get() + 1)
+        return plain(model, batch) / calls.get()
+
+    return loss_fn
+
+
+def late_buffer():
+    def loss_fn(model, batch):
+        if not hasattr(model, "late"):
+            model.register_buffer("late", torch.ones((), dtype=torch.float64), persistent=False)
+        model.late += 1
+        return plain(model, batch) / model.late
+
+    return loss_fn
+
+
 def mutable_default():
     def loss_fn(model, batch, calls=None):
         calls[0] += 1
@@ -231,7 +266,8 @@ STATES = [
     torch_generator, generator_of_the_model, global_generator, generator_in_a_list, numpy_generator,
     old_numpy_generator, python_generator, bound_draw, global_random, counter, counter_of_the_function,
     counter_of_the_model, counter_of_a_module, counter_of_an_object, list_of_losses, mutable_default, array_counter,
-    running_tensor, batch_in_place, labels_in_place, batch_by_numpy, batch_normalized,
+    order_of_a_dict, context_variable, late_buffer, running_tensor, batch_in_place, labels_in_place, batch_by_numpy,
+    batch_normalized,
 ]  # fmt: skip
 
 
@@ -313,6 +349,71 @@ def test_a_window_in_two_passes(make, audit):
             continue  # a group has microbatches of its own
         expected = one_call_per_microbatch(make, 3, formula)
         torch.testing.assert_close(trained(make, 3, transforms(), audit=audit), expected, rtol=1e-11, atol=1e-11)
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def popped(batch):
+    y = batch.pop("y")
+    batch["x"] = batch["x"] / 2
+    return batch["x"], y
+
+
+def popped_from_a_list(batch):
+    y = batch.pop()
+    batch[0] = batch[0] / 2
+    return batch[0], y
+
+
+def inner(batch):
+    batch["inputs"]["x"] = batch["inputs"]["x"] / 2
+    return batch["inputs"].pop("x"), batch["y"]
+
+
+def field(batch):
+    batch.x = batch.x / 2
+    batch.halved = True
+    return batch.x, batch.y
+
+
+def emptied(batch):
+    x, y = batch["x"], batch["y"]
+    batch.clear()
+    return x / 2, y
+
+
+STRUCTURES = {
+    "dict": (popped, lambda x, y: {"x": x, "y": y}),
+    "user's dict": (popped, lambda x, y: collections.UserDict(x=x, y=y)),
+    "list": (popped_from_a_list, lambda x, y: [x, y]),
+    "nested": (inner, lambda x, y: {"inputs": {"x": x}, "y": y}),
+    "record": (field, Record),
+    "emptied": (emptied, lambda x, y: collections.OrderedDict(x=x, y=y)),
+}
+
+
+@pytest.mark.parametrize("audit", [False, None])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_entries_that_are_taken_out_of_the_batch(structure, audit):
+    """As `inputs.pop("labels")` does; the microbatch of the second pass has them again."""
+    read, make = STRUCTURES[structure]
+
+    def after(loss_fn, make, transforms):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = sw.Step(model, optimizer, loss_fn, transforms=transforms, microbatch=PER_MICROBATCH, audit=audit)
+        for _ in range(3):
+            step(make(*data()))
+        return flat(model.parameters()).detach()
+
+    for transforms in (sw.drop(largest=1), sw.normalize("mean"), sw.clip(0.3)):
+        found = after(lambda model, batch: plain(model, read(batch)), make, transforms)
+        expected = after(lambda model, batch: plain(model, (batch[0] / 2, batch[1])), lambda *xy: xy, transforms)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 # --- what cannot be restored is refused ------------------------------------------------------------------------------

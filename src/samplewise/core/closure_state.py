@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import is_dataclass
 from operator import is_
 from typing import Any
 
@@ -19,7 +20,7 @@ from samplewise.core.reachable import Reachable, Variable, bits_of, bytes_of, it
 from samplewise.core.snapshot import SMALL, Buffers, RandomState, seed_generators
 from samplewise.errors import LossesError
 
-MUTABLE = (dict, list, set, deque)
+MUTABLE = (OrderedDict, dict, list, set, deque)  # an OrderedDict keeps its order beside that of the dict
 MODULE_ATTRIBUTES = {*vars(nn.Module())} - {"training"}
 
 
@@ -38,7 +39,7 @@ class ContainerSnapshot:
         kind: Any = next(kind for kind in MUTABLE if isinstance(c, kind))
         kind.clear(c)
         if isinstance(c, dict):
-            dict.update(c, zip(then[::2], then[1::2], strict=True))
+            kind.update(c, zip(then[::2], then[1::2], strict=True))
         elif isinstance(c, set):
             set.update(c, then)
         else:
@@ -128,9 +129,12 @@ class CallSnapshot:
         self._random_state = RandomState()
         submodules = submodules_of(modules)
         reachable = Reachable(roots_of(functions, submodules), known=submodules)
+        batches = list(batches)
         self._variables = [(variable, variable.read()) for variable in reachable.variables]
-        self._containers = [ContainerSnapshot(c) for c in (*map(vars, submodules), *reachable.containers)]
-        self._containers += map(ContainerSnapshot, reachable.sized)
+        # Buffers that a call adds: those that were there before are in `self._buffers`.
+        attributes = [d for m in submodules for d in (vars(m), m._buffers, m._non_persistent_buffers_set)]
+        containers = (*attributes, *reachable.containers, *reachable.sized, *_containers_in(batches))
+        self._containers = [ContainerSnapshot(container) for container in containers]
         self._arrays = [(values, copy(values)) for values in reachable.arrays if _is_writable(values)]
         self._generators = [GeneratorSnapshot(generator) for generator in reachable.generators]
         others = [t for t in reachable.tensors if not isinstance(t, nn.Parameter)]
@@ -192,6 +196,24 @@ def _holds(variable: Variable, value: Any) -> bool:
         return variable.read() is value
     except (LookupError, AttributeError, ValueError):  # deleted
         return False
+
+
+def _containers_in(batch: Any) -> Iterator[Any]:
+    """Lists and dicts in a batch, and dicts of the attributes of its records, whose entries a call can replace."""
+    if isinstance(batch, (list, dict)):
+        yield batch
+    elif isinstance(batch, Mapping) or is_dataclass(batch):
+        attributes = getattr(batch, "__dict__", {})
+        yield attributes
+        yield from (value for value in attributes.values() if isinstance(value, dict))  # as in a UserDict
+    if isinstance(batch, Mapping):
+        inside = list(batch.values())
+    elif isinstance(batch, (list, tuple)):
+        inside = list(batch)
+    else:
+        inside = [*getattr(batch, "__dict__", {}).values()] if is_dataclass(batch) else []
+    for item in inside:
+        yield from _containers_in(item)
 
 
 def _tensors_in(batches: Iterable[Any]) -> Iterator[Tensor]:

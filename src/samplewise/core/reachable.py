@@ -12,7 +12,7 @@ import random
 import sys
 import weakref
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dis import get_instructions
@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.backends import ContextProp
 from torch.nn.parallel import DistributedDataParallel
 
 from samplewise.core.batches import PLAIN
@@ -46,11 +47,14 @@ VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()))
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType, *VIEWS)
 # As NumPy arrays, numbers that can be compared as bytes.
 MEMORY = (bytearray, array, memoryview, mmap, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+# Pointers to data and to functions lead to memory that belongs to no Python object.
+FOREIGN = (ctypes._Pointer, ctypes._CFuncPtr)  # type: ignore[attr-defined]
 ENTRIES = 10_000  # maximum number of entries of a container, or bytes of an array, that are compared or restored
 VISITS = 20_000  # maximum number of objects that are looked at, if it is not known which functions are called
 STEPS = 8  # maximum number of references followed if it is not known which functions are called
 ALL_NAMES = {"getattr", "vars", "__dict__", "attrgetter"}  # code with these can read any attribute
 
+BUILTINS = dict(vars(builtins))  # without those that the user adds later
 CACHED = type(lru_cache(len))
 FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
 
@@ -110,7 +114,10 @@ class Variable(NamedTuple):
         if isinstance(holder, CellType):
             return holder.cell_contents
         if isinstance(holder, ContextVar):
-            return holder.get(None)
+            try:
+                return holder.get()  # its default has precedence over an argument of get()
+            except LookupError:
+                return None
         if isinstance(holder, weakref.ReferenceType):
             return holder()
         if type(holder) is dict:
@@ -140,7 +147,8 @@ class Reachable:
     functions with a cache, which are called without being executed.
     absent: expressions, with {} for an object, that are true as long as a variable does not exist.
     containers, arrays, tensors, generators: objects that can change. opaque: objects whose state
-    can be neither compared nor restored. codes: code of all functions that were followed.
+    can be neither compared nor restored. codes: code of all functions that were followed. strings: names and strings in
+    the executed code.
     """
 
     def __init__(self, roots: Iterable[Any], known: Iterable[Any] = (), executed: Collection[CodeType] | None = None):
@@ -155,8 +163,8 @@ class Reachable:
         self.caches: list[Any] = []
         self.codes: set[CodeType] = set()
         self._executed = executed
-        self._strings = {name for code in executed or () for name in _strings(code)}
-        self._names = None if executed is None or self._strings & ALL_NAMES else self._strings
+        self.strings = {name for code in executed or () for name in _strings(code)}
+        self._names = None if executed is None or self.strings & ALL_NAMES else self.strings
         roots = list(roots)
         self._roots = {id(root) for root in roots}
         self._seen: dict[Any, Any] = {id(value): value for value in (sys.modules, *known)}
@@ -191,6 +199,8 @@ class Reachable:
         elif isinstance(value, Tensor):
             self.tensors.append(value)
             self._refer(depth, [Variable(vars(value), name) for name in vars(value)])
+            if value.is_leaf and value.grad is not None and self._names is not None and "grad" in self._names:
+                self._refer(depth, [Variable(value, "grad")])
         elif isinstance(value, DistributedDataParallel):
             self._follow(-1, [value.module])  # torch counts forward passes in its attributes
         elif isinstance(value, nn.Module):
@@ -210,7 +220,7 @@ class Reachable:
         elif isinstance(value, partial):
             self._follow(depth, [value.func, value.args, value.keywords])
         elif isinstance(value, ModuleType):
-            self._visit_module(value, self._strings, depth)
+            self._visit_module(value, self.strings, depth)
         elif isinstance(value, type):
             self._visit_class(value, depth)
         elif isinstance(value, (torch.Generator, random.Random)) or bits_of(value) is not None:
@@ -245,14 +255,17 @@ class Reachable:
             if isinstance(sys.modules.get(name), ModuleType):  # imported in the function, or read from sys.modules
                 self._visit_module(sys.modules[name], names, depth)
         if self._executed is not None:
-            unknown = set(_global_names(code)) - scope.keys() - vars(builtins).keys()
-            self.absent += [(f"{name!r} not in {{}}", scope) for name in sorted(unknown)]
+            unknown = set(_global_names(code)) - scope.keys()
+            self.absent += [(f"{name!r} not in {{}}", scope) for name in sorted(unknown - BUILTINS.keys())]
+            added = unknown & (vars(builtins).keys() - BUILTINS.keys())
+            self._refer(depth, [Variable(vars(builtins), name) for name in sorted(added)])
 
     def _visit_module(self, module: ModuleType, names: set[str], depth: int) -> None:
         """Follow the attributes of a Python module that have one of these names."""
-        if is_library_name(module.__name__) or (self._executed is None and _is_foreign_name(module.__name__)):
+        library = is_library_name(module.__name__)
+        if self._executed is None and (library or _is_foreign_name(module.__name__)):
             return
-        if self._executed is not None and not _is_foreign_name(module.__name__):
+        if self._executed is not None and not (library or _is_foreign_name(module.__name__)):
             self.sized.append(vars(module))
             if names & ALL_NAMES:
                 names = {name for name in vars(module) if not name.startswith("__")}
@@ -265,14 +278,21 @@ class Reachable:
                     self._visit_module(value, names, depth)
             elif isinstance(value, BuiltinFunctionType):
                 self._follow(depth, [value])
-            else:
+            elif not library or isinstance(value, PLAIN):
                 self._refer(depth, [Variable(vars(module), name)])
+        settings = vars(type(module))  # flags in torch.backends
+        self._refer(depth, [Variable(module, name) for name in names if isinstance(settings.get(name), ContextProp)])
 
     def _visit_class(self, kind: type, depth: int) -> None:
         for base in kind.__mro__:
             module = _module_of(base)
             foreign = module == "builtins" or (self._executed is None and _is_foreign_name(module))
-            if foreign or is_library_name(module) or (base is not kind and id(base) in self._seen):
+            if foreign or (base is not kind and id(base) in self._seen):
+                continue
+            if is_library_name(module):  # the user may have added numbers
+                numbers = [name for name, value in vars(base).items() if isinstance(value, PLAIN)]
+                read = [name for name in numbers if name in (self._names or ()) and not name.startswith("__")]
+                self._refer(depth, [Variable(base, name) for name in read])
                 continue
             self._seen[id(base)] = base
             self.sized.append(vars(base))
@@ -303,7 +323,7 @@ class Reachable:
             attributes = getattr(value, "__dict__", {}).values()
             self._follow(depth, [each for each in attributes if isinstance(each, (FunctionType, MethodType, partial))])
             return
-        elif isinstance(value, IOBase) or not (hasattr(value, "__dict__") or "__slots__" in vars(kind)):
+        elif isinstance(value, (IOBase, *FOREIGN)) or not (hasattr(value, "__dict__") or "__slots__" in vars(kind)):
             if not _is_fixed(value):
                 self.opaque.append(value)
             return
@@ -316,7 +336,8 @@ class Reachable:
         if isinstance(attributes, dict):
             if attributes or not isinstance(value, CONTAINERS):
                 self.sized.append(attributes)
-            names = [name for name in attributes if id(value) in self._roots or self._is_read(name, attributes[name])]
+            every = id(value) in self._roots or _has_unseen_methods(kind)
+            names = [name for name in attributes if every or self._is_read(name, attributes[name])]
             self._refer(depth, [Variable(attributes, name) for name in names])
         slots = [slot for slot in _slots(kind) if hasattr(value, slot)]
         slots += ["__class__"] if hasattr(value, "__dict__") and not isinstance(value, CONTAINERS) else []
@@ -342,11 +363,12 @@ def items_of(container: Any) -> Iterable[Any]:
     because they can have effects.
     """
     if isinstance(container, dict):
-        return (value for pair in dict.items(container) for value in pair)
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict  # each has an order of its own
+        return (value for pair in kind.items(container) for value in pair)
     if isinstance(container, MappingProxyType):
         return (value for pair in container.items() for value in pair)
-    kind: Any = next(kind for kind in CONTAINERS if isinstance(container, kind))
-    return kind.__iter__(container)
+    sequence: Any = next(kind for kind in CONTAINERS if isinstance(container, kind))
+    return sequence.__iter__(container)
 
 
 def bits_of(value: Any) -> Any:
@@ -428,6 +450,13 @@ def _is_filled(cell: CellType) -> bool:
 def is_library_class(kind: type) -> bool:
     """Test for a class of torch or samplewise, which does not read the user's globals."""
     return is_library_name(_module_of(kind))
+
+
+def _has_unseen_methods(kind: type) -> bool:
+    """Test for a class of torch or samplewise whose objects the user's code reads through methods, such as a scheduler:
+    calls of a library are not recorded, so that any attribute may have been read.
+    """
+    return is_library_class(kind) and not _module_of(kind).startswith("torch._")
 
 
 def _module_of(kind: type) -> str:

@@ -8,17 +8,30 @@ from collections.abc import Collection
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from samplewise.core.reachable import CONTAINERS, Reachable, is_library_name
 from samplewise.step.compiled.errors import CannotCompile
 
 # C functions whose results or effects are not values of variables, by module or by class of their object.
-CHANGING_MODULES = {"time", "posix", "nt", "_io", "io", "_socket", "select", "_queue", "_sqlite3", "gc", "_datetime"}
+CHANGING_MODULES = {
+    *("time", "posix", "nt", "_io", "io", "_socket", "select", "_queue", "_sqlite3", "gc", "sys", "_signal", "_ssl"),
+    "resource",
+}
 CHANGING_BUILTINS = {"input", "eval", "exec", "globals"}
-CHANGING_METHODS = {"now", "utcnow", "today"}  # of datetime classes
-PURE = {"fspath"}  # of the operating system
+CHANGING_METHODS = {
+    "datetime": {"now", "utcnow", "today"},
+    "_datetime": {"now", "utcnow", "today"},
+    "_thread": {"locked"},
+}
+PURE = {
+    *("fspath", "intern", "exc_info", "exception", "_getframe", "_getframemodulename"),
+    *("is_finalizing", "getdefaultencoding"),
+}
+ADDRESSES = {"from_address", "from_buffer", "string_at"}  # of ctypes: read memory that belongs to other objects
 # Packages that torch needs. When it calls them depends on caches in the process: `typing` calls typing_extensions for
 # each type that its cache has lost.
 NEEDED = {"numpy", "opt_einsum", "sympy", "mpmath", "typing_extensions", "filelock", "networkx", "jinja2", "fsspec"}
@@ -99,9 +112,9 @@ def _is_changing(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if module == "builtins":
         return name in CHANGING_BUILTINS
-    if module in ("datetime", "_datetime"):
-        return name in CHANGING_METHODS
-    return module in CHANGING_MODULES and name not in PURE
+    if module in CHANGING_METHODS:
+        return name in CHANGING_METHODS[module]
+    return name in ADDRESSES or (module in CHANGING_MODULES and name not in PURE)
 
 
 def description(value: Any) -> str:
@@ -116,24 +129,42 @@ def description(value: Any) -> str:
 
 # Functions of tensors that read shapes, types and settings, not values.
 ABOUT = frozenset(
-    "__get__ __len__ __hash__ __repr__ size dim ndimension numel nelement stride storage_offset element_size "
+    "__get__ __len__ __hash__ size dim ndimension numel nelement stride storage_offset element_size "
     "get_device type _is_view has_names result_type can_cast broadcast_shapes".split()
 )
+# Functions that read the memory of tensors in a list, which no mode of torch notices.
+READING = frozenset(("tensor", "as_tensor", "asarray", "new_tensor", "new"))
+READ = "the model or the loss function reads the value of a tensor ({})"
+
+
+class NumberReads(TorchDispatchMode):
+    """Raises CannotCompile if torch itself reads the value of a tensor in tracing, as for a tensor that is the size of
+    another one, the end of a slice, or an argument that must be a number.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise CannotCompile(READ.format("as a number"))
+        return func(*args, **(kwargs or {}))
 
 
 class ValueReads(TorchFunctionMode):
-    """Raises CannotCompile if the value of a tensor becomes a Python number, list or NumPy array in tracing: compiled
-    code would contain it as a constant.
+    """Raises CannotCompile if the value of a tensor becomes a Python number, string, list or NumPy array in tracing:
+    compiled code would contain it as a constant.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        values = (*args, *(kwargs or {}).values())
+        in_lists = name in READING and any(map(_has_tensors, values))
+        if in_lists or (name == "tensor_split" and any(isinstance(value, Tensor) for value in values[1:])):
+            raise CannotCompile(READ.format(name))
+        result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) or result is None or name in ABOUT or _asks_type(name):
             return result
         plain = isinstance(result, (bool, int, float, complex, str, list)) or type(result).__module__ == "numpy"
         if plain and any(isinstance(value, Tensor) for value in args) and not _has_tensors(result):
-            raise CannotCompile(f"the model or the loss function reads the value of a tensor ({name})")
+            raise CannotCompile(READ.format(name))
         return result
 
 
@@ -141,5 +172,5 @@ def _asks_type(name: str) -> bool:
     return name.startswith("is_") and name != "is_nonzero"
 
 
-def _has_tensors(result: Any) -> bool:
-    return isinstance(result, list) and any(isinstance(item, Tensor) for item in result)
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) or _has_tensors(item) for item in value)

@@ -37,6 +37,12 @@ from samplewise.step.compiled.optim_formulas import hooks_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in HOOKS if hasattr(nn_module, f"_global{name}")]
+# Functions of torch that return settings of the process; a guard compares them if the code names them.
+SETTINGS = (
+    *("get_num_threads", "get_num_interop_threads", "are_deterministic_algorithms_enabled", "is_anomaly_enabled"),
+    *("is_deterministic_algorithms_warn_only_enabled", "get_deterministic_debug_mode", "get_default_device"),
+    *("get_float32_matmul_precision", "initial_seed", "is_inference_mode_enabled"),
+)
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -100,6 +106,8 @@ class Guards:
             self._fixed.add(where, holder)
         for tensor in reachable.tensors:  # values may change
             self._fixed.equal("({}.shape, {}.dtype, {}.requires_grad, {}.grad is None)", tensor)
+            if tensor.layout is torch.strided:
+                self._fixed.equal("{}.stride()", tensor)
         for generator in reachable.generators:
             if isinstance(generator, torch.Generator):
                 self._fixed.equal("{}.initial_seed()", generator)
@@ -109,6 +117,8 @@ class Guards:
         self._fixed.add("autocast('cpu') and autocast_type('cpu')")
         self._fixed.add("{}()", torch.get_default_dtype)
         self._fixed.add("{}()", torch.is_grad_enabled)
+        for name in reachable.strings.intersection(SETTINGS):
+            self._fixed.equal("{}()", getattr(torch, name))
 
     def _guard_optimizer(self, optimizer: Any) -> None:
         """Guard hooks, groups and state of the optimizer; its hyperparameters are stored separately."""

@@ -21,6 +21,7 @@ from samplewise.engine.gradients import gradients_of
 from samplewise.errors import SamplesMayInteractWarning
 from samplewise.step.accumulate import WeightedAccumulator
 from samplewise.step.compiled import inductor
+from samplewise.step.compiled.calls import NumberReads
 from samplewise.step.compiled.decompositions import DECOMPOSITIONS
 from samplewise.step.compiled.errors import CannotCompile
 from samplewise.step.forward import LossEvaluator
@@ -120,6 +121,7 @@ def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatc
         example = map_leaves(microbatch, lambda leaf: next(inputs) if isinstance(leaf, Tensor) else leaf)
         with ExitStack() as stack:
             tensors.replaced(stack, list(wanted.values()), others)
+            stack.enter_context(NumberReads())  # above the mode of the tracer, which would answer with a constant
             stats, gradients = _computed(accumulator, wanted, example, mean)
             tensors.check_replaced(list(wanted.values()), others)
         found = {name: values for name in RESULTS if (values := getattr(stats, name)) is not None}
