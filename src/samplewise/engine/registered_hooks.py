@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -140,12 +140,6 @@ def _find_hooks(graph: Graph) -> HookPlaces | None:
     finally:
         sys.setprofile(None)
     return HookPlaces(frozenset(edges), *node_hooks(graph, graph.inner))
-
-
-def remember_hooks(graph: Graph, edges: Collection[EdgeKey]) -> None:
-    """Note which of these edges have hooks. They count as hooked in later graphs of this structure."""
-    places = hook_places(graph)
-    graph.structure.hooked = set() if places is None else set(places.edges.intersection(edges))
 
 
 def node_hooks(graph: Graph, nodes: Iterable[int]) -> tuple[dict[int, Hooks], dict[int, Hooks]]:
