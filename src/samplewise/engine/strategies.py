@@ -102,8 +102,7 @@ class QuantityEvaluator:
         if self.by_loop:
             return
         with self.context():
-            may_differ = self._planner.plan().has_functions or may_have_hooks(self.graph)
-            if may_differ and not self._strategies:
+            if not self._strategies and (self._planner.plan().has_functions or may_have_hooks(self.graph)):
                 self.evaluate(lambda form, _: None)
             if self._not_linear is not None:
                 raise self._not_linear
