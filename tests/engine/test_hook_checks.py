@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import samplewise as sw
 from samplewise.engine import strategies
 from samplewise.engine.reference import jacobian_rows
+from samplewise.engine.structure import forget_structures
 
 B, D = 6, 5
 WARM = 3  # steps after which hooks are verified at their nodes
@@ -306,6 +307,32 @@ def test_hooks_that_act_in_some_calls_only(change, number):
         for name in rows:
             torch.testing.assert_close(rows[name], expected[name], rtol=1e-9, atol=1e-12)
     assert len(calls) > 6 * B
+
+
+def vanishing(g):
+    """Small gradients are set to zero, all others are left as they are."""
+    return g if g.norm() > 1.5 else torch.zeros_like(g)
+
+
+def test_a_hook_that_changes_gradients_of_single_samples_only():
+    """Noticed when hooks are first verified, and always if another pass with weights follows."""
+    forget_structures()
+    model = net()
+    with pytest.raises(sw.GraphError, match="is not linear"):
+        sw.gradients(losses_of(model, lambda h: hooked(h, vanishing)), model).norms()
+    warm(model, lambda h: hooked(h, lambda g: g))
+    with pytest.raises(sw.GraphError, match="is not linear"):
+        sw.gradients(losses_of(model, lambda h: hooked(h, vanishing)), model, strategy="twice").norms()
+
+
+@pytest.mark.parametrize("change", ["rounded", "shifted"])
+def test_a_weighted_sum_in_an_ordinary_pass_after_linear_hooks(change):
+    model = net()
+    warm(model, lambda h: hooked(h, HARMLESS["doubled"]))
+    g = sw.gradients(losses_of(model, lambda h: hooked(h, CHANGES[change])), model, strategy="twice")
+    with pytest.raises(sw.GraphError, match="is not linear"):
+        g.backward(torch.linspace(0.01, 1, B).double())
+    assert all(p.grad is None for p in model.parameters())
 
 
 # --------------------------------------------------------------------------------------------- hooks of modules
