@@ -8,7 +8,7 @@ from nonlinear_hooks import Changed, hooked, rounded_to, shuffled, with_posthook
 from torch import nn
 
 import samplewise as sw
-from samplewise.engine import hooks, linearity, probe, verify
+from samplewise.engine import hook_checks, hooks, linearity, probe, verify
 from samplewise.testing.zoo import Net, noise
 
 B = 6
@@ -251,7 +251,7 @@ def assert_rows_of_reference(losses, model):
 @pytest.mark.parametrize("place", daily(ON_ACTIVATIONS, ["Function", "hook", "Function on shuffled rows"]))
 @pytest.mark.parametrize("change", [*APART, *TOGETHER, *SCALED, *LINEAR])
 def test_where_sums_are_not_deterministic(change, place, monkeypatch):
-    for module in (hooks, linearity, probe, verify):
+    for module in (hook_checks, hooks, linearity, probe, verify):
         monkeypatch.setattr(module, "is_deterministic", lambda graph: False)
     model = net()
     for _ in range(2):

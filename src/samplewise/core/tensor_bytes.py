@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 
 from torch import Tensor
 
@@ -19,3 +20,13 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     buffer = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
     vars(buffer)["tensor"] = plain  # keeps the memory alive as long as the view
     return memoryview(buffer).cast("B").toreadonly()
+
+
+def have_same_bytes(first: Tensor, second: Tensor) -> bool:
+    """True if two CPU tensors of one dtype have the same shape and bytes. Faster than torch.equal, and true for NaN."""
+    a, b = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in (first, second))
+    return a.shape == b.shape and _compare(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
+
+
+_compare = (ctypes.cdll.msvcrt if platform.system() == "Windows" else ctypes.CDLL(None)).memcmp
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

@@ -21,8 +21,9 @@ Data flows in this order:
            ─ local_probe verification of the claims that the plan depends on; of Python functions during the pass
            ─ strategies  order of the steps below
            ─ backward    one backward pass from the losses to the cut
+             hook_checks verification of hooks above the cut, at their nodes;
              hooks       error for hooks on tensors or nodes below the cut, where this pass does not run;
-                         registered_hooks: whether the graph has hooks at all
+                         registered_hooks: where the graph has hooks
            ─ saved       tensors that the operations saved for backward
            ─ rules       conversion of saved tensors and output gradient into
              grads       a representation of per-sample gradients: rows (dense), factors (factored),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import starmap
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,19 @@ from samplewise.engine.registered_hooks import have_hooks, may_have_hooks, remov
 
 OperandGradients = Callable[[], Mapping[int, Tensor] | None]  # by operand position; None if the node must be run
 Arrived = Callable[[int, dict[int, Tensor]], OperandGradients | None]
-Started = Callable[[Sequence[tuple[Node, int]], Sequence[Tensor]], None]
+
+
+class Watcher(Protocol):
+    """Observer of a backward pass."""
+
+    captures: list[tuple[Node, int]]  # edges above the ends of the pass whose gradients are read before any hook
+
+    def start(self, edges: Sequence[tuple[Node, int]], gradients: Sequence[Tensor]) -> None:
+        """Called with the gradients from which the pass, or a part of it, starts."""
+
+    def capture(self, gradients: Sequence[Tensor | None]) -> None:
+        """Called after the pass with the gradients of `captures`."""
+
 
 # Gradients with at most this many elements in total, and in one tensor, stay in the CPU caches: a pass may return them
 # all at its end.
@@ -146,24 +158,25 @@ def backward_past(
     weights: Tensor | None = None,
     create_graph: bool = False,
     during: bool = False,
-    started: Started | None = None,
+    watcher: Watcher | None = None,
 ) -> None:
     """Run one backward pass and call arrived(position of the node, {output slot: gradient}) once for each stop.
 
     `weights` (b,) on the losses default to ones. Small gradients are all passed on after the pass, unless `during`;
-    others during it, while they are in the CPU cache. started(edges, gradients) is called before each part of the pass.
+    others during it, while they are in the CPU cache.
     """
     hooked = may_have_hooks(graph)
     fits = stops.elements <= FITS_CACHE and stops.largest <= ONE_FITS_CACHE
-    divisible = len(stops.parts) > 1 and not (during or create_graph or graph.sharded)
+    captures = watcher is not None and bool(watcher.captures)
+    divisible = len(stops.parts) > 1 and not (during or create_graph or graph.sharded or captures)
     if divisible and not (hooked and have_hooks(graph, _skipped(stops))):
-        _pass_on_during(graph, stops, stops.parts, arrived, weights, create_graph, started)
+        _pass_on_during(graph, stops, stops.parts, arrived, weights, create_graph, watcher)
     # A prehook sees changes by earlier prehooks of the same node, the result of the pass does not. A hook or Python
     # function may change a gradient in place after it has passed a node.
     elif fits and not (during or hooked or graph.structure.functions):
         _pass_on_afterwards(graph, stops, arrived, weights, create_graph)
     else:
-        _pass_on_during(graph, stops, (stops.whole,), arrived, weights, create_graph, started)
+        _pass_on_during(graph, stops, (stops.whole,), arrived, weights, create_graph, watcher)
 
 
 def _skipped(stops: Stops) -> list[int]:
@@ -201,17 +214,20 @@ def _pass_on_during(
     arrived: Arrived,
     weights: Tensor | None,
     create_graph: bool,
-    started: Started | None = None,
+    watcher: Watcher | None = None,
 ) -> None:
     viewer = _Viewer(stops, arrived, create_graph)
     roots = _Roots.of(graph, weights)
     for part in parts:
         edges = [Edge(graph.nodes[stop], slot) for stop in part.ends for slot in stops.slots[stop]]
-        if started is not None:
-            started(roots.edges, roots.gradients)
+        captures = () if watcher is None else watcher.captures
+        if watcher is not None:
+            watcher.start(roots.edges, roots.gradients)
         with viewer.watching(graph, part.inside):
-            gradients = _gradients(roots, edges, create_graph)
-        at_ends = iter([edge.zeros() if g is None else g for edge, g in zip(edges, gradients, strict=True)])
+            gradients = _gradients(roots, [*edges, *captures], create_graph)
+        if watcher is not None and captures:
+            watcher.capture(gradients[len(edges) :])
+        at_ends = iter([edge.zeros() if g is None else g for edge, g in zip(edges, gradients, strict=False)])
         roots = _Roots([], [])
         for stop in part.ends:
             here = {slot: next(at_ends) for slot in stops.slots[stop]}

@@ -145,11 +145,12 @@ class Graph:
         """
         goal = None if self.goal is None else self.index.get(self.goal)
         if goal not in self.structure.inner:
-            self.structure.inner[goal] = {
-                at: {slot: Edge(node, slot).constant(0) for slot in self.used_slots(node)}
-                for at, node in enumerate(self.nodes)
-                if node in self.relevant and node not in self.leaves
-            }
+            with torch.inference_mode(False):  # they are used in graphs of other modes, too
+                self.structure.inner[goal] = {
+                    at: {slot: Edge(node, slot).constant(0) for slot in self.used_slots(node)}
+                    for at, node in enumerate(self.nodes)
+                    if node in self.relevant and node not in self.leaves
+                }
         return self.structure.inner[goal]
 
     def used_slots(self, node: Node) -> list[int]:

@@ -3,7 +3,7 @@
 A hook replaces the gradient that arrives at a node. `HookChecks` watches what arrives, which is the sum of what the
 consumers of the node return, and what the hooks leave of it:
 
-- If that is the same at all nodes, the pass is that of the graph without hooks: no hook is called again.
+- If that is the same tensor at all nodes, the pass is that of the graph without hooks: no hook is called again.
 - Else all hooks of the graph are called once more after the pass, in the same order, with the gradients that have
   arrived, weighted by powers of two that differ between samples. What they leave must follow the weights. Hooks that
   round, clip or threshold gradients, that compare samples, or that do something else in each call, do not.
@@ -15,8 +15,8 @@ with weights: see `verify.follows_weights`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ from torch import Tensor
 from torch._C import _DisableTorchDispatch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
+from samplewise.core.tensor_bytes import have_same_bytes
+from samplewise.engine.backward import Stops
 from samplewise.engine.generic import as_gradient
 from samplewise.engine.graph import EdgeKey, Graph, Node
 from samplewise.engine.local_probe import follows
@@ -56,10 +58,11 @@ def hook_checks(graph: Graph, plan: Plan, ordinary: bool) -> HookChecks | None:
         return checks
     watchable = (
         plan.proven
-        and not plan.by_passes
+        and plan.by_passes.isdisjoint(places.keys)
         and is_deterministic(graph)
         and plan.operands.keys().isdisjoint([*places.before, *places.after])
         and all(is_identity(graph.nodes[at], graph.sharded) for at in places.after if at not in plan.side)
+        and places.after.keys().isdisjoint(claim.node for claim in plan.functions)
         and not (ordinary and 0 in checks.slots)
     )
     tags = {graph.edge(key): tag for key, tag in plan.tags.items()}
@@ -70,7 +73,7 @@ class _Arrival(NamedTuple):
     """Gradient that has arrived at an edge."""
 
     value: Tensor  # copy that hooks do not get
-    tensor: Tensor | None  # what they get, if it is from a single consumer and may be a gradient of other edges, too
+    tensor: Tensor | None  # what they get, if it is known
 
 
 class HookChecks:
@@ -84,35 +87,45 @@ class HookChecks:
             has_own = at in places.before or at in places.after
             self.slots[at] = [slot for slot in graph.inner[at] if has_own or (at, slot) in places.edges]
         self._watched = {(graph.nodes[at], slot): (at, slot) for at, slots in self.slots.items() for slot in slots}
+        self.captures: list[tuple[Node, int]] = []  # edges with several consumers, whose gradients autograd adds
         self._arrivals: dict[EdgeKey, _Arrival] = {}
         self._left: dict[int, Mapping[int, Tensor]] = {}  # by node, in the order of the pass
         self._foreign = foreign_hooks()
-        self.fail = False  # True if hooks cannot be verified in this way
         self._thread = threading.get_ident()
 
-    @contextmanager
-    def watching(self, stops: Iterable[int]) -> Iterator[None]:
+    def watching(self, stops: Stops) -> AbstractContextManager[None]:
         """Context manager: the backward pass in the block is watched. What arrives at `stops` is passed to `reach`."""
+        if not self.slots:
+            return nullcontext()
         nodes = self.graph.nodes
         consumers: dict[int, list[tuple[int, EdgeKey]]] = {}
-        for key in self._watched.values():
-            for at, position in self.graph.structure.consumers.get(key, ()):
+        for edge, key in self._watched.items():
+            uses = self.graph.structure.consumers.get(key, ())
+            for at, position in uses:
                 consumers.setdefault(at, []).append((position, key))
+            if len(uses) > 1 and key[0] not in stops.ends:
+                self.captures.append(edge)
         handles = []
-        for at in set(self.slots).difference(stops):
+        for at in set(self.slots).difference(stops.slots):
             if at in self.places.after:
                 handles.append(nodes[at].register_hook(partial(self._after, at)))
             else:
                 handles.append(nodes[at].register_prehook(partial(self._before, at)))
         handles += [nodes[at].register_hook(partial(self._returned, uses)) for at, uses in consumers.items()]
-        with removed_afterwards(handles):
-            yield
+        return removed_afterwards(handles)
 
     def start(self, edges: Iterable[tuple[Node, int]], gradients: Iterable[Tensor]) -> None:
         """Note the gradients from which a pass, or a part of it, starts."""
-        for edge, gradient in zip(edges, gradients, strict=True):
+        for edge, gradient in zip(edges, gradients, strict=True) if self.slots else ():
             if tuple(edge) in self._watched:
                 self._arrive(self._watched[tuple(edge)], gradient)
+
+    def capture(self, gradients: Iterable[Tensor | None]) -> None:
+        """Note the gradients that the hooks at `captures` got."""
+        for edge, gradient in zip(self.captures, gradients, strict=True):
+            key = self._watched[edge]
+            if key in self._arrivals:
+                self._arrivals[key] = self._arrivals[key]._replace(tensor=gradient)
 
     def reach(self, at: int, gradients: Mapping[int, Tensor]) -> None:
         """Note what the hooks of a node have left of its gradients (by output slot)."""
@@ -150,29 +163,34 @@ class HookChecks:
             else:  # autograd adds them in this order
                 self._arrivals[key] = _Arrival(earlier.value + value, None)
 
-    def hold(self, owners: Mapping[EdgeKey, Tag]) -> bool:
-        """True if the watched pass shows that hooks have changed nothing, or keep to the ownership of gradients."""
+    def hold(self, owners: Mapping[EdgeKey, Tag], again: bool) -> bool:
+        """True if the watched pass shows that hooks have changed nothing, or keep to the ownership of gradients.
+
+        again: hooks that have changed nothing are verified, too, because another pass with weights will call them.
+        """
         if not self.slots:
             return True
         if foreign_hooks() != self._foreign:  # a hook may have registered another one
             return False
-        self.fail = not (self._change_nothing() or self._follow(owners))
-        return not self.fail
-
-    def _change_nothing(self) -> bool:
-        """True if hooks have left all gradients as they arrived."""
         with torch.no_grad(), _DisableTorchDispatch():
-            return all(self._is_unchanged((at, slot)) for at, slots in self.slots.items() for slot in slots)
+            verdicts = [self._is_changed(key) for key in self._watched.values()]
+        if None in verdicts:
+            return False
+        return self._follow(owners) if again or True in verdicts else True
 
-    def _is_unchanged(self, key: EdgeKey) -> bool:
+    def _is_changed(self, key: EdgeKey) -> bool | None:
+        """True if hooks may have replaced the gradient of an edge; None if they have changed one in place, which may be
+        the gradient of other edges, too.
+        """
         arrival = self._arrivals.get(key)
-        gradient = self._left.get(key[0], {}).get(key[1])
-        if arrival is None or gradient is None:
-            return arrival is None and (gradient is None or not gradient.any())
-        # A tensor from a single consumer may be a gradient of other edges, too: they would get a change in place.
-        if arrival.tensor is not None and arrival.tensor is not gradient:
-            return _are_equal(arrival.tensor, arrival.value) and _are_equal(gradient, arrival.value)
-        return _are_equal(gradient, arrival.value)
+        left = self._left.get(key[0], {}).get(key[1])
+        if arrival is None:
+            return None if left is not None and bool(left.any()) else False
+        if left is None or left.layout is not torch.strided or left.shape != arrival.value.shape:
+            return None
+        if arrival.tensor is not None and not have_same_bytes(arrival.tensor, arrival.value):
+            return None
+        return left is not arrival.tensor  # equal values are not enough: a roll may leave them as they are
 
     def _follow(self, owners: Mapping[EdgeKey, Tag]) -> bool:
         """Call all hooks again with weighted gradients; True if what they leave follows the weights."""
@@ -229,7 +247,3 @@ def _replaced(gradients: Sequence[Tensor | None], result: object) -> Sequence[Te
     if result is None:
         return gradients
     return result if isinstance(result, tuple) else (result,)
-
-
-def _are_equal(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first, second) or bool(((first == second) | (first.isnan() & second.isnan())).all())

@@ -77,7 +77,8 @@ def _moved(
     probes: bool,
 ) -> list[Tag | None]:
     """Tag of the gradient of each operand, for gradients of the outputs with these tags; None if samples are mixed."""
-    if is_identity(node, graph.sharded):
+    passes_all = all(child is None or position in tags for position, child in enumerate(children))
+    if is_identity(node, graph.sharded) and passes_all:
         return [tags.get(position) for position in range(len(children))]
     soles = {tag.sole if isinstance(tag, Irregular) else None for tag in tags.values()}
     sole = next(iter(soles)) if len(soles) == 1 else None

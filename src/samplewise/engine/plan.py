@@ -121,7 +121,7 @@ class Plan:
     shared: dict[object, bool] = field(default_factory=dict)  # whether views of a parameter overlap, by name
     verdicts: Verdicts = field(default_factory=dict)  # whether operations without a rule can be computed in batches
     gradients: dict[EdgeKey, Tensor] = field(default_factory=dict)  # gradients that a probe has already computed
-    by_passes: bool = False  # hooks could not be verified at their nodes: by passes with weights in each graph
+    by_passes: set[object] = field(default_factory=set)  # places of hooks that are verified by passes with weights
     cause: str = "samples do not own the gradients as was derived"  # why the whole graph was probed, if it was
 
     def explain(self, name: str, form: PerSampleGrad) -> ExplainRow:
@@ -329,6 +329,7 @@ class GradBuilder:
         differentiable: bool,
         keep: bool,
         factors: bool = False,
+        in_place: bool = True,
     ):
         self.plan = plan
         self.graph = graph
@@ -343,8 +344,8 @@ class GradBuilder:
         self._gradients: dict[int, Tensor] = {}  # of the last node that was added
         self._uses: dict[str, list[PerSampleGrad]] = {}  # of parameters with uses that are still to be added
         self._bundles = keep and not (differentiable or graph.sharded or is_traced(graph.losses))
-        # A hook or Python function may change the gradient in place during the pass, before its rows are bundled.
-        self._copies = self._bundles and (bool(graph.structure.functions) or may_have_hooks(graph))
+        # A hook or Python function may change a gradient in place during the pass, before its rows are bundled.
+        self._copies = self._bundles and in_place
         self._small: dict[str, DenseGrad] = {}  # to be bundled after the pass
         self._verdicts = None if graph.sharded else plan.verdicts
         self.not_linear: str | None = None  # a Python Function whose backward is not linear

@@ -142,12 +142,6 @@ def _find_hooks(graph: Graph) -> HookPlaces | None:
     return HookPlaces(frozenset(edges), *node_hooks(graph, graph.inner))
 
 
-def remember_hooks(graph: Graph, edges: Collection[EdgeKey]) -> None:
-    """Note which of these edges have hooks. They count as hooked in later graphs of this structure."""
-    places = hook_places(graph)
-    graph.structure.hooked = set() if places is None else set(places.edges.intersection(edges))
-
-
 def node_hooks(graph: Graph, nodes: Iterable[int]) -> tuple[dict[int, Hooks], dict[int, Hooks]]:
     """Hooks registered on autograd nodes themselves, not on tensors, by position: those that run before and after the
     node. torch shows them with a new hook.

@@ -37,7 +37,7 @@ from samplewise.engine.linearity import NotLinearError, Tolerance, largest, nonl
 from samplewise.engine.local_probe import FunctionChecks
 from samplewise.engine.plan import ExplainRow, GradBuilder, Planner, Quantity
 from samplewise.engine.reference import jacobian_rows
-from samplewise.engine.registered_hooks import may_have_hooks, remember_hooks
+from samplewise.engine.registered_hooks import hook_places, may_have_hooks
 from samplewise.engine.saved import Versions
 from samplewise.engine.separation import is_deterministic
 from samplewise.engine.slow_paths import warn_if_slow
@@ -102,8 +102,7 @@ class QuantityEvaluator:
         if self.by_loop:
             return
         with self.context():
-            may_differ = self._planner.plan().has_functions or may_have_hooks(self.graph)
-            if may_differ and not self._strategies:
+            if not self._strategies and (self._planner.plan().has_functions or may_have_hooks(self.graph)):
                 self.evaluate(lambda form, _: None)
             if self._not_linear is not None:
                 raise self._not_linear
@@ -302,31 +301,34 @@ class BackwardStrategy:
         self.rows = built.rows
         return built.results
 
-    def _pass(self, quantity: Quantity, keep: bool) -> GradBuilder | None:
-        """Run one backward pass; None if it has shown that a proof of ownership does not hold."""
+    def _pass(self, quantity: Quantity, keep: bool, watches: bool = True) -> GradBuilder | None:
+        """Run one backward pass; None if it has shown that a proof of ownership does not hold.
+
+        watches: hooks are verified where they are, if this is possible.
+        """
         plan = self.plan
         pending = plan.pending
-        builder = self.make_builder(plan, self.planner.graph, quantity, self.create_graph, keep, self.factors)
         graph = self.planner.graph
-        in_place = graph.structure.functions or may_have_hooks(graph)  # these may have changed what a probe returned
-        probed = {} if self.create_graph or graph.sharded or in_place else dict(plan.gradients)
+        run = self.ordinary
+        self.ordinary = None
+
+        # Where hooks may change gradients unseen, the ownership is verified by one more pass, with weights.
+        hooks = hook_checks(graph, plan, ordinary=run is not None) if watches else None
+        weighs = hooks is None or plan.recomputed
+        if not (plan.proven and is_deterministic(graph)):  # Python functions are not watched
+            weighs = weighs or bool(graph.structure.functions)
+        if hooks is None or weighs:
+            hooks = HookChecks(graph)
+
+        in_place = bool(graph.structure.functions) or (weighs and may_have_hooks(graph))  # gradients may be changed so
+        builder = self.make_builder(plan, graph, quantity, self.create_graph, keep, self.factors, in_place)
+        probed = {} if self.create_graph or graph.sharded or in_place or may_have_hooks(graph) else dict(plan.gradients)
         plan.gradients.clear()
         if probed and len(probed) == len(plan.tags):
             for at, slots in plan.stops.slots.items():
                 builder.add(at, {slot: probed.pop((at, slot)) for slot in slots})
             return builder
         nonzero: list[Tensor] = []  # whether gradients that could not verify their ownership so far are non-zero
-
-        run = self.ordinary
-        self.ordinary = None
-
-        # Where hooks may change gradients unseen, the ownership is verified by one more pass, with weights.
-        hooks = hook_checks(graph, plan, ordinary=run is not None)
-        weighs = hooks is None or plan.recomputed
-        if not (plan.proven and is_deterministic(graph)):  # Python functions are not watched
-            weighs = weighs or bool(graph.structure.functions)
-        if hooks is None or weighs:
-            hooks = HookChecks(graph)
         functions = FunctionChecks(graph, () if weighs else plan.functions)
         sums: dict[Edge, Tensor] = {}  # of the absolute values of each sample in this pass
 
@@ -339,20 +341,24 @@ class BackwardStrategy:
             return builder.add(at, gradients)
 
         receive = arrived if pending or weighs or hooks.slots else builder.add
-        with functions.watching(), hooks.watching(plan.stops.slots):
+        with functions.watching(), hooks.watching(plan.stops):
             if run is None:
-                backward_past(graph, plan.stops, receive, None, self.create_graph, builder.recomputes, hooks.start)
+                backward_past(graph, plan.stops, receive, None, self.create_graph, builder.recomputes, hooks)
             elif not watch_backward(graph, plan.stops, receive, run):
                 return self._pass(quantity, keep)
-        if weighs or not hooks.hold(plan.owners):
+        if not hooks.hold(plan.owners, again=not self.keep):
+            return self._pass(quantity, keep, watches=False)
+        if weighs:
             tags = {graph.edge(key): tag for key, tag in plan.tags.items()}
-            plain = sums if sums and run is None else None  # the losses of an ordinary pass may be scaled
+            plain = sums if run is None else None  # the losses of an ordinary pass may be scaled
             if not follows_weights(graph, plan.stops, tags, plain):
                 if not plan.proven:
                     raise NotLinearError(nonlinear_operation(graph) or "an operation")
                 return None
-            plan.by_passes |= hooks.fail
-            remember_hooks(graph, () if plan.by_passes else plan.owners)
+            places = hook_places(graph)
+            if places is not None:
+                plan.by_passes.update(() if watches else places.keys)
+                graph.structure.hooked = places.edges.intersection(plan.owners).difference(plan.by_passes)
         if not functions.hold:
             return None
         verifiable = bool(nonzero) and bool(torch.stack(nonzero).any())  # one host sync for all

@@ -69,9 +69,8 @@ class Structure:
         self.functions: list[int] = []  # positions of Python functions
         self.sparse = False  # True if an embedding has sparse gradients
         self.plans: dict[str, Any] = {}  # plans that `Planner` keeps for such graphs, by `interacting`
-        # See `Graph.inner`, by position of the goal.
-        self.inner: dict[int | None, dict[int, dict[int, torch.Tensor]]] = {}
-        self.hooked: set[tuple[int, int]] = set()  # edges of tensors whose hooks were verified, see `registered_hooks`
+        self.inner: dict[int | None, dict[int, dict[int, torch.Tensor]]] = {}  # see `Graph`, by position of the goal
+        self.hooked: frozenset[tuple[int, int]] = frozenset()  # edges with hooks that were verified in an earlier graph
         for at, (kind, identity, settings, _) in enumerate(records):
             if kind is None:
                 self.functions.append(at)
