@@ -129,14 +129,14 @@ def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | C
     except NotLinearError as error:
         return Cause(f"the backward of {error.operation} is not linear")
     clean = []
-    for node in graph.nodes:
-        if node in graph.relevant and all(Edge(node, slot) in ownership.tags for slot in graph.used_slots(node)):
-            clean.append(node)
+    for at in graph.reach.nodes:
+        if all((at, slot) in ownership.tags for slot in graph.reach.slots[at]):
+            clean.append(graph.nodes[at])
     if graph.root.node not in clean:
         return Cause(f"{graph.operations[graph.root.node]}, which computes the losses, mixes samples", graph.root.node)
     operands = _boundary(graph, clean)
     side = graph.relevant - set(clean) - set(graph.leaves)
-    tags = {edge: ownership.tags[edge] for edge in _edges(graph, operands)}
+    tags = {edge: ownership.tags[graph.key(edge)] for edge in _edges(graph, operands)}
     entries = data_entries(graph, side | _along_samples(graph, tags))
     # With "allow" only the rows of the Jacobian count, which are the same whether samples interact or not.
     asks = interacting == "refuse" or is_traced(graph.losses)
@@ -189,7 +189,7 @@ class _Search:
     owners: dict[Edge, Tensor] = field(default_factory=dict)  # of probed edges, also of those not needed so far
 
     def run(self) -> Cut:
-        self.mixed.update(views_of_leaves(self.graph))
+        self.mixed.update(self.graph.nodes[at] for at in views_of_leaves(self.graph))
         reach = 1
         while True:
             undecided = self._undecided()

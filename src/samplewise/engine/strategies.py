@@ -67,7 +67,7 @@ class QuantityEvaluator:
     @property
     def by_loop(self) -> bool:
         """True if rows come from one backward pass per sample with any strategy. No plan is needed."""
-        return self.graph.samples == 1 or self.graph.structure.nested
+        return self.graph.samples == 1 or self.graph.sizes.nested
 
     def during(self, run: Callable[[], object], compute: Callable[[], object]) -> None:
         """Call compute(), and run() once: in place of the first backward pass of `compute`, or after it if it has none.

@@ -1,4 +1,4 @@
-"""Verification of derived ownership with extra backward passes, once per graph structure and cut.
+"""Verification of derived ownership with extra backward passes, once per graph structure and place of the samples.
 
 `layouts` derives from shapes which sample owns each element of a gradient. To verify it, the losses are weighted by
 powers of two that differ between any two samples in at least one pass. Scaling by a power of two is exact, so the sum
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from samplewise.engine.backward import Stops, backward_past, gradients_at, stops_at
 from samplewise.engine.graph import Edge, EdgeKey, Graph, numel
+from samplewise.engine.layouts import locate
 from samplewise.engine.linearity import check_linear
 from samplewise.engine.registered_hooks import may_have_hooks
 from samplewise.engine.separation import (
@@ -34,7 +35,7 @@ from samplewise.engine.separation import (
     switched_weights,
     switches,
 )
-from samplewise.engine.tags import Tag
+from samplewise.engine.tags import Regular, Tag
 
 ENOUGH = 2  # number of samples with a non-zero block that verify an edge
 FEW = 32  # up to this number of samples, each is seen alone where the first hooks of a graph structure are verified
@@ -43,7 +44,7 @@ MOST_REMEMBERED = 10_000  # cached graph structures; the cache is cleared when i
 
 @dataclass
 class _Record:
-    """Result of the verification of one graph structure and cut."""
+    """Result of the verification of one graph structure and place of the samples."""
 
     holds: bool
     seen: dict[EdgeKey, set[int]]  # samples that had a non-zero block, by edge
@@ -123,7 +124,18 @@ def _pending(graph: Graph, tags: Mapping[Edge, Tag], record: _Record) -> set[Edg
 
 
 def _key(graph: Graph, tags: Mapping[Edge, Tag]) -> int:
-    return hash((graph.structure.hash, tuple(map(graph.key, tags))))
+    """Hash of the structure, and of the dimension of the samples at each edge. Where these are the same for other
+    sizes, ownership was derived in the same way.
+    """
+    places = []
+    for edge, tag in tags.items():
+        key = graph.key(edge)
+        if isinstance(tag, Regular):
+            place = locate(tag.inner, graph.sizes.shapes[key], graph.samples)
+        else:
+            place = tag.place
+        places.append((key, type(tag), None if place is None else place.dim))
+    return hash((graph.structure.hash, tuple(places)))
 
 
 def _compare(
