@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, numel
 from samplewise.engine.parts import Part, divided
 from samplewise.engine.registered_hooks import have_hooks, may_have_hooks, removed_afterwards
-from samplewise.engine.structure import Reach
+from samplewise.engine.structure import Reach, once
 
 OperandGradients = Callable[[], Mapping[int, Tensor] | None]  # by operand position; None if the node must be run
 Arrived = Callable[[int, dict[int, Tensor]], OperandGradients | None]
@@ -34,7 +34,6 @@ Arrived = Callable[[int, dict[int, Tensor]], OperandGradients | None]
 # all at its end.
 FITS_CACHE = 2**20
 ONE_FITS_CACHE = 2**17
-MOST_STOPS = 64  # that are kept for each graph structure
 
 
 def gradients_at(
@@ -116,13 +115,7 @@ def stops_at(graph: Graph, nodes: Iterable[Node], replaceable: Iterable[Node] = 
     because the callback returns the gradients of their operands.
     """
     key = (frozenset(map(graph.index.__getitem__, nodes)), frozenset(map(graph.index.__getitem__, replaceable)))
-    known: dict[object, Stops] = graph.reach.stops
-    stops = known.get(key)
-    if stops is None:
-        if len(known) >= MOST_STOPS:
-            known.clear()
-        stops = known[key] = _stops_at(graph.reach, *key)
-    return stops
+    return once(graph.reach.results, key, partial(_stops_at, graph.reach, *key))
 
 
 def _stops_at(reach: Reach, chosen: frozenset[int], replaceable: frozenset[int]) -> Stops:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from samplewise.engine.checks import is_traced
-from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.graph import Edge, EdgeKey, Graph, Node
 from samplewise.engine.independence import (
     Constants,
     data_entries,
@@ -26,6 +27,7 @@ from samplewise.engine.linearity import NotLinearError, check_linear
 from samplewise.engine.local_probe import Claim
 from samplewise.engine.ownership import is_plain, owners, views_of_leaves
 from samplewise.engine.probe import MIXED, probe
+from samplewise.engine.structure import once
 from samplewise.engine.tags import Tag, sequences_of, tag_of
 from samplewise.engine.verify import verify
 from samplewise.errors import GraphError, NonFiniteGradientError
@@ -89,6 +91,27 @@ def probed_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
     return cut
 
 
+class Boundary(NamedTuple):
+    """The cut below some clean nodes, for all graphs of a structure. Nodes are positions."""
+
+    operands: list[tuple[int, int]]  # clean node, position of the operand
+    edges: list[EdgeKey]  # outputs of these nodes
+    side: list[int]
+    entries: list[int]  # see `Cut.data_entries`
+
+    @classmethod
+    def of(cls, graph: Graph, clean: Iterable[int]) -> Boundary:
+        nodes = {graph.nodes[at] for at in clean}
+        operands = _boundary(graph, nodes)
+        side = graph.relevant - nodes - set(graph.leaves)
+        return cls(
+            [(graph.index[node], position) for node, position in operands],
+            [graph.key(edge) for edge in _edges(graph, operands)],
+            [graph.index[node] for node in side],
+            data_entries(graph, side),
+        )
+
+
 def _boundary(graph: Graph, clean: Iterable[Node]) -> list[tuple[Node, int]]:
     """Operands (node, position) of clean nodes that are parameters or outputs of nodes that are not clean."""
     clean = set(clean)
@@ -128,16 +151,16 @@ def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | C
         return Cause("gradients of an operation are not finite for other losses")
     except NotLinearError as error:
         return Cause(f"the backward of {error.operation} is not linear")
-    clean = []
-    for at in graph.reach.nodes:
-        if all((at, slot) in ownership.tags for slot in graph.reach.slots[at]):
-            clean.append(graph.nodes[at])
-    if graph.root.node not in clean:
+    reach = graph.reach
+    clean = tuple([at for at in reach.nodes if all((at, slot) in ownership.tags for slot in reach.slots[at])])
+    if clean[:1] != (0,):
         return Cause(f"{graph.operations[graph.root.node]}, which computes the losses, mixes samples", graph.root.node)
-    operands = _boundary(graph, clean)
-    side = graph.relevant - set(clean) - set(graph.leaves)
-    tags = {edge: ownership.tags[graph.key(edge)] for edge in _edges(graph, operands)}
-    entries = data_entries(graph, side | _along_samples(graph, tags))
+    boundary = once(graph.structure.results, (Boundary, clean), partial(Boundary.of, graph, clean))
+    operands = [(graph.nodes[at], position) for at, position in boundary.operands]
+    side = {graph.nodes[at] for at in boundary.side}
+    tags = {graph.edge(key): ownership.tags[key] for key in boundary.edges}
+    layers = _along_samples(graph, tags)
+    entries = data_entries(graph, side | layers) if layers else boundary.entries
     # With "allow" only the rows of the Jacobian count, which are the same whether samples interact or not.
     asks = interacting == "refuse" or is_traced(graph.losses)
     data = list(sample_data(graph, entries, constants)) if asks else []

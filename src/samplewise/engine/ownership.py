@@ -80,21 +80,24 @@ def _moved(
     None if samples are mixed.
     """
     node = graph.nodes[at]
-    if _is_identity(node, graph.sharded):
+    if graph.structure.records[at].kind is None and _is_identity(node, graph.sharded):
         return [tags.get(position) for position in range(len(children))]
     soles = {tag.sole if isinstance(tag, Irregular) else None for tag in tags.values()}
     sole = next(iter(soles)) if len(soles) == 1 else None
     if sole is not None:  # what is computed from the gradient of one sample belongs to it
         return [owned_by(sole, graph.edge(child), graph.samples) if child else None for child in children]
-    by_slot = [_by_layout(graph, at, slot, tag, children) for slot, tag in tags.items()]
+    answers, *others = [_by_layout(graph, at, slot, tag, children) for slot, tag in tags.items()]
+    for more in others:
+        answers = [one if one == other else UNDECIDED for one, other in zip(answers, more, strict=True)]
     moved: list[Tag | None] = []
     unknown: list[int] = []
-    for position, child in enumerate(children):
-        answers = {answer[position] for answer in by_slot}
-        answer = next(iter(answers)) if len(answers) == 1 else UNDECIDED
-        if answer is UNDECIDED and child is not None and child[0] not in side:
-            unknown.append(position)
-        moved.append(None if isinstance(answer, SampleDim) else answer)
+    for position, answer in enumerate(answers):
+        if isinstance(answer, SampleDim):
+            child = children[position]
+            if child is not None and child[0] not in side:
+                unknown.append(position)
+            answer = None
+        moved.append(answer)
     if unknown and probes:
         answers_of_node = probe_node(graph, node, tags, unknown)
         for position, tag in answers_of_node.items():

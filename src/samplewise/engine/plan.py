@@ -48,6 +48,7 @@ from samplewise.engine.rules import OPERAND_RULES, RULES, OperandRule, Rule, Use
 from samplewise.engine.rules.use import Operand
 from samplewise.engine.saved import SavedTensorReader, Versions, has_sparse
 from samplewise.engine.slow_paths import place_of, warn_if_slow
+from samplewise.engine.structure import once
 from samplewise.engine.tags import Tag
 from samplewise.engine.verify import verify_again
 from samplewise.errors import GraphError
@@ -77,6 +78,7 @@ class Branch:
     entry: EdgeKey  # where the gradient of the operand arrives
     leaves: tuple[int, ...]  # positions of the parameters
     routes: tuple[Route, ...]
+    viewed: bool  # the operations on all routes only view the parameters
     function: str | None  # name of a Python Function below the operand
 
 
@@ -145,26 +147,25 @@ class Plan:
 
 def make_plan(graph: Graph, cut: Cut) -> Plan:
     """Return the plan for a graph and its cut. Checks that each parameter in the graph has a route."""
-    index = graph.index
+    keys = tuple([(graph.index[node], position) for node, position in cut.operands])
+    branches = once(graph.structure.results, (Branch, keys), partial(_branches, graph, keys))
     operands: dict[int, list[OperandPlan]] = {}
     reads: dict[int, dict[str, None]] = {}
     uses: dict[str, int] = {}
     rules: dict[tuple[str, int], Rule | None] = {}
-    for node, position in cut.operands:
-        key = (graph.operations[node], position)
+    for (at, position), branch in zip(keys, branches, strict=True):
+        key = (graph.structure.operations[at], position)
         rule = rules[key] = RULES.get(key)
-        at = index[node]
         reads.setdefault(at, {}).update(dict.fromkeys(rule.reads if rule is not None else ()))
-        planned = _plan_operand(graph, cut, at, position, rule)
+        planned = _plan_operand(graph, cut, at, position, rule, branch)
         operands.setdefault(at, []).append(planned)
         for below, names in reads_of(planned.descent, graph).items():
             reads.setdefault(below, {}).update(dict.fromkeys(names))
-        for route in planned.branch.routes:
+        for route in branch.routes:
             uses[route.name] = uses.get(route.name, 0) + 1
             if route.looks_up:
-                reads.setdefault(planned.branch.entry[0], {})["indices"] = None
-    _prove_complete(graph, uses)
-    operations = {at: graph.operations[graph.nodes[at]] for at in operands}
+                reads.setdefault(branch.entry[0], {})["indices"] = None
+    operations = {at: graph.structure.operations[at] for at in operands}
     operand_rules = _operand_rules(operations, reads)
     return Plan(
         stops=stops_at(graph, [graph.nodes[at] for at in operands], [graph.nodes[at] for at in operand_rules]),
@@ -190,21 +191,23 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
     )
 
 
-def _plan_operand(graph: Graph, cut: Cut, at: int, position: int, rule: Rule | None) -> OperandPlan:
-    branches: dict[EdgeKey, Branch] = graph.structure.branches
-    branch = branches.get((at, position))
-    if branch is None:
-        branch = branches[at, position] = _branch(graph, graph.nodes[at], position)
+def _plan_operand(graph: Graph, cut: Cut, at: int, position: int, rule: Rule | None, branch: Branch) -> OperandPlan:
     shapes = graph.sizes.shapes
     slots = graph.reach.slots[at]
-    operand = Operand(
-        position, shapes[branch.entry], graph.samples, {slot: cut.tags[graph.edge((at, slot))] for slot in slots}
-    )
+    tags = {slot: cut.tags[graph.edge((at, slot))] for slot in slots}
+    operand = Operand(position, shapes[branch.entry], graph.samples, tags)
     empty = not any(numel(shapes[at, slot]) for slot in slots)
-    viewed = all(route.changing is not None and set(route.changing) <= VIEWS for route in branch.routes)
+    if branch.viewed:
+        return OperandPlan(operand, rule, empty, branch, NO_DESCENT)
     leaves = [graph.nodes[leaf] for leaf in branch.leaves]
-    below = NO_DESCENT if viewed else descent(graph, graph.edge(branch.entry), leaves)
-    return OperandPlan(operand, rule, empty, branch, below)
+    return OperandPlan(operand, rule, empty, branch, descent(graph, graph.edge(branch.entry), leaves))
+
+
+def _branches(graph: Graph, operands: Iterable[tuple[int, int]]) -> list[Branch]:
+    """Parameters below each operand (node, position). Checks that each parameter in the graph is reached."""
+    branches = [_branch(graph, graph.nodes[at], position) for at, position in operands]
+    _prove_complete(graph, [route.name for branch in branches for route in branch.routes])
+    return branches
 
 
 def _branch(graph: Graph, node: Node, position: int) -> Branch:
@@ -216,7 +219,8 @@ def _branch(graph: Graph, node: Node, position: int) -> Branch:
         changing = None if operations is None else changing_operations(operations)
         routes.append(Route(graph.leaves[leaf], number, changing, looks_up=operations == ["Embedding"]))
     leaves = tuple(graph.index[leaf] for leaf, _ in paths)
-    return Branch(graph.key(entry), leaves, tuple(routes), _function_below(graph, entry.node))
+    viewed = all(route.changing is not None and set(route.changing) <= VIEWS for route in routes)
+    return Branch(graph.key(entry), leaves, tuple(routes), viewed, _function_below(graph, entry.node))
 
 
 def _function_below(graph: Graph, start: Node) -> str | None:

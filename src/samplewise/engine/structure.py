@@ -8,9 +8,9 @@ all of them is read in full.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -19,7 +19,10 @@ Node = Any  # torch.autograd.graph.Node: attributes differ per operation and are
 Children = tuple[tuple[Node | None, int], ...]
 
 MOST_KEPT = 2**17  # nodes in all structures and sizes that are kept; all are forgotten when there are more
+MOST_RESULTS = 64  # that are kept for a structure
 MOST_TRIED = 4  # structures that a graph is compared with before it is read in full
+
+Result = TypeVar("Result")
 
 _operations: dict[type, str] = {}
 
@@ -72,7 +75,7 @@ class Structure:
         self.functions: list[int] = []  # positions of Python functions
         self.sparse = False  # True if an embedding has sparse gradients
         self.sizes: dict[object, Sizes] = {}  # of the graphs so far, by `_Flat.sizes_of`
-        self.branches: dict[EdgeKey, Any] = {}  # see `plan.Branch`, by node and position of the operand
+        self.results: dict[object, Any] = {}  # see `once`
         self._reaches: dict[int | None, Reach] = {}
         for at, (kind, identity, settings, *_) in enumerate(records):
             if kind is None:
@@ -95,11 +98,23 @@ class Structure:
         return self._reaches[goal]
 
 
+def once(results: dict[object, Any], key: object, compute: Callable[[], Result]) -> Result:
+    """Return compute(), or what it has returned for this key before. For what depends on a structure alone, and on
+    nodes that data may choose: the number of results is bounded.
+    """
+    if key not in results:
+        if len(results) >= MOST_RESULTS:
+            results.clear()
+        results[key] = compute()
+    result: Result = results[key]
+    return result
+
+
 class Reach:
     """Nodes of a structure with a path to a wanted parameter or to a goal, by position."""
 
     def __init__(self, structure: Structure, goal: int | None):
-        self.stops: dict[object, Any] = {}  # of backward passes, by the nodes at which they read gradients
+        self.results: dict[object, Any] = {}  # see `once`
         records = structure.records
         relevant = {*structure.leaves, goal} - {None}
         for at in reversed(range(len(records))):
