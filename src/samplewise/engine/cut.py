@@ -56,6 +56,7 @@ class Cut:
     functions: list[Claim] = field(default_factory=list)
     by_data: bool = False
     recomputed: bool = False
+    derivation: int = 0
     cause: Cause | None = None  # why the whole graph was probed
 
 
@@ -167,7 +168,7 @@ def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | C
     if data and (may_refuse(data) or is_traced(graph.losses)):
         mixing = data[0][0]
         return Cause(f"{graph.operations[mixing]} combines sample data with gradients of several samples", mixing)
-    pending = verify(graph, tags)
+    pending = verify(graph, tags, ownership.derivation)
     if pending is None:
         return Cause("ownership derived from shapes does not hold in a backward pass")
     if data and set(probed_cut(graph, constants, interacting).operands) != set(operands):  # which warns of integers
@@ -184,6 +185,7 @@ def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | C
         functions=ownership.functions,
         by_data=ownership.by_data,
         recomputed=ownership.recomputed,
+        derivation=ownership.derivation,
     )
 
 

@@ -28,6 +28,14 @@ class Ownership:
     functions: list[Claim] = field(default_factory=list)  # about Python functions, to be verified during a pass
     by_data: bool = False  # a tag has an owner for each element: it is used for this graph only
     recomputed: bool = False  # nodes of a checkpointed block were probed: to be verified by a pass with weights
+    steps: list[object] = field(default_factory=list)  # dimension of the samples before and after each operation
+
+    @property
+    def derivation(self) -> int:
+        """Hash of how the samples were followed, which may depend on sizes: as many tokens as samples by coincidence
+        could be taken for them.
+        """
+        return hash(tuple(self.steps))
 
 
 def owners(graph: Graph, probes: bool = True) -> Ownership:
@@ -86,7 +94,7 @@ def _moved(
     sole = next(iter(soles)) if len(soles) == 1 else None
     if sole is not None:  # what is computed from the gradient of one sample belongs to it
         return [owned_by(sole, graph.edge(child), graph.samples) if child else None for child in children]
-    answers, *others = [_by_layout(graph, at, slot, tag, children) for slot, tag in tags.items()]
+    answers, *others = [_by_layout(graph, at, slot, tag, children, ownership.steps) for slot, tag in tags.items()]
     for more in others:
         answers = [one if one == other else UNDECIDED for one, other in zip(answers, more, strict=True)]
     moved: list[Tag | None] = []
@@ -127,9 +135,11 @@ def _note(
 
 
 def _by_layout(
-    graph: Graph, at: int, slot: int, tag: Tag, children: list[EdgeKey | None]
+    graph: Graph, at: int, slot: int, tag: Tag, children: list[EdgeKey | None], steps: list[object]
 ) -> list[Tag | SampleDim | None]:
-    """Tag of each operand as shapes and settings say, for one output; UNDECIDED where they say nothing."""
+    """Tag of each operand as shapes and settings say, for one output; UNDECIDED where they say nothing. `steps`: gets
+    the dimensions of the samples, and whether the number of entries per sample has changed.
+    """
     operation = graph.structure.operations[at]
     shapes = graph.sizes.shapes
     if operation in VIEWS:
@@ -143,10 +153,13 @@ def _by_layout(
         return [UNDECIDED] * len(children)
     places = mover(graph.nodes[at], place, shape, [shapes[child] if child else None for child in children])
     moved: list[Tag | SampleDim | None] = []
+    steps.append(place.dim)
     for to, child in zip(places, children, strict=True):
         if to is None or child is None:
             moved.append(None)
+            steps.append(None)
         else:
+            steps.append(to.dim if to.post == place.post else (to.dim,))
             moved.append(UNDECIDED if to is UNDECIDED else tag_at(to, shapes[child], graph.samples) or UNDECIDED)
     return moved
 

@@ -118,6 +118,7 @@ class Plan:
     claims: list[Claim]  # that the ownership depends on, to be verified in each graph
     functions: list[Claim]  # as before, about Python functions: to be verified during a pass
     recomputed: bool  # the ownership is to be verified by a pass with weights in each graph
+    derivation: int  # see `Ownership`
     has_functions: bool  # True if there are Python Functions at the cut or below it
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
     operations: dict[int, str]  # by node at the cut
@@ -178,6 +179,7 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         claims=cut.claims,
         functions=cut.functions,
         recomputed=cut.recomputed,
+        derivation=cut.derivation,
         has_functions=any(
             planned.branch.function is not None or is_python_function(graph.nodes[at])
             for at, operands_of_node in operands.items()
@@ -298,7 +300,8 @@ class Planner:
     def verify_again(self) -> bool:
         """Verify the ownership of the current plan with new passes; False if it does not hold."""
         plan = self.plan()
-        pending = verify_again(self.graph, {self.graph.edge(key): tag for key, tag in plan.tags.items()})
+        tags = {self.graph.edge(key): tag for key, tag in plan.tags.items()}
+        pending = verify_again(self.graph, tags, plan.derivation)
         if pending is None:
             self.graph.sizes.plans.pop(self.interacting, None)
             return False

@@ -336,7 +336,7 @@ class BackwardStrategy:
                 return self._pass(quantity, keep)
         tags = {graph.edge(key): tag for key, tag in plan.tags.items()} if weighs else {}
         plain = sums if run is None else None  # the losses of an ordinary pass may be scaled
-        if weighs and not follows_weights(graph, plan.stops, tags, plain):
+        if weighs and not follows_weights(graph, plan.stops, tags, plan.derivation, plain):
             if not plan.proven:
                 raise NotLinearError(nonlinear_operation(graph) or "an operation")
             return None

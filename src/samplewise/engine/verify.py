@@ -1,4 +1,4 @@
-"""Verification of derived ownership with extra backward passes, once per graph structure and place of the samples.
+"""Verification of derived ownership with extra backward passes, once per graph structure and derivation.
 
 `layouts` derives from shapes which sample owns each element of a gradient. To verify it, the losses are weighted by
 powers of two that differ between any two samples in at least one pass. Scaling by a power of two is exact, so the sum
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from samplewise.engine.backward import Stops, backward_past, gradients_at, stops_at
 from samplewise.engine.graph import Edge, EdgeKey, Graph, numel
-from samplewise.engine.layouts import locate
 from samplewise.engine.linearity import check_linear
 from samplewise.engine.registered_hooks import may_have_hooks
 from samplewise.engine.separation import (
@@ -35,7 +34,7 @@ from samplewise.engine.separation import (
     switched_weights,
     switches,
 )
-from samplewise.engine.tags import Regular, Tag
+from samplewise.engine.tags import Tag
 
 ENOUGH = 2  # number of samples with a non-zero block that verify an edge
 FEW = 32  # up to this number of samples, each is seen alone where the first hooks of a graph structure are verified
@@ -44,7 +43,7 @@ MOST_REMEMBERED = 10_000  # cached graph structures; the cache is cleared when i
 
 @dataclass
 class _Record:
-    """Result of the verification of one graph structure and place of the samples."""
+    """Result of the verification of one graph structure and derivation."""
 
     holds: bool
     seen: dict[EdgeKey, set[int]]  # samples that had a non-zero block, by edge
@@ -59,17 +58,19 @@ class _Record:
 _records: dict[int, _Record] = {}
 
 
-def verify(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Edge] | None:
-    """Verify ownership, or use the cached result. Return the pending edges; None if the ownership does not hold."""
-    record = _records.get(_key(graph, tags))
+def verify(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> set[Edge] | None:
+    """Verify ownership, or use the cached result of graphs of this structure in which it was derived in the same way,
+    with these or other sizes. Return the pending edges; None if the ownership does not hold.
+    """
+    record = _records.get(_key(graph, tags, derivation))
     if record is None:
-        return verify_again(graph, tags)
+        return verify_again(graph, tags, derivation)
     return _pending(graph, tags, record)
 
 
-def verify_again(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Edge] | None:
+def verify_again(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> set[Edge] | None:
     """As `verify`, but always run the backward passes."""
-    key = _key(graph, tags)
+    key = _key(graph, tags, derivation)
     former = _records.get(key)
     seen = dict(former.seen) if former is not None and former.holds else {}
     filled = {edge: tag for edge, tag in tags.items() if numel(edge.shape)}  # of no elements, any ownership holds
@@ -87,14 +88,18 @@ def verify_again(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Edge] | None:
 
 
 def follows_weights(
-    graph: Graph, stops: Stops, tags: Mapping[Edge, Tag], plain: Mapping[Edge, Tensor] | None = None
+    graph: Graph,
+    stops: Stops,
+    tags: Mapping[Edge, Tag],
+    derivation: int,
+    plain: Mapping[Edge, Tensor] | None = None,
 ) -> bool:
     """True if the ownership holds in one more pass with weights; `plain`: sums of absolute values of each sample in the
     pass without weights, if there was one. In each graph with hooks: they may do something else than before.
     """
     if plain is None:
         plain = _block_sums(graph, tags, torch.ones_like(graph.losses), stops)
-    record = _records.get(_key(graph, tags))
+    record = _records.get(_key(graph, tags, derivation))
     if record is None or not record.with_hooks:
         # A hook that compares samples may do the same to them with all weights. Once per structure: this is slow.
         if _compare(graph, {edge: tags[edge] for edge in plain if numel(edge.shape)}, max(REPEATS), apart=True) is None:
@@ -104,7 +109,7 @@ def follows_weights(
     if not is_deterministic(graph):  # differences between passes count as rounding there
         check_linear(graph, list(tags), gradients_at(graph, list(tags)))
     if is_float16(graph) or not is_deterministic(graph):  # these need several passes
-        return verify_again(graph, tags) is not None
+        return verify_again(graph, tags, derivation) is not None
     (powers,) = distinct_powers(graph, _relative_sizes(graph, plain), base=WIDE, digits=1)
     coded = _block_sums(graph, tags, powers.to(graph.losses.dtype), stops)
     sums = torch.stack(list(plain.values()))
@@ -123,19 +128,8 @@ def _pending(graph: Graph, tags: Mapping[Edge, Tag], record: _Record) -> set[Edg
     return {edge for edge in tags if graph.key(edge) in record.pending}
 
 
-def _key(graph: Graph, tags: Mapping[Edge, Tag]) -> int:
-    """Hash of the structure, and of the dimension of the samples at each edge. Where these are the same for other
-    sizes, ownership was derived in the same way.
-    """
-    places = []
-    for edge, tag in tags.items():
-        key = graph.key(edge)
-        if isinstance(tag, Regular):
-            place = locate(tag.inner, graph.sizes.shapes[key], graph.samples)
-        else:
-            place = tag.place
-        places.append((key, type(tag), None if place is None else place.dim))
-    return hash((graph.structure.hash, tuple(places)))
+def _key(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> int:
+    return hash((graph.structure.hash, derivation, tuple(map(graph.key, tags))))
 
 
 def _compare(
