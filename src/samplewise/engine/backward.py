@@ -104,7 +104,7 @@ def accumulate_sum(losses: Tensor, weights: Tensor) -> None:
 class Stops(NamedTuple):
     """Nodes at which gradients are read, for all graphs of one structure. Nodes are positions in `graph.nodes`."""
 
-    slots: dict[int, list[int]]  # output slots that receive a gradient, by node, consumers first
+    slots: dict[int, tuple[int, ...]]  # output slots that receive a gradient, by node, consumers first
     ends: frozenset[int]  # nodes with none of the others below them: autograd does not run them
     whole: Part  # all stops
     parts: tuple[Part, ...]  # the same stops, if the pass is divided at nodes that need not be run

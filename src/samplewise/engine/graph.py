@@ -132,7 +132,7 @@ class Graph:
         nodes = self.nodes
         return {nodes[at]: [(nodes[user], p) for user, p in users] for at, users in self.reach.consumers.items()}
 
-    def used_slots(self, node: Node) -> list[int]:
+    def used_slots(self, node: Node) -> tuple[int, ...]:
         """Output slots of `node` that receive a gradient."""
         return self.reach.slots[self.index[node]]
 

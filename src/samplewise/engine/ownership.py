@@ -79,7 +79,7 @@ def _moved(
     graph: Graph,
     at: int,
     tags: dict[int, Tag],
-    children: list[EdgeKey | None],
+    children: tuple[EdgeKey | None, ...],
     side: set[int],
     ownership: Ownership,
     probes: bool,
@@ -135,7 +135,7 @@ def _note(
 
 
 def _by_layout(
-    graph: Graph, at: int, slot: int, tag: Tag, children: list[EdgeKey | None], steps: list[object]
+    graph: Graph, at: int, slot: int, tag: Tag, children: tuple[EdgeKey | None, ...], steps: list[object]
 ) -> list[Tag | SampleDim | None]:
     """Tag of each operand as shapes and settings say, for one output; UNDECIDED where they say nothing. `steps`: gets
     the dimensions of the samples, and whether the number of entries per sample has changed.

@@ -122,20 +122,23 @@ class Reach:
                 relevant.add(at)
         self.nodes: list[int] = [at for at in range(len(records)) if at in relevant]  # consumers first
         # For each node, the edge of each operand; None for operands that are not relevant.
-        self.operands: dict[int, list[EdgeKey | None]] = {}
-        self.consumers: dict[int, list[EdgeKey]] = {at: [] for at in self.nodes}  # (node, position of the operand)
+        self.operands: dict[int, tuple[EdgeKey | None, ...]] = {}
+        consumers: dict[int, list[EdgeKey]] = {at: [] for at in self.nodes}
         slots: dict[int, set[int]] = {at: set() for at in self.nodes}
         slots.setdefault(0, set()).add(structure.slot)
         for at in self.nodes:
-            self.operands[at] = []
+            operands: list[EdgeKey | None] = []
             for position, (child, slot) in enumerate(records[at].operands):
                 if child is None or child not in relevant:
-                    self.operands[at].append(None)
+                    operands.append(None)
                     continue
-                self.operands[at].append((child, slot))
-                self.consumers[child].append((at, position))
+                operands.append((child, slot))
+                consumers[child].append((at, position))
                 slots[child].add(slot)
-        self.slots = {at: sorted(used) for at, used in slots.items()}  # output slots that receive a gradient
+            self.operands[at] = tuple(operands)
+        # Tuples of numbers take no time in garbage collections.
+        self.consumers = {at: tuple(users) for at, users in consumers.items()}  # (node, position of the operand)
+        self.slots = {at: tuple(sorted(used)) for at, used in slots.items()}  # output slots that receive a gradient
 
 
 class Sizes:

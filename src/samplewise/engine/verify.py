@@ -113,7 +113,7 @@ def follows_weights(
     (powers,) = distinct_powers(graph, _relative_sizes(graph, plain), base=WIDE, digits=1)
     coded = _block_sums(graph, tags, powers.to(graph.losses.dtype), stops)
     sums = torch.stack(list(plain.values()))
-    scaled = torch.stack([coded[edge] if edge in coded else torch.zeros_like(plain[edge]) for edge in plain])
+    scaled = _stacked(coded, plain)
     tiny = sums.new_tensor([_tiny(graph, edge) for edge in plain])[:, None]
     relative = sums.new_tensor([_relative(edge) for edge in plain])[:, None]
     near = (scaled - sums * powers).abs() <= tiny + relative * sums * powers
@@ -142,23 +142,32 @@ def _compare(
     if not tags:
         return {}
     plain = _block_sums(graph, tags, torch.ones_like(graph.losses))
-    tolerances = _tolerances(graph, tags, plain, repeats)
-    nonzero = {edge: sums.isfinite() & (sums > _tiny(graph, edge)) for edge, sums in plain.items()}
+    if not plain:
+        return {}
+    tolerances = torch.stack(list(_tolerances(graph, tags, plain, repeats).values()))
+    sums = torch.stack(list(plain.values()))
+    tiny = sums.new_tensor([_tiny(graph, edge) for edge in plain])[:, None]
+    nonzero = sums.isfinite() & (sums > tiny)
     if apart:
         passes = _apart(graph)
     else:
         sizes = _relative_sizes(graph, plain)
         passes = distinct_powers(graph, sizes) if is_deterministic(graph) else switched_weights(graph)
     for powers in passes:
-        coded = _block_sums(graph, tags, powers.to(graph.losses.dtype))
-        for edge, sums in plain.items():
-            scaled = coded.get(edge, torch.zeros_like(sums))
-            finite = sums.isfinite() & scaled.isfinite()
-            near = (scaled - sums * powers).abs() <= _tiny(graph, edge) + tolerances[edge] * powers
-            if not (near | ~finite).all():
-                return None
-            nonzero[edge] &= finite
-    return {edge: set(samples.nonzero().flatten()[:ENOUGH].tolist()) for edge, samples in nonzero.items()}
+        scaled = _stacked(_block_sums(graph, tags, powers.to(graph.losses.dtype)), plain)
+        finite = sums.isfinite() & scaled.isfinite()
+        near = (scaled - sums * powers).abs() <= tiny + tolerances * powers
+        if not (near | ~finite).all():
+            return None
+        nonzero &= finite
+    samples = torch.arange(graph.samples)
+    return {edge: set(samples[of_edge][:ENOUGH].tolist()) for edge, of_edge in zip(plain, nonzero.cpu(), strict=True)}
+
+
+def _stacked(sums: Mapping[Edge, Tensor], edges: Mapping[Edge, Tensor]) -> Tensor:
+    """Sums (edges, b); zeros at edges without gradient."""
+    zeros = torch.zeros_like(next(iter(edges.values())))
+    return torch.stack([sums.get(edge, zeros) for edge in edges])
 
 
 def _relative_sizes(graph: Graph, plain: Mapping[Edge, Tensor]) -> Tensor:
