@@ -22,7 +22,7 @@ def test_proofs_hold(case, B):
         B = 5
     model, inputs = case.build(B)
     graph = Graph(case.losses(model, inputs), wanted(model))
-    tags = owners(graph).tags
+    tags = {graph.edge(key): tag for key, tag in owners(graph).tags.items()}
     edges = list(tags)
     for edge, owner in zip(edges, probe(graph, edges).owners, strict=True):
         expected = tags[edge].owners(edge.shape, owner.device)

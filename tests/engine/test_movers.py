@@ -378,7 +378,7 @@ def assert_claims_hold(name, layouts):
             continue
         graph = Graph(losses, {"weight": weight})
         met = met or name in graph.operations.values()
-        claims = owners(graph).tags
+        claims = {graph.edge(key): tag for key, tag in owners(graph).tags.items()}
         edges = list(claims)
         for edge, owner in zip(edges, probe(graph, edges).owners, strict=True):
             claimed = claims[edge].owners(edge.shape, owner.device)

@@ -111,7 +111,9 @@ def test_gradients_after_the_pass_and_during_it_are_bit_identical(strategy, crea
 
 
 def kept_plans():
-    return [one for kept in structure._structures.values() for one in kept.plans.values()]
+    return [
+        one for kept in structure._structures.values() for sizes in kept.sizes.values() for one in sizes.plans.values()
+    ]
 
 
 def test_the_number_of_plans_is_bounded(monkeypatch):

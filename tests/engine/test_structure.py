@@ -72,7 +72,8 @@ def test_programs_one_after_the_other():
 
 def test_each_program_has_its_own_structure():
     model = net(lambda m, x: None)
-    found = {name: _structure(program, model) for name, program in PROGRAMS.items()}
+    graphs = {name: _graph(program, model) for name, program in PROGRAMS.items()}
+    found = {name: graph.structure for name, graph in graphs.items()}
     # A kernel does not save its eps, nor does a rule need it; inputs without gradients are not in the graph.
     # Numbers to compute with may change in each step; rules read them from the node.
     alike = {
@@ -81,21 +82,37 @@ def test_each_program_has_its_own_structure():
         "not scaled": "scaled",
         "another slope": "slope",
     }
-    assert all(found[name] is found[same] for name, same in alike.items())
-    assert len(set(map(id, found.values()))) == len(found) - len(alike)
+    assert all(graphs[name].sizes is graphs[same].sizes for name, same in alike.items())
+    # The same operations with other sizes.
+    resized = {"tokens moved by a pad": "rows moved by a pad", "half of the samples": "once"}
+    assert all(found[name] is found[same] for name, same in {**alike, **resized}.items())
+    assert all(graphs[name].sizes is not graphs[same].sizes for name, same in resized.items())
+    assert len(set(map(id, found.values()))) == len(found) - len(alike) - len(resized)
     for name, program in PROGRAMS.items():
-        assert _structure(program, model) is found[name]
+        graph = _graph(program, model)
+        assert graph.structure is found[name]
+        assert graph.sizes is graphs[name].sizes
 
 
-def _structure(program, model):
-    return Graph(program(model, x()), dict(model.named_parameters())).structure
+def _graph(program, model):
+    return Graph(program(model, x()), dict(model.named_parameters()))
 
 
 def test_a_graph_like_the_last_one_is_not_read_again(monkeypatch):
     model = net(lambda m, x: None)
-    first = _structure(PROGRAMS["twice"], model)
+    first = _graph(PROGRAMS["twice"], model).structure
     monkeypatch.setattr(structure, "_read", None)
-    assert _structure(PROGRAMS["twice"], model) is first
+    assert _graph(PROGRAMS["twice"], model).structure is first
+
+
+def test_a_graph_with_other_sizes_is_not_read_again(monkeypatch):
+    model = net(lambda m, x: summed(m.a(x)[:, : x.shape[1] - 1].tanh()))
+    first = Graph(model(x()), dict(model.named_parameters()))
+    monkeypatch.setattr(structure, "_read", None)
+    for shape in ((3, 4, 4), (4, 7, 4), (5, 2, 4)):
+        other = Graph(model(noise(*shape).double()), dict(model.named_parameters()))
+        assert other.structure is first.structure
+        assert other.sizes is not first.sizes
 
 
 def test_classes_defined_in_each_call_are_not_kept():

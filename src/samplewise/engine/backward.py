@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from samplewise.engine.graph import Edge, EdgeKey, Graph, Node, numel
 from samplewise.engine.parts import Part, divided
 from samplewise.engine.registered_hooks import have_hooks, may_have_hooks, removed_afterwards
+from samplewise.engine.structure import Reach, once
 
 OperandGradients = Callable[[], Mapping[int, Tensor] | None]  # by operand position; None if the node must be run
 Arrived = Callable[[int, dict[int, Tensor]], OperandGradients | None]
@@ -116,10 +117,8 @@ def accumulate_sum(losses: Tensor, weights: Tensor) -> None:
 class Stops(NamedTuple):
     """Nodes at which gradients are read, for all graphs of one structure. Nodes are positions in `graph.nodes`."""
 
-    slots: dict[int, list[int]]  # output slots that receive a gradient, by node, consumers first
+    slots: dict[int, tuple[int, ...]]  # output slots that receive a gradient, by node, consumers first
     ends: frozenset[int]  # nodes with none of the others below them: autograd does not run them
-    elements: int  # number of elements of all gradients
-    largest: int  # number of elements of the largest gradient
     whole: Part  # all stops
     parts: tuple[Part, ...]  # the same stops, if the pass is divided at nodes that need not be run
 
@@ -128,27 +127,21 @@ def stops_at(graph: Graph, nodes: Iterable[Node], replaceable: Iterable[Node] = 
     """Return the stops of a pass that reads the gradients at `nodes`. Those of them in `replaceable` need not be run,
     because the callback returns the gradients of their operands.
     """
-    chosen = frozenset(nodes)
-    key = (chosen, frozenset(replaceable))
-    if key not in graph.stops:
-        graph.stops[key] = _stops_at(graph, *key)
-    stops: Stops = graph.stops[key]
-    return stops
+    key = (frozenset(map(graph.index.__getitem__, nodes)), frozenset(map(graph.index.__getitem__, replaceable)))
+    return once(graph.reach.results, key, partial(_stops_at, graph.reach, *key))
 
 
-def _stops_at(graph: Graph, chosen: frozenset[Node], replaceable: frozenset[Node]) -> Stops:
-    above = set[Node]()
-    for node in reversed(graph.nodes):
-        if node in chosen or node in above:
-            above.update(consumer for consumer, _ in graph.consumers.get(node, ()))
-    ordered = [node for node in graph.nodes if node in chosen]
-    sizes = [numel(Edge(node, slot).shape) for node in ordered for slot in graph.used_slots(node)]
-    slots = {graph.index[node]: graph.used_slots(node) for node in ordered}
-    ends = frozenset(graph.index[node] for node in ordered if node not in above)
+def _stops_at(reach: Reach, chosen: frozenset[int], replaceable: frozenset[int]) -> Stops:
+    above = set[int]()
+    for at in reversed(reach.nodes):
+        if at in chosen or at in above:
+            above.update(consumer for consumer, _ in reach.consumers[at])
+    slots = {at: reach.slots[at] for at in reach.nodes if at in chosen}
+    ends = chosen - above
     whole = Part(tuple(stop for stop in slots if stop not in ends), tuple(stop for stop in slots if stop in ends))
-    skipped = above.intersection(replaceable)
-    parts = divided(graph, slots, ends, chosen | above, skipped) if skipped else (whole,)
-    return Stops(slots, ends, sum(sizes), max(sizes, default=0), whole, parts)
+    skipped = above & replaceable
+    parts = divided(reach, slots, ends, chosen | above, skipped) if skipped else (whole,)
+    return Stops(slots, ends, whole, parts)
 
 
 def backward_past(
@@ -166,17 +159,23 @@ def backward_past(
     others during it, while they are in the CPU cache.
     """
     hooked = may_have_hooks(graph)
-    fits = stops.elements <= FITS_CACHE and stops.largest <= ONE_FITS_CACHE
     captures = watcher is not None and bool(watcher.captures)
     divisible = len(stops.parts) > 1 and not (during or create_graph or graph.sharded or captures)
     if divisible and not (hooked and have_hooks(graph, _skipped(stops))):
         _pass_on_during(graph, stops, stops.parts, arrived, weights, create_graph, watcher)
     # A prehook sees changes by earlier prehooks of the same node, the result of the pass does not. A hook or Python
     # function may change a gradient in place after it has passed a node.
-    elif fits and not (during or hooked or graph.structure.functions):
+    elif not (during or hooked or graph.structure.functions) and _fit_cache(graph, stops):
         _pass_on_afterwards(graph, stops, arrived, weights, create_graph)
     else:
         _pass_on_during(graph, stops, (stops.whole,), arrived, weights, create_graph, watcher)
+
+
+def _fit_cache(graph: Graph, stops: Stops) -> bool:
+    """True if the gradients at all stops stay in the CPU caches."""
+    shapes = graph.sizes.shapes
+    elements = [numel(shapes[at, slot]) for at, slots in stops.slots.items() for slot in slots]
+    return sum(elements) <= FITS_CACHE and max(elements, default=0) <= ONE_FITS_CACHE
 
 
 def _skipped(stops: Stops) -> list[int]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from samplewise.engine.checks import is_traced
-from samplewise.engine.graph import Edge, Graph, Node
+from samplewise.engine.graph import Edge, EdgeKey, Graph, Node
 from samplewise.engine.independence import (
     Constants,
     data_entries,
@@ -26,6 +27,7 @@ from samplewise.engine.linearity import NotLinearError, check_linear
 from samplewise.engine.local_probe import Claim
 from samplewise.engine.ownership import is_plain, owners, views_of_leaves
 from samplewise.engine.probe import MIXED, probe
+from samplewise.engine.structure import once
 from samplewise.engine.tags import Tag, sequences_of, tag_of
 from samplewise.engine.verify import verify
 from samplewise.errors import GraphError, NonFiniteGradientError
@@ -49,12 +51,13 @@ class Cut:
     pending: set[Edge]  # edges whose proof is not verified yet, because their gradients were zero (see `verify`)
     proven: bool  # True: ownership derived node by node; False: probed by passes through the whole graph
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
-    owners: dict[Edge, Tag] = field(default_factory=dict)  # of all derived ownership, also above the cut
+    owners: dict[EdgeKey, Tag] = field(default_factory=dict)  # of all derived ownership, also above the cut
     # What derived ownership depends on, see `Ownership`.
     claims: list[Claim] = field(default_factory=list)
     functions: list[Claim] = field(default_factory=list)
     by_data: bool = False
     recomputed: bool = False
+    derivation: int = 0
     cause: Cause | None = None  # why the whole graph was probed
 
 
@@ -88,6 +91,27 @@ def probed_cut(graph: Graph, constants: Constants, interacting: str) -> Cut:
     if interacting == "refuse":
         refuse_sample_data(graph, cut.operands, cut.side, data)
     return cut
+
+
+class Boundary(NamedTuple):
+    """The cut below some clean nodes, for all graphs of a structure. Nodes are positions."""
+
+    operands: list[tuple[int, int]]  # clean node, position of the operand
+    edges: list[EdgeKey]  # outputs of these nodes
+    side: list[int]
+    entries: list[int]  # see `Cut.data_entries`
+
+    @classmethod
+    def of(cls, graph: Graph, clean: Iterable[int]) -> Boundary:
+        nodes = {graph.nodes[at] for at in clean}
+        operands = _boundary(graph, nodes)
+        side = graph.relevant - nodes - set(graph.leaves)
+        return cls(
+            [(graph.index[node], position) for node, position in operands],
+            [graph.key(edge) for edge in _edges(graph, operands)],
+            [graph.index[node] for node in side],
+            data_entries(graph, side),
+        )
 
 
 def _boundary(graph: Graph, clean: Iterable[Node]) -> list[tuple[Node, int]]:
@@ -129,23 +153,23 @@ def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | C
         return Cause("gradients of an operation are not finite for other losses")
     except NotLinearError as error:
         return Cause(f"the backward of {error.operation} is not linear")
-    clean = []
-    for node in graph.nodes:
-        if node in graph.relevant and all(Edge(node, slot) in ownership.tags for slot in graph.used_slots(node)):
-            clean.append(node)
-    if graph.root.node not in clean:
+    reach = graph.reach
+    clean = tuple([at for at in reach.nodes if all((at, slot) in ownership.tags for slot in reach.slots[at])])
+    if clean[:1] != (0,):
         return Cause(f"{graph.operations[graph.root.node]}, which computes the losses, mixes samples", graph.root.node)
-    operands = _boundary(graph, clean)
-    side = graph.relevant - set(clean) - set(graph.leaves)
-    tags = {edge: ownership.tags[edge] for edge in _edges(graph, operands)}
-    entries = data_entries(graph, side | _along_samples(graph, tags))
+    boundary = once(graph.structure.results, (Boundary, clean), partial(Boundary.of, graph, clean))
+    operands = [(graph.nodes[at], position) for at, position in boundary.operands]
+    side = {graph.nodes[at] for at in boundary.side}
+    tags = {graph.edge(key): ownership.tags[key] for key in boundary.edges}
+    layers = _along_samples(graph, tags)
+    entries = data_entries(graph, side | layers) if layers else boundary.entries
     # With "allow" only the rows of the Jacobian count, which are the same whether samples interact or not.
     asks = interacting == "refuse" or is_traced(graph.losses)
     data = list(sample_data(graph, entries, constants)) if asks else []
     if data and (may_refuse(data) or is_traced(graph.losses)):
         mixing = data[0][0]
         return Cause(f"{graph.operations[mixing]} combines sample data with gradients of several samples", mixing)
-    pending = verify(graph, tags)
+    pending = verify(graph, tags, ownership.derivation)
     if pending is None:
         return Cause("ownership derived from shapes does not hold in a backward pass")
     if data and set(probed_cut(graph, constants, interacting).operands) != set(operands):  # which warns of integers
@@ -163,6 +187,7 @@ def _proven_cut(graph: Graph, constants: Constants, interacting: str) -> Cut | C
         functions=ownership.functions,
         by_data=ownership.by_data,
         recomputed=ownership.recomputed,
+        derivation=ownership.derivation,
     )
 
 
@@ -191,7 +216,7 @@ class _Search:
     owners: dict[Edge, Tensor] = field(default_factory=dict)  # of probed edges, also of those not needed so far
 
     def run(self) -> Cut:
-        self.mixed.update(views_of_leaves(self.graph))
+        self.mixed.update(self.graph.nodes[at] for at in views_of_leaves(self.graph))
         reach = 1
         while True:
             undecided = self._undecided()

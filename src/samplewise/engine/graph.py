@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from samplewise.core.text import listed
-from samplewise.engine.structure import ACCUMULATE_GRAD, Children, read_structure
+from samplewise.engine.structure import ACCUMULATE_GRAD, Children, Reach, read_structure
+from samplewise.engine.structure import EdgeKey as EdgeKey
 from samplewise.engine.structure import Node as Node
 from samplewise.engine.structure import is_python_function as is_python_function
 from samplewise.engine.structure import operation as operation
@@ -55,9 +56,6 @@ def edge_of(tensor: Tensor) -> Edge:
     return Edge(node, slot)
 
 
-EdgeKey = tuple[int, int]  # an edge of any graph of one structure: position of the node, output slot
-
-
 FUSED_ATTENTION = {
     "ScaledDotProductFlashAttentionForCpu",
     "ScaledDotProductFlashAttention",
@@ -75,7 +73,8 @@ class Graph:
     """All nodes between the losses and the leaves.
 
     `nodes`: topological order, consumers before their operands; `index` is the position of each node in it.
-    `structure`: one object for all graphs of the same operations, settings, connections, leaf names and shapes.
+    `structure`: one object for all graphs of the same operations, settings, connections and leaf names; `sizes`: one
+    for those of them with the same shapes.
     `children`: for each node, the (node, output slot) of each operand, as in `next_functions`.
     `leaves`: nodes of the `wanted` parameters, with their names.
 
@@ -90,12 +89,11 @@ class Graph:
         self.root = Edge(self.losses.grad_fn, self.losses.output_nr)
         self.wanted = wanted
         self.goal = goal
-        self.stops: dict[object, Any] = {}  # of backward passes, by the nodes at which they read gradients
         self.tracks_terms = False  # norms of the terms of gradients are computed, see `PerSampleGrad.term_norms`
         self.hooks: tuple[int, Any] | None = None  # where it has hooks, see `hook_places`
         self.sharded = False  # parameters have values only while a pass is in their module, see `unsharded`
         leaf_names = dict(zip(map(id, wanted.values()), wanted, strict=True))
-        self.structure, self.nodes = read_structure(*self.root, leaf_names)
+        self.structure, self.sizes, self.nodes = read_structure(*self.root, leaf_names)
 
     @cached_property
     def children(self) -> dict[Node, Children]:
@@ -116,27 +114,23 @@ class Graph:
 
     @cached_property
     def operations(self) -> dict[Node, str]:
-        return {node: operation(node) for node in self.nodes}
+        return dict(zip(self.nodes, self.structure.operations, strict=True))
+
+    @cached_property
+    def reach(self) -> Reach:
+        """Positions of the nodes with a path to a leaf or to `goal`."""
+        return self.structure.reach(None if self.goal is None else self.index.get(self.goal))
 
     @cached_property
     def relevant(self) -> set[Node]:
         """Nodes with a path to a leaf or to `goal`."""
-        relevant = set(self.leaves) | {self.goal} & set(self.nodes)
-        for node in reversed(self.nodes):
-            if any(child in relevant for child, _ in self.children[node]):
-                relevant.add(node)
-        return relevant
+        return {self.nodes[at] for at in self.reach.nodes}
 
     @cached_property
     def consumers(self) -> dict[Node, list[tuple[Node, int]]]:
         """For each relevant node, the (node, operand position) pairs that use its output."""
-        consumers: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.relevant}
-        for node in self.nodes:
-            if node in self.relevant:
-                for position, (child, _) in enumerate(self.children[node]):
-                    if child in self.relevant:
-                        consumers[child].append((node, position))
-        return consumers
+        nodes = self.nodes
+        return {nodes[at]: [(nodes[user], p) for user, p in users] for at, users in self.reach.consumers.items()}
 
     @property
     def inner(self) -> dict[int, dict[int, Tensor]]:
@@ -144,33 +138,24 @@ class Graph:
         output slot that receives a gradient.
         """
         goal = None if self.goal is None else self.index.get(self.goal)
-        if goal not in self.structure.inner:
+        if goal not in self.sizes.inner:
+            slots = self.reach.slots
             with torch.inference_mode(False):  # they are used in graphs of other modes, too
-                self.structure.inner[goal] = {
-                    at: {slot: Edge(node, slot).constant(0) for slot in self.used_slots(node)}
-                    for at, node in enumerate(self.nodes)
-                    if node in self.relevant and node not in self.leaves
+                self.sizes.inner[goal] = {
+                    at: {slot: Edge(self.nodes[at], slot).constant(0) for slot in slots[at]}
+                    for at in self.reach.nodes
+                    if at not in self.structure.leaves
                 }
-        return self.structure.inner[goal]
+        return self.sizes.inner[goal]
 
-    def used_slots(self, node: Node) -> list[int]:
+    def used_slots(self, node: Node) -> tuple[int, ...]:
         """Output slots of `node` that receive a gradient."""
-        return self._slots[node]
-
-    @cached_property
-    def _slots(self) -> dict[Node, list[int]]:
-        slots: dict[Node, set[int]] = {node: set() for node in self.relevant}
-        slots.setdefault(self.root.node, set()).add(self.root.slot)
-        for node in self.relevant:
-            for child, slot in self.children[node]:
-                if child in slots:
-                    slots[child].add(slot)
-        return {node: sorted(used) for node, used in slots.items()}
+        return self.reach.slots[self.index[node]]
 
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Dtypes of all gradients."""
-        return self.structure.dtypes
+        return self.sizes.dtypes
 
     def below(self, start: Iterable[Node]) -> list[Node]:
         """The nodes `start` and all nodes they were computed from, consumers first."""

@@ -66,7 +66,7 @@ def hook_checks(graph: Graph, plan: Plan, ordinary: bool) -> HookChecks | None:
         and not (ordinary and 0 in checks.slots)
     )
     tags = {graph.edge(key): tag for key, tag in plan.tags.items()}
-    return checks if watchable and has_verified_hooks(graph, tags) else None
+    return checks if watchable and has_verified_hooks(graph, tags, plan.derivation) else None
 
 
 class _Arrival(NamedTuple):

@@ -61,15 +61,15 @@ def _may_have_hooks_below(plan: Plan, graph: Graph) -> bool:
         return True
     uses: list[dict[int, EdgeKey]] = [{}]  # several uses of a parameter apart from each other: autograd adds them
     for planned in (planned for operands in plan.operands.values() for planned in operands):
-        for route, leaf in zip(planned.routes, planned.leaves, strict=True):
-            if planned.entry[0] == leaf or graph.nodes[leaf].variable._backward_hooks:
+        for route, leaf in zip(planned.branch.routes, planned.branch.leaves, strict=True):
+            if planned.branch.entry[0] == leaf or graph.nodes[leaf].variable._backward_hooks:
                 continue
             if route.changing is None or not set(route.changing) <= VIEWS:
                 return True
             free = next((one for one in uses if leaf not in one), None)
             if free is None:
                 uses.append(free := {})
-            free[leaf] = planned.entry
+            free[leaf] = planned.branch.entry
     constant = CONSTANTS[int(torch.randint(len(CONSTANTS), (), generator=_generator))]
     return any(_is_changed(graph, entries, constant) for entries in uses if entries)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -104,10 +105,11 @@ def refuse_broadcast(graph: Graph) -> None:
     target, so that its values decide: they repeat in each row, or in each column.
     """
     square = (graph.samples, graph.samples)
-    for node in graph.relevant if graph.samples > 1 else ():
-        name = graph.operations[node]
-        if name not in DIFFERENCES | CRITERIA or Edge(node, 0).shape != square:
+    for at in graph.reach.nodes if graph.samples > 1 else ():
+        name = graph.structure.operations[at]
+        if name not in DIFFERENCES | CRITERIA or graph.sizes.shapes[at, 0] != square:
             continue
+        node = graph.nodes[at]
         prediction, *others = [child for child in graph.children[node] if child[0] is not None]
         is_target = not others and len(graph.children[node]) == 2
         entry = Edge(*prediction)
@@ -141,8 +143,15 @@ class Constants:
     """Parameters and buffers of the model, which are not sample data when they enter below the cut."""
 
     def __init__(self, tensors: Iterable[Tensor]):
-        self._tensors = list(tensors)
-        self._storages = {storage_of(tensor) for tensor in self._tensors}
+        self._given = tensors  # read at the first use: most graphs have no data below the cut
+
+    @cached_property
+    def _tensors(self) -> list[Tensor]:
+        return list(self._given)
+
+    @cached_property
+    def _storages(self) -> set[int]:
+        return {storage_of(tensor) for tensor in self._tensors}
 
     def __contains__(self, tensor: Tensor) -> bool:
         """True for a view or an equal copy of one of the tensors. spectral_norm copies its vectors."""

@@ -60,7 +60,7 @@ def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Te
         raise GraphError(NO_PATH)
     if create_graph:
         graph.check_twice_differentiable()
-    if graph.structure.nested:
+    if graph.sizes.nested:
         return _by_loop(losses, x, create_graph)
     with graph_alive(), torch.set_grad_enabled(create_graph):
         refuse_broadcast(graph)
@@ -75,8 +75,9 @@ def input_gradients(losses: Tensor, x: Tensor, create_graph: bool = False) -> Te
 
 def _proven(graph: Graph, edge: Edge) -> bool:
     """True if ownership of x is proven and verified. False if its gradient is zero, which cannot verify the proof."""
-    tag = owners(graph, probes=False).tags.get(edge)
-    return tag is not None and verify(graph, {edge: tag}) == set()
+    ownership = owners(graph, probes=False)
+    tag = ownership.tags.get(graph.key(edge))
+    return tag is not None and verify(graph, {edge: tag}, ownership.derivation) == set()
 
 
 def _by_loop(losses: Tensor, x: Tensor, create_graph: bool) -> Tensor:

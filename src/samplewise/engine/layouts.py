@@ -10,6 +10,7 @@ that dimension that belong to one sample.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -36,6 +37,7 @@ class SampleDim(NamedTuple):
 Mover = Callable[[Node, SampleDim, Shape, list[Shape | None]], list[SampleDim | None]]
 MOVERS: dict[str, Mover] = {}
 VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"}
+MOST_PLACES = 2**12  # that are kept: layers of a model have them in common
 UNDECIDED = SampleDim(-1, 0)  # returned by a mover that cannot tell where the samples are
 
 
@@ -53,6 +55,7 @@ def moves(*operations: str) -> Callable[[Mover], Mover]:
     return register
 
 
+@lru_cache(MOST_PLACES)
 def locate(inner: int, shape: Shape, samples: int) -> SampleDim | None:
     """Place of the samples in a tensor of this shape, for a `tags.Regular` with this `inner`; None if there is none."""
     stride = 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel import distributed as ddp
 
-from samplewise.engine.graph import Edge, Graph, Node, is_python_function, numel
+from samplewise.engine.graph import EdgeKey, Graph, Node, is_python_function, numel
 from samplewise.engine.layouts import MOVERS, UNDECIDED, VIEWS, SampleDim, locate
 from samplewise.engine.local_probe import Claim, probe_node
 from samplewise.engine.saved import block_of, saved_tensor_names
@@ -24,80 +24,96 @@ from samplewise.engine.tags import Irregular, Regular, Tag, merged, owned_by, ta
 class Ownership:
     """Tags of the gradients that belong to single samples."""
 
-    tags: dict[Edge, Tag]
+    tags: dict[EdgeKey, Tag]
     claims: list[Claim] = field(default_factory=list)  # about nodes that were probed
     functions: list[Claim] = field(default_factory=list)  # about Python functions, to be verified during a pass
     by_data: bool = False  # a tag has an owner for each element: it is used for this graph only
     recomputed: bool = False  # nodes of a checkpointed block were probed: to be verified by a pass with weights
+    steps: list[object] = field(default_factory=list)  # dimension of the samples before and after each operation
+
+    @property
+    def derivation(self) -> int:
+        """Hash of how the samples were followed, which may depend on sizes: as many tokens as samples by coincidence
+        could be taken for them.
+        """
+        return hash(tuple(self.steps))
 
 
 def owners(graph: Graph, probes: bool = True) -> Ownership:
     """Return the ownership of all gradients that belong to single samples. With probes=False no node is called, and
     nothing is said about the operands of nodes that would be.
     """
-    ownership = Ownership({graph.root: Regular(graph.samples, 1)})
+    ownership = Ownership({(0, graph.root.slot): Regular(graph.samples, 1)})
     tags = ownership.tags
-    conflicts: set[Edge] = set()
-    side = set(views_of_leaves(graph)) | set(graph.leaves)
-    for node in graph.nodes:
-        if node not in graph.relevant or node in side:
+    conflicts: set[EdgeKey] = set()
+    reach = graph.reach
+    side = {*views_of_leaves(graph), *graph.structure.leaves}
+    for at in reach.nodes:
+        if at in side:
             continue
-        slots = graph.used_slots(node)
-        children = [Edge(child, slot) if child in graph.relevant else None for child, slot in graph.children[node]]
-        if not all(Edge(node, slot) in tags for slot in slots):
+        children = reach.operands[at]
+        arriving = {slot: tag for slot in reach.slots[at] if (tag := tags.get((at, slot))) is not None}
+        if len(arriving) < len(reach.slots[at]):
             # Samples are mixed in a part of what arrives, so they may be in all operands.
             for child in children:
                 if child is not None:
                     conflicts.add(child)
                     tags.pop(child, None)
             continue
-        moved = _moved(graph, node, {slot: tags[Edge(node, slot)] for slot in slots}, children, side, ownership, probes)
+        moved = _moved(graph, at, arriving, children, side, ownership, probes)
         for child, tag in zip(children, moved, strict=True):
             if child is None or child in conflicts:
                 continue
-            tag = merged(tags[child], tag, child.shape) if child in tags else tag
+            tag = merged(tags[child], tag, graph.sizes.shapes[child]) if child in tags else tag
             if tag is None:
                 conflicts.add(child)
                 tags.pop(child, None)
             else:
                 tags[child] = tag
     for leaf in side:
-        for slot in graph.used_slots(leaf):
-            tags.pop(Edge(leaf, slot), None)
+        for slot in reach.slots[leaf]:
+            tags.pop((leaf, slot), None)
     return ownership
 
 
 def _moved(
     graph: Graph,
-    node: Node,
+    at: int,
     tags: dict[int, Tag],
-    children: list[Edge | None],
-    side: set[Node],
+    children: tuple[EdgeKey | None, ...],
+    side: set[int],
     ownership: Ownership,
     probes: bool,
 ) -> list[Tag | None]:
-    """Tag of the gradient of each operand, for gradients of the outputs with these tags; None if samples are mixed."""
-    passes_all = all(child is None or position in tags for position, child in enumerate(children))
-    if is_identity(node, graph.sharded) and passes_all:
-        return [tags.get(position) for position in range(len(children))]
+    """Tag of the gradient of each operand of the node at position `at`, for gradients of its outputs with these tags;
+    None if samples are mixed.
+    """
+    node = graph.nodes[at]
+    if graph.structure.records[at].kind is None and is_identity(node, graph.sharded):
+        passes_all = all(child is None or position in tags for position, child in enumerate(children))
+        if passes_all:
+            return [tags.get(position) for position in range(len(children))]
     soles = {tag.sole if isinstance(tag, Irregular) else None for tag in tags.values()}
     sole = next(iter(soles)) if len(soles) == 1 else None
     if sole is not None:  # what is computed from the gradient of one sample belongs to it
-        return [owned_by(sole, child, graph.samples) if child else None for child in children]
-    by_slot = [_by_layout(graph, node, slot, tag, children) for slot, tag in tags.items()]
+        return [owned_by(sole, graph.edge(child), graph.samples) if child else None for child in children]
+    answers, *others = [_by_layout(graph, at, slot, tag, children, ownership.steps) for slot, tag in tags.items()]
+    for more in others:
+        answers = [one if one == other else UNDECIDED for one, other in zip(answers, more, strict=True)]
     moved: list[Tag | None] = []
     unknown: list[int] = []
-    for position, child in enumerate(children):
-        answers = {answer[position] for answer in by_slot}
-        answer = next(iter(answers)) if len(answers) == 1 else UNDECIDED
-        if answer is UNDECIDED and child is not None and child.node not in side:
-            unknown.append(position)
-        moved.append(None if isinstance(answer, SampleDim) else answer)
+    for position, answer in enumerate(answers):
+        if isinstance(answer, SampleDim):
+            child = children[position]
+            if child is not None and child[0] not in side:
+                unknown.append(position)
+            answer = None
+        moved.append(answer)
     if unknown and probes:
         answers_of_node = probe_node(graph, node, tags, unknown)
         for position, tag in answers_of_node.items():
             moved[position] = tag
-        _note(graph, node, tags, answers_of_node, ownership)
+        _note(graph, at, tags, answers_of_node, ownership)
     return moved
 
 
@@ -106,41 +122,48 @@ FIXED = {"Cat", "Flip", "Roll", "Select", "Slice", "Split", "SplitWithSizes", "S
 
 
 def _note(
-    graph: Graph, node: Node, outputs: dict[int, Tag], operands: dict[int, Tag | None], ownership: Ownership
+    graph: Graph, at: int, outputs: dict[int, Tag], operands: dict[int, Tag | None], ownership: Ownership
 ) -> None:
     """Note what a probe of a node has found, so that later graphs verify it."""
     owned = {position: tag for position, tag in operands.items() if tag is not None}
     if any(isinstance(tag, Irregular) and tag.place is None and tag.owner.numel() for tag in owned.values()):
         ownership.by_data = True  # an owner for each element takes too much memory to be kept
+    node = graph.nodes[at]
     if block_of(node) is not None:
         ownership.recomputed = True  # each call would compute the block again
         ownership.by_data |= any(isinstance(tag, Irregular) for tag in owned.values())
-    elif owned and graph.operations[node] not in FIXED:
+    elif owned and graph.structure.operations[at] not in FIXED:
         claims = ownership.functions if is_python_function(node) else ownership.claims
-        claims.append(Claim(graph.index[node], outputs, owned))
+        claims.append(Claim(at, outputs, owned))
 
 
 def _by_layout(
-    graph: Graph, node: Node, slot: int, tag: Tag, children: list[Edge | None]
+    graph: Graph, at: int, slot: int, tag: Tag, children: tuple[EdgeKey | None, ...], steps: list[object]
 ) -> list[Tag | SampleDim | None]:
-    """Tag of each operand as shapes and settings say, for one output; UNDECIDED where they say nothing."""
-    operation = graph.operations[node]
-    shape = Edge(node, slot).shape
+    """Tag of each operand as shapes and settings say, for one output; UNDECIDED where they say nothing. `steps`: gets
+    the dimensions of the samples, and whether the number of entries per sample has changed.
+    """
+    operation = graph.structure.operations[at]
+    shapes = graph.sizes.shapes
     if operation in VIEWS:
         if isinstance(tag, Regular):
             return [tag] * len(children)
-        return [tag.viewed(child.shape) if child else None for child in children]
+        return [tag.viewed(shapes[child]) if child else None for child in children]
+    shape = shapes[at, slot]
     place = locate(tag.inner, shape, graph.samples) if isinstance(tag, Regular) else tag.place
     mover = MOVERS.get(operation)
     if place is None or mover is None:
         return [UNDECIDED] * len(children)
-    places = mover(node, place, shape, [child.shape if child else None for child in children])
+    places = mover(graph.nodes[at], place, shape, [shapes[child] if child else None for child in children])
     moved: list[Tag | SampleDim | None] = []
+    steps.append(place.dim)
     for to, child in zip(places, children, strict=True):
         if to is None or child is None:
             moved.append(None)
+            steps.append(None)
         else:
-            moved.append(UNDECIDED if to is UNDECIDED else tag_at(to, child.shape, graph.samples) or UNDECIDED)
+            steps.append(to.dim if to.post == place.post else (to.dim,))
+            moved.append(UNDECIDED if to is UNDECIDED else tag_at(to, shapes[child], graph.samples) or UNDECIDED)
     return moved
 
 
@@ -156,17 +179,20 @@ def is_identity(node: Node, sharded: bool) -> bool:
     return sharded and bool(forward.__module__.startswith("torch.distributed.fsdp."))
 
 
-def views_of_leaves(graph: Graph) -> list[Node]:
-    """Views and casts of parameters. They are on the side of the parameters, also if a single sample uses one."""
-    seen = dict.fromkeys(graph.leaves)
+def views_of_leaves(graph: Graph) -> list[int]:
+    """Positions of views and casts of parameters. They are on the side of the parameters, also if a single sample uses
+    one.
+    """
+    seen = set(graph.structure.leaves)
     views = []
-    for node in reversed(graph.nodes):
-        (child, slot), *others = graph.children[node] or [(None, 0)]
-        if child in seen and not others and is_plain(graph, node):
-            size = numel(Edge(child, slot).shape)
-            if all(numel(Edge(node, used).shape) <= size for used in graph.used_slots(node)):
-                seen[node] = None
-                views.append(node)
+    shapes = graph.sizes.shapes
+    for at in reversed(graph.reach.nodes):
+        operands = graph.reach.operands[at]
+        if len(operands) == 1 and operands[0] and operands[0][0] in seen and is_plain(graph, graph.nodes[at]):
+            size = numel(shapes[operands[0]])
+            if all(numel(shapes[at, used]) <= size for used in graph.reach.slots[at]):
+                seen.add(at)
+                views.append(at)
     return views
 
 

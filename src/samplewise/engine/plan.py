@@ -11,7 +11,7 @@ gradients that could not verify the ownership because they were zero, and sample
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -49,6 +49,7 @@ from samplewise.engine.rules import OPERAND_RULES, RULES, OperandRule, Rule, Use
 from samplewise.engine.rules.use import Operand
 from samplewise.engine.saved import SavedTensorReader, Versions, has_sparse
 from samplewise.engine.slow_paths import place_of, warn_if_slow
+from samplewise.engine.structure import once
 from samplewise.engine.tags import Tag
 from samplewise.engine.verify import verify_again
 from samplewise.errors import GraphError
@@ -72,16 +73,24 @@ class Route:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """Parameters below one operand, for all graphs of a structure."""
+
+    entry: EdgeKey  # where the gradient of the operand arrives
+    leaves: tuple[int, ...]  # positions of the parameters
+    routes: tuple[Route, ...]
+    viewed: bool  # the operations on all routes only view the parameters
+    function: str | None  # name of a Python Function below the operand
+
+
+@dataclass(frozen=True)
 class OperandPlan:
     """Conversion of the gradient of one operand at the cut."""
 
     operand: Operand
     rule: Rule | None
     empty: bool  # the output has no elements, so that the operand gets no gradient
-    entry: EdgeKey  # where the gradient of the operand arrives
-    leaves: tuple[int, ...]  # positions of the parameters below the operand
-    routes: tuple[Route, ...]
-    function: str | None  # name of a Python Function below the operand
+    branch: Branch
     descent: Descent  # operations below the operand through which representations are converted
 
 
@@ -112,6 +121,7 @@ class Plan:
     claims: list[Claim]  # that the ownership depends on, to be verified in each graph
     functions: list[Claim]  # as before, about Python functions: to be verified during a pass
     recomputed: bool  # the ownership is to be verified by a pass with weights in each graph
+    derivation: int  # see `Ownership`
     has_functions: bool  # True if there are Python Functions at the cut or below it
     data_entries: list[int]  # positions of the nodes through which sample data may enter below the cut
     operations: dict[int, str]  # by node at the cut
@@ -129,7 +139,7 @@ class Plan:
         operations: dict[str, None] = {}
         kinds: dict[str, None] = {}
         for node, operands in self.operands.items():
-            if any(route.name == name for operand in operands for route in operand.routes):
+            if any(route.name == name for operand in operands for route in operand.branch.routes):
                 operations[self.operations[node]] = None
                 kinds.update(dict.fromkeys(str(self.tags[node, slot]) for slot in self.stops.slots[node]))
         ownership = f"{', '.join(kinds)} ({'proven' if self.proven else 'probed'})"
@@ -142,26 +152,25 @@ class Plan:
 
 def make_plan(graph: Graph, cut: Cut) -> Plan:
     """Return the plan for a graph and its cut. Checks that each parameter in the graph has a route."""
-    index = graph.index
+    keys = tuple([(graph.index[node], position) for node, position in cut.operands])
+    branches = once(graph.structure.results, (Branch, keys), partial(_branches, graph, keys))
     operands: dict[int, list[OperandPlan]] = {}
     reads: dict[int, dict[str, None]] = {}
     uses: dict[str, int] = {}
     rules: dict[tuple[str, int], Rule | None] = {}
-    for node, position in cut.operands:
-        key = (graph.operations[node], position)
+    for (at, position), branch in zip(keys, branches, strict=True):
+        key = (graph.structure.operations[at], position)
         rule = rules[key] = RULES.get(key)
-        at = index[node]
         reads.setdefault(at, {}).update(dict.fromkeys(rule.reads if rule is not None else ()))
-        planned = _plan_operand(graph, cut, node, position, rule)
+        planned = _plan_operand(graph, cut, at, position, rule, branch)
         operands.setdefault(at, []).append(planned)
         for below, names in reads_of(planned.descent, graph).items():
             reads.setdefault(below, {}).update(dict.fromkeys(names))
-        for route in planned.routes:
+        for route in branch.routes:
             uses[route.name] = uses.get(route.name, 0) + 1
             if route.looks_up:
-                reads.setdefault(planned.entry[0], {})["indices"] = None
-    _prove_complete(graph, uses)
-    operations = {at: graph.operations[graph.nodes[at]] for at in operands}
+                reads.setdefault(branch.entry[0], {})["indices"] = None
+    operations = {at: graph.structure.operations[at] for at in operands}
     operand_rules = _operand_rules(operations, reads)
     return Plan(
         stops=stops_at(graph, [graph.nodes[at] for at in operands], [graph.nodes[at] for at in operand_rules]),
@@ -170,14 +179,15 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
         uses=uses,
         rules=rules,
         tags={graph.key(edge): tag for edge, tag in cut.tags.items()},
-        owners={graph.key(edge): tag for edge, tag in cut.owners.items()},
-        side={index[node] for node in cut.side},
+        owners=cut.owners,
+        side={graph.index[node] for node in cut.side},
         proven=cut.proven,
         claims=cut.claims,
         functions=cut.functions,
         recomputed=cut.recomputed,
+        derivation=cut.derivation,
         has_functions=any(
-            planned.function is not None or is_python_function(graph.nodes[at])
+            planned.branch.function is not None or is_python_function(graph.nodes[at])
             for at, operands_of_node in operands.items()
             for planned in operands_of_node
         ),
@@ -189,7 +199,26 @@ def make_plan(graph: Graph, cut: Cut) -> Plan:
     )
 
 
-def _plan_operand(graph: Graph, cut: Cut, node: Node, position: int, rule: Rule | None) -> OperandPlan:
+def _plan_operand(graph: Graph, cut: Cut, at: int, position: int, rule: Rule | None, branch: Branch) -> OperandPlan:
+    shapes = graph.sizes.shapes
+    slots = graph.reach.slots[at]
+    tags = {slot: cut.tags[graph.edge((at, slot))] for slot in slots}
+    operand = Operand(position, shapes[branch.entry], graph.samples, tags)
+    empty = not any(numel(shapes[at, slot]) for slot in slots)
+    if branch.viewed:
+        return OperandPlan(operand, rule, empty, branch, NO_DESCENT)
+    leaves = [graph.nodes[leaf] for leaf in branch.leaves]
+    return OperandPlan(operand, rule, empty, branch, descent(graph, graph.edge(branch.entry), leaves))
+
+
+def _branches(graph: Graph, operands: Iterable[tuple[int, int]]) -> list[Branch]:
+    """Parameters below each operand (node, position). Checks that each parameter in the graph is reached."""
+    branches = [_branch(graph, graph.nodes[at], position) for at, position in operands]
+    _prove_complete(graph, [route.name for branch in branches for route in branch.routes])
+    return branches
+
+
+def _branch(graph: Graph, node: Node, position: int) -> Branch:
     entry = Edge(*graph.children[node][position])
     paths = paths_to_leaves(graph, entry.node)
     routes = []
@@ -197,14 +226,9 @@ def _plan_operand(graph: Graph, cut: Cut, node: Node, position: int, rule: Rule 
         operations = None if chain is None else [graph.operations[below] for below in chain]
         changing = None if operations is None else changing_operations(operations)
         routes.append(Route(graph.leaves[leaf], number, changing, looks_up=operations == ["Embedding"]))
-    tags = {slot: cut.tags[Edge(node, slot)] for slot in graph.used_slots(node)}
-    operand = Operand(position, entry.shape, graph.samples, tags)
-    empty = not any(numel(Edge(node, slot).shape) for slot in tags)
     leaves = tuple(graph.index[leaf] for leaf, _ in paths)
     viewed = all(route.changing is not None and set(route.changing) <= VIEWS for route in routes)
-    below = NO_DESCENT if viewed else descent(graph, entry, [leaf for leaf, _ in paths])
-    function = _function_below(graph, entry.node)
-    return OperandPlan(operand, rule, empty, graph.key(entry), leaves, tuple(routes), function, below)
+    return Branch(graph.key(entry), leaves, tuple(routes), viewed, _function_below(graph, entry.node))
 
 
 def _function_below(graph: Graph, start: Node) -> str | None:
@@ -251,7 +275,7 @@ class Planner:
         """Look up the plan; False if there is none for such graphs, or if it does not hold for this one."""
         if not self.graph.sharded:  # `harmless_hooks` has those of sharded models
             leave_out_forward_hooks(self.modules)
-        plan: Plan | None = self.graph.structure.plans.get(self.interacting)
+        plan: Plan | None = self.graph.sizes.plans.get(self.interacting)
         if plan is None or not self._holds(plan):
             return False
         self._plan = plan
@@ -282,9 +306,10 @@ class Planner:
     def verify_again(self) -> bool:
         """Verify the ownership of the current plan with new passes; False if it does not hold."""
         plan = self.plan()
-        pending = verify_again(self.graph, {self.graph.edge(key): tag for key, tag in plan.tags.items()})
+        tags = {self.graph.edge(key): tag for key, tag in plan.tags.items()}
+        pending = verify_again(self.graph, tags, plan.derivation)
         if pending is None:
-            self.graph.structure.plans.pop(self.interacting, None)
+            self.graph.sizes.plans.pop(self.interacting, None)
             return False
         plan.pending = set(map(self.graph.key, pending))
         return True
@@ -299,15 +324,19 @@ class Planner:
             place = "" if cut.cause.node is None else place_of(self.graph, cut.cause.node, self.modules)
             plan.cause = cut.cause.text + place
         if cut.proven and not cut.by_data:
-            self.graph.structure.plans[self.interacting] = plan
+            self.graph.sizes.plans[self.interacting] = plan
         return plan
 
     def _constants(self) -> Constants:
+        return Constants(self._tensors_of_model())
+
+    def _tensors_of_model(self) -> Iterator[Tensor]:
+        yield from self.graph.wanted.values()
         leaves = [node.variable for node in self.graph.nodes if is_accumulate_grad(node)]
-        own = [*self.graph.wanted.values(), *(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))]
+        yield from (leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
         for module in self.modules:
-            own += [*module.parameters(), *module.buffers()]
-        return Constants(own)
+            yield from module.parameters()
+            yield from module.buffers()
 
 
 # --- applying a plan -----------------------------------------------------------------------------------------------
@@ -362,7 +391,9 @@ class GradBuilder:
         is returned that computes the gradients of its operands.
         """
         if self.graph.sharded:
-            leaves = [self.graph.nodes[leaf].variable for planned in self.plan.operands[at] for leaf in planned.leaves]
+            leaves = [
+                self.graph.nodes[leaf].variable for planned in self.plan.operands[at] for leaf in planned.branch.leaves
+            ]
             with unsharded(leaves):  # a pass may have left their module
                 self._add(at, gradients)
             return None
@@ -412,13 +443,13 @@ class GradBuilder:
         """
         referring: list[PerSampleGrad] = []
         pullback: Pullback | None = None
-        for route in planned.routes:
+        for route in planned.branch.routes:
             converted: PerSampleGrad | None = form
             if route.changing != ():
-                entry = self.graph.edge(planned.entry)
-                leaf = Edge(self.graph.nodes[planned.leaves[route.number]], 0)
+                entry = self.graph.edge(planned.branch.entry)
+                leaf = Edge(self.graph.nodes[planned.branch.leaves[route.number]], 0)
                 indices = self._indices(planned) if route.looks_up else None
-                key = (planned.entry, route.number)
+                key = (planned.branch.entry, route.number)
                 converted = carried(form, route.changing, entry, leaf, indices, self.plan.orders, key)
             if converted is None:
                 pullback = self._pullback(planned, form) if pullback is None else pullback
@@ -482,13 +513,13 @@ class GradBuilder:
         self.forms.update(large)  # small ones come first: every bucket of an all-reduce waits for some of them
 
     def _zeros(self, planned: OperandPlan) -> PerSampleGrad:
-        entry = self.graph.edge(planned.entry)
+        entry = self.graph.edge(planned.branch.entry)
         device = self.graph.losses.device
         return DenseGrad(torch.zeros(self.graph.samples, *entry.shape, dtype=entry.dtype, device=device))
 
     def _pullback(self, planned: OperandPlan, form: PerSampleGrad) -> Pullback:
-        leaves = [Edge(self.graph.nodes[leaf], 0) for leaf in planned.leaves]
-        entry = planned.entry
+        leaves = [Edge(self.graph.nodes[leaf], 0) for leaf in planned.branch.leaves]
+        entry = planned.branch.entry
         verdicts: Verdicts | None = None
         closed: Mapping[int, PerSampleGrad] = {}
         if self._pulls_back_in_batches(planned, leaves):
@@ -496,8 +527,8 @@ class GradBuilder:
             self._settle_terms(form)
             form, entry, closed = lowered(form, entry, planned.descent, self.graph, self._reader.take)
         pullback = Pullback(form, self.graph.edge(entry), entry, leaves, self.differentiable, verdicts, closed)
-        if planned.function is not None:
-            self._check_linear(pullback, planned.function)
+        if planned.branch.function is not None:
+            self._check_linear(pullback, planned.branch.function)
         return pullback
 
     def _pulls_back_in_batches(self, planned: OperandPlan, leaves: Iterable[Edge]) -> bool:
@@ -508,12 +539,12 @@ class GradBuilder:
             or any(leaf.node.variable._backward_hooks for leaf in leaves)
         ):
             return False
-        functions = self.graph.structure.functions if planned.function is not None else ()
+        functions = self.graph.structure.functions if planned.branch.function is not None else ()
         return all(supports_batches(self.graph.nodes[at]) for at in functions)
 
     def _indices(self, planned: OperandPlan) -> Callable[[], Tensor]:
         def read() -> Tensor:
-            indices: Tensor = self._reader.take(self.graph.nodes[planned.entry[0]])["indices"]
+            indices: Tensor = self._reader.take(self.graph.nodes[planned.branch.entry[0]])["indices"]
             self.versions.record([indices])
             return indices
 

@@ -304,6 +304,6 @@ def _cause_of_rule(last: _Round, operation: str) -> str:
             if planned.rule is None and not planned.empty:
                 batches = supports_batches(last.graph.nodes[at])
                 causes["no rule" if batches else "no rule, one call of its backward per sample"] = None
-            if not all(route.changing is not None and set(route.changing) <= VIEWS for route in planned.routes):
+            if not all(route.changing is not None and set(route.changing) <= VIEWS for route in planned.branch.routes):
                 causes["operations between it and its parameters"] = None
     return "; ".join(causes)

@@ -118,7 +118,7 @@ def _find_hooks(graph: Graph) -> HookPlaces | None:
 
     run_backward = torch.autograd.Variable._execution_engine.run_backward
     nodes = graph.nodes
-    hooked = graph.structure.hooked
+    hooked = graph.sizes.hooked
     edges = set(hooked)
     sent = [
         ((at, slot), (GradientEdge(nodes[at], slot),), zeros)

@@ -68,7 +68,7 @@ class QuantityEvaluator:
     @property
     def by_loop(self) -> bool:
         """True if rows come from one backward pass per sample with any strategy. No plan is needed."""
-        return self.graph.samples == 1 or self.graph.structure.nested
+        return self.graph.samples == 1 or self.graph.sizes.nested
 
     def during(self, run: Callable[[], object], compute: Callable[[], object]) -> None:
         """Call compute(), and run() once: in place of the first backward pass of `compute`, or after it if it has none.
@@ -351,14 +351,14 @@ class BackwardStrategy:
         if weighs:
             tags = {graph.edge(key): tag for key, tag in plan.tags.items()}
             plain = sums if run is None else None  # the losses of an ordinary pass may be scaled
-            if not follows_weights(graph, plan.stops, tags, plain):
+            if not follows_weights(graph, plan.stops, tags, plan.derivation, plain):
                 if not plan.proven:
                     raise NotLinearError(nonlinear_operation(graph) or "an operation")
                 return None
             places = hook_places(graph)
             if places is not None:
                 plan.by_passes.update(() if watches else places.keys)
-                graph.structure.hooked = places.edges.intersection(plan.owners).difference(plan.by_passes)
+                graph.sizes.hooked = places.edges.intersection(plan.owners).difference(plan.by_passes)
         if not functions.hold:
             return None
         verifiable = bool(nonzero) and bool(torch.stack(nonzero).any())  # one host sync for all

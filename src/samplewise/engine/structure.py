@@ -1,15 +1,16 @@
-"""Structure of an autograd graph: operations, their settings and connections, and shapes, without its tensors.
+"""Structure of an autograd graph: operations, their settings and connections, without its tensors and their sizes.
 
-`read_structure` returns one `Structure` for all graphs that are equal in these. A graph is first compared with the
-structures that were read last; only a graph that differs from all of them is read in full.
+`read_structure` returns one `Structure` for all graphs that are equal in these, and one `Sizes` for those of them whose
+shapes are equal, too. A graph is first compared with the structures that were read last; only a graph that differs from
+all of them is read in full.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -17,8 +18,11 @@ from torch.autograd.function import BackwardCFunction
 Node = Any  # torch.autograd.graph.Node: attributes differ per operation and are unknown to type checkers
 Children = tuple[tuple[Node | None, int], ...]
 
-MOST_KEPT = 2**17  # nodes in all structures that are kept; all are forgotten when there are more
+MOST_KEPT = 2**17  # nodes in all structures and sizes that are kept; all are forgotten when there are more
+MOST_RESULTS = 64  # that are kept for a structure
 MOST_TRIED = 4  # structures that a graph is compared with before it is read in full
+
+Result = TypeVar("Result")
 
 _operations: dict[type, str] = {}
 
@@ -46,45 +50,41 @@ ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), re
 
 
 class Record(NamedTuple):
-    """What is compared of one node, except the shapes of its outputs."""
+    """What is compared of one node, except sizes."""
 
     kind: type | None  # of the node; None for a Python function
     identity: object  # name of the parameter, if it is wanted; (operation, module) of a Python function
-    settings: tuple[object, ...]  # saved numbers, in the order of `_setting_names`; NUMBER for those that may change
+    settings: tuple[object, ...]  # saved numbers, in the order of `_setting_names`; NUMBER or SIZE for some
     operands: tuple[tuple[int | None, int], ...]  # position and output slot of each operand
+    outputs: int  # number of outputs
 
 
-Outputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each output of a node
+Shape = tuple[int, ...]
+EdgeKey = tuple[int, int]  # an edge of any graph of one structure: position of the node, output slot
 NESTED = (-1,)  # in place of the shape of a nested tensor, which has no sizes that can be compared
 
 
 class Structure:
     """Structure of a graph. Nodes are positions in topological order, consumers before their operands, root first."""
 
-    def __init__(self, slot: int, records: tuple[Record, ...], shapes: tuple[Outputs, ...]):
+    def __init__(self, slot: int, records: tuple[Record, ...], operations: list[str]):
         self.slot = slot  # output slot of the root
         self.records = records
-        self.shapes = shapes
+        self.operations = operations  # by position
         self.leaves: dict[int, str] = {}  # position -> name of a wanted parameter
         self.functions: list[int] = []  # positions of Python functions
         self.sparse = False  # True if an embedding has sparse gradients
-        self.plans: dict[str, Any] = {}  # plans that `Planner` keeps for such graphs, by `interacting`
-        self.inner: dict[int | None, dict[int, dict[int, torch.Tensor]]] = {}  # see `Graph`, by position of the goal
-        self.hooked: frozenset[tuple[int, int]] = frozenset()  # edges with hooks that were verified in an earlier graph
-        for at, (kind, identity, settings, _) in enumerate(records):
+        self.sizes: dict[object, Sizes] = {}  # of the graphs so far, by `_Flat.sizes_of`
+        self.results: dict[object, Any] = {}  # see `once`
+        self._reaches: dict[int | None, Reach] = {}
+        for at, (kind, identity, settings, *_) in enumerate(records):
             if kind is None:
                 self.functions.append(at)
             elif kind is ACCUMULATE_GRAD and isinstance(identity, str):
                 self.leaves[at] = identity
             if "_saved_sparse" in _setting_names.get(kind, ()):
                 self.sparse |= settings[_setting_names[kind].index("_saved_sparse")] is True
-        self.flat = _Flat(records, shapes)
-        self.nested = self.flat.nested  # True if there are nested tensors: their gradients cannot be read one by one
-
-    @cached_property
-    def dtypes(self) -> set[torch.dtype]:
-        """Dtypes of the gradients of all outputs."""
-        return {dtype for outputs in self.shapes for _, dtype in outputs if dtype.is_floating_point or dtype.is_complex}
+        self.flat = _Flat(records)
 
     @cached_property
     def consumers(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -98,27 +98,88 @@ class Structure:
 
     @cached_property
     def hash(self) -> int:
-        """Hash of operations, settings and connections; independent of shapes."""
+        """Hash of operations, settings and connections; independent of sizes."""
         return hash((self.slot, self.records))
+
+    def reach(self, goal: int | None) -> Reach:
+        """Nodes with a path to a wanted parameter or to the node at position `goal`."""
+        if goal not in self._reaches:
+            self._reaches[goal] = Reach(self, goal)
+        return self._reaches[goal]
+
+
+def once(results: dict[object, Any], key: object, compute: Callable[[], Result]) -> Result:
+    """Return compute(), or what it has returned for this key before. For what depends on a structure alone, and on
+    nodes that data may choose: the number of results is bounded.
+    """
+    if key not in results:
+        if len(results) >= MOST_RESULTS:
+            results.clear()
+        results[key] = compute()
+    result: Result = results[key]
+    return result
+
+
+class Reach:
+    """Nodes of a structure with a path to a wanted parameter or to a goal, by position."""
+
+    def __init__(self, structure: Structure, goal: int | None):
+        self.results: dict[object, Any] = {}  # see `once`
+        records = structure.records
+        relevant = {*structure.leaves, goal} - {None}
+        for at in reversed(range(len(records))):
+            if any(child in relevant for child, _ in records[at].operands):
+                relevant.add(at)
+        self.nodes: list[int] = [at for at in range(len(records)) if at in relevant]  # consumers first
+        # For each node, the edge of each operand; None for operands that are not relevant.
+        self.operands: dict[int, tuple[EdgeKey | None, ...]] = {}
+        consumers: dict[int, list[EdgeKey]] = {at: [] for at in self.nodes}
+        slots: dict[int, set[int]] = {at: set() for at in self.nodes}
+        slots.setdefault(0, set()).add(structure.slot)
+        for at in self.nodes:
+            operands: list[EdgeKey | None] = []
+            for position, (child, slot) in enumerate(records[at].operands):
+                if child is None or child not in relevant:
+                    operands.append(None)
+                    continue
+                operands.append((child, slot))
+                consumers[child].append((at, position))
+                slots[child].add(slot)
+            self.operands[at] = tuple(operands)
+        # Tuples of numbers take no time in garbage collections.
+        self.consumers = {at: tuple(users) for at, users in consumers.items()}  # (node, position of the operand)
+        self.slots = {at: tuple(sorted(used)) for at, used in slots.items()}  # output slots that receive a gradient
+
+
+class Sizes:
+    """Shapes, dtypes and saved sizes: what may differ between graphs of one structure, and a plan depends on."""
+
+    def __init__(self, edges: Iterable[EdgeKey], shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]):
+        self.shapes = dict(zip(edges, shapes, strict=True))  # of all outputs
+        self.dtypes = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}  # of gradients
+        self.nested = NESTED in shapes  # True if there are nested tensors: their gradients cannot be read one by one
+        self.plans: dict[str, Any] = {}  # plans that `Planner` keeps for such graphs, by `interacting`
+        self.inner: dict[int | None, dict[int, dict[int, torch.Tensor]]] = {}  # see `Graph`, by position of the goal
+        self.hooked: frozenset[EdgeKey] = frozenset()  # edges with hooks that were verified in an earlier graph
 
 
 class _Flat:
     """Structure as flat lists, so that a graph is compared with it in few passes over its nodes."""
 
-    def __init__(self, records: tuple[Record, ...], shapes: tuple[Outputs, ...]):
+    def __init__(self, records: tuple[Record, ...]):
         positions = range(len(records))
         self.kinds = [record.kind for record in records]
         self.functions = [at for at in positions if records[at].kind is None]
         self.identities = [(at, r.identity) for at, r in enumerate(records) if r.kind in (None, ACCUMULATE_GRAD)]
-        self.settings = [
+        settings = [
             (at, name, value)
             for at, record in enumerate(records)
             for name, value in zip(_setting_names.get(record.kind, ()), record.settings, strict=True)
-            if value is not NUMBER
         ]
-        self.counts = [(len(record.operands), len(outputs)) for record, outputs in zip(records, shapes, strict=True)]
-        self.outputs = [output for outputs in shapes for output in outputs]
-        self.nested = any(shape is NESTED for shape, _ in self.outputs)
+        self.settings = [setting for setting in settings if setting[2] is not NUMBER and setting[2] is not SIZE]
+        self.sizes = [(at, name) for at, name, value in settings if value is SIZE]
+        self.counts = [(len(record.operands), record.outputs) for record in records]
+        self.edges = [(at, slot) for at, record in enumerate(records) for slot in range(record.outputs)]
         self.operands = [operand for record in records for operand in record.operands]
         paths: dict[int | None, tuple[int, int]] = {}
         for at, record in enumerate(records):
@@ -126,9 +187,9 @@ class _Flat:
                 paths.setdefault(position, (at, number))
         self.paths = [paths[at] for at in positions[1:]]  # a consumer of each node, and the operand it is there
 
-    def nodes_of(self, root: Node, leaf_names: Mapping[int, str]) -> list[Node] | None:
-        """Nodes of the graph below `root`, in the order of this structure; None if the graph has another structure.
-        `leaf_names`: id of a parameter -> name.
+    def nodes_of(self, root: Node, leaf_names: Mapping[int, str]) -> tuple[list[Node], list[Any]] | None:
+        """Nodes of the graph below `root`, in the order of this structure, and the metadata of their outputs; None if
+        the graph has another structure. `leaf_names`: id of a parameter -> name.
         """
         nodes = [root]
         below = [root.next_functions]
@@ -150,18 +211,10 @@ class _Flat:
             if found != identity:
                 return None
         for at, name, expected in self.settings:
-            value = getattr(nodes[at], name)
-            if (value if type(value) in _PLAIN else repr(value)) != expected:
+            if _comparable(getattr(nodes[at], name)) != expected:
                 return None
-        if self.nested:
-            return None
         outputs = [node._input_metadata for node in nodes]
         if [(len(a), len(b)) for a, b in zip(below, outputs, strict=True)] != self.counts:
-            return None
-        try:
-            if [(tuple(one.shape), one.dtype) for of_node in outputs for one in of_node] != self.outputs:
-                return None
-        except (RuntimeError, ValueError):  # a nested tensor has no shape, or one that cannot be compared
             return None
         # Same connections: each position is one node, no node has two positions, and there are no others.
         index: dict[Node, int | None] = dict(zip(nodes, range(len(nodes)), strict=True))
@@ -169,39 +222,55 @@ class _Flat:
             return None
         index[None] = None
         connections = [(index.get(child, -1), slot) for of_node in below for child, slot in of_node]
-        return nodes if connections == self.operands else None
+        return (nodes, [one for of_node in outputs for one in of_node]) if connections == self.operands else None
+
+    def sizes_of(self, nodes: list[Node], outputs: list[Any]) -> tuple[tuple[Any, ...], ...]:
+        """Shapes and dtypes of all outputs, and saved sizes."""
+        return (
+            tuple([NESTED if one.is_nested_tensor else tuple(one.shape) for one in outputs]),
+            tuple([one.dtype for one in outputs]),
+            tuple([_comparable(getattr(nodes[at], name)) for at, name in self.sizes]),
+        )
 
 
 _structures: dict[tuple[object, ...], Structure] = {}
-_recent: dict[tuple[object, ...], tuple[Structure, ...]] = {}  # the last ones, by kind and outputs of the root
-_kept = 0  # nodes in `_structures`
+_recent: dict[tuple[object, ...], tuple[Structure, ...]] = {}  # the last ones, by kind and output slot of the root
+_kept = 0  # nodes in `_structures`, counted once more for each of their sizes
 
 
-def read_structure(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structure, list[Node]]:
-    """Structure of the graph below output `slot` of `root`, and its nodes. `leaf_names`: id of a parameter -> name."""
+def read_structure(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structure, Sizes, list[Node]]:
+    """Structure and sizes of the graph below output `slot` of `root`, and its nodes. `leaf_names`: id of a parameter ->
+    name.
+    """
     kind = None if is_python_function(root) else type(root)  # a class defined inside forward is new in each call
-    key = (kind, slot, *root._input_metadata[slot].shape)
-    recent = _recent.get(key, ())
+    recent = _recent.get((kind, slot), ())
     for structure in recent:
-        nodes = structure.flat.nodes_of(root, leaf_names)
-        if nodes is not None:
+        graph = structure.flat.nodes_of(root, leaf_names)
+        if graph is not None:
+            nodes, outputs = graph
             break
     else:
-        structure, nodes = _read(root, slot, leaf_names)
+        structure, nodes, outputs = _read(root, slot, leaf_names)
+    key = structure.flat.sizes_of(nodes, outputs)
+    sizes = structure.sizes.get(key)
+    if sizes is None:
+        _make_room(len(structure.records))
+        if not _structures:  # all were forgotten
+            _structures[slot, structure.records] = structure
+        sizes = structure.sizes[key] = Sizes(structure.flat.edges, *key[:2])
     if not recent or recent[0] is not structure:
         others = [other for other in recent if other is not structure]
-        _recent[key] = (structure, *others[: MOST_TRIED - 1])
-    return structure, nodes
+        _recent[kind, slot] = (structure, *others[: MOST_TRIED - 1])
+    return structure, sizes, nodes
 
 
-def _read(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structure, list[Node]]:
-    """Read all nodes; return the structure that is kept for such graphs."""
-    global _kept
+def _read(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structure, list[Node], list[Any]]:
+    """Read all nodes; return the structure that is kept for such graphs, the nodes and the metadata of all outputs."""
     children = children_below(root)
     nodes = list(reversed(children))
     index = dict(zip(nodes, range(len(nodes)), strict=True))
     records = []
-    shapes = []
+    outputs = []
     for node in nodes:
         kind: type | None = type(node)
         identity: object = None
@@ -210,32 +279,40 @@ def _read(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structu
         elif isinstance(node, BackwardCFunction):
             kind = None
             identity = _function_identity(node)
-        settings = []
+        settings: list[object] = []
         for name in _names_of_settings(node):
             value = getattr(node, name)
             if name in _NUMBERS or type(value) is float:
                 settings.append(NUMBER)
+            elif name in _SIZES:
+                settings.append(SIZE)
             else:
-                settings.append(value if type(value) in _PLAIN else repr(value))
+                settings.append(_comparable(value))
         operands = tuple((index.get(child), below) for child, below in children[node])
-        records.append(Record(kind, identity, tuple(settings), operands))
-        outputs = node._input_metadata
-        shapes.append(tuple((NESTED if one.is_nested_tensor else tuple(one.shape), one.dtype) for one in outputs))
-    key = (slot, tuple(records), tuple(shapes))
+        of_node = node._input_metadata
+        records.append(Record(kind, identity, tuple(settings), operands, len(of_node)))
+        outputs += of_node
+    key = (slot, tuple(records))
     structure = _structures.get(key)
     if structure is None:
-        structure = Structure(*key)
-        _kept += len(nodes)
-        if _kept > MOST_KEPT:
-            forget_structures()
-            _kept = len(nodes)
-        _structures[key] = structure
-    return structure, nodes
+        _make_room(len(nodes))
+        structure = _structures[key] = Structure(*key, list(map(operation, nodes)))
+    return structure, nodes, outputs
+
+
+def _make_room(nodes: int) -> None:
+    """Count nodes that are to be kept; forget all others if they would be too many."""
+    global _kept
+    if _kept + nodes > MOST_KEPT:
+        forget_structures()
+    _kept += nodes
 
 
 def forget_structures() -> None:
     """Forget all structures, and with them all plans."""
     global _kept
+    for structure in _structures.values():
+        structure.sizes.clear()  # of structures that are still in use, too
     _structures.clear()
     _recent.clear()
     _kept = 0
@@ -266,6 +343,12 @@ def children_below(root: Node) -> dict[Node, Children]:
 
 
 _PLAIN = {int, bool, str, type(None)}  # types of settings that are compared as they are; others by their repr
+
+
+def _comparable(value: object) -> object:
+    return value if type(value) in _PLAIN else repr(value)
+
+
 # Settings that are numbers to compute with, which may change in each step. They do not say where samples are, and rules
 # read them from the node. All floats are such numbers; these may be integers, too.
 NUMBER = "number"
@@ -274,6 +357,15 @@ _NUMBERS = {
     for name in (
         *("alpha", "beta", "exponent", "fill_value", "lambd", "max", "max_val", "min", "min_val"),
         *("negative_slope", "other", "self", "threshold", "value"),
+    )
+}
+# Settings that change with the shapes. Ownership and plans depend on them, as on shapes.
+SIZE = "size"
+_SIZES = {
+    "_saved_" + name
+    for name in (
+        *("HxW", "N", "end", "index", "last_dim_size", "max_k", "max_q", "output_size", "pad", "repeats", "size"),
+        *("split_size", "split_sizes", "start"),
     )
 }
 _setting_names: dict[type | None, tuple[str, ...]] = {}

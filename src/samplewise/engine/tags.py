@@ -11,14 +11,14 @@ A gradient is *clean* if each of its elements belongs to at most one sample. Its
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from samplewise.engine.graph import Edge, numel
-from samplewise.engine.layouts import RowOwners, SampleDim, inner_at, locate
+from samplewise.engine.layouts import MOST_PLACES, RowOwners, SampleDim, inner_at, locate
 
 
 class RowGather(Protocol):
@@ -254,14 +254,19 @@ def tag_of(owner: Tensor, samples: int) -> Tag:
 def tag_at(place: SampleDim, shape: tuple[int, ...], samples: int) -> Tag | None:
     """Tag of a gradient of this shape with the samples at this place; None if the place does not fit the shape."""
     if isinstance(place.post, int):
-        inner = inner_at(place, shape, samples)
-        return None if inner is None else Regular(samples, inner)
+        return _regular_at(place, shape, samples)
     owner = place.post.owner
     if not 0 <= place.dim < len(shape) or shape[place.dim] != len(owner):
         return None
     tag = Irregular(samples, owner.view(-1, *(1,) * (len(shape) - place.dim - 1)).expand(shape))
     tag.__dict__["place"] = place  # known already
     return tag
+
+
+@lru_cache(MOST_PLACES)
+def _regular_at(place: SampleDim, shape: tuple[int, ...], samples: int) -> Regular | None:
+    inner = inner_at(place, shape, samples)
+    return None if inner is None else Regular(samples, inner)
 
 
 def owned_by(sample: int, edge: Edge, samples: int) -> Irregular:
@@ -271,7 +276,7 @@ def owned_by(sample: int, edge: Edge, samples: int) -> Irregular:
 
 def merged(first: Tag | None, second: Tag | None, shape: tuple[int, ...]) -> Tag | None:
     """Tag of the sum of two gradients of this shape; None if they have no common one."""
-    if first == second:
+    if first is second or first == second:
         return first
     irregular = [tag for tag in (first, second) if isinstance(tag, Irregular)]
     if first is None or second is None or not irregular:

@@ -1,4 +1,4 @@
-"""Verification of derived ownership with extra backward passes, once per graph structure and cut.
+"""Verification of derived ownership with extra backward passes, once per graph structure and derivation.
 
 `layouts` derives from shapes which sample owns each element of a gradient. To verify it, the losses are weighted by
 powers of two that differ between any two samples in at least one pass. Scaling by a power of two is exact, so the sum
@@ -43,7 +43,7 @@ MOST_REMEMBERED = 10_000  # cached graph structures; the cache is cleared when i
 
 @dataclass
 class _Record:
-    """Result of the verification of one graph structure and cut."""
+    """Result of the verification of one graph structure and derivation."""
 
     holds: bool
     seen: dict[EdgeKey, set[int]]  # samples that had a non-zero block, by edge
@@ -58,17 +58,19 @@ class _Record:
 _records: dict[int, _Record] = {}
 
 
-def verify(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Edge] | None:
-    """Verify ownership, or use the cached result. Return the pending edges; None if the ownership does not hold."""
-    record = _records.get(_key(graph, tags))
+def verify(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> set[Edge] | None:
+    """Verify ownership, or use the cached result of graphs of this structure in which it was derived in the same way,
+    with these or other sizes. Return the pending edges; None if the ownership does not hold.
+    """
+    record = _records.get(_key(graph, tags, derivation))
     if record is None:
-        return verify_again(graph, tags)
+        return verify_again(graph, tags, derivation)
     return _pending(graph, tags, record)
 
 
-def verify_again(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Edge] | None:
+def verify_again(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> set[Edge] | None:
     """As `verify`, but always run the backward passes."""
-    key = _key(graph, tags)
+    key = _key(graph, tags, derivation)
     former = _records.get(key)
     seen = dict(former.seen) if former is not None and former.holds else {}
     filled = {edge: tag for edge, tag in tags.items() if numel(edge.shape)}  # of no elements, any ownership holds
@@ -86,14 +88,18 @@ def verify_again(graph: Graph, tags: Mapping[Edge, Tag]) -> set[Edge] | None:
 
 
 def follows_weights(
-    graph: Graph, stops: Stops, tags: Mapping[Edge, Tag], plain: Mapping[Edge, Tensor] | None = None
+    graph: Graph,
+    stops: Stops,
+    tags: Mapping[Edge, Tag],
+    derivation: int,
+    plain: Mapping[Edge, Tensor] | None = None,
 ) -> bool:
     """True if the ownership holds in one more pass with weights; `plain`: sums of absolute values of each sample in the
     pass without weights, if there was one. In each graph with hooks: they may do something else than before.
     """
     if plain is None:
         plain = _block_sums(graph, tags, torch.ones_like(graph.losses), stops)
-    record = _records.get(_key(graph, tags))
+    record = _records.get(_key(graph, tags, derivation))
     keys = _hook_keys(graph)
     if record is None or not keys <= record.hooked:
         # A hook that compares samples may do the same to them with all weights. Once per structure: this is slow.
@@ -104,20 +110,20 @@ def follows_weights(
     if not is_deterministic(graph):  # differences between passes count as rounding there
         check_linear(graph, list(tags), gradients_at(graph, list(tags)))
     if is_float16(graph) or not is_deterministic(graph):  # these need several passes
-        return verify_again(graph, tags) is not None
+        return verify_again(graph, tags, derivation) is not None
     (powers,) = distinct_powers(graph, _relative_sizes(graph, plain), base=WIDE, digits=1)
     coded = _block_sums(graph, tags, powers.to(graph.losses.dtype), stops)
     sums = torch.stack(list(plain.values()))
-    scaled = torch.stack([coded[edge] if edge in coded else torch.zeros_like(plain[edge]) for edge in plain])
+    scaled = _stacked(coded, plain)
     tiny = sums.new_tensor([_tiny(graph, edge) for edge in plain])[:, None]
     relative = sums.new_tensor([_relative(edge) for edge in plain])[:, None]
     near = (scaled - sums * powers).abs() <= tiny + relative * sums * powers
     return bool((near | ~(sums.isfinite() & scaled.isfinite())).all())
 
 
-def has_verified_hooks(graph: Graph, tags: Mapping[Edge, Tag]) -> bool:
+def has_verified_hooks(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> bool:
     """True if `follows_weights` was True for an earlier graph with hooks at the same places."""
-    record = _records.get(_key(graph, tags))
+    record = _records.get(_key(graph, tags, derivation))
     return record is not None and _hook_keys(graph) <= record.hooked
 
 
@@ -134,8 +140,8 @@ def _pending(graph: Graph, tags: Mapping[Edge, Tag], record: _Record) -> set[Edg
     return {edge for edge in tags if graph.key(edge) in record.pending}
 
 
-def _key(graph: Graph, tags: Mapping[Edge, Tag]) -> int:
-    return hash((graph.structure.hash, tuple(map(graph.key, tags))))
+def _key(graph: Graph, tags: Mapping[Edge, Tag], derivation: int) -> int:
+    return hash((graph.structure.hash, derivation, tuple(map(graph.key, tags))))
 
 
 def _compare(
@@ -148,23 +154,32 @@ def _compare(
     if not tags:
         return {}
     plain = _block_sums(graph, tags, torch.ones_like(graph.losses))
-    tolerances = _tolerances(graph, tags, plain, repeats)
-    nonzero = {edge: sums.isfinite() & (sums > _tiny(graph, edge)) for edge, sums in plain.items()}
+    if not plain:
+        return {}
+    tolerances = torch.stack(list(_tolerances(graph, tags, plain, repeats).values()))
+    sums = torch.stack(list(plain.values()))
+    tiny = sums.new_tensor([_tiny(graph, edge) for edge in plain])[:, None]
+    nonzero = sums.isfinite() & (sums > tiny)
     if apart:
         passes = _apart(graph)
     else:
         sizes = _relative_sizes(graph, plain)
         passes = distinct_powers(graph, sizes) if is_deterministic(graph) else switched_weights(graph)
     for powers in passes:
-        coded = _block_sums(graph, tags, powers.to(graph.losses.dtype))
-        for edge, sums in plain.items():
-            scaled = coded.get(edge, torch.zeros_like(sums))
-            finite = sums.isfinite() & scaled.isfinite()
-            near = (scaled - sums * powers).abs() <= _tiny(graph, edge) + tolerances[edge] * powers
-            if not (near | ~finite).all():
-                return None
-            nonzero[edge] &= finite
-    return {edge: set(samples.nonzero().flatten()[:ENOUGH].tolist()) for edge, samples in nonzero.items()}
+        scaled = _stacked(_block_sums(graph, tags, powers.to(graph.losses.dtype)), plain)
+        finite = sums.isfinite() & scaled.isfinite()
+        near = (scaled - sums * powers).abs() <= tiny + tolerances * powers
+        if not (near | ~finite).all():
+            return None
+        nonzero &= finite
+    samples = torch.arange(graph.samples)
+    return {edge: set(samples[of_edge][:ENOUGH].tolist()) for edge, of_edge in zip(plain, nonzero.cpu(), strict=True)}
+
+
+def _stacked(sums: Mapping[Edge, Tensor], edges: Mapping[Edge, Tensor]) -> Tensor:
+    """Sums (edges, b); zeros at edges without gradient."""
+    zeros = torch.zeros_like(next(iter(edges.values())))
+    return torch.stack([sums.get(edge, zeros) for edge in edges])
 
 
 def _relative_sizes(graph: Graph, plain: Mapping[Edge, Tensor]) -> Tensor:

@@ -33,8 +33,9 @@ from samplewise.core.losses import (
 )
 from samplewise.core.memory import is_out_of_memory
 from samplewise.core.snapshot import eval_mode
-from samplewise.engine.graph import Graph
+from samplewise.engine.graph import edge_of, is_accumulate_grad
 from samplewise.engine.reference import gradient_of
+from samplewise.engine.structure import children_below
 from samplewise.errors import LossesError, NonFiniteGradientError, PrivacyError, SamplesInteractError
 from samplewise.step.amp import AUTOCAST_DTYPES
 from samplewise.step.checks import check_untracked, warn
@@ -326,8 +327,7 @@ class Broadcasts(TorchFunctionMode):
 
 def _leaves(losses: Tensor) -> set[int]:
     """Ids of the leaf tensors in the graph of the losses."""
-    nodes = Graph(losses, {}).nodes
-    return {id(v) for node in nodes if (v := getattr(node, "variable", None)) is not None}
+    return {id(node.variable) for node in children_below(edge_of(losses).node) if is_accumulate_grad(node)}
 
 
 def _distance(here: dict[str, Tensor], there: dict[str, Tensor]) -> tuple[float, float]:
