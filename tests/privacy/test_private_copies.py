@@ -189,7 +189,7 @@ def key_moved(run, other):
 
 
 def log_of_another_run(run, other):
-    loader, step = opened(other, 1)
+    _, step = opened(other, 1)
     step.privacy.close()
     (other / LOG_FILE).rename(run / LOG_FILE)
     return run

@@ -277,9 +277,7 @@ def new_state(optimizer, losses):
         state["mean"] = losses.mean()
 
 
-@pytest.mark.parametrize(
-    ("write", "name"), [(learning_rate, "lr"), (momentum, "momentum_buffer"), (new_state, "mean")]
-)
+@pytest.mark.parametrize(("write", "name"), [(learning_rate, "lr"), (momentum, "momentum_buffer"), (new_state, "mean")])
 def test_an_optimizer_that_stores_samples(write, name):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -311,7 +309,7 @@ def test_extra_states():
     _, loader, step = make(model=SameState())
     assert train(step, loader, 2) == 2
     _, loader, step = make(model=NotPicklable())
-    with pytest.raises(PrivacyError, match="the extra state of a private model must be picklable.*NotPicklable"):
+    with pytest.raises(PrivacyError, match=r"the extra state of a private model must be picklable.*NotPicklable"):
         train(step, loader)
 
 

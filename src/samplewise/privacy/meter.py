@@ -343,8 +343,8 @@ def _check_rows(batch: Any, samples: int) -> None:
     rows = 0 if batch is None else length(batch)
     found = "a batch that cannot be cut into rows" if rows is None else plural(rows, "row")
     if rows == samples:
-        leaves = [(path, leaf) for path, leaf in located_leaves(batch) if leaf is not None]
-        whole = [(path, leaf) for path, leaf in leaves if not has_rows(leaf, samples)]
+        entries = [(path, leaf) for path, leaf in located_leaves(batch) if leaf is not None]
+        whole = [(path, leaf) for path, leaf in entries if not has_rows(leaf, samples)]
         if not whole:
             return
         path, leaf = whole[0]

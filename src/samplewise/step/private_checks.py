@@ -175,7 +175,8 @@ class ModelState:
             )
         numbers = _numbers(self._optimizer)
         if numbers != self._numbers:
-            names = {name for old, new in zip_longest(self._numbers, numbers) if old != new for name, _ in (old or new,)}
+            pairs = [pair for pair in zip_longest(self._numbers, numbers) if pair[0] != pair[1]]
+            names = {entry[0] for pair in pairs for entry in pair if entry is not None}
             raise PrivacyError(
                 "the optimizer of a private step must not change while an update is computed, because its settings and "
                 f"state would hold data of the samples without noise; found other values of {listed(sorted(names))}. "
@@ -263,7 +264,8 @@ def _pickled(name: str, read: Callable[[], Any]) -> bytes:
 
 def _numbers(optimizer: Any) -> list[tuple[str, Any]]:
     """Settings of an optimizer, and identity and version of each tensor of its state, by name."""
-    entries = [pair for group in getattr(optimizer, "param_groups", ()) for pair in group.items() if pair[0] != "params"]
+    groups = getattr(optimizer, "param_groups", ())
     states = getattr(optimizer, "state", None) or {}
-    entries += [pair for state in states.values() if isinstance(state, dict) for pair in state.items()]
+    entries = [(name, value) for group in groups for name, value in group.items() if name != "params"]
+    entries += [entry for state in states.values() if isinstance(state, dict) for entry in state.items()]
     return [(k, (id(v), v._version) if isinstance(v, Tensor) else v) for k, v in entries]
