@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from samplewise.core.tensor_bytes import tensor_bytes
+from samplewise.core.tensor_bytes import have_same_bytes, tensor_bytes
 
 
 def test_bytes_are_in_row_major_order():
@@ -36,3 +36,13 @@ def test_the_view_keeps_the_memory_alive():
     gc.collect()
     other = [torch.full((100_000,), -1, dtype=torch.int32) for _ in range(4)]
     assert bytes(view[400:404]) == (100).to_bytes(4, "little") and len(other) == 4
+
+
+def test_comparison_of_bytes():
+    values = torch.tensor([[1.0, float("nan")], [0.0, 2.0]])
+    assert have_same_bytes(values, values.clone())
+    assert have_same_bytes(values.T, values.T.contiguous())
+    assert not have_same_bytes(values, values.T)
+    assert not have_same_bytes(values, values.flatten())
+    assert have_same_bytes(torch.empty(0), torch.empty(0))
+    assert have_same_bytes(torch.tensor([1j]).conj(), torch.complex(torch.zeros(1), -torch.ones(1)))
