@@ -1,9 +1,12 @@
 """A training run that may be killed at any moment: shuffle, dropout, random augmentation, two workers, accumulation,
 validation with metrics, also in mid-epoch, hooks that come and go, and a second model in the process.
 
-python killed.py DIRECTORY KIND PAUSE: trains to the end, resuming whatever is there; writes the parameters.
+python killed.py DIRECTORY KIND PAUSE KILL: trains to the end, resuming whatever is there; writes the parameters. PAUSE:
+seconds after each update. KILL: index of the update after which the process kills itself; -1: never.
 """
 
+import os
+import signal
 import sys
 import time
 import warnings
@@ -48,13 +51,17 @@ class Order:
     Its state holds the samples of an open window: a signal may stop the training there.
     """
 
-    def __init__(self, pause):
-        self.seen, self.pause = [], pause
+    def __init__(self, pause, kill):
+        self.seen = []
+        self.pause = pause
+        self.kill = kill
 
     def on_update(self, trainer, update):
         trainer.write("order", update=update.index, ids=self.seen[: update.samples], losses=update.losses.tolist())
         del self.seen[: update.samples]
         time.sleep(self.pause)
+        if update.index == self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def state_dict(self):
         return {"seen": list(self.seen)}
@@ -63,12 +70,12 @@ class Order:
         self.seen = state["seen"]
 
 
-def main(directory: Path, kind: str, pause: float) -> None:
+def main(directory: Path, kind: str, pause: float, kill: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-    order = Order(pause)
+    order = Order(pause, kill)
 
     def loss_fn(model, batch):
         x, y, ids = batch
@@ -113,4 +120,4 @@ def main(directory: Path, kind: str, pause: float) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))

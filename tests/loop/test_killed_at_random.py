@@ -30,9 +30,16 @@ def run(directory, seed, seconds=-1.0):
     """Exit code of the run, which is killed after these seconds."""
     directory.mkdir(exist_ok=True)
     command = [sys.executable, str(SCRIPT), str(directory), str(seed), str(seconds)]
-    done = forks.run(command, capture_output=True, start_new_session=True)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
-    return done.returncode
+    # Not a pipe: a worker whose parent was killed before it has read the id of its parent never ends by itself.
+    with open(directory / "errors.txt", "wb") as errors:
+        process = forks.Popen(command, stdout=errors, stderr=errors, start_new_session=True)
+    try:
+        code = process.wait(timeout=600)
+    finally:
+        forks.kill(process)
+        process.wait()
+    assert code in (0, -signal.SIGKILL), (directory / "errors.txt").read_text()
+    return code
 
 
 def ended(directory):

@@ -19,10 +19,10 @@ LOADERS = daily(["plain", "stateful", "compiled"], ["stateful"])
 
 
 @contextlib.contextmanager
-def running(directory, loader, pause=0.0):
+def running(directory, loader, pause=0.0, kill=-1):
     directory.mkdir(exist_ok=True)
     with open(directory / "errors.txt", "wb") as errors:
-        command = [sys.executable, str(SCRIPT), str(directory), loader, str(pause)]
+        command = [sys.executable, str(SCRIPT), str(directory), loader, str(pause), str(kill)]
         process = forks.Popen(command, stderr=errors, start_new_session=True)
     try:
         yield process
@@ -106,6 +106,19 @@ def interrupted_until_done(directory, loader, signals, pause):
 
 
 def test_killed(uninterrupted, tmp_path):
+    """In the first and in the third of four epochs, so that the last process has done much less than one that was not
+    killed: fewer validations, metrics, hooks and other models.
+    """
+    loader, expected = uninterrupted
+    for update in (4, 15):
+        with running(tmp_path, loader, kill=update) as process:
+            assert process.wait(timeout=600) == -signal.SIGKILL, (tmp_path / "errors.txt").read_text()
+    to_the_end(tmp_path, loader)
+    assert_same(ended(tmp_path), expected)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(uninterrupted, tmp_path):
     loader, expected = uninterrupted
     interrupted_until_done(tmp_path, loader, [signal.SIGKILL] * 2, pause=0.2)
     assert_same(ended(tmp_path), expected)

@@ -94,6 +94,58 @@ def test_mixed_precision(name):
     assert ratio <= tolerance(torch.float32, SAMPLES)
 
 
+class Views(nn.Module):
+    """A weight in a product that needs its transpose, through views of more elements than bfloat16 can count."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(TOKENS, WIDTH, CLASSES) / 5)
+
+    def forward(self, x):
+        return torch.einsum("btd,tdc->btc", x, self.weight).sum(1)
+
+
+class TiedTranspose(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 30)
+
+    def forward(self, x):
+        return nn.functional.linear(self.layer(x).tanh(), self.layer.weight.t()).sum(1)[:, :CLASSES]
+
+
+class Product(nn.Module):
+    """A weight computed in half precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(CLASSES, 2))
+        self.b = nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, x):
+        return nn.functional.linear(x, (self.a @ self.b).abs()).sum(1)
+
+
+IN_HALF = {"lstm": MODELS["lstm"], "gru": MODELS["gru"], "views": Views, "transpose": TiedTranspose, "product": Product}
+
+
+@pytest.mark.parametrize("kind", IN_HALF)
+def test_mixed_precision_of_many_equal_samples(kind):
+    """A sum in bfloat16 would be off by the rounding of all samples together."""
+    samples = 400
+    equal = columns(samples, torch.float32, torch.Generator().manual_seed(1))
+    for column in equal:
+        column[:] = column[0].clone()
+
+    def make():
+        torch.manual_seed(1)
+        return IN_HALF[kind]()
+
+    ratio, size = moved(make, linear_loss(kind), equal, {3}, clip=0.12, precision="bf16-mixed")
+    assert ratio <= tolerance(torch.float32, samples)
+    assert size == pytest.approx(samples, rel=1e-3)
+
+
 # ------------------------------------------------------------------------------------------- which samples are alone
 
 

@@ -171,6 +171,43 @@ def test_a_copy_of_a_directory_has_another_key(tmp_path, copied, updates):
     assert resumed(tmp_path / "run") == secret_of(step)
 
 
+def log_lost(run, other):
+    (run / LOG_FILE).unlink()
+    return run
+
+
+def key_copied(run, other):
+    other.mkdir()
+    shutil.copy(run / KEY_FILE, other)
+    return other
+
+
+def key_moved(run, other):
+    other.mkdir()
+    (run / KEY_FILE).rename(other / KEY_FILE)
+    return other
+
+
+def log_of_another_run(run, other):
+    loader, step = opened(other, 1)
+    step.privacy.close()
+    (other / LOG_FILE).rename(run / LOG_FILE)
+    return run
+
+
+@pytest.mark.parametrize("change", [log_lost, key_copied, key_moved, log_of_another_run])
+@pytest.mark.parametrize("updates", [0, 3])
+def test_a_key_without_its_log_is_not_used(tmp_path, change, updates):
+    """The updates that were made with it are not known."""
+    _, step = opened(tmp_path / "run", updates)
+    step.privacy.close()
+    directory = change(tmp_path / "run", tmp_path / "other")
+    _, again = opened(directory, 1)
+    assert secret_of(again) != secret_of(step)
+    again.privacy.close()
+    assert resumed(directory) == secret_of(again)
+
+
 def test_a_copy_of_a_training_repeats_no_noise(tmp_path):
     _, loader, step = make(plan(seed=None))
     sw.Trainer(step, tmp_path / "run", progress=False).fit(loader, updates=4)

@@ -4,13 +4,15 @@ import pytest
 import torch
 from private_runs import ACCURACY, by_hand, data, gradient, loss_fn, make, net, of_samples, plan, train
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import samplewise as sw
 from samplewise.errors import PrivacyError
 
 pytest.importorskip("dp_accounting")
 
-PARAMETERS = "the parameters of a private model must change in updates only.* changed or added "
-BUFFERS = "the buffers of a private model must not change in training.* changed or added "
+PARAMETERS = "the parameters of a private model must change in updates only.* changed, added(, frozen)? or removed "
+BUFFERS = "the buffers of a private model must not change in training.* changed, added(, frozen)? or removed "
 EXTRA = "the extra state of a private model must not change in training.*get_extra_state in "
 LARGE = 2**20 + 1  # elements: not copied if frozen
 
@@ -150,7 +152,62 @@ class ExtraState(Wrapped):
         self.means = state["means"]
 
 
+class OtherShape(ReplacedBuffer):
+    def see(self, x):
+        self.seen.data = x.flatten()[:7].clone()
+
+
+class OtherDtype(ReplacedBuffer):
+    def see(self, x):
+        self.seen.data = self.seen.data.float()
+
+
+class RemovedBuffer(ReplacedBuffer):
+    def see(self, x):
+        self._buffers.pop("seen", None)
+
+
+class RemovedParameter(FrozenSmall):
+    def see(self, x):
+        self._parameters.pop("scale", None)
+
+
+class Freezing(Wrapped):
+    def see(self, x):
+        self.shift.requires_grad_(False)
+
+
+class Unfreezing(FrozenSmall):
+    def see(self, x):
+        self.scale.requires_grad_(True)
+
+
+class InBackward(Wrapped):
+    """A hook writes gradients of samples into a buffer."""
+
+    def prepare(self):
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        hidden = self.inner[0](x + self.shift)
+        hidden.register_hook(lambda gradient: self.seen.add_(gradient.norm()) and None)
+        return self.inner[2](self.inner[1](hidden))
+
+
+class TensorState(ExtraState):
+    def get_extra_state(self):
+        return {"means": torch.tensor(self.means)}
+
+
 MODELS = {
+    OtherShape: f"{BUFFERS}seen",
+    OtherDtype: f"{BUFFERS}seen",
+    RemovedBuffer: f"{BUFFERS}seen",
+    RemovedParameter: f"{PARAMETERS}scale",
+    Freezing: f"{PARAMETERS}shift",
+    Unfreezing: f"{PARAMETERS}scale",
+    InBackward: f"{BUFFERS}seen",
+    TensorState: f"{EXTRA}TensorState",
     DataDependentInit: f"{PARAMETERS}shift",
     ThroughData: f"{PARAMETERS}shift",
     ThroughSetattr: f"{PARAMETERS}shift",
@@ -185,6 +242,79 @@ def test_models_that_store_samples(kind, message, microbatch):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+class Centers(nn.Module):
+    """Loss function with a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centers", torch.zeros(3, 3, dtype=torch.float64))
+
+    def forward(self, model, batch):
+        outputs = model(batch[0])
+        self.centers[batch[1]] = outputs.detach()
+        return nn.functional.cross_entropy(outputs, batch[1], reduction="none")
+
+
+def test_a_loss_function_that_stores_samples():
+    losses = Centers()
+    _, loader, step = make(plan(sample_rate=0.4), losses=losses)
+    with pytest.raises(PrivacyError, match=f"{BUFFERS}centers"):
+        train(step, loader)
+    assert not losses.centers.any()
+
+
+def learning_rate(optimizer, losses):
+    optimizer.param_groups[0]["lr"] = losses.mean().item()
+
+
+def momentum(optimizer, losses):
+    for state in optimizer.state.values():
+        state["momentum_buffer"].add_(losses.mean())
+
+
+def new_state(optimizer, losses):
+    for state in optimizer.state.values():
+        state["mean"] = losses.mean()
+
+
+@pytest.mark.parametrize(
+    ("write", "name"), [(learning_rate, "lr"), (momentum, "momentum_buffer"), (new_state, "mean")]
+)
+def test_an_optimizer_that_stores_samples(write, name):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def losses(model, batch):
+        found = loss_fn(model, batch)
+        write(optimizer, found.detach())
+        return found
+
+    privacy = plan(sample_rate=0.4)
+    step = sw.Step(model, optimizer, losses, privacy=privacy)
+    with pytest.raises(PrivacyError, match=f"the optimizer of a private step must not change.*values of {name}"):
+        train(step, privacy.loader(TensorDataset(*data())))
+
+
+class SameState(ExtraState):
+    """Extra state that is computed in each call, with equal values."""
+
+    def get_extra_state(self):
+        return {"tensor": torch.ones(3), "names": ["a"] * 2}
+
+
+class NotPicklable(ExtraState):
+    def get_extra_state(self):
+        return lambda: None
+
+
+def test_extra_states():
+    _, loader, step = make(model=SameState())
+    assert train(step, loader, 2) == 2
+    _, loader, step = make(model=NotPicklable())
+    with pytest.raises(PrivacyError, match="the extra state of a private model must be picklable.*NotPicklable"):
+        train(step, loader)
+
+
 class Unseen(Wrapped):
     """Writes what does not depend on samples, and writes it back."""
 
@@ -209,6 +339,7 @@ def test_changes_between_updates_are_allowed():
 def test_a_nan_in_a_frozen_parameter_is_no_change():
     model = net()
     model.register_buffer("unknown", torch.tensor([float("nan"), 1.0]))
+    model.register_buffer("complex", torch.tensor([complex("nan+1j"), 1.0]))
     _, loader, step = make(model=model)
     assert train(step, loader, 2) == 2
 
@@ -268,6 +399,20 @@ def test_parameters_of_any_shape(shape, used, options):
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         assert p.shape == q.shape
         assert p.numel() == 0 or (p - q).abs().max() <= ACCURACY
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1, 0, 2)], ids=str)
+@pytest.mark.parametrize("microbatch", [None, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{"unit": "user", "group": [i // 4 for i in range(40)]}, {"adaptive": 0.5}, {"augmentations": 2}],
+    ids=lambda options: next(iter(options)),
+)
+def test_parameters_of_any_shape_with_options(shape, microbatch, options):
+    privacy = plan(**options, updates=3)
+    model, loader, step = make(privacy, model=Extra(shape, True), microbatch=microbatch)
+    assert train(step, loader) == 3
+    assert model.extra.shape == shape and model.extra.isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (0, 2)], ids=str)

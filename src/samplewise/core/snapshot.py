@@ -193,8 +193,7 @@ class Buffers:
                 owner[name] = then.buffer
                 # A copy increments the version counter, which breaks graphs of the caller that have saved the buffer.
                 if then.buffer is not None and then.copy is not None and not _holds_copy(then.buffer, then.copy):
-                    with torch.no_grad():
-                        then.buffer.copy_(then.copy)
+                    put_back(then.buffer, then.copy)
                     kept[name] = then._replace(version=then.buffer._version)
 
     def restore_unless(self, well: Tensor) -> None:
@@ -224,6 +223,14 @@ class Buffers:
     def _note_changes(self) -> None:
         for k, (owner, kept) in enumerate(zip(self.owners, self._kept, strict=False)):
             self._moving |= {(k, name) for name, then in kept.items() if not then.unchanged(owner.get(name))}
+
+
+def put_back(tensor: Tensor, values: Tensor) -> None:
+    """Restore the values of a tensor: in place, because others may share its memory, unless shape or dtype differ."""
+    if tensor.shape == values.shape and tensor.dtype is values.dtype:
+        tensor.detach().copy_(values)
+    else:
+        tensor.data = values.clone()
 
 
 def _holds_copy(buffer: Tensor, copy: Tensor) -> bool:

@@ -266,9 +266,9 @@ class PrivacyMeter:
         spending.open(directory, self.plan.settings)
         if self.plan.seed is not None:
             return
-        if spending.copied:  # the directory that it was copied from may be continued with the same noise
+        if not spending.inherits:  # a key that is here was copied, or its log is lost: its noise may be used elsewhere
             remove_secret(directory)  # not overwritten: it may be a hard link
-        if spending.copied or moved:  # another directory has the key
+        if moved:  # another directory has the key
             state.secret = Secret.new()
         secret = load_secret(directory)
         if secret is None:

@@ -8,7 +8,8 @@ A release is the noisy sum of an update. It is identified by its index, the bran
 resumed run repeats the updates after its checkpoint with the same draws and the same noise. If the hash is the same,
 nothing new is released, and nothing is spent. If not, the difference of the two sums would not be protected by noise:
 the update is refused, and later updates use another branch, with new draws and new noise, and are counted again. The
-first line of the log has the inodes of log and directory: a copy of the directory gets a new key.
+first line of the log has the inodes of log and directory: a copy of the directory gets a new key, and so does a
+directory with a key but no log.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Spending:
         self._file: Any = None
         self._lock: DirectoryLock | None = None
         self._openings = 0  # by steps of one plan, which share the log
-        self.copied = False  # whether the log is that of another directory, of which this one is a copy
+        self.inherits = False  # whether the log is that of this directory, so that its key is, too
         self._base = 0  # releases of an earlier process, known by their number only
 
     @property
@@ -117,8 +118,8 @@ class Spending:
                 self.diverged.add((line["key"], line["branch"]))
             else:
                 logged[line["key"], line["branch"], line["update"]] = line["digest"]
-        self.copied = bool(lines) and lines[0].get("place", _place_of(path)) != _place_of(path)
-        if not lines or self.copied:
+        self.inherits = bool(lines) and lines[0].get("place", _place_of(path)) == _place_of(path)
+        if not self.inherits:
             _write_anew(path, settings, lines[1:])
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         for (key, branch, update), digest in before.items():

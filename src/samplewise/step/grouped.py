@@ -321,7 +321,7 @@ class GradientSums:
     def add(self, coefficients: PerSample | None) -> None:
         for name, gradient in self.trained.local_gradients().items():
             c = coefficients[name] if isinstance(coefficients, dict) else coefficients
-            scaled = gradient if c is None else gradient * c
+            scaled = gradient if c is None else gradient * c.reshape(())  # c has one value; a gradient may have no dim
             self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled.clone()
 
     def write(self) -> None:

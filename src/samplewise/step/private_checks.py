@@ -5,12 +5,16 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from io import BytesIO
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from samplewise.core.snapshot import put_back
+from samplewise.core.tensor_bytes import tensor_bytes
 from samplewise.core.text import listed
 from samplewise.errors import PrivacyError
 from samplewise.step.parameters import TrainedParameters
@@ -64,43 +68,68 @@ class TensorCopy:
     version: int
     copy: Tensor | None
     norm: float
+    requires_grad: bool
 
     @classmethod
     def of(cls, tensor: Tensor | None, copied: bool) -> TensorCopy:
-        if tensor is None or tensor.layout is not torch.strided or tensor.is_meta:
-            return cls(tensor, 0 if tensor is None else tensor._version, None, 0.0)
+        if tensor is None:
+            return cls(None, 0, None, 0.0, False)
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return cls(tensor, tensor._version, None, 0.0, tensor.requires_grad)
         if copied or tensor.numel() <= COPIED:
-            return cls(tensor, tensor._version, tensor.detach().clone(), 0.0)
-        return cls(tensor, tensor._version, None, _norm(tensor))
+            return cls(tensor, tensor._version, tensor.detach().clone(), 0.0, tensor.requires_grad)
+        return cls(tensor, tensor._version, None, _norm(tensor), tensor.requires_grad)
 
     def differs(self, now: Tensor | None) -> bool:
-        """True if another tensor is in its place, or its values have changed."""
+        """True if another tensor is in its place, its values have changed, or it was frozen or unfrozen."""
         if now is not self.tensor:
             return True
         if now is None:
             return False
+        if now.requires_grad != self.requires_grad:
+            return True
         if self.copy is not None:  # not by version: writes to `.data` and some kernels do not change it
             return not _equal(now.detach(), self.copy)
         strided = now.layout is torch.strided and not now.is_meta
         return now._version != self.version or (strided and _norm(now) != self.norm)
 
+    def restore(self) -> None:
+        """Restore the values, if they were copied."""
+        if self.tensor is None or self.copy is None:
+            return
+        if self.tensor.requires_grad != self.requires_grad:
+            self.tensor.requires_grad_(self.requires_grad)
+        put_back(self.tensor, self.copy)
+
+
+class Place(NamedTuple):
+    """Dict and key of a parameter or buffer, with its name in the model."""
+
+    owner: dict[str, Tensor | None]
+    key: str
+    name: str
+    is_buffer: bool
+
 
 class ModelState:
-    """Parameters, buffers and extra states of a private model, which must not change while a window is computed: what a
-    forward pass writes there is data of samples, without noise, and part of the model that is released.
+    """Parameters, buffers and extra states of a private model, and the state of its optimizer, which must not change
+    while a window is computed: what a forward pass writes there is data of samples, without noise, and part of the
+    model that is released.
 
     parameters: False if parameters are sharded. Forward passes then work on temporary tensors.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], parameters: bool):
+    def __init__(self, modules: Sequence[nn.Module], parameters: bool, optimizer: Any):
         self._modules = modules
         self._parameters = parameters
-        self._tensors: dict[tuple[int, str], TensorCopy] = {}
+        self._optimizer = optimizer
+        self._tensors: dict[tuple[int, str], tuple[Place, TensorCopy]] = {}
         self._extra: dict[int, bytes] = {}
+        self._numbers: list[tuple[str, Any]] = []  # settings and versions of the optimizer
 
     def remember(self) -> None:
         """Take a snapshot; it replaces the previous one."""
-        lazy = [name for _, _, name, tensor, _ in self._places() if tensor is not None and is_lazy(tensor)]
+        lazy = [place.name for place, tensor in self._places() if tensor is not None and is_lazy(tensor)]
         if lazy:
             raise PrivacyError(
                 "parameters of a private model must have values before the first update, because they would be "
@@ -108,35 +137,34 @@ class ModelState:
                 "public data."
             )
         self._tensors = {
-            (id(owner), key): TensorCopy.of(tensor, isinstance(tensor, nn.Parameter) and tensor.requires_grad)
-            for owner, key, _, tensor, _ in self._places()
+            (id(place.owner), place.key): (
+                place,
+                TensorCopy.of(tensor, isinstance(tensor, nn.Parameter) and tensor.requires_grad),
+            )
+            for place, tensor in self._places()
         }
-        self._extra = {id(module): pickle.dumps(read()) for module, _, read in self._extra_states()}
+        self._extra = {id(module): _pickled(name, read) for module, name, read in self._extra_states()}
+        self._numbers = _numbers(self._optimizer)
 
     def check(self) -> None:
         """Raise PrivacyError if something has changed since the snapshot, which is then dropped."""
-        none = TensorCopy(None, -1, None, 0.0)
-        changed = [
-            (name, is_buffer)
-            for owner, key, name, tensor, is_buffer in self._places()
-            if self._tensors.get((id(owner), key), none).differs(tensor)
-        ]
-        buffers = [name for name, is_buffer in changed if is_buffer]
-        parameters = [name for name, is_buffer in changed if not is_buffer]
+        changed = self._changed()
+        buffers = [place.name for place in changed if place.is_buffer]
+        parameters = [place.name for place in changed if not place.is_buffer]
         extra = [
-            name for module, name, read in self._extra_states() if pickle.dumps(read()) != self._extra.get(id(module))
+            name for module, name, read in self._extra_states() if _pickled(name, read) != self._extra.get(id(module))
         ]
         if buffers:
             raise PrivacyError(
                 "the buffers of a private model must not change in training, because they would hold data of the "
-                f"samples without noise; found that a forward pass has changed or added {listed(buffers)}. Call "
-                "sw.freeze_batchnorm(model), or use GroupNorm; compute statistics of the data from public data, before "
-                "the training."
+                f"samples without noise; found that a forward pass has changed, added or removed {listed(buffers)}. "
+                "Call sw.freeze_batchnorm(model), or use GroupNorm; compute statistics of the data from public data, "
+                "before the training."
             )
         if parameters:
             raise PrivacyError(
                 "the parameters of a private model must change in updates only, because a forward pass would write "
-                "data of the samples into them without noise; found that one has changed or added "
+                "data of the samples into them without noise; found that one has changed, added, frozen or removed "
                 f"{listed(parameters)}. Initialize them before the training, for example by a pass over public data."
             )
         if extra:
@@ -145,6 +173,14 @@ class ModelState:
                 f"samples without noise; found another result of get_extra_state in {listed(extra)}. Keep values of "
                 "samples out of it."
             )
+        numbers = _numbers(self._optimizer)
+        if numbers != self._numbers:
+            names = {name for old, new in zip_longest(self._numbers, numbers) if old != new for name, _ in (old or new,)}
+            raise PrivacyError(
+                "the optimizer of a private step must not change while an update is computed, because its settings and "
+                f"state would hold data of the samples without noise; found other values of {listed(sorted(names))}. "
+                "Set them between updates."
+            )
         self._tensors = {}
         self._extra = {}
 
@@ -152,25 +188,34 @@ class ModelState:
         """Restore tensors that have changed since the snapshot, and remove those that were added; then drop it."""
         if not self._tensors:
             return
-        for owner, key, _, tensor, _ in list(self._places()):
-            then = self._tensors.get((id(owner), key))
-            if then is None:
-                del owner[key]
-            elif then.differs(tensor):
-                owner[key] = then.tensor
-                if then.tensor is not None and then.copy is not None:
-                    then.tensor.detach().copy_(then.copy)
+        for place in self._changed():
+            known = self._tensors.get((id(place.owner), place.key))
+            if known is None:
+                del place.owner[place.key]
+            else:
+                place.owner[place.key] = known[1].tensor
+                known[1].restore()
         self._tensors = {}
 
-    def _places(self) -> Iterator[tuple[dict[str, Tensor | None], str, str, Tensor | None, bool]]:
-        """Dict and key of each parameter and buffer, its name and value, and whether it is a buffer."""
+    def _changed(self) -> list[Place]:
+        """Parameters and buffers that were changed, added or removed since the snapshot."""
+        changed: list[Place] = []
+        removed = dict(self._tensors)
+        for place, tensor in self._places():
+            known = removed.pop((id(place.owner), place.key), None)
+            if known is None or known[1].differs(tensor):
+                changed.append(place)
+        return [*changed, *(place for place, _ in removed.values())]
+
+    def _places(self) -> Iterator[tuple[Place, Tensor | None]]:
+        """Each parameter and buffer, with its place."""
         for root in self._modules:
             for path, module in root.named_modules():
                 prefix = f"{path}." if path else ""
                 for key, buffer in module._buffers.items():
-                    yield module._buffers, key, prefix + key, buffer, True
+                    yield Place(module._buffers, key, prefix + key, True), buffer
                 for key, parameter in module._parameters.items() if self._parameters else ():
-                    yield module._parameters, key, prefix + key, parameter, False
+                    yield Place(module._parameters, key, prefix + key, False), parameter
 
     def _extra_states(self) -> Iterator[tuple[nn.Module, str, Callable[[], Any]]]:
         for root in self._modules:
@@ -184,8 +229,41 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _equal(now: Tensor, then: Tensor) -> bool:
-    """True if shapes and values are equal; NaN equals NaN."""
+    """True if shapes, dtypes and values are equal; NaN equals NaN."""
+    if now.shape != then.shape or now.dtype is not then.dtype:
+        return False
     if torch.equal(now, then):
         return True
-    floating = now.is_floating_point() and now.shape == then.shape and now.dtype is then.dtype
-    return floating and bool(((now == then) | (now.isnan() & then.isnan())).all())
+    inexact = now.is_floating_point() or now.is_complex()
+    return inexact and bool(((now == then) | (now.isnan() & then.isnan())).all())
+
+
+class _TensorPickler(pickle.Pickler):
+    """Pickler whose result is the same for equal tensors; torch's has numbers of storages in it."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        return str(value.dtype), tuple(value.shape), bytes(tensor_bytes(value.to_dense()))
+
+
+def _pickled(name: str, read: Callable[[], Any]) -> bytes:
+    """Extra state as bytes, to be compared."""
+    buffer = BytesIO()
+    state = read()
+    try:
+        _TensorPickler(buffer).dump(state)
+    except Exception as why:
+        raise PrivacyError(
+            "the extra state of a private model must be picklable, because it is compared before and after each pass; "
+            f"found in get_extra_state of {name}: {why} Return plain values and tensors."
+        ) from why
+    return buffer.getvalue()
+
+
+def _numbers(optimizer: Any) -> list[tuple[str, Any]]:
+    """Settings of an optimizer, and identity and version of each tensor of its state, by name."""
+    entries = [pair for group in getattr(optimizer, "param_groups", ()) for pair in group.items() if pair[0] != "params"]
+    states = getattr(optimizer, "state", None) or {}
+    entries += [pair for state in states.values() if isinstance(state, dict) for pair in state.items()]
+    return [(k, (id(v), v._version) if isinstance(v, Tensor) else v) for k, v in entries]

@@ -79,7 +79,7 @@ class WindowBuilder:
         self._uncut = False  # whether the check of cut windows is still to be repeated
         self._unchecked_transforms = True  # the coefficients of these transforms were not checked yet
         self._weights_before: CallSnapshot | None = None  # state of private transforms before their first call
-        self._model_state = ModelState(evaluator.modules, parameters=not ranks.strategy.sharded)
+        self._model_state = ModelState(evaluator.modules, not ranks.strategy.sharded, optimizer)
         ranks.strategy.before_sums = self._begin_for_others
 
     def _begin_for_others(self) -> None:
