@@ -140,6 +140,7 @@ dist: $(DEV)
 bench: $(BENCH)
 	@$(PY) benchmarks/run.py $(if $(QUICK),--quick) $(if $(WRITE),--write docs/speed.md README.md)
 	@$(if $(QUICK),,$(PY) benchmarks/step.py)
+	@$(if $(QUICK),,$(PY) benchmarks/ledger.py $(if $(wildcard /usr/share/datasets/fashion-mnist),,--random))
 	@$(if $(QUICK),,$(PY) benchmarks/lora.py)
 
 comparison: $(BENCH)

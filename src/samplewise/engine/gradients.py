@@ -558,8 +558,8 @@ class Gradients:
         """Two tables: the plan, with the operations that use each parameter, the ownership of rows and the
         representation of gradients; and the times of the stages of a step, with the causes of slow ones.
 
-        The times are measured by some more steps on this graph, in which hooks are called, too. Sharded models have no
-        table of times.
+        The times are measured by some more steps on this graph, in which hooks are called, too, also those on
+        parameters. Sharded models have no table of times.
         """
         plan = plan_table(self)
         times = time_profile(self)
