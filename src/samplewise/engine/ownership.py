@@ -14,9 +14,10 @@ from torch.nn.parallel import distributed as ddp
 
 from samplewise.engine.graph import Edge, Graph, Node, is_python_function, numel
 from samplewise.engine.layouts import MOVERS, UNDECIDED, VIEWS, SampleDim, locate
-from samplewise.engine.local_probe import Claim, probe_node
+from samplewise.engine.local_probe import COPYING, Claim, probe_node
+from samplewise.engine.probe import NO_OWNER
 from samplewise.engine.saved import block_of, saved_tensor_names
-from samplewise.engine.tags import Irregular, Regular, Tag, merged, owned_by, tag_at
+from samplewise.engine.tags import Irregular, Regular, Tag, merged, owned_by, sole_owner, tag_at
 
 
 @dataclass
@@ -28,13 +29,19 @@ class Ownership:
     functions: list[Claim] = field(default_factory=list)  # about Python functions, to be verified during a pass
     by_data: bool = False  # a tag has an owner for each element: it is used for this graph only
     recomputed: bool = False  # nodes of a checkpointed block were probed: to be verified by a pass with weights
+    exact: bool = False  # zeros of probed nodes have no owner
+
+    @property
+    def is_probed(self) -> bool:
+        return bool(self.claims or self.functions or self.by_data or self.recomputed)
 
 
-def owners(graph: Graph, probes: bool = True) -> Ownership:
+def owners(graph: Graph, probes: bool = True, exact: bool = False) -> Ownership:
     """Return the ownership of all gradients that belong to single samples. With probes=False no node is called, and
-    nothing is said about the operands of nodes that would be.
+    nothing is said about the operands of nodes that would be. With exact=True no owner is assumed for zeros of probed
+    nodes.
     """
-    ownership = Ownership({graph.root: Regular(graph.samples, 1)})
+    ownership = Ownership({graph.root: Regular(graph.samples, 1)}, exact=exact)
     tags = ownership.tags
     conflicts: set[Edge] = set()
     side = set(views_of_leaves(graph)) | set(graph.leaves)
@@ -54,7 +61,11 @@ def owners(graph: Graph, probes: bool = True) -> Ownership:
         for child, tag in zip(children, moved, strict=True):
             if child is None or child in conflicts:
                 continue
-            tag = merged(tags[child], tag, child.shape) if child in tags else tag
+            if child in tags:
+                both = (tags[child], tag)
+                tag = merged(*both, child.shape)
+                if tag is None and None not in both and ownership.is_probed and not exact:
+                    return owners(graph, probes, exact=True)  # the zeros of one may have the owners of the other
             if tag is None:
                 conflicts.add(child)
                 tags.pop(child, None)
@@ -78,11 +89,17 @@ def _moved(
     """Tag of the gradient of each operand, for gradients of the outputs with these tags; None if samples are mixed."""
     if _is_identity(node, graph.sharded):
         return [tags.get(position) for position in range(len(children))]
-    soles = {tag.sole if isinstance(tag, Irregular) else None for tag in tags.values()}
+    if not any(numel(Edge(node, slot).shape) for slot in tags) and not is_python_function(node):
+        return [owned_by(NO_OWNER, child, graph.samples) if child else None for child in children]  # zeros
+    soles = {sole_owner(tag) for tag in tags.values()}
     sole = next(iter(soles)) if len(soles) == 1 else None
-    if sole is not None:  # what is computed from the gradient of one sample belongs to it
+    copies = probes and graph.operations[node] in COPYING
+    if sole is not None and not copies:  # what is computed from the gradient of one sample belongs to it
         return [owned_by(sole, child, graph.samples) if child else None for child in children]
-    by_slot = [_by_layout(graph, node, slot, tag, children) for slot, tag in tags.items()]
+    if sole is not None:  # but not the elements that were not copied
+        by_slot = [[UNDECIDED] * len(children)]
+    else:
+        by_slot = [_by_layout(graph, node, slot, tag, children) for slot, tag in tags.items()]
     moved: list[Tag | None] = []
     unknown: list[int] = []
     for position, child in enumerate(children):
@@ -92,7 +109,7 @@ def _moved(
             unknown.append(position)
         moved.append(None if isinstance(answer, SampleDim) else answer)
     if unknown and probes:
-        answers_of_node = probe_node(graph, node, tags, unknown)
+        answers_of_node = probe_node(graph, node, tags, unknown, ownership.exact)
         for position, tag in answers_of_node.items():
             moved[position] = tag
         _note(graph, node, tags, answers_of_node, ownership)

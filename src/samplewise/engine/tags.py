@@ -230,20 +230,24 @@ def regular_inner(owner: Tensor, samples: int) -> int | None:
     return inners[0] if len(inners) == 1 or (inners and not free.any()) else None
 
 
-def tag_of(owner: Tensor, samples: int) -> Tag:
-    """Tag for a tensor of owners: Regular if possible, else Irregular."""
+def tag_of(owner: Tensor, samples: int, exact: bool = False) -> Tag:
+    """Tag for a tensor of owners: Regular if possible, else Irregular. Elements without owner get the one of a regular
+    layout if there is one that fits the others; with exact=True they stay without owner.
+    """
     if not owner.numel():
         return Irregular(samples, owner)
     # All features of a row usually have one owner: one element of each row decides the rest.
     rows = owner
     width = 1
     while rows.dim() > 1:
-        first = rows.amax(-1)
-        if not ((rows == first[..., None]) | (rows < 0)).all():
-            break
+        first = rows[..., 0]
+        if rows.stride(-1) != 0 and rows.shape[-1] > 1:
+            first = rows.amax(-1)
+            if not ((rows == first[..., None]) | (rows < 0)).all() or (exact and (rows != first[..., None]).any()):
+                break
         width *= rows.shape[-1]
         rows = first
-    inner = regular_inner(rows, samples)
+    inner = None if exact and (rows < 0).any() else regular_inner(rows, samples)
     if inner is not None:
         return Regular(samples, inner * width)
     shape = tuple(owner.shape)
@@ -265,7 +269,7 @@ def tag_at(place: SampleDim, shape: tuple[int, ...], samples: int) -> Tag | None
 
 
 def owned_by(sample: int, edge: Edge, samples: int) -> Irregular:
-    """Tag of a gradient that belongs to one sample."""
+    """Tag of a gradient that belongs to one sample, or to none if the number is negative: it is zero."""
     return Irregular(samples, torch.tensor(sample, device=edge.device).expand(edge.shape))
 
 
@@ -276,12 +280,39 @@ def merged(first: Tag | None, second: Tag | None, shape: tuple[int, ...]) -> Tag
     irregular = [tag for tag in (first, second) if isinstance(tag, Irregular)]
     if first is None or second is None or not irregular:
         return None
-    a = first.owners(shape, irregular[0].owner.device)
-    b = second.owners(shape, irregular[0].owner.device)
-    if not ((a == b) | (a < 0) | (b < 0)).all():
-        return None
     regular = next((tag for tag in (first, second) if isinstance(tag, Regular)), None)
-    return regular or Irregular(first.samples, torch.where(a < 0, b, a))
+    device = irregular[0].owner.device
+    a, b = rows_of(first, shape, device), rows_of(second, shape, device)
+    if a is not None and b is not None and a[0] == b[0]:  # entries of one dimension
+        owner = _joined(a[1], b[1])
+        if owner is not None:
+            return regular or tag_at(SampleDim(a[0], RowOwners(owner)), shape, first.samples)
+    owner = _joined(first.owners(shape, device), second.owners(shape, device))
+    return None if owner is None else regular or Irregular(first.samples, owner)
+
+
+def _joined(a: Tensor, b: Tensor) -> Tensor | None:
+    """Owners where either has one; None if two differ."""
+    if torch.equal(a, b):
+        return a
+    return torch.where(a < 0, b, a) if ((a == b) | (a < 0) | (b < 0)).all() else None
+
+
+def rows_of(tag: Tag, shape: tuple[int, ...], device: torch.device) -> tuple[int, Tensor] | None:
+    """The dimension of a gradient of this shape whose entries have one owner each, and these owners; None if there is
+    none.
+    """
+    place = locate(tag.inner, shape, tag.samples) if isinstance(tag, Regular) else tag.place
+    if place is None:
+        return None
+    if isinstance(place.post, RowOwners):
+        return place.dim, place.post.owner
+    return place.dim, torch.arange(shape[place.dim], device=device) // place.post % tag.samples
+
+
+def sole_owner(tag: Tag) -> int | None:
+    """The sample that the whole gradient belongs to; None if there are several."""
+    return tag.sole if isinstance(tag, Irregular) else None
 
 
 def permuted(tag: Tag, shape: tuple[int, ...], dims: tuple[int, ...]) -> Tag | None:
