@@ -103,8 +103,9 @@ def _moved(
     moved: list[Tag | None] = []
     unknown: list[int] = []
     for position, child in enumerate(children):
-        answers = {answer[position] for answer in by_slot}
-        answer = next(iter(answers)) if len(answers) == 1 else UNDECIDED
+        answer = by_slot[0][position]
+        for other in by_slot[1:]:
+            answer = _sum(answer, other[position], child)
         if answer is UNDECIDED and child is not None and child.node not in side:
             unknown.append(position)
         moved.append(None if isinstance(answer, SampleDim) else answer)
@@ -114,6 +115,15 @@ def _moved(
             moved[position] = tag
         _note(graph, node, tags, answers_of_node, ownership)
     return moved
+
+
+def _sum(first: Tag | SampleDim | None, second: Tag | SampleDim | None, child: Edge | None) -> Tag | SampleDim | None:
+    """Tag of the sum of the gradients that come from two outputs."""
+    if first == second:
+        return first
+    if child is None or first is None or second is None or isinstance(first, SampleDim) or isinstance(second, SampleDim):
+        return UNDECIDED
+    return merged(first, second, child.shape) or UNDECIDED
 
 
 # Operations whose routing is fixed by numbers and shapes, which are equal in all graphs of a structure.

@@ -52,7 +52,8 @@ class RaggedGather:
 
     def gather(self, x: Tensor) -> Tensor:
         padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])]) if self._has_padding else x
-        return padded[self.slots]
+        # A quarter of the time of padded[self.slots].
+        return padded.index_select(0, self.slots.flatten()).view(*self.slots.shape, *x.shape[1:])
 
     @cached_property
     def _has_padding(self) -> bool:
@@ -114,55 +115,61 @@ class Irregular:
 
     def rows(self, shape: tuple[int, ...], row_dims: int) -> RowGather | None:
         if self.place is not None and self.place.dim < row_dims and tuple(self.owner.shape) == shape:
-            of_row = (
-                self._row_owners.view(-1, *(1,) * (row_dims - self.place.dim - 1)).expand(shape[:row_dims]).flatten()
-            )
-        else:
-            owner = self.owner.reshape(numel(shape[:row_dims]), numel(shape[row_dims:]))
-            of_row = owner.amax(1)
-            if not ((owner == of_row[:, None]) | (owner < 0)).all():
-                return None
-        return RaggedGather(_slots(of_row, self.samples), len(of_row))
+            before = numel(shape[: self.place.dim])
+            after = numel(shape[self.place.dim + 1 : row_dims])
+            owners = self._row_owners.repeated(after, before)
+            if self.samples not in owners.derived:
+                owners.derived[self.samples] = _ragged(owners.owner, self.samples)
+            gather: RaggedGather = owners.derived[self.samples]
+            return gather
+        owner = self.owner.reshape(numel(shape[:row_dims]), numel(shape[row_dims:]))
+        of_row = owner.amax(1)
+        if not ((owner == of_row[:, None]) | (owner < 0)).all():
+            return None
+        return _ragged(of_row, self.samples)
 
     @cached_property
     def place(self) -> SampleDim | None:
         """The dimension whose entries have one owner each, with these owners; None if there is none."""
         owner = self.owner
-        for dim in range(owner.dim() if owner.numel() else 0):
-            others = [d for d in range(owner.dim()) if d != dim]
-            if all(owner.stride(d) == 0 or owner.shape[d] == 1 for d in others):  # made by `tag_at`
-                rows = owner.movedim(dim, 0).flatten(1)[:, 0] if others else owner
-            else:
-                rows = owner.amax(others, keepdim=True)
-                if not ((owner == rows) | (owner < 0)).all():
-                    continue
-            return SampleDim(dim, RowOwners(rows.flatten()))
+        if not owner.numel():
+            return None
+        # Along dims of stride 0 all elements have the same owner.
+        distinct = owner[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in owner.stride())]
+        for dim in range(owner.dim()):
+            others = [d for d in range(owner.dim()) if d != dim and distinct.shape[d] > 1]
+            rows = distinct.amax(others, keepdim=True) if others else distinct
+            if not others or ((distinct == rows) | (distinct < 0)).all():
+                return SampleDim(dim, RowOwners(rows.flatten().expand(owner.shape[dim])))
         return None
 
     @property
-    def _row_owners(self) -> Tensor:
+    def _row_owners(self) -> RowOwners:
         assert self.place is not None
         assert isinstance(self.place.post, RowOwners)
-        return self.place.post.owner
+        return self.place.post
 
-    @cached_property
+    @property
     def sole(self) -> int | None:
         """The sample that all elements belong to; None if there are several."""
-        owner = (self.owner if self.place is None else self._row_owners).flatten()
-        first = int(owner[0]) if len(owner) else -1
-        return first if first >= 0 and bool((owner == first).all()) else None
+        return None if self.place is None else self._row_owners.sole
+
+    def is_as(self, other: Tag | None) -> bool:
+        """True for a tag of the same shape with the same owners in the same dimension."""
+        return isinstance(other, Irregular) and self.place is not None and self.place == other.place
 
     def viewed(self, shape: tuple[int, ...]) -> Irregular:
         """Tag of the gradient viewed in another shape."""
         if self.place is not None:
             rows = self._row_owners
+            count = len(rows.owner)
             below = numel(tuple(self.owner.shape[self.place.dim + 1 :]))
             stride = 1
             for dim in range(len(shape) - 1, -1, -1):
                 # The entries of the new dimension run through all rows, with a whole number of them per old entry.
-                if below % stride == 0 and (times := stride * shape[dim] / (below * len(rows))) >= 1 and times % 1 == 0:
-                    repeated = rows.repeat_interleave(below // stride).repeat(int(times))
-                    tag = tag_at(SampleDim(dim, RowOwners(repeated)), shape, self.samples)
+                if below % stride == 0 and (times := stride * shape[dim] / (below * count)) >= 1 and times % 1 == 0:
+                    place = SampleDim(dim, rows.repeated(below // stride, int(times)))
+                    tag = tag_at(place, shape, self.samples)
                     assert isinstance(tag, Irregular)
                     return tag
                 stride *= shape[dim]
@@ -175,7 +182,7 @@ class Irregular:
     def weighted(self, gradient: Tensor, weights: Tensor) -> Tensor:
         if self.place is None:
             return gradient * weights.to(gradient.dtype)[self.owner.clamp_min(0)]
-        rows = weights.to(gradient.dtype)[self._row_owners.clamp_min(0)]
+        rows = weights.to(gradient.dtype)[self._row_owners.owner.clamp_min(0)]
         return gradient * rows.view(-1, *(1,) * (gradient.dim() - self.place.dim - 1))
 
     def sizes(self, gradient: Tensor) -> Tensor:
@@ -183,7 +190,7 @@ class Irregular:
         owner = self.owner
         if self.place is not None:
             values = values.movedim(self.place.dim, 0).flatten(1).sum(1) if values.dim() > 1 else values
-            owner = self._row_owners
+            owner = self._row_owners.owner
         totals = torch.zeros(self.samples + 1, dtype=torch.float64, device=gradient.device)
         index = torch.where(owner >= 0, owner, self.samples).flatten()
         return totals.index_add_(0, index, values.flatten())[: self.samples]
@@ -198,8 +205,8 @@ class Irregular:
 Tag = Regular | Irregular
 
 
-def _slots(owner: Tensor, samples: int) -> Tensor:
-    """Slots (samples, tokens) of RaggedGather, from the owner of each row."""
+def _ragged(owner: Tensor, samples: int) -> RaggedGather:
+    """Assignment of rows from the owner of each."""
     rows = len(owner)
     order = torch.argsort(owner, stable=True)
     order = order[owner[order] >= 0]
@@ -209,7 +216,7 @@ def _slots(owner: Tensor, samples: int) -> Tensor:
     column = torch.arange(len(owned), device=owner.device) - (counts.cumsum(0) - counts)[owned]
     slots = torch.full((samples, tokens), rows, dtype=torch.long, device=owner.device)
     slots[owned, column] = order
-    return slots
+    return RaggedGather(slots, rows)
 
 
 def regular_inner(owner: Tensor, samples: int) -> int | None:
@@ -275,7 +282,7 @@ def owned_by(sample: int, edge: Edge, samples: int) -> Irregular:
 
 def merged(first: Tag | None, second: Tag | None, shape: tuple[int, ...]) -> Tag | None:
     """Tag of the sum of two gradients of this shape; None if they have no common one."""
-    if first == second:
+    if first == second or (isinstance(first, Irregular) and first.is_as(second)):
         return first
     irregular = [tag for tag in (first, second) if isinstance(tag, Irregular)]
     if first is None or second is None or not irregular:
