@@ -111,7 +111,8 @@ def test_gradients_after_the_pass_and_during_it_are_bit_identical(strategy, crea
 
 
 def kept_plans():
-    return [one for kept in structure._structures.values() for one in kept.plans.values()]
+    structures = [one for topology in structure._topologies.values() for one in topology.structures.values()]
+    return [plan for one in structures for plan in one.plans.values()]
 
 
 def test_the_number_of_plans_is_bounded(monkeypatch):

@@ -102,7 +102,7 @@ def test_functions_defined_in_every_forward_pass_leave_nothing_behind():
         return function.apply(layer(x)).square().sum(1)
 
     assert_as_loop(losses(), layer)
-    caches = structure._operations, structure._setting_names, structure._structures, saved._names
+    caches = structure._operations, structure._setting_names, structure._topologies, saved._names
     sizes = [len(cache) for cache in caches]
     for _ in range(5):
         assert_as_loop(losses(), layer)

@@ -17,7 +17,7 @@ from torch import Tensor
 from samplewise.engine.graph import Edge, Graph, Node, scalar
 from samplewise.engine.probe import MIXED, NO_OWNER
 from samplewise.engine.saved import block_of
-from samplewise.engine.tags import Tag, rows_of, sole_owner
+from samplewise.engine.tags import Tag, along, rows_of, sole_owner
 
 
 def read_owners(graph: Graph, node: Node, tags: Mapping[int, Tag]) -> list[Tensor] | None:
@@ -44,9 +44,9 @@ def read_owners(graph: Graph, node: Node, tags: Mapping[int, Tag]) -> list[Tenso
 def _added(node: Node, shape: tuple[int, ...], dim: int, owner: Tensor) -> list[Tensor]:
     """Owners of both operands: the tensor has those of the output, the source those of the entries it is added to."""
     index = node._saved_index.reshape(-1)
-    along = scalar(node, "dim") % len(shape)
-    size = (*shape[:along], len(index), *shape[along + 1 :])  # that of the source
-    return [_along(owner, dim, shape), _along(owner[index] if along == dim else owner, dim, size)]
+    moved = scalar(node, "dim") % len(shape)
+    size = (*shape[:moved], len(index), *shape[moved + 1 :])  # that of the source
+    return [along(dim, owner, shape), along(dim, owner[index] if moved == dim else owner, size)]
 
 
 def _chosen(node: Node, indices: list[Tensor | None], dim: int, owner: Tensor, sole: int | None) -> Tensor:
@@ -59,9 +59,9 @@ def _chosen(node: Node, indices: list[Tensor | None], dim: int, owner: Tensor, s
     count = chosen[0].dim()
     others = [d for d in range(len(whole)) if d not in at]
     if sole is None and not first <= dim < first + count:
-        return _along(owner, others[dim if dim < first else dim - count], whole)
+        return along(others[dim if dim < first else dim - count], owner, whole)
     # An entry may be chosen several times: by one sample only, if each finds itself there.
-    of_index = owner.new_full((), sole) if sole is not None else _along(owner, dim - first, tuple(chosen[0].shape))
+    of_index = owner.new_full((), sole) if sole is not None else along(dim - first, owner, tuple(chosen[0].shape))
     of_index = of_index.expand(chosen[0].shape)
     entries = owner.new_full([whole[d] for d in at], NO_OWNER)
     owned = of_index >= 0
@@ -72,11 +72,6 @@ def _chosen(node: Node, indices: list[Tensor | None], dim: int, owner: Tensor, s
     if not torch.equal(entries[tuple(chosen)], of_index):
         entries.fill_(MIXED)
     return entries.view(*entries.shape, *(1,) * len(others)).permute(_inverse([*at, *others])).expand(whole)
-
-
-def _along(owner: Tensor, dim: int, shape: tuple[int, ...]) -> Tensor:
-    """Owners of the entries of a dimension, for a tensor of this shape."""
-    return owner.view(-1, *(1,) * (len(shape) - dim - 1)).expand(shape)
 
 
 def _inverse(dims: list[int]) -> list[int]:

@@ -48,7 +48,7 @@ from samplewise.engine.rules import OPERAND_RULES, RULES, OperandRule, Rule, Use
 from samplewise.engine.rules.use import Operand
 from samplewise.engine.saved import SavedTensorReader, Versions, has_sparse
 from samplewise.engine.slow_paths import place_of, warn_if_slow
-from samplewise.engine.tags import Tag
+from samplewise.engine.tags import Regular, Tag
 from samplewise.engine.verify import verify_again
 from samplewise.errors import GraphError
 
@@ -292,8 +292,12 @@ class Planner:
         if cut.cause is not None:
             place = "" if cut.cause.node is None else place_of(self.graph, cut.cause.node, self.modules)
             plan.cause = cut.cause.text + place
-        if cut.proven and not cut.by_data:
-            self.graph.structure.plans[self.interacting] = plan
+        structure = self.graph.structure
+        # Routing by data has new shapes in each step: owners of rows are kept only for shapes that are met again.
+        small = structure.analyzed or all(isinstance(tag, Regular) for tag in plan.tags.values())
+        if cut.proven and not cut.by_data and small:
+            structure.plans[self.interacting] = plan
+        structure.analyzed = True
         return plan
 
     def _constants(self) -> Constants:

@@ -1,7 +1,8 @@
 """Structure of an autograd graph: operations, their settings and connections, and shapes, without its tensors.
 
 `read_structure` returns one `Structure` for all graphs that are equal in these. A graph is first compared with the
-structures that were read last; only a graph that differs from all of them is read in full.
+topologies that were read last; only a graph that differs from all of them is read in full. Routing by data changes
+shapes in each step: graphs that differ in nothing else share their topology.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Node = Any  # torch.autograd.graph.Node: attributes differ per operation and are
 Children = tuple[tuple[Node | None, int], ...]
 
 MOST_KEPT = 2**17  # nodes in all structures that are kept; all are forgotten when there are more
-MOST_TRIED = 4  # structures that a graph is compared with before it is read in full
+MOST_TRIED = 4  # topologies that a graph is compared with before it is read in full
 
 _operations: dict[type, str] = {}
 
@@ -54,49 +55,31 @@ class Record(NamedTuple):
     operands: tuple[tuple[int | None, int], ...]  # position and output slot of each operand
 
 
-Outputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each output of a node
+Output = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of one output of a node
 NESTED = (-1,)  # in place of the shape of a nested tensor, which has no sizes that can be compared
 
 
-class Structure:
-    """Structure of a graph. Nodes are positions in topological order, consumers before their operands, root first."""
+class Topology:
+    """Operations, settings and connections of graphs, without shapes. As flat lists, so that a graph is compared in few
+    passes over its nodes. Nodes are positions in topological order, consumers before their operands, root first.
+    """
 
-    def __init__(self, slot: int, records: tuple[Record, ...], shapes: tuple[Outputs, ...]):
-        self.slot = slot  # output slot of the root
-        self.records = records
-        self.shapes = shapes
+    def __init__(self, slot: int, records: tuple[Record, ...], counts: tuple[int, ...]):
+        positions = range(len(records))
+        self.key = (slot, records, counts)  # `slot`: output slot of the root
+        self.hash = hash((slot, records))
+        self.structures: dict[tuple[Output, ...], Structure] = {}  # by the outputs of all nodes
+        self.last: Structure | None = None
+        self.nested = False  # True if there were nested tensors: their gradients cannot be read one by one
         self.leaves: dict[int, str] = {}  # position -> name of a wanted parameter
-        self.functions: list[int] = []  # positions of Python functions
         self.sparse = False  # True if an embedding has sparse gradients
-        self.plans: dict[str, Any] = {}  # plans that `Planner` keeps for such graphs, by `interacting`
         for at, (kind, identity, settings, _) in enumerate(records):
-            if kind is None:
-                self.functions.append(at)
-            elif kind is ACCUMULATE_GRAD and isinstance(identity, str):
+            if kind is ACCUMULATE_GRAD and isinstance(identity, str):
                 self.leaves[at] = identity
             if "_saved_sparse" in _setting_names.get(kind, ()):
                 self.sparse |= settings[_setting_names[kind].index("_saved_sparse")] is True
-        self.flat = _Flat(records, shapes)
-        self.nested = self.flat.nested  # True if there are nested tensors: their gradients cannot be read one by one
-
-    @cached_property
-    def dtypes(self) -> set[torch.dtype]:
-        """Dtypes of the gradients of all outputs."""
-        return {dtype for outputs in self.shapes for _, dtype in outputs if dtype.is_floating_point or dtype.is_complex}
-
-    @cached_property
-    def hash(self) -> int:
-        """Hash of operations, settings and connections; independent of shapes."""
-        return hash((self.slot, self.records))
-
-
-class _Flat:
-    """Structure as flat lists, so that a graph is compared with it in few passes over its nodes."""
-
-    def __init__(self, records: tuple[Record, ...], shapes: tuple[Outputs, ...]):
-        positions = range(len(records))
         self.kinds = [record.kind for record in records]
-        self.functions = [at for at in positions if records[at].kind is None]
+        self.functions = [at for at in positions if records[at].kind is None]  # positions of Python functions
         self.identities = [(at, r.identity) for at, r in enumerate(records) if r.kind in (None, ACCUMULATE_GRAD)]
         self.settings = [
             (at, name, value)
@@ -104,9 +87,7 @@ class _Flat:
             for name, value in zip(_setting_names.get(record.kind, ()), record.settings, strict=True)
             if value is not NUMBER
         ]
-        self.counts = [(len(record.operands), len(outputs)) for record, outputs in zip(records, shapes, strict=True)]
-        self.outputs = [output for outputs in shapes for output in outputs]
-        self.nested = any(shape is NESTED for shape, _ in self.outputs)
+        self.counts = [(len(record.operands), count) for record, count in zip(records, counts, strict=True)]
         self.operands = [operand for record in records for operand in record.operands]
         paths: dict[int | None, tuple[int, int]] = {}
         for at, record in enumerate(records):
@@ -114,10 +95,12 @@ class _Flat:
                 paths.setdefault(position, (at, number))
         self.paths = [paths[at] for at in positions[1:]]  # a consumer of each node, and the operand it is there
 
-    def nodes_of(self, root: Node, leaf_names: Mapping[int, str]) -> list[Node] | None:
-        """Nodes of the graph below `root`, in the order of this structure; None if the graph has another structure.
-        `leaf_names`: id of a parameter -> name.
+    def match(self, root: Node, leaf_names: Mapping[int, str]) -> tuple[Structure, list[Node]] | None:
+        """Structure and nodes of the graph below `root`; None if the graph has another topology. `leaf_names`: id of a
+        parameter -> name.
         """
+        if self.nested:
+            return None
         nodes = [root]
         below = [root.next_functions]
         for at, number in self.paths:
@@ -141,55 +124,83 @@ class _Flat:
             value = getattr(nodes[at], name)
             if (value if type(value) in _PLAIN else repr(value)) != expected:
                 return None
-        if self.nested:
-            return None
         outputs = [node._input_metadata for node in nodes]
         if [(len(a), len(b)) for a, b in zip(below, outputs, strict=True)] != self.counts:
-            return None
-        try:
-            if [(tuple(one.shape), one.dtype) for of_node in outputs for one in of_node] != self.outputs:
-                return None
-        except (RuntimeError, ValueError):  # a nested tensor has no shape, or one that cannot be compared
             return None
         # Same connections: each position is one node, no node has two positions, and there are no others.
         index: dict[Node, int | None] = dict(zip(nodes, range(len(nodes)), strict=True))
         if len(index) < len(nodes):
             return None
         index[None] = None
-        connections = [(index.get(child, -1), slot) for of_node in below for child, slot in of_node]
-        return nodes if connections == self.operands else None
+        if [(index.get(child, -1), slot) for of_node in below for child, slot in of_node] != self.operands:
+            return None
+        try:
+            shapes = tuple([(tuple(one.shape), one.dtype) for of_node in outputs for one in of_node])
+            return self.structure_of(shapes), nodes
+        except (RuntimeError, ValueError, TypeError):  # a nested tensor has no shape, or one that cannot be compared
+            return None
+
+    def structure_of(self, outputs: tuple[Output, ...]) -> Structure:
+        """The structure of graphs of this topology with these outputs, made when it is first asked for."""
+        structure = self.last  # other threads may replace it
+        if structure is None or structure.outputs != outputs:
+            structure = self.structures.get(outputs)
+            if structure is None:
+                _make_room(self)
+                structure = self.structures[outputs] = Structure(self, outputs)
+            self.last = structure
+        return structure
 
 
-_structures: dict[tuple[object, ...], Structure] = {}
-_recent: dict[tuple[object, ...], tuple[Structure, ...]] = {}  # the last ones, by kind and outputs of the root
-_kept = 0  # nodes in `_structures`
+class Structure:
+    """Structure of a graph: a topology with the shapes and dtypes of all outputs."""
+
+    def __init__(self, topology: Topology, outputs: tuple[Output, ...]):
+        self.outputs = outputs
+        self.hash = topology.hash  # of operations, settings and connections; independent of shapes
+        self.leaves = topology.leaves
+        self.functions = topology.functions
+        self.sparse = topology.sparse
+        self.nested = any(shape is NESTED for shape, _ in outputs)
+        self.plans: dict[str, Any] = {}  # plans that `Planner` keeps for such graphs, by `interacting`
+        self.analyzed = False  # a plan was made before
+
+    @cached_property
+    def dtypes(self) -> set[torch.dtype]:
+        """Dtypes of the gradients of all outputs."""
+        return {dtype for _, dtype in self.outputs if dtype.is_floating_point or dtype.is_complex}
+
+
+_topologies: dict[tuple[object, ...], Topology] = {}
+_recent: dict[tuple[object, ...], tuple[Topology, ...]] = {}  # the last ones, by kind and output slot of the root
+_kept = 0  # nodes in all structures
 
 
 def read_structure(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structure, list[Node]]:
     """Structure of the graph below output `slot` of `root`, and its nodes. `leaf_names`: id of a parameter -> name."""
     kind = None if is_python_function(root) else type(root)  # a class defined inside forward is new in each call
-    key = (kind, slot, *root._input_metadata[slot].shape)
-    recent = _recent.get(key, ())
-    for structure in recent:
-        nodes = structure.flat.nodes_of(root, leaf_names)
-        if nodes is not None:
+    recent = _recent.get((kind, slot), ())
+    for topology in recent:
+        match = topology.match(root, leaf_names)
+        if match is not None:
+            structure, nodes = match
             break
     else:
-        structure, nodes = _read(root, slot, leaf_names)
-    if not recent or recent[0] is not structure:
-        others = [other for other in recent if other is not structure]
-        _recent[key] = (structure, *others[: MOST_TRIED - 1])
+        topology, structure, nodes = _read(root, slot, leaf_names)
+    if not recent or recent[0] is not topology:
+        others = [other for other in _recent.get((kind, slot), ()) if other is not topology]
+        _recent[kind, slot] = (topology, *others[: MOST_TRIED - 1])
     return structure, nodes
 
 
-def _read(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structure, list[Node]]:
-    """Read all nodes; return the structure that is kept for such graphs."""
-    global _kept
+def _read(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Topology, Structure, list[Node]]:
+    """Read all nodes; return the topology and structure that are kept for such graphs."""
     children = children_below(root)
     nodes = list(reversed(children))
     index = dict(zip(nodes, range(len(nodes)), strict=True))
     records = []
-    shapes = []
+    counts = []
+    outputs: list[Output] = []
     for node in nodes:
         kind: type | None = type(node)
         identity: object = None
@@ -207,24 +218,33 @@ def _read(root: Node, slot: int, leaf_names: Mapping[int, str]) -> tuple[Structu
                 settings.append(value if type(value) in _PLAIN else repr(value))
         operands = tuple((index.get(child), below) for child, below in children[node])
         records.append(Record(kind, identity, tuple(settings), operands))
-        outputs = node._input_metadata
-        shapes.append(tuple((NESTED if one.is_nested_tensor else tuple(one.shape), one.dtype) for one in outputs))
-    key = (slot, tuple(records), tuple(shapes))
-    structure = _structures.get(key)
-    if structure is None:
-        structure = Structure(*key)
-        _kept += len(nodes)
-        if _kept > MOST_KEPT:
-            forget_structures()
-            _kept = len(nodes)
-        _structures[key] = structure
-    return structure, nodes
+        metadata = node._input_metadata
+        counts.append(len(metadata))
+        outputs += [(NESTED if one.is_nested_tensor else tuple(one.shape), one.dtype) for one in metadata]
+    key = (slot, tuple(records), tuple(counts))
+    topology = _topologies.get(key) or Topology(*key)
+    structure = topology.structure_of(tuple(outputs))
+    topology.nested |= structure.nested
+    return topology, structure, nodes
+
+
+def _make_room(topology: Topology) -> None:
+    """Count one more structure of a topology; forget all others if there are too many nodes."""
+    global _kept
+    nodes = len(topology.kinds)
+    if _kept + nodes > MOST_KEPT:
+        forget_structures()
+    _topologies[topology.key] = topology
+    _kept += nodes
 
 
 def forget_structures() -> None:
     """Forget all structures, and with them all plans."""
     global _kept
-    _structures.clear()
+    for topology in _topologies.values():
+        topology.structures.clear()
+        topology.last = None
+    _topologies.clear()
     _recent.clear()
     _kept = 0
 

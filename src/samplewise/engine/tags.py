@@ -134,8 +134,7 @@ class Irregular:
         owner = self.owner
         if not owner.numel():
             return None
-        # Along dims of stride 0 all elements have the same owner.
-        distinct = owner[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in owner.stride())]
+        distinct = _distinct(owner)
         for dim in range(owner.dim()):
             others = [d for d in range(owner.dim()) if d != dim and distinct.shape[d] > 1]
             rows = distinct.amax(others, keepdim=True) if others else distinct
@@ -270,7 +269,7 @@ def tag_at(place: SampleDim, shape: tuple[int, ...], samples: int) -> Tag | None
     owner = place.post.owner
     if not 0 <= place.dim < len(shape) or shape[place.dim] != len(owner):
         return None
-    tag = Irregular(samples, owner.view(-1, *(1,) * (len(shape) - place.dim - 1)).expand(shape))
+    tag = Irregular(samples, along(place.dim, owner, shape))
     tag.__dict__["place"] = place  # known already
     return tag
 
@@ -315,6 +314,25 @@ def rows_of(tag: Tag, shape: tuple[int, ...], device: torch.device) -> tuple[int
     if isinstance(place.post, RowOwners):
         return place.dim, place.post.owner
     return place.dim, torch.arange(shape[place.dim], device=device) // place.post % tag.samples
+
+
+def allows(tag: Tag, owner: Tensor) -> Tensor:
+    """Flag: a gradient with these owners of its elements, negative for no owner, has this tag."""
+    shape = tuple(owner.shape)
+    rows = rows_of(tag, shape, owner.device)
+    expected = _distinct(tag.owners(shape, owner.device) if rows is None else along(*rows, shape))
+    owner = _distinct(owner)
+    return ((owner == expected) | (owner == -1)).all()
+
+
+def along(dim: int, owner: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Owners of all elements of a tensor of this shape, from those of the entries of a dimension; a view."""
+    return owner.view(-1, *(1,) * (len(shape) - dim - 1)).expand(shape)
+
+
+def _distinct(owner: Tensor) -> Tensor:
+    """One element along each dimension of stride 0: the others have the same owner."""
+    return owner[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in owner.stride())]
 
 
 def sole_owner(tag: Tag) -> int | None:
