@@ -14,6 +14,7 @@ from samplewise.engine.indexing import read_owners
 from samplewise.engine.local_probe import _NodePasses
 from samplewise.engine.ownership import owners
 from samplewise.engine.probe import MIXED, probe_passes
+from samplewise.engine.tags import Regular
 from samplewise.testing.everyday import Sizes, build
 from samplewise.testing.zoo import default_dtype, wanted
 
@@ -56,6 +57,9 @@ def test_one_loss_after_the_other():
     assert_derived(torch.stack([row.exp().sum() for row in h.unbind(0)]), model)
     h = model(torch.randn(B, T, D))
     assert_derived(torch.cat([row.square().sum((1, 2)) for row in h.split([1] * B)]), model)
+    h = model(torch.randn(B, T, D))
+    graph = Graph(torch.stack([h[number, :2].square().sum() for number in range(B)]), wanted(model))
+    assert all(isinstance(tag, Regular) for tag in find_cut(graph, Constants([]), "refuse").tags.values())
 
 
 def test_rows_that_fit_two_layouts():

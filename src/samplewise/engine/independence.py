@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -138,11 +139,20 @@ def _is_broadcast(values: Tensor) -> bool:
 
 
 class Constants:
-    """Parameters and buffers of the model, which are not sample data when they enter below the cut."""
+    """Parameters and buffers of the model, which are not sample data when they enter below the cut. They are listed
+    when they are first needed.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]):
-        self._tensors = list(tensors)
-        self._storages = {storage_of(tensor) for tensor in self._tensors}
+        self._given = tensors
+
+    @cached_property
+    def _tensors(self) -> list[Tensor]:
+        return list(self._given)
+
+    @cached_property
+    def _storages(self) -> set[int]:
+        return {storage_of(tensor) for tensor in self._tensors}
 
     def __contains__(self, tensor: Tensor) -> bool:
         """True for a view or an equal copy of one of the tensors. spectral_norm copies its vectors."""

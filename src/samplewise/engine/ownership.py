@@ -29,11 +29,8 @@ class Ownership:
     functions: list[Claim] = field(default_factory=list)  # about Python functions, to be verified during a pass
     by_data: bool = False  # a tag has an owner for each element: it is used for this graph only
     recomputed: bool = False  # nodes of a checkpointed block were probed: to be verified by a pass with weights
+    probed: bool = False  # a node was probed
     exact: bool = False  # zeros of probed nodes have no owner
-
-    @property
-    def is_probed(self) -> bool:
-        return bool(self.claims or self.functions or self.by_data or self.recomputed)
 
 
 def owners(graph: Graph, probes: bool = True, exact: bool = False) -> Ownership:
@@ -64,7 +61,7 @@ def owners(graph: Graph, probes: bool = True, exact: bool = False) -> Ownership:
             if child in tags:
                 both = (tags[child], tag)
                 tag = merged(*both, child.shape)
-                if tag is None and None not in both and ownership.is_probed and not exact:
+                if tag is None and None not in both and ownership.probed and not exact:
                     return owners(graph, probes, exact=True)  # the zeros of one may have the owners of the other
             if tag is None:
                 conflicts.add(child)
@@ -96,6 +93,7 @@ def _moved(
     copies = probes and graph.operations[node] in COPYING
     if sole is not None and not copies:  # what is computed from the gradient of one sample belongs to it
         return [owned_by(sole, child, graph.samples) if child else None for child in children]
+    by_slot: list[list[Tag | SampleDim | None]]
     if sole is not None:  # but not the elements that were not copied
         by_slot = [[UNDECIDED] * len(children)]
     else:
@@ -121,7 +119,7 @@ def _sum(first: Tag | SampleDim | None, second: Tag | SampleDim | None, child: E
     """Tag of the sum of the gradients that come from two outputs."""
     if first == second:
         return first
-    if child is None or first is None or second is None or isinstance(first, SampleDim) or isinstance(second, SampleDim):
+    if child is None or isinstance(first, SampleDim | None) or isinstance(second, SampleDim | None):
         return UNDECIDED
     return merged(first, second, child.shape) or UNDECIDED
 
@@ -134,6 +132,7 @@ def _note(
     graph: Graph, node: Node, outputs: dict[int, Tag], operands: dict[int, Tag | None], ownership: Ownership
 ) -> None:
     """Note what a probe of a node has found, so that later graphs verify it."""
+    ownership.probed = True
     owned = {position: tag for position, tag in operands.items() if tag is not None}
     if any(isinstance(tag, Irregular) and tag.place is None and tag.owner.numel() for tag in owned.values()):
         ownership.by_data = True  # an owner for each element takes too much memory to be kept

@@ -11,7 +11,7 @@ gradients that could not verify the ownership because they were zero, and sample
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -301,11 +301,19 @@ class Planner:
         return plan
 
     def _constants(self) -> Constants:
-        leaves = [node.variable for node in self.graph.nodes if is_accumulate_grad(node)]
-        own = [*self.graph.wanted.values(), *(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))]
+        return Constants(self._model_tensors())
+
+    def _model_tensors(self) -> Iterator[Tensor]:
+        """Parameters and buffers of the model, some of them twice."""
+        yield from self.graph.wanted.values()
+        for node in self.graph.nodes:
+            if is_accumulate_grad(node) and isinstance(node.variable, nn.Parameter):
+                yield node.variable
         for module in self.modules:
-            own += [*module.parameters(), *module.buffers()]
-        return Constants(own)
+            for part in module.modules():  # a tenth of the time of module.parameters()
+                for tensor in (*part._parameters.values(), *part._buffers.values()):
+                    if tensor is not None:
+                        yield tensor
 
 
 # --- applying a plan -----------------------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ def merged(first: Tag | None, second: Tag | None, shape: tuple[int, ...]) -> Tag
     if a is not None and b is not None and a[0] == b[0]:  # entries of one dimension
         owner = _joined(a[1], b[1])
         if owner is not None:
-            return regular or tag_at(SampleDim(a[0], RowOwners(owner)), shape, first.samples)
+            return regular or tag_of(along(a[0], owner, shape), first.samples, exact=True)
     owner = _joined(first.owners(shape, device), second.owners(shape, device))
     return None if owner is None else regular or Irregular(first.samples, owner)
 
