@@ -29,7 +29,7 @@ from samplewise.engine.linearity import NotLinearError
 from samplewise.engine.probe import MIXED, Codes, codes_for, probe_passes
 from samplewise.engine.registered_hooks import removed_afterwards
 from samplewise.engine.separation import WIDE, distinct_powers, is_deterministic, switches
-from samplewise.engine.tags import Irregular, Tag, allows, tag_of
+from samplewise.engine.tags import Irregular, Tag, allows, distinct, tag_of
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
@@ -48,7 +48,7 @@ def probe_node(
         passes = _NodePasses(graph, node, tags, positions)
         owners = _copied_owners(passes) or probe_passes(passes).owners
     return {
-        position: None if (owner == MIXED).any() else tag_of(owner, graph.samples, exact)
+        position: None if (distinct(owner) == MIXED).any() else tag_of(owner, graph.samples, exact)
         for position, owner in zip(positions, owners, strict=True)
     }
 

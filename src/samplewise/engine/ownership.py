@@ -86,7 +86,9 @@ def _moved(
     """Tag of the gradient of each operand, for gradients of the outputs with these tags; None if samples are mixed."""
     if _is_identity(node, graph.sharded):
         return [tags.get(position) for position in range(len(children))]
-    if not any(numel(Edge(node, slot).shape) for slot in tags) and not is_python_function(node):
+    if all(isinstance(tag, Irregular) and not tag.owner.numel() for tag in tags.values()) and not is_python_function(
+        node
+    ):
         return [owned_by(NO_OWNER, child, graph.samples) if child else None for child in children]  # zeros
     soles = {sole_owner(tag) for tag in tags.values()}
     sole = next(iter(soles)) if len(soles) == 1 else None

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from samplewise.engine.checks import is_traced
 from samplewise.engine.graph import Edge, numel
 from samplewise.engine.layouts import RowOwners, SampleDim, inner_at, locate
 
@@ -100,7 +101,7 @@ class Regular:
 
     def owners(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Owner of each element of a gradient of this shape."""
-        return (torch.arange(numel(shape), device=device) // self.inner % self.samples).view(shape)
+        return _repeating(numel(shape), self.inner, self.samples, device).view(shape)
 
     def __str__(self) -> str:
         return "regular"
@@ -134,11 +135,11 @@ class Irregular:
         owner = self.owner
         if not owner.numel():
             return None
-        distinct = _distinct(owner)
+        different = distinct(owner)
         for dim in range(owner.dim()):
-            others = [d for d in range(owner.dim()) if d != dim and distinct.shape[d] > 1]
-            rows = distinct.amax(others, keepdim=True) if others else distinct
-            if not others or ((distinct == rows) | (distinct < 0)).all():
+            others = [d for d in range(owner.dim()) if d != dim and different.shape[d] > 1]
+            rows = different.amax(others, keepdim=True) if others else different
+            if not others or ((different == rows) | (different < 0)).all():
                 return SampleDim(dim, RowOwners(rows.flatten().expand(owner.shape[dim])))
         return None
 
@@ -223,17 +224,37 @@ def regular_inner(owner: Tensor, samples: int) -> int | None:
     are several because too few elements are owned to decide.
     """
     flat = owner.reshape(-1)
-    free = flat < 0
-    positions = torch.arange(flat.numel(), device=owner.device)
+    candidates: dict[int, None] = {}
     stride = 1
-    inners = []
     for size in reversed(owner.shape):
         if size % samples == 0:
-            for inner in sorted({stride, stride * (size // samples)}):
-                if inner not in inners and ((positions // inner % samples == flat) | free).all():
-                    inners.append(inner)
+            candidates.update(dict.fromkeys((stride, stride * (size // samples))))
         stride *= size
+    if not candidates:
+        return None
+    free = flat < 0
+    inners = [
+        inner for inner in candidates if ((_repeating(len(flat), inner, samples, flat.device) == flat) | free).all()
+    ]
     return inners[0] if len(inners) == 1 or (inners and not free.any()) else None
+
+
+MOST_REPEATED = 2**16  # elements of a layout whose owners are kept
+MOST_LAYOUTS = 64
+_repeated: dict[tuple[int, int, int, torch.device], Tensor] = {}  # never changed in place
+
+
+def _repeating(count: int, inner: int, samples: int, device: torch.device) -> Tensor:
+    """Owner of each of `count` elements of a regular layout."""
+    key = (count, inner, samples, device)
+    owner = _repeated.get(key)
+    if owner is None:
+        owner = torch.arange(count, device=device) // inner % samples
+        if count <= MOST_REPEATED and not (is_traced(owner) or owner.is_inference()):
+            if len(_repeated) >= MOST_LAYOUTS:
+                _repeated.clear()
+            _repeated[key] = owner
+    return owner
 
 
 def tag_of(owner: Tensor, samples: int, exact: bool = False) -> Tag:
@@ -313,15 +334,15 @@ def rows_of(tag: Tag, shape: tuple[int, ...], device: torch.device) -> tuple[int
         return None
     if isinstance(place.post, RowOwners):
         return place.dim, place.post.owner
-    return place.dim, torch.arange(shape[place.dim], device=device) // place.post % tag.samples
+    return place.dim, _repeating(shape[place.dim], place.post, tag.samples, device)
 
 
 def allows(tag: Tag, owner: Tensor) -> Tensor:
     """Flag: a gradient with these owners of its elements, negative for no owner, has this tag."""
     shape = tuple(owner.shape)
     rows = rows_of(tag, shape, owner.device)
-    expected = _distinct(tag.owners(shape, owner.device) if rows is None else along(*rows, shape))
-    owner = _distinct(owner)
+    expected = distinct(tag.owners(shape, owner.device) if rows is None else along(*rows, shape))
+    owner = distinct(owner)
     return ((owner == expected) | (owner == -1)).all()
 
 
@@ -330,7 +351,7 @@ def along(dim: int, owner: Tensor, shape: tuple[int, ...]) -> Tensor:
     return owner.view(-1, *(1,) * (len(shape) - dim - 1)).expand(shape)
 
 
-def _distinct(owner: Tensor) -> Tensor:
+def distinct(owner: Tensor) -> Tensor:
     """One element along each dimension of stride 0: the others have the same owner."""
     return owner[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in owner.stride())]
 
