@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from by_loop import assert_as_loop
+from daily import daily
 from torch import nn
 
 from samplewise.engine.cut import find_cut
@@ -127,3 +128,46 @@ def test_owners_read_from_indices_are_those_of_the_node(name):
                         assert read[position].shape == owner.shape
                         assert ((read[position] == owner) | (owner < 0)).all()
     assert count
+
+
+def routed(h, draw):
+    """Rows of h (R, D) moved, repeated, left out and joined at random, without mixing samples; and the owner of each."""
+
+    def number(high):
+        return int(torch.randint(high, (), generator=draw))
+
+    rows, owner = h
+    kind = number(6)
+    if kind == 0:  # any rows, some of them several times
+        index = torch.randint(len(rows), (max(1, len(rows) - number(3)),), generator=draw)
+        return rows[index] * (1 + number(3)), owner[index]
+    if kind == 1:
+        mask = torch.rand(len(rows), generator=draw) < 0.6
+        return rows[mask].tanh(), owner[mask]
+    if kind == 2:
+        index = torch.randperm(len(rows), generator=draw)
+        return rows.index_select(0, index), owner[index]
+    if kind == 3:  # an expert: some rows are replaced by sums with what is computed from them
+        index = (torch.rand(len(rows), generator=draw) < 0.5).nonzero().squeeze(1)
+        return rows.index_add(0, index, rows[index].sin()), owner
+    if kind == 4:
+        start = number(len(rows) + 1)
+        return torch.cat([rows[start:], rows[:start].exp()]), torch.cat([owner[start:], owner[:start]])
+    index = torch.randint(len(rows), (len(rows),), generator=draw)
+    return rows.gather(0, index[:, None].expand(-1, rows.shape[1])), owner[index]
+
+
+@pytest.mark.parametrize("seed", daily(range(400), range(40)))
+def test_random_routing(seed):
+    draw = torch.Generator().manual_seed(seed)
+    samples = 2 + seed % 3
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+    h = model[0](torch.randn(samples, T, D)).flatten(0, 1)
+    rows, owner = h, torch.arange(samples).repeat_interleave(T)
+    for _ in range(1 + seed % 4):
+        if len(rows):
+            rows, owner = routed((rows, owner), draw)
+    losses = torch.zeros(samples).index_add(0, owner, model[2](rows).square().sum(1))
+    losses = losses + h.view(samples, -1).sin().sum(1)
+    assert_as_loop(losses, model)
