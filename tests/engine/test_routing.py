@@ -131,7 +131,7 @@ def test_owners_read_from_indices_are_those_of_the_node(name):
 
 
 def routed(h, draw):
-    """Rows of h (R, D) moved, repeated, left out and joined at random, without mixing samples; and the owner of each."""
+    """Rows h (R, D) and their owners: moved, repeated, left out and joined at random, without mixing samples."""
 
     def number(high):
         return int(torch.randint(high, (), generator=draw))
@@ -170,4 +170,4 @@ def test_random_routing(seed):
             rows, owner = routed((rows, owner), draw)
     losses = torch.zeros(samples).index_add(0, owner, model[2](rows).square().sum(1))
     losses = losses + h.view(samples, -1).sin().sum(1)
-    assert_as_loop(losses, model)
+    assert_derived(losses, model)

@@ -31,6 +31,7 @@ class Ownership:
     recomputed: bool = False  # nodes of a checkpointed block were probed: to be verified by a pass with weights
     probed: bool = False  # a node was probed
     exact: bool = False  # zeros of probed nodes have no owner
+    contradicted: bool = False  # samples seem to be mixed, perhaps only because of the owners of zeros
 
 
 def owners(graph: Graph, probes: bool = True, exact: bool = False) -> Ownership:
@@ -61,13 +62,14 @@ def owners(graph: Graph, probes: bool = True, exact: bool = False) -> Ownership:
             if child in tags:
                 both = (tags[child], tag)
                 tag = merged(*both, child.shape)
-                if tag is None and None not in both and ownership.probed and not exact:
-                    return owners(graph, probes, exact=True)  # the zeros of one may have the owners of the other
+                ownership.contradicted |= tag is None and None not in both and ownership.probed
             if tag is None:
                 conflicts.add(child)
                 tags.pop(child, None)
             else:
                 tags[child] = tag
+        if ownership.contradicted and not exact:
+            return owners(graph, probes, exact=True)
     for leaf in side:
         for slot in graph.used_slots(leaf):
             tags.pop(Edge(leaf, slot), None)
@@ -99,7 +101,7 @@ def _moved(
     if sole is not None:  # but not the elements that were not copied
         by_slot = [[UNDECIDED] * len(children)]
     else:
-        by_slot = [_by_layout(graph, node, slot, tag, children) for slot, tag in tags.items()]
+        by_slot = [_by_layout(graph, node, slot, tag, children, ownership.exact) for slot, tag in tags.items()]
     moved: list[Tag | None] = []
     unknown: list[int] = []
     for position, child in enumerate(children):
@@ -111,6 +113,7 @@ def _moved(
         moved.append(None if isinstance(answer, SampleDim) else answer)
     if unknown and probes:
         answers_of_node = probe_node(graph, node, tags, unknown, ownership.exact)
+        ownership.contradicted |= ownership.probed and None in answers_of_node.values()
         for position, tag in answers_of_node.items():
             moved[position] = tag
         _note(graph, node, tags, answers_of_node, ownership)
@@ -147,9 +150,11 @@ def _note(
 
 
 def _by_layout(
-    graph: Graph, node: Node, slot: int, tag: Tag, children: list[Edge | None]
+    graph: Graph, node: Node, slot: int, tag: Tag, children: list[Edge | None], exact: bool
 ) -> list[Tag | SampleDim | None]:
-    """Tag of each operand as shapes and settings say, for one output; UNDECIDED where they say nothing."""
+    """Tag of each operand as shapes and settings say, for one output; UNDECIDED where they say nothing. With exact=True
+    nothing is said about the rows that a slice of the samples leaves out.
+    """
     operation = graph.operations[node]
     shape = Edge(node, slot).shape
     if operation in VIEWS:
@@ -165,6 +170,8 @@ def _by_layout(
     for to, child in zip(places, children, strict=True):
         if to is None or child is None:
             moved.append(None)
+        elif exact and operation in COPYING and to is not UNDECIDED and child.shape[to.dim] != shape[place.dim]:
+            moved.append(UNDECIDED)
         else:
             moved.append(UNDECIDED if to is UNDECIDED else tag_at(to, child.shape, graph.samples) or UNDECIDED)
     return moved
