@@ -131,6 +131,19 @@ def test_plans_hold_no_tensors(net):
     assert not any(isinstance(value, torch.Tensor) for value in _values(kept))
 
 
+def test_owners_of_rows_are_kept_for_shapes_that_are_met_again(net):
+    """Routing by data has new shapes in each step, and an owner for each row."""
+    layer = nn.Linear(4, 4).double()
+    order = torch.tensor([2, 0, 1])
+    for count in (3, 4, 5):
+        losses = layer(noise(3, count, 4).double())[order].square().sum((1, 2))
+        assert_as_loop(losses, layer)
+        assert not kept_plans()
+    for _ in range(2):
+        assert_as_loop(layer(noise(3, 5, 4).double())[order].square().sum((1, 2)), layer)
+        assert len(kept_plans()) == 1
+
+
 def _values(thing, depth=0):
     yield thing
     if depth < 8 and isinstance(thing, dict):

@@ -115,6 +115,22 @@ def test_a_graph_with_other_sizes_is_not_read_again(monkeypatch):
         assert other.sizes is not first.sizes
 
 
+def test_a_graph_that_differs_in_shapes_only_is_not_read_again(monkeypatch):
+    model = net(lambda m, x: None)
+
+    def structure_of(samples):
+        losses = summed(model.a(noise(samples, 5, SAMPLES).double()).tanh())
+        return Graph(losses, dict(model.named_parameters())).structure
+
+    first = structure_of(3)
+    monkeypatch.setattr(structure, "_read", None)
+    second = structure_of(4)
+    assert second is not first
+    assert second.hash == first.hash
+    assert structure_of(3) is first
+    assert structure_of(4) is second
+
+
 def test_classes_defined_in_each_call_are_not_kept():
     model = net(lambda m, x: None)
     for _ in range(3):

@@ -8,6 +8,7 @@ Data flows in this order:
     Once per graph structure and shapes:
            ─ ownership   the sample that owns each element of a gradient, node by node:
              layouts     from shapes and saved numbers, for known operations,
+             indexing    from saved indices,
              local_probe or by calls of the node itself, whose answers are claims
              verify      verification of the result with extra backward passes
              probe       if this does not suffice: backward passes through the whole graph, whose loss weights are

@@ -140,10 +140,12 @@ def _is_broadcast(values: Tensor) -> bool:
 
 
 class Constants:
-    """Parameters and buffers of the model, which are not sample data when they enter below the cut."""
+    """Parameters and buffers of the model, which are not sample data when they enter below the cut. They are listed
+    when they are first needed.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]):
-        self._given = tensors  # read at the first use: most graphs have no data below the cut
+        self._given = tensors
 
     @cached_property
     def _tensors(self) -> list[Tensor]:

@@ -10,8 +10,8 @@ that dimension that belong to one sample.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,10 +21,29 @@ Shape = tuple[int, ...]
 
 
 class RowOwners:
-    """Owner of each entry of a dimension, for samples in any order; -1 for entries without owner."""
+    """Owner of each entry of a dimension, for samples in any order; -1 for entries without owner.
+
+    One object for all gradients with the same owners, so that what follows from them is computed once.
+    """
 
     def __init__(self, owner: Tensor):
         self.owner = owner
+        self.derived: dict[object, Any] = {}
+
+    @cached_property
+    def sole(self) -> int | None:
+        """The sample that all entries belong to; None if there are several."""
+        first = int(self.owner[0]) if len(self.owner) else -1
+        return first if first >= 0 and bool((self.owner == first).all()) else None
+
+    def repeated(self, each: int, times: int) -> RowOwners:
+        """Owners with each entry repeated, and then all of them."""
+        if each == times == 1:
+            return self
+        if (each, times) not in self.derived:
+            self.derived[each, times] = RowOwners(self.owner.repeat_interleave(each).repeat(times))
+        repeated: RowOwners = self.derived[each, times]
+        return repeated
 
 
 class SampleDim(NamedTuple):

@@ -24,24 +24,31 @@ from torch import Tensor
 
 from samplewise.engine.generic import as_gradient, call
 from samplewise.engine.graph import Edge, Graph, Node, is_python_function
+from samplewise.engine.indexing import read_owners
 from samplewise.engine.linearity import NotLinearError
 from samplewise.engine.probe import MIXED, Codes, codes_for, probe_passes
 from samplewise.engine.registered_hooks import removed_afterwards
 from samplewise.engine.separation import WIDE, distinct_powers, is_deterministic, switches
-from samplewise.engine.tags import Irregular, Tag, tag_of
+from samplewise.engine.tags import Irregular, Tag, allows, distinct, tag_of
 
 _generator = torch.Generator().manual_seed(0)  # separate generator: does not change the user's RNG state
 
 
-def probe_node(graph: Graph, node: Node, tags: Mapping[int, Tag], positions: Sequence[int]) -> dict[int, Tag | None]:
+def probe_node(
+    graph: Graph, node: Node, tags: Mapping[int, Tag], positions: Sequence[int], exact: bool = False
+) -> dict[int, Tag | None]:
     """Ownership of the gradients of the operands at these positions, for gradients of the outputs with these tags (by
-    output slot); None where samples are mixed. Raises NonFiniteGradientError if gradients are not finite, and
-    NotLinearError if the backward of a Python function is not linear.
+    output slot); None where samples are mixed. `exact`: see `tag_of`. Raises NonFiniteGradientError if gradients are
+    not finite, and NotLinearError if the backward of a Python function is not linear.
     """
-    passes = _NodePasses(graph, node, tags, positions)
-    owners = _read_owners(passes) or probe_passes(passes).owners
+    owners = read_owners(graph, node, tags)
+    if owners is not None:
+        owners = [owners[position] for position in positions]
+    else:
+        passes = _NodePasses(graph, node, tags, positions)
+        owners = _copied_owners(passes) or probe_passes(passes).owners
     return {
-        position: None if (owner == MIXED).any() else tag_of(owner, graph.samples)
+        position: None if (distinct(owner) == MIXED).any() else tag_of(owner, graph.samples, exact)
         for position, owner in zip(positions, owners, strict=True)
     }
 
@@ -55,7 +62,7 @@ COPYING = set(
 )
 
 
-def _read_owners(passes: _NodePasses) -> list[Tensor] | None:
+def _copied_owners(passes: _NodePasses) -> list[Tensor] | None:
     """Owners from two calls of a node that copies elements: one with the numbers of the owners as gradients, which come
     out where they belong, and one with ones. None if this does not decide them: an element may be copied twice.
     """
@@ -85,7 +92,13 @@ class Claim:
 
     def checks(self, graph: Graph) -> Iterator[Tensor]:
         """Flags that are all True if the operands of the node in this graph have this ownership."""
-        passes = _NodePasses(graph, graph.nodes[self.node], self.outputs, list(self.operands))
+        node = graph.nodes[self.node]
+        owners = read_owners(graph, node, self.outputs) if is_deterministic(graph) else None  # waits for a device
+        if owners is not None:
+            for position, tag in self.operands.items():
+                yield allows(tag, owners[position])
+            return
+        passes = _NodePasses(graph, node, self.outputs, list(self.operands))
         plain = passes.run()
         for weights in _distinct_weights(graph):
             for gradient, p, tag in zip(passes.run(weights), plain, self.operands.values(), strict=True):

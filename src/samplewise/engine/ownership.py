@@ -15,9 +15,10 @@ from torch.nn.parallel import distributed as ddp
 
 from samplewise.engine.graph import EdgeKey, Graph, Node, is_python_function, numel
 from samplewise.engine.layouts import MOVERS, UNDECIDED, VIEWS, SampleDim, locate
-from samplewise.engine.local_probe import Claim, probe_node
+from samplewise.engine.local_probe import COPYING, Claim, probe_node
+from samplewise.engine.probe import NO_OWNER
 from samplewise.engine.saved import block_of, saved_tensor_names
-from samplewise.engine.tags import Irregular, Regular, Tag, merged, owned_by, tag_at
+from samplewise.engine.tags import Irregular, Regular, Tag, merged, owned_by, sole_owner, tag_at
 
 
 @dataclass
@@ -29,6 +30,9 @@ class Ownership:
     functions: list[Claim] = field(default_factory=list)  # about Python functions, to be verified during a pass
     by_data: bool = False  # a tag has an owner for each element: it is used for this graph only
     recomputed: bool = False  # nodes of a checkpointed block were probed: to be verified by a pass with weights
+    probed: bool = False  # a node was probed
+    exact: bool = False  # zeros of probed nodes have no owner
+    contradicted: bool = False  # samples seem to be mixed, perhaps only because of the owners of zeros
     steps: list[object] = field(default_factory=list)  # dimension of the samples before and after each operation
 
     @property
@@ -39,11 +43,12 @@ class Ownership:
         return hash(tuple(self.steps))
 
 
-def owners(graph: Graph, probes: bool = True) -> Ownership:
+def owners(graph: Graph, probes: bool = True, exact: bool = False) -> Ownership:
     """Return the ownership of all gradients that belong to single samples. With probes=False no node is called, and
-    nothing is said about the operands of nodes that would be.
+    nothing is said about the operands of nodes that would be. With exact=True no owner is assumed for zeros of probed
+    nodes.
     """
-    ownership = Ownership({(0, graph.root.slot): Regular(graph.samples, 1)})
+    ownership = Ownership({(0, graph.root.slot): Regular(graph.samples, 1)}, exact=exact)
     tags = ownership.tags
     conflicts: set[EdgeKey] = set()
     reach = graph.reach
@@ -64,12 +69,17 @@ def owners(graph: Graph, probes: bool = True) -> Ownership:
         for child, tag in zip(children, moved, strict=True):
             if child is None or child in conflicts:
                 continue
-            tag = merged(tags[child], tag, graph.sizes.shapes[child]) if child in tags else tag
+            if child in tags:
+                both = (tags[child], tag)
+                tag = merged(*both, graph.sizes.shapes[child])
+                ownership.contradicted |= tag is None and None not in both and ownership.probed
             if tag is None:
                 conflicts.add(child)
                 tags.pop(child, None)
             else:
                 tags[child] = tag
+        if ownership.contradicted and not exact:
+            return owners(graph, probes, exact=True)
     for leaf in side:
         for slot in reach.slots[leaf]:
             tags.pop((leaf, slot), None)
@@ -89,17 +99,27 @@ def _moved(
     None if samples are mixed.
     """
     node = graph.nodes[at]
-    if graph.structure.records[at].kind is None and is_identity(node, graph.sharded):
+    is_function = graph.structure.records[at].kind is None
+    if is_function and is_identity(node, graph.sharded):
         passes_all = all(child is None or position in tags for position, child in enumerate(children))
         if passes_all:
             return [tags.get(position) for position in range(len(children))]
-    soles = {tag.sole if isinstance(tag, Irregular) else None for tag in tags.values()}
+    if not is_function and all(isinstance(tag, Irregular) and not tag.owner.numel() for tag in tags.values()):
+        return [owned_by(NO_OWNER, graph.edge(child), graph.samples) if child else None for child in children]  # zeros
+    soles = {sole_owner(tag) for tag in tags.values()}
     sole = next(iter(soles)) if len(soles) == 1 else None
-    if sole is not None:  # what is computed from the gradient of one sample belongs to it
+    copies = probes and graph.structure.operations[at] in COPYING
+    if sole is not None and not copies:  # what is computed from the gradient of one sample belongs to it
         return [owned_by(sole, graph.edge(child), graph.samples) if child else None for child in children]
-    answers, *others = [_by_layout(graph, at, slot, tag, children, ownership.steps) for slot, tag in tags.items()]
-    for more in others:
-        answers = [one if one == other else UNDECIDED for one, other in zip(answers, more, strict=True)]
+    answers: list[Tag | SampleDim | None]
+    if sole is not None:  # but not the elements that were not copied
+        answers = [UNDECIDED] * len(children)
+    else:
+        answers, *others = [_by_layout(graph, at, slot, tag, children, ownership) for slot, tag in tags.items()]
+        for more in others:
+            for position, child in enumerate(children):
+                shape = graph.sizes.shapes[child] if child else None
+                answers[position] = _sum(answers[position], more[position], shape)
     moved: list[Tag | None] = []
     unknown: list[int] = []
     for position, answer in enumerate(answers):
@@ -110,11 +130,23 @@ def _moved(
             answer = None
         moved.append(answer)
     if unknown and probes:
-        answers_of_node = probe_node(graph, node, tags, unknown)
+        answers_of_node = probe_node(graph, node, tags, unknown, ownership.exact)
+        ownership.contradicted |= ownership.probed and None in answers_of_node.values()
         for position, tag in answers_of_node.items():
             moved[position] = tag
         _note(graph, at, tags, answers_of_node, ownership)
     return moved
+
+
+def _sum(
+    first: Tag | SampleDim | None, second: Tag | SampleDim | None, shape: tuple[int, ...] | None
+) -> Tag | SampleDim | None:
+    """Tag of the sum of the gradients of an operand of this shape that come from two outputs."""
+    if first == second:
+        return first
+    if shape is None or isinstance(first, SampleDim | None) or isinstance(second, SampleDim | None):
+        return UNDECIDED
+    return merged(first, second, shape) or UNDECIDED
 
 
 # Operations whose routing is fixed by numbers and shapes, which are equal in all graphs of a structure.
@@ -125,6 +157,7 @@ def _note(
     graph: Graph, at: int, outputs: dict[int, Tag], operands: dict[int, Tag | None], ownership: Ownership
 ) -> None:
     """Note what a probe of a node has found, so that later graphs verify it."""
+    ownership.probed = True
     owned = {position: tag for position, tag in operands.items() if tag is not None}
     if any(isinstance(tag, Irregular) and tag.place is None and tag.owner.numel() for tag in owned.values()):
         ownership.by_data = True  # an owner for each element takes too much memory to be kept
@@ -138,13 +171,15 @@ def _note(
 
 
 def _by_layout(
-    graph: Graph, at: int, slot: int, tag: Tag, children: tuple[EdgeKey | None, ...], steps: list[object]
+    graph: Graph, at: int, slot: int, tag: Tag, children: tuple[EdgeKey | None, ...], ownership: Ownership
 ) -> list[Tag | SampleDim | None]:
-    """Tag of each operand as shapes and settings say, for one output; UNDECIDED where they say nothing. `steps`: gets
-    the dimensions of the samples, and whether the number of entries per sample has changed.
+    """Tag of each operand as shapes and settings say, for one output; UNDECIDED where they say nothing. Notes the
+    dimensions of the samples, and whether the number of entries per sample has changed. In exact ownership, nothing is
+    said about the rows that a slice of the samples leaves out.
     """
     operation = graph.structure.operations[at]
     shapes = graph.sizes.shapes
+    steps = ownership.steps
     if operation in VIEWS:
         if isinstance(tag, Regular):
             return [tag] * len(children)
@@ -161,6 +196,14 @@ def _by_layout(
         if to is None or child is None:
             moved.append(None)
             steps.append(None)
+        elif (
+            ownership.exact
+            and operation in COPYING
+            and to is not UNDECIDED
+            and shapes[child][to.dim] != shape[place.dim]
+        ):
+            steps.append(None)
+            moved.append(UNDECIDED)
         else:
             steps.append(to.dim if to.post == place.post else (to.dim,))
             moved.append(UNDECIDED if to is UNDECIDED else tag_at(to, shapes[child], graph.samples) or UNDECIDED)

@@ -16,7 +16,7 @@ from torch import Tensor
 from samplewise.engine import layouts
 from samplewise.engine.backward import pull_back
 from samplewise.engine.checks import is_traced
-from samplewise.engine.grads.base import PerSampleGrad, SummedGrad
+from samplewise.engine.grads.base import PerSampleGrad, SummedGrad, term_norms
 from samplewise.engine.grads.dense import DenseGrad
 from samplewise.engine.grads.exponential import exponential
 from samplewise.engine.grads.factored import FactoredGrad, Term
@@ -127,6 +127,43 @@ def _transposed(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, sav
     return form.transposed() if isinstance(form, FactoredGrad) else None
 
 
+def _viewed(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+    if not isinstance(form, DenseGrad):
+        return None
+    return DenseGrad(*(part.reshape(len(part), *below.shape) for part in form.parts), terms=form.term_norms)
+
+
+def _permuted(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+    if not isinstance(form, DenseGrad):
+        return None
+    order = list(range(len(below.shape)))
+    if operation(entry.node) == "Permute":
+        dims = [d % len(order) for d in scalar(entry.node, "dims")]
+        order = [dims.index(d) for d in order]
+    else:
+        a, b = scalar(entry.node, "dim0"), scalar(entry.node, "dim1")
+        order[a], order[b] = order[b], order[a]
+    return DenseGrad(*(part.permute(0, *(d + 1 for d in order)) for part in form.parts), terms=form.term_norms)
+
+
+def _indexed(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad | None:
+    """Gradients of a table of which entries are looked up, such as a relative position bias: table[index]."""
+    index, *others = saved["indices"]
+    if (
+        not isinstance(form, DenseGrad)
+        or index is None
+        or index.dtype is not torch.long
+        or others != [None] * len(others)
+    ):
+        return None
+    entries = index.flatten() % below.shape[0]  # indices may be negative
+    parts = []
+    for part in form.parts:
+        chosen = part.reshape(len(part), len(entries), *below.shape[1:])
+        parts.append(chosen.new_zeros(len(part), *below.shape).index_add(1, entries, chosen))
+    return DenseGrad(*parts, terms=lambda: term_norms(form) * len(entries) ** 0.5)
+
+
 def _added(form: PerSampleGrad, entry: Edge, below: Edge, operand: int, saved: Saved) -> PerSampleGrad:
     return form if operand == 0 or entry.node._saved_alpha == 1 else scaled(form, float(entry.node._saved_alpha))
 
@@ -171,13 +208,17 @@ ELEMENTWISE = Lowering(_elementwise)
 LOWERED = {
     **dict.fromkeys(layouts.ELEMENTWISE.split(), ELEMENTWISE),
     **dict.fromkeys(UNCHANGED, Lowering(_unchanged)),
+    **dict.fromkeys(layouts.VIEWS - UNCHANGED, Lowering(_viewed)),
+    **dict.fromkeys(("Permute", "Transpose"), Lowering(_permuted)),
+    "Index": Lowering(_indexed, ("indices",)),
     "T": Lowering(_transposed),
     "Add": Lowering(_added),
     "Mul": Lowering(_times_number, ("self", "other")),
     "Mm": Lowering(_in_product, ("self", "mat2")),
     "LinalgMatrixExp": Lowering(_exponential, ("self",)),
 }
-OTHER_SHAPES = {"T", "Mm"}  # operations whose operand may have another shape than the output
+# Operations whose operand may have another shape than the output.
+OTHER_SHAPES = {"T", "Mm", "Index", "Permute", "Transpose"} | layouts.VIEWS
 WEIGHT_NORM = "WeightNormInterface"
 WEIGHT_NORM_READS = ("v", "g", "result1")
 

@@ -159,6 +159,7 @@ class Sizes:
         self.dtypes = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}  # of gradients
         self.nested = NESTED in shapes  # True if there are nested tensors: their gradients cannot be read one by one
         self.plans: dict[str, Any] = {}  # plans that `Planner` keeps for such graphs, by `interacting`
+        self.analyzed = False  # a plan was made before
         self.inner: dict[int | None, dict[int, dict[int, torch.Tensor]]] = {}  # see `Graph`, by position of the goal
         self.hooked: frozenset[EdgeKey] = frozenset()  # edges with hooks that were verified in an earlier graph
 
