@@ -112,7 +112,7 @@ def test_owners_read_from_indices_are_those_of_the_node(name):
         of_one = torch.stack([weight.sum(), out.sin().sum()])
         for losses in (out.movedim(reading % out.dim(), 0).flatten(1).sin().sum(1), of_one):
             graph = Graph(losses.tanh(), {"weight": weight})
-            tags = owners(graph).tags
+            tags = {graph.edge(key): tag for key, tag in owners(graph).tags.items()}
             for node in graph.nodes:
                 if graph.operations[node] not in ("Index", "IndexSelect", "IndexAdd") or Edge(node, 0) not in tags:
                     continue
