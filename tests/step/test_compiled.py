@@ -500,7 +500,7 @@ class Drawing(Branching):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Branching, "data-dependent"),
+        (Branching, "reads the value of a tensor"),
         (Counting, "the model changes its own attributes in the forward pass"),
         (Replacing, "the model replaces a buffer in the forward pass"),
         (Drawing, "the model draws random numbers from Python or NumPy"),

@@ -2,6 +2,7 @@
 
 import collections
 import ctypes
+import logging
 import signal
 import subprocess
 import sys
@@ -217,14 +218,9 @@ def handler():
     )
 
 
-def recursion():
-    sys.setrecursionlimit(1000)
-    return scaled(lambda: sys.getrecursionlimit() / 1000), lambda v: sys.setrecursionlimit(1000 * int(v))
-
-
 CASES = {
     pointer: STATE,
-    **dict.fromkeys([address, handler, recursion], CALL),
+    **dict.fromkeys([address, handler], CALL),
     **dict.fromkeys(
         [
             schedule, distribution, length_of_a_loader, rows_of_a_subset, loss_scale, gradient, transposed_in_place,
@@ -240,11 +236,10 @@ DAILY = [schedule, distribution, rows_of_a_subset, gradient, transposed_in_place
 @pytest.fixture
 def settings():
     """Restores the settings that cases change."""
-    limit, count = sys.getrecursionlimit(), torch.get_num_threads()
+    count = torch.get_num_threads()
     handled = signal.getsignal(signal.SIGTERM)
     precision, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     yield
-    sys.setrecursionlimit(limit)
     torch.set_num_threads(count)
     signal.signal(signal.SIGTERM, handled)
     torch.set_float32_matmul_precision(precision)
@@ -260,6 +255,24 @@ def settings():
 @pytest.mark.parametrize("make", daily(CASES, DAILY), ids=lambda make: make.__name__)
 def test_a_value_that_is_read_through_torch_or_c_changes(make):
     assert_same(make, CASES[make])
+
+
+@any_backend
+def test_a_logger_whose_messages_are_not_shown():
+    """The stream of its handler is written only; models of transformers have such a logger."""
+    log = logging.Logger("quiet", logging.ERROR)
+    log.addHandler(logging.StreamHandler(sys.__stderr__))
+
+    def make():
+        scale = {"scale": 1.0}
+
+        def read():
+            log.info("scale %s", scale)
+            return scale["scale"]
+
+        return scaled(read), lambda v: scale.update(scale=v)
+
+    assert_same(make, None)
 
 
 @any_backend

@@ -1,5 +1,6 @@
 """An open window while code of the caller runs: its sums in `.grad` are used as they are, or an error says why not."""
 
+import copy
 import gc
 from functools import partial
 
@@ -210,6 +211,113 @@ def test_changes_of_compiled_sums(act):
     ACTIONS[act][0](step)
     with pytest.raises(sw.ParameterError, match=CHANGED.format(ACTIONS[act][1])):
         step(rows(4, 12))
+
+
+# ------------------------------------------------------------- states that are loaded
+
+MOVED = r"parameters must not change while a window is open.*found that '.*' was changed in place.*Call step\.flush\(\)"
+
+
+def load_model(step):
+    step.model.load_state_dict({name: value + 1 for name, value in step.model.state_dict().items()})
+
+
+@torch.no_grad()
+def clamp(step):
+    for p in step.model.parameters():
+        p.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def swap(step):
+    last_gradient(step).copy_(torch.zeros_like(last_gradient(step)))
+
+
+PARAMETERS = {
+    "model.load_state_dict": load_model,
+    "clamp": clamp,
+    "copy": swap,
+    "initialization": lambda step: nn.init.normal_(step.model[0].weight),
+    "a layer": lambda step: step.model[0].load_state_dict(net()[0].state_dict()),
+}
+
+
+@pytest.mark.parametrize("transforms", daily(CHAINS, ["plain", "clip"]))
+@pytest.mark.parametrize("act", PARAMETERS.values(), ids=PARAMETERS)
+def test_parameters_that_change_while_a_window_is_open(act, transforms):
+    step = make(CHAINS[transforms], audit=False)
+    step.accumulate(rows(0, 5))
+    act(step)
+    moved = state(step)
+    with pytest.raises(sw.ParameterError, match=MOVED):
+        step.apply()
+    close(state(step), moved, rtol=0, atol=0)
+    assert not step.has_pending_samples and step.counters.samples == 0
+    carrying = make(CHAINS[transforms], samples=9, tail="carry", audit=False)
+    carrying.run([rows(0, 4)])
+    act(carrying)
+    with pytest.raises(sw.ParameterError, match=MOVED):
+        carrying.run([rows(4, 12)])
+
+
+@pytest.mark.parametrize("order", [("model", "optimizer", "step"), ("step", "model", "optimizer")], ids=str)
+@pytest.mark.parametrize("transforms", CHAINS)
+def test_a_checkpoint_that_is_loaded_while_a_window_is_open(order, transforms):
+    """The open window is replaced by that of the checkpoint, in any order."""
+    step = make(CHAINS[transforms], samples=9, audit=False)
+    step(rows(0, 9))
+    step(rows(0, 4))
+    parts = {"model": step.model, "optimizer": step.optimizer, "step": step}
+    saved = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    step(rows(4, 9))
+    after = state(step)
+    step(rows(0, 5))  # another window, which is discarded
+    for name in order:
+        parts[name].load_state_dict(saved[name])
+    step.state_dict()  # leaves it as it is
+    step(rows(4, 9))
+    close(state(step), after, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("transforms", DEFERRED.values(), ids=DEFERRED)
+def test_parameters_of_windows_that_are_computed_at_their_end_may_change(transforms):
+    step, expected_step = make(transforms, audit=False), make(transforms, audit=False)
+    clamp(expected_step)
+    expected_step(rows(0, 12))
+    step.accumulate(rows(0, 5))
+    clamp(step)
+    step.accumulate(rows(5, 12))
+    step.apply()
+    close(state(step), state(expected_step))
+
+
+def test_the_state_of_the_optimizer_may_be_loaded():
+    """It is no part of the sums; the update uses it."""
+    step, expected_step = make(audit=False), make(audit=False)
+    saved = copy.deepcopy(step.optimizer.state_dict())
+    for one in (step, expected_step):
+        one(rows(0, 6))
+    expected_step.optimizer.load_state_dict(saved)
+    expected_step(rows(0, 12))
+    step.accumulate(rows(0, 5))
+    step.optimizer.load_state_dict(saved)
+    step.accumulate(rows(5, 12))
+    step.apply()
+    close(state(step), state(expected_step))
+
+
+def test_layers_that_change_their_parameters_in_the_forward_pass():
+    """nn.Embedding(max_norm=) does in each microbatch."""
+    ids, after = torch.arange(12) % 4, []
+    for sizes in ((12,), (5, 7)):
+        torch.manual_seed(0)
+        model = nn.Embedding(4, 3, max_norm=0.5).double()
+        step = sw.Step(model, sw.sgd(0.1), lambda model, batch: model(batch).square().sum(1), microbatch=4)
+        for part in ids.split(list(sizes)):
+            step.accumulate(part)
+        step.apply()
+        after.append(state(step))
+    close(*after)
 
 
 # ------------------------------------------------------------- what is allowed

@@ -393,6 +393,8 @@ def _is_numpy_array(value: Any) -> bool:
 def _is_fixed(value: Any) -> bool:
     kind = type(value)
     module = _module_of(kind)
+    if isinstance(value, IOBase) and not value.closed and not value.readable():
+        return True  # a stream for messages, as that of a logger, has no values to read
     if hasattr(kind, "__next__"):
         return False
     if module.startswith("torch._C"):  # such as the reducer of ranks; generators and tensors are visited before

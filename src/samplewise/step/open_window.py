@@ -22,23 +22,29 @@ class OpenWindowGuard:
     """Notices what code of the caller does to the sums of an open window: `leave` before it runs, `enter` after it.
 
     A change of a gradient increments its version counter, or replaces the tensor; the tensors are held, so that a new
-    one cannot have the same id.
+    one cannot have the same id. A change of a parameter increments its version counter, too: model.load_state_dict()
+    does, whose values the sums do not belong to.
     """
 
     def __init__(self, trained: TrainedParameters, optimizer: Any):
         self._trained = trained
         self._optimizer = optimizer
         self._sums: list[tuple[Tensor | None, int]] | None = None  # gradients with their versions; None: not left
+        self._versions: list[int] | None = None  # of the parameters; None: they may change
         guard = weakref.ref(self)  # the optimizer may be used further when the step is deleted
         self._hook = lambda *_: _refuse_step(guard())
 
-    def leave(self) -> None:
-        """Record the gradients, and let optimizer.step() raise until `enter`."""
+    def leave(self, parameters: bool = True) -> None:
+        """Record the gradients, and let optimizer.step() raise until `enter`. parameters=False: parameters may change,
+        as those of a restored window, whose model may be loaded after the step.
+        """
         sums: list[tuple[Tensor | None, int]] = []
         for p in self._trained.owned.values():
             gradient = p.grad
             sums.append((gradient, -1 if gradient is None else gradient._version))
         self._sums = sums
+        watched = parameters and not self._trained.sharded  # shards are written when they are gathered
+        self._versions = [p._version for p in self._trained.owned.values()] if watched else None
         # Not registered by register_step_pre_hook, whose handles count as new hooks for the engine, and for this time
         # only, because updates of optimizers with hooks are not compiled.
         self._hooks()[id(self)] = self._hook
@@ -62,12 +68,22 @@ class OpenWindowGuard:
                     "optimizer.zero_grad(), by a backward pass, or by another step on the same model. The samples of "
                     f"the window are discarded. {REMEDY}"
                 )
+        for (name, p), version in zip(self._trained.owned.items(), self._versions or (), strict=False):
+            if p._version != version:
+                raise ParameterError(
+                    "parameters must not change while a window is open, because the gradients of its samples belong to "
+                    f"their values; found that {name!r} was changed in place, for example by model.load_state_dict(). "
+                    f"The samples of the window are discarded. Call step.flush() before, or step.load_state_dict() "
+                    "after it, which discards the window and restores that of the checkpoint."
+                )
         self.forget()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager: `leave` before the block, and `enter` after it unless it raises."""
-        self.leave()
+        """Context manager: `leave` before the block, and `enter` after it unless it raises. Layers may change their
+        parameters in a forward pass, as nn.Embedding(max_norm=) does.
+        """
+        self.leave(parameters=False)
         try:
             yield
         except BaseException:

@@ -51,6 +51,11 @@ class TrainedParameters:
         return count
 
     @property
+    def sharded(self) -> bool:
+        """True if the optimizer holds shards."""
+        return bool(self._leaves)
+
+    @property
     def device(self) -> torch.device:
         """Current device of the parameters: a model may be moved after the step was created."""
         return next(iter(self.named.values())).device

@@ -155,7 +155,7 @@ class WindowBuilder:
                 if config.tail == "drop" and complete is None:
                     self.drop()
                 if self.window.begun:
-                    self._guard.leave()
+                    self._leave()
                 self.ranks.next_pass(self.window, config.samples)
             if complete is not None:
                 yield complete
@@ -169,7 +169,13 @@ class WindowBuilder:
         while not cursor.empty:
             microbatch, size = cursor.take(self.size.size)
             self._add(cursor, microbatch, size)
-        self._guard.leave()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Watch the open window until it is continued. Its parameters may change if they are not those of its sums: the
+        window is computed at its end, or was restored, and the model may be loaded after the step.
+        """
+        self._guard.leave(parameters=not (self._accumulator.needs_window or self.window.restored))
 
     def close(self) -> Window | None:
         """Complete the window with the samples it has, on all ranks; None if there are none."""
@@ -200,7 +206,7 @@ class WindowBuilder:
             if full and self._is_complete(samples, self.config.tail):
                 return self._finish()
         if self.window.begun and not self.window.summing:
-            self._guard.leave()
+            self._leave()
         return None
 
     def _empty_window(self) -> Window:
@@ -524,7 +530,7 @@ class WindowBuilder:
             sums = {name: gradient.clone() for name, gradient in self._trained.local_gradients().items()}
             columns = [each.state_dict() for each in window.columns]
         if window.begun:
-            self._guard.leave()
+            self._leave()
         state = {"parts": parts, "sums": sums, "failure": window.failure_state(), "noted": columns}
         reached = self.ranks.strategy.reached() if parts else []
         return {**state, "reached": reached} if reached else state
@@ -542,7 +548,7 @@ class WindowBuilder:
         self._trained.set_gradients({name: total.to(device, copy=True) for name, total in state["sums"].items()})
         self.ranks.strategy.begin_window(state.get("reached", ()))
         if self.window.begun:
-            self._guard.leave()
+            self._leave()
 
 
 def _not_compiled(microbatch: Any) -> None:

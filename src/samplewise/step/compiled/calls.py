@@ -18,7 +18,7 @@ from samplewise.step.compiled.errors import CannotCompile
 
 # C functions whose results or effects are not values of variables, by module or by class of their object.
 CHANGING_MODULES = {
-    *("time", "posix", "nt", "_io", "io", "_socket", "select", "_queue", "_sqlite3", "gc", "sys", "_signal", "_ssl"),
+    *("time", "posix", "nt", "_io", "io", "_socket", "select", "_queue", "_sqlite3", "gc", "_signal", "_ssl"),
     "resource",
 }
 CHANGING_BUILTINS = {"input", "eval", "exec", "globals"}
@@ -27,10 +27,7 @@ CHANGING_METHODS = {
     "_datetime": {"now", "utcnow", "today"},
     "_thread": {"locked"},
 }
-PURE = {
-    *("fspath", "intern", "exc_info", "exception", "_getframe", "_getframemodulename"),
-    *("is_finalizing", "getdefaultencoding"),
-}
+PURE = {"fspath"}  # of the operating system
 ADDRESSES = {"from_address", "from_buffer", "string_at"}  # of ctypes: read memory that belongs to other objects
 # Packages that torch needs. When it calls them depends on caches in the process: `typing` calls typing_extensions for
 # each type that its cache has lost.

@@ -121,7 +121,6 @@ def trace_backward(accumulator: WeightedAccumulator, tensors: Tensors, microbatc
         example = map_leaves(microbatch, lambda leaf: next(inputs) if isinstance(leaf, Tensor) else leaf)
         with ExitStack() as stack:
             tensors.replaced(stack, list(wanted.values()), others)
-            stack.enter_context(NumberReads())  # above the mode of the tracer, which would answer with a constant
             stats, gradients = _computed(accumulator, wanted, example, mean)
             tensors.check_replaced(list(wanted.values()), others)
         found = {name: values for name in RESULTS if (values := getattr(stats, name)) is not None}
@@ -167,7 +166,8 @@ def _computed(
     evaluator = accumulator.evaluator
     stage = accumulator.chain.samples
     record_norms = accumulator.record_norms
-    losses, counts = evaluator.losses(microbatch)
+    with NumberReads():  # above the mode of the tracer, which would answer with a constant
+        losses, counts = evaluator.losses(microbatch)
     check_attached(losses)
     if losses.dtype not in (torch.float32, torch.float64):
         raise CannotCompile(f"losses are {losses.dtype}")
@@ -184,7 +184,8 @@ def _computed(
             warnings.simplefilter("error", SamplesMayInteractWarning)
             g = gradients_of(losses, wanted, evaluator.modules, interacting=evaluator.interacting).prepare()
         accumulator.measure(g, stats, stage, record_norms)
-    (stats,) = stage.weigh([stats])
+    with NumberReads():
+        (stats,) = stage.weigh([stats])
     result = stats.result()
     if g is None and not isinstance(stats.coefficients, dict):
         return result, _weighted(losses, reached, stats.weights / divisor(result))
