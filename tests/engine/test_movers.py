@@ -327,10 +327,11 @@ def _lstm(h):
 
 
 EXAMPLES = {**{name: [function] for name, function in ELEMENTWISE.items()}, **MOVING}
-# Kernels of other devices.
+# Kernels of other devices, and one for float32 and sizes of 16 bytes only, which is in `test_rules`.
 ELSEWHERE = {
     "CudnnBatchNorm",
     "FusedRmsNorm",
+    "GroupedMm",
     "ScaledDotProductCudnnAttention",
     "ScaledDotProductEfficientAttention",
     "ScaledDotProductFlashAttention",
