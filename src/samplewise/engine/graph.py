@@ -90,7 +90,7 @@ class Graph:
         self.wanted = wanted
         self.goal = goal
         self.tracks_terms = False  # norms of the terms of gradients are computed, see `PerSampleGrad.term_norms`
-        self.hooks: tuple[int, Any] | None = None  # where it has hooks, see `hook_places`
+        self.hooks: Any = None  # where it has hooks, see `hook_places`
         self.sharded = False  # parameters have values only while a pass is in their module, see `unsharded`
         leaf_names = dict(zip(map(id, wanted.values()), wanted, strict=True))
         self.structure, self.sizes, self.nodes = read_structure(*self.root, leaf_names)

@@ -176,7 +176,9 @@ class HookChecks:
             verdicts = [self._is_changed(key) for key in self._watched.values()]
         if None in verdicts:
             return False
-        return self._follow(owners) if again or True in verdicts else True
+        if not (again or True in verdicts) or not self._arrivals:
+            return True
+        return self._follow(owners)
 
     def _is_changed(self, key: EdgeKey) -> bool | None:
         """True if hooks may have replaced the gradient of an edge; None if they have changed one in place, which may be

@@ -47,7 +47,7 @@ from samplewise.engine.parameter_side import (
 from samplewise.engine.registered_hooks import leave_out_forward_hooks, may_have_hooks
 from samplewise.engine.rules import OPERAND_RULES, RULES, OperandRule, Rule, Use
 from samplewise.engine.rules.use import Operand
-from samplewise.engine.saved import SavedTensorReader, Versions, has_sparse
+from samplewise.engine.saved import SavedTensorReader, Versions
 from samplewise.engine.slow_paths import place_of, warn_if_slow
 from samplewise.engine.structure import once
 from samplewise.engine.tags import Regular, Tag
@@ -418,7 +418,7 @@ class GradBuilder:
                 use = Use(node, planned.operand, gradients, saved)
             if not gradients or planned.empty:
                 form = self._zeros(planned)
-            elif planned.rule is not None and not has_sparse(saved):
+            elif planned.rule is not None and node not in self._reader.sparse:  # rules are for strided tensors
                 rule = planned.rule
                 form = rule.factors(use) if self.factors and rule.factors is not None else rule.form(use)
             if form is None:
@@ -479,7 +479,8 @@ class GradBuilder:
         if self.keep and isinstance(form, (FactoredGrad, StackedGrad)):
             form = form.compact()
             is_copied = isinstance(form, DenseGrad)
-        self._settle_terms(form)
+        if isinstance(form, DenseGrad) and form.terms is not None:
+            self._settle_terms(form)
         if self._bundles and isinstance(form, DenseGrad) and is_small(form):
             self._small[name] = DenseGrad(form.parts[0].clone()) if self._copies and not is_copied else form
             return True

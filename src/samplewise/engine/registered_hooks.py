@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,6 +70,14 @@ class HookPlaces:
 NO_HOOKS = HookPlaces()
 
 
+class KnownHooks(NamedTuple):
+    """Where a graph has hooks, as long as no others are registered."""
+
+    next_id: int  # number of the next hook of the process
+    foreign: int  # number of foreign hooks
+    places: HookPlaces | None  # None: they may be anywhere
+
+
 def may_have_hooks(graph: Graph) -> bool:
     """False if this graph has no hooks: all foreign ones were registered before it was made, or none is found on it.
     A dispatch mode can do what a hook does.
@@ -82,13 +90,18 @@ def hook_places(graph: Graph) -> HookPlaces | None:
     """Where this graph has hooks; None if they may be anywhere."""
     if _len_torch_dispatch_stack() and not is_traced(graph.losses) and not _only_observers():
         return None
-    count = foreign_hooks()
-    if not _is_older(graph, count):
-        return NO_HOOKS
-    if graph.hooks is None or graph.hooks[0] != count:
-        graph.hooks = (count, _find_hooks(graph))
-    places: HookPlaces | None = graph.hooks[1]
-    return places
+    next_id = RemovableHandle.next_id
+    if graph.hooks is None or graph.hooks.next_id != next_id:  # hooks were registered since the last call
+        count = foreign_hooks()
+        if not _is_older(graph, count):
+            graph.hooks = KnownHooks(next_id, count, NO_HOOKS)
+        elif graph.hooks is not None and graph.hooks.foreign == count:  # by the engine
+            graph.hooks = graph.hooks._replace(next_id=next_id)
+        else:
+            places = _find_hooks(graph)  # registers hooks itself
+            graph.hooks = KnownHooks(RemovableHandle.next_id, count, places)
+    known: KnownHooks = graph.hooks
+    return known.places
 
 
 def _only_observers() -> bool:

@@ -68,12 +68,6 @@ def _packed(raw: Any) -> Any:
         return None
 
 
-def has_sparse(saved: Saved) -> bool:
-    """True if one of the tensors is not strided. Rules are for strided tensors."""
-    layouts = [tensor.layout for tensor in saved.values() if isinstance(tensor, Tensor)]
-    return layouts.count(torch.strided) < len(layouts)
-
-
 class Versions:
     """Version counters of tensors, to detect in-place modification while the tensors are still needed.
 
@@ -109,6 +103,7 @@ class SavedTensorReader:
         self._block_of: dict[Node, Any] = {}  # only of nodes in checkpointed blocks
         self._nodes: dict[Any, list[Node]] = {}  # by block
         self._recomputed: dict[Node, Saved] = {}
+        self.sparse: set[Node] = set()  # nodes with a tensor that is not strided, of those that were read
         for node in hooked_nodes(names):
             block = block_of(node)
             if block is not None:
@@ -132,7 +127,9 @@ class SavedTensorReader:
         prefix = "" if isinstance(node, BackwardCFunction) else "_"
         saved = {}
         for name in self._names[node]:
-            saved[name] = getattr(node, f"{prefix}saved_{name}")
+            value = saved[name] = getattr(node, f"{prefix}saved_{name}")
+            if isinstance(value, Tensor) and value.layout is not torch.strided:
+                self.sparse.add(node)
         return saved
 
     def _recompute(self, block: Any) -> None:

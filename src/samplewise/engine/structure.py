@@ -212,7 +212,8 @@ class _Flat:
             if found != identity:
                 return None
         for at, name, expected in self.settings:
-            if _comparable(getattr(nodes[at], name)) != expected:
+            value = getattr(nodes[at], name)
+            if (value if type(value) in _PLAIN else repr(value)) != expected:  # `_comparable`, without its call
                 return None
         outputs = [node._input_metadata for node in nodes]
         if [(len(a), len(b)) for a, b in zip(below, outputs, strict=True)] != self.counts:
