@@ -25,7 +25,7 @@ TEXT = {
 
 
 class HuggingFace(nn.Module):
-    """Model that maps a batch to one loss per sample, with the methods of samplewise.testing.everyday.Situation."""
+    """Model that maps a batch to one loss per sample, with the methods of everyday_zoo.Situation."""
 
     def __init__(self, kind: type[nn.Module], config: transformers.PretrainedConfig):
         super().__init__()

@@ -4,9 +4,9 @@ import pytest
 import torch
 from by_loop import rows_by_loop
 from daily import daily
+from everyday_zoo import SITUATIONS, Sizes, build
 
 import samplewise as sw
-from samplewise.testing.everyday import SITUATIONS, Sizes, build
 from samplewise.testing.zoo import default_dtype
 
 SMALL = Sizes(samples=4, tokens=8, width=6, heads=1, hidden=10, vocabulary=11, classes=3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from by_loop import assert_as_loop
 from daily import daily
+from everyday_zoo import Sizes, build
 from torch import nn
 
 from samplewise.engine.cut import find_cut
@@ -16,7 +17,6 @@ from samplewise.engine.local_probe import _NodePasses
 from samplewise.engine.ownership import owners
 from samplewise.engine.probe import MIXED, probe_passes
 from samplewise.engine.tags import Regular
-from samplewise.testing.everyday import Sizes, build
 from samplewise.testing.zoo import default_dtype, wanted
 
 B, T, D = 3, 4, 5

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
 
-from samplewise.testing.everyday.situation import Situation, situation
+from everyday_zoo.situation import Situation, situation
 
 
 @situation

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from samplewise.testing.everyday.situation import Situation, situation
+from everyday_zoo.situation import Situation, situation
 
 
 @situation
