@@ -4,9 +4,9 @@ The unit is a plain step of the same situation, forward and `losses.mean().backw
 that is measured, with the same batch. Data are new in each step. The first two steps are not counted. The clipped
 gradient of a last step is compared with that of a loop over single samples.
 
-python everyday.py [--only NAME ...] [--quick] [--rounds N] [--threads N] [--peers] [--cpu] [--write FILE] [--list]
+Times are processor times of one thread, which other processes disturb least.
 
---cpu counts time of the processor, which other processes disturb less; use it with --threads 1.
+python everyday.py [--only NAME ...] [--quick] [--rounds N] [--peers] [--write FILE] [--list]
 """
 
 import argparse
@@ -43,7 +43,6 @@ QUICK = (
 
 Batch = tuple[Tensor, ...]
 Step = Callable[[Batch], object]  # leaves the gradient of the batch in .grad
-Clock = Callable[[], float]
 
 
 def situations() -> dict[str, tuple[str, Callable[[], Any]]]:
@@ -136,7 +135,7 @@ class Timing:
     steady: Result  # median ratio of the counted steps
 
 
-def measure(make: Callable[[], Any], method: Callable[[Any], Step], rounds: int, clock: Clock) -> Timing:
+def measure(make: Callable[[], Any], method: Callable[[Any], Step], rounds: int) -> Timing:
     """Times of a method next to plain steps of a model of its own."""
     reference = make()
     plain_step = plain(reference)
@@ -144,11 +143,11 @@ def measure(make: Callable[[], Any], method: Callable[[Any], Step], rounds: int,
         model = make()
         step = method(model)
         for number in range(3):
-            seconds(plain_step, reference, number, clock)
+            seconds(plain_step, reference, number)
         times = []
         for number in range(WARM + rounds):
-            a = seconds(plain_step, reference, number, clock)
-            times.append((a, seconds(step, model, number, clock)))
+            a = seconds(plain_step, reference, number)
+            times.append((a, seconds(step, model, number)))
         if apart := distance(make(), model, step):
             return Timing(math.nan, math.nan, Result(word="wrong", why=f"off by {apart:.1%}"))
     except Exception as error:  # the other methods and situations are still measured
@@ -158,13 +157,13 @@ def measure(make: Callable[[], Any], method: Callable[[Any], Step], rounds: int,
     return Timing(1e3 * plain_seconds, times[0][1] / plain_seconds, Result(steady))
 
 
-def seconds(step: Step, model: Any, number: int, clock: Clock) -> float:
-    """Seconds of one step, without the preparation of its batch and hooks."""
+def seconds(step: Step, model: Any, number: int) -> float:
+    """Processor seconds of one step, without the preparation of its batch and hooks."""
     batch = model.prepare(number)
-    start = clock()
+    start = time.process_time()
     with model.around():
         step(batch)
-    duration = clock() - start
+    duration = time.process_time() - start
     model.zero_grad()
     return duration
 
@@ -184,18 +183,17 @@ def distance(reference: Any, model: Any, step: Step) -> float:
 # --------------------------------------------------------------------------------------------------- table
 
 
-def everyday(options: Options, clock: Clock = time.perf_counter) -> Iterator[Table]:
+def everyday(options: Options) -> Iterator[Table]:
     table = situations()
     names = list(dict.fromkeys(["baseline", *options.choose(table, QUICK)]))
-    threads = options.threads[-1]
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     peers = PEERS if options.peers else {}
     rows = [["situation", "", "plain step, ms", "first step", "later steps", "of baseline", *peers]]
     reasons = [] if find_spec("transformers") else ["transformers is not installed: rows of its models are left out"]
     normal = math.nan
     for name in names:
         description, make = table[name]
-        times = {kind: measure(make, method, options.rounds, clock) for kind, method in (OURS | peers).items()}
+        times = {kind: measure(make, method, options.rounds) for kind, method in (OURS | peers).items()}
         our = times["samplewise"]
         normal = our.steady.value or normal if name == "baseline" else normal
         share = f"{our.steady.value / normal:.2f}" if our.steady.value else ""
@@ -204,8 +202,8 @@ def everyday(options: Options, clock: Clock = time.perf_counter) -> Iterator[Tab
         reasons += [f"{kind} on {name}: {t.steady.why[:160]}" for kind, t in times.items() if t.steady.why]
         print("  ".join([f"{name:24}", *rows[-1][2:]]), file=sys.stderr)
     title = "Everyday situations: forward, backward and clip as a multiple of a plain step of the same situation"
-    unit = "Multiples of a plain step of the same situation (forward and backward pass)"
-    caption = f"{unit}{', time of the processor' if clock is time.process_time else ''}. {options.caption(threads)}"
+    unit = "Multiples of a plain step of the same situation (forward and backward pass), time of the processor"
+    caption = f"{unit}. {options.caption(1)}"
     yield Table("everyday", title, rows, caption, tuple(reasons))
 
 
@@ -214,9 +212,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", choices=situations())
     parser.add_argument("--quick", action="store_true", help=f"few rounds of {', '.join(QUICK)}")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", action="store_true", help="also vmap(grad), Opacus and a loop over samples")
-    parser.add_argument("--cpu", action="store_true", help="time of the processor instead of wall time")
     parser.add_argument("--write", type=Path, metavar="FILE", help="for example docs/speed.md")
     parser.add_argument("--list", action="store_true", help="print the names")
     arguments = parser.parse_args()
@@ -225,8 +221,8 @@ def main() -> None:
         return
     warnings.simplefilter("ignore")
     rounds = arguments.rounds or (7 if arguments.quick else 15)
-    options = Options(rounds, [arguments.threads], arguments.only, arguments.peers, quick=arguments.quick)
-    for table in everyday(options, time.process_time if arguments.cpu else time.perf_counter):
+    options = Options(rounds, [1], arguments.only, arguments.peers, quick=arguments.quick)
+    for table in everyday(options):
         print(table)
         if arguments.write:
             write(table, arguments.write)
