@@ -72,6 +72,7 @@ def main(rank, store, how, end):
     if end == "fails":
         raise ValueError("a bad batch")
     if end == "is interrupted":
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
         signal.raise_signal(signal.SIGINT)
     return model
 
