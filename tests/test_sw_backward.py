@@ -8,6 +8,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.engine import strategies
 from samplewise.errors import LossesError, NonFiniteGradientError, NonFiniteLossError, TransformError
+from samplewise.testing.zoo import CASES
 
 B, CLASSES = 6, 4
 
@@ -311,3 +312,14 @@ def test_eval_mode_is_noticed():
         run(part)
     frozen = nn.Sequential(nn.Linear(3, 3).requires_grad_(False).eval(), nn.BatchNorm1d(3).eval(), nn.Linear(3, 1))
     run(frozen)  # frozen modules and BatchNorm are meant to be in eval mode
+
+
+def test_a_model_whose_ownership_is_probed():
+    """The probe has computed the gradients already; the ordinary backward pass is still run."""
+    model, inputs = CASES["per_sample_kernels_by_grouped_convolution"].build()
+    model(*inputs).square().sum().backward()
+    expected = grads(model)
+    model.zero_grad()
+    recorded = sw.backward(model(*inputs).square().sum(1), model)
+    assert_grads(model, expected)
+    assert recorded.norms.shape == (len(inputs[0]),)

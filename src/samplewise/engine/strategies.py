@@ -310,7 +310,6 @@ class BackwardStrategy:
         pending = plan.pending
         graph = self.planner.graph
         run = self.ordinary
-        self.ordinary = None
 
         # Where hooks may change gradients unseen, the ownership is verified by one more pass, with weights.
         hooks = hook_checks(graph, plan, ordinary=run is not None) if watches else None
@@ -341,6 +340,7 @@ class BackwardStrategy:
             return builder.add(at, gradients)
 
         receive = arrived if pending or weighs or hooks.slots else builder.add
+        self.ordinary = None
         with functions.watching(), hooks.watching(plan.stops):
             if run is None:
                 backward_past(graph, plan.stops, receive, None, self.create_graph, builder.recomputes, hooks)
