@@ -31,8 +31,7 @@ WITHOUT_CANCELLED_ACTIVATIONS = ("linear", "wide", "two uses", "weight norm", "b
 WEIGHTS = {
     "losses": lambda: sw.weight(lambda losses: torch.sigmoid(losses)),
     "norms": lambda: sw.weight(lambda norms: 1 + norms.clamp(max=1e6)),
-    # Clamped: the sine of a huge loss is what rounding leaves of it, which depends on the size of the batch.
-    "negative": lambda: sw.weight(lambda losses: torch.sin(losses.clamp(-3, 3)) - 0.5),
+    "negative": lambda: sw.weight(lambda losses: torch.sin(losses) - 0.5),
     "huge": lambda: sw.weight(lambda norms: torch.full_like(norms, 1e8)),
     "zero": lambda: sw.weight(lambda losses: torch.zeros_like(losses)),
     "clip": lambda: sw.clip(3.0),

@@ -19,6 +19,7 @@ ALONE = f"{MUST}gives a sample another weight if other samples are left out"
 BEFORE = f"{MUST}gives a sample another weight after it was called before"
 AGAIN = f"{MUST}gives other weights if it is called again with the same values"
 PARTS = f"{MUST}fails for a part of the samples"
+DIGITS = f"{MUST}gives a sample another weight if the last digits of its loss or norm change"
 
 
 class RunningMean:
@@ -197,6 +198,9 @@ REFUSED = {
     "its own generator": (with_generator, ALONE),
     "random numbers of the system": (lambda: unseeded, AGAIN),
     "number of samples": (lambda: number_of_samples, ALONE),
+    "sine of a huge multiple": (lambda: lambda losses: 2 + torch.sin(1e18 * losses), DIGITS),
+    "last bits of the loss": (lambda: lambda losses: (losses * 2.0**50).remainder(2), DIGITS),
+    "cosine of huge norms": (lambda: lambda norms: 2 + torch.cos(1e17 * norms), DIGITS),
 }
 
 
