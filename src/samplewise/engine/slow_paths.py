@@ -91,8 +91,9 @@ def place_of(graph: Graph, node: Node, modules: Iterable[nn.Module]) -> str:
     path = names[0].rpartition(".")[0]
     for root in modules:
         owner = path
+        named = dict(root.named_modules())
         while True:
-            module = dict(root.named_modules()).get(owner)
+            module = named.get(owner)
             if module is not None and not type(module).__module__.startswith("torch."):
                 try:
                     line = inspect.getsourcelines(type(module).forward)[1]

@@ -319,7 +319,8 @@ class BackwardStrategy:
         if hooks is None or weighs:
             hooks = HookChecks(graph)
 
-        in_place = bool(graph.structure.functions) or (weighs and may_have_hooks(graph))  # gradients may be changed so
+        # A probe has computed the gradients at the cut already, unless a Function or hook may have changed them in place.
+        in_place = bool(graph.structure.functions) or (weighs and may_have_hooks(graph))
         builder = self.make_builder(plan, graph, quantity, self.create_graph, keep, self.factors, in_place)
         probed = {} if self.create_graph or graph.sharded or in_place or may_have_hooks(graph) else dict(plan.gradients)
         plan.gradients.clear()
@@ -327,6 +328,8 @@ class BackwardStrategy:
             for at, slots in plan.stops.slots.items():
                 builder.add(at, {slot: probed.pop((at, slot)) for slot in slots})
             return builder
+
+        # The pass: gradients are converted as they arrive, and what its plan claims is recorded.
         nonzero: list[Tensor] = []  # whether gradients that could not verify their ownership so far are non-zero
         functions = FunctionChecks(graph, () if weighs else plan.functions)
         sums: dict[Edge, Tensor] = {}  # of the absolute values of each sample in this pass
@@ -346,6 +349,8 @@ class BackwardStrategy:
                 backward_past(graph, plan.stops, receive, None, self.create_graph, builder.recomputes, hooks)
             elif not watch_backward(graph, plan.stops, receive, run):
                 return self._pass(quantity, keep)
+
+        # The verdict: hooks where they are, then ownership by weights, Python functions, gradients that were zero so far.
         if not hooks.hold(plan.owners, again=not self.keep):
             return self._pass(quantity, keep, watches=False)
         if weighs:
