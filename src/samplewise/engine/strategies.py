@@ -319,7 +319,7 @@ class BackwardStrategy:
         if hooks is None or weighs:
             hooks = HookChecks(graph)
 
-        # A probe has computed the gradients at the cut already, unless a Function or hook may have changed them in place.
+        # A probe has computed these gradients already; a Function or hook may have changed them in place since.
         in_place = bool(graph.structure.functions) or (weighs and may_have_hooks(graph))
         builder = self.make_builder(plan, graph, quantity, self.create_graph, keep, self.factors, in_place)
         probed = {} if self.create_graph or graph.sharded or in_place or may_have_hooks(graph) else dict(plan.gradients)
@@ -350,7 +350,7 @@ class BackwardStrategy:
             elif not watch_backward(graph, plan.stops, receive, run):
                 return self._pass(quantity, keep)
 
-        # The verdict: hooks where they are, then ownership by weights, Python functions, gradients that were zero so far.
+        # The verdict: hooks where they are, ownership by weights, Python functions, gradients that were zero so far.
         if not hooks.hold(plan.owners, again=not self.keep):
             return self._pass(quantity, keep, watches=False)
         if weighs:
